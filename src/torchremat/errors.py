@@ -1,0 +1,73 @@
+"""The exception tree. Every class is also the builtin that a caller would expect.
+
+    TorchrematError
+    ├── BudgetError        (ValueError)    a budget that is no size, or that no plan fits
+    ├── CheckpointError    (RuntimeError)  a recompute differs from its forward
+    ├── MutationError      (RuntimeError)  an input or buffer changed between forward and recompute
+    ├── PlanError          (ValueError)    a plan that does not belong to this model, or a file that is none
+    ├── ScheduleError      (ValueError)    a schedule that breaks its own rules
+    ├── StepError          (ValueError)    a training step that cannot be measured or planned
+    ├── UnsupportedError   (RuntimeError)  something that cannot be honoured here
+    ├── VersionError       (ImportError)   this torch lacks a name that a part needs
+    └── WrapError          (ValueError)    modules that cannot be wrapped, or a pattern that matches none
+
+    ShapeWarning           (UserWarning)   a call larger than those planned for
+    OrderWarning           (UserWarning)   a model that called its modules in another order than planned
+
+`bug` makes the error for what cannot happen.
+"""
+
+from __future__ import annotations
+
+
+class TorchrematError(Exception):
+    """The base of every error that torchremat raises."""
+
+
+class BudgetError(TorchrematError, ValueError):
+    """A budget that is no size, or that no plan fits."""
+
+
+class CheckpointError(TorchrematError, RuntimeError):
+    """A recompute that differs from its forward."""
+
+
+class MutationError(TorchrematError, RuntimeError):
+    """An input or a buffer that was changed in place between a forward and its recompute."""
+
+
+class PlanError(TorchrematError, ValueError):
+    """A plan that does not belong to this model, or a file that holds none."""
+
+
+class ScheduleError(TorchrematError, ValueError):
+    """A schedule that breaks its own rules."""
+
+
+class StepError(TorchrematError, ValueError):
+    """A training step that cannot be measured or planned."""
+
+
+class UnsupportedError(TorchrematError, RuntimeError):
+    """Something that cannot be honoured here; never a silent fallback."""
+
+
+class VersionError(TorchrematError, ImportError):
+    """This torch lacks a name that a part of the library needs."""
+
+
+class WrapError(TorchrematError, ValueError):
+    """Modules that cannot be wrapped, or a pattern that matches none."""
+
+
+class ShapeWarning(UserWarning):
+    """A call whose inputs are larger than those that were planned for."""
+
+
+class OrderWarning(UserWarning):
+    """A model that called its modules in another order than the plan was made for."""
+
+
+def bug(fact: str) -> AssertionError:
+    """Return the error for a state that the library's own rules exclude; `fact` carries the numbers."""
+    return AssertionError(f"{fact}. This is a bug in torchremat, please report it with this message.")
