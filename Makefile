@@ -1,0 +1,50 @@
+# The virtual environment is made from the lock file; `make demo` and `make test` need nothing but Python and pip.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test gpu lint format docs benchmarks lock clean
+
+demo: .venv/.stamp
+	$(BIN)/python examples/demo.py
+
+test: lint .venv/.stamp
+	$(BIN)/python -m pytest -n 2
+	$(BIN)/mkdocs build --strict --quiet
+
+# The tests that need a CUDA device; everything else runs on a CPU.
+gpu: .venv/.stamp
+	$(BIN)/python -m pytest -m gpu
+
+lint: .venv/.stamp
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/basedpyright
+	$(BIN)/towncrier build --draft --version next > /dev/null
+
+format: .venv/.stamp
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+docs: .venv/.stamp
+	$(BIN)/mkdocs build --strict
+
+benchmarks: .venv/.stamp
+	set -e; for main in benchmarks/*/main.py; do echo "== $$main"; $(BIN)/python $$main; done
+
+# Resolve the newest versions that pyproject.toml allows. The local tag of a torch build names the build that happened
+# to be installed, so it is cut off.
+lock: .venv/.stamp
+	$(BIN)/pip-compile --quiet --all-extras --strip-extras --unsafe-package pip --no-emit-options --no-header \
+		--no-annotate --output-file requirements.lock pyproject.toml
+	sed -i.bak -E -e 's|^(torch==[0-9.]+)\+[a-z0-9]+|\1|' -e '/^# The following packages|^# pip$$|^$$/d' requirements.lock
+	rm requirements.lock.bak
+
+.venv/.stamp: requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed: make PYTHON=...")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --requirement requirements.lock
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	touch $@
+
+clean:
+	rm -rf .venv build dist out site

@@ -1,0 +1,30 @@
+"""What every test shares: one thread, no network, and CUDA tests skipped where there is no device."""
+
+import os
+
+import pytest
+import torch
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+# The tests run in two processes, and a kernel that changes its number of threads changes its order of summation.
+torch.set_num_threads(1)
+
+
+def pytest_report_header():
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu only"
+    return f"torch: {torch.__version__}, {device}"
+
+
+def pytest_collection_modifyitems(items):
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)
