@@ -1,0 +1,193 @@
+"""The rules of the house that no other tool checks."""
+
+import ast
+import builtins
+import importlib.util
+import inspect
+import re
+import tokenize
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+import torchremat
+from torchremat import errors
+
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src"
+PACKAGE = SOURCE / "torchremat"
+
+# A module may import from its own rung and from those before it.
+LADDER = [
+    "errors",
+    "_compat",
+    "ambient",
+    "saved",
+    "stores",
+    "regions",
+    "policies",
+    "measuring",
+    "schedules",
+    "planning",
+    "pipeline",
+    "reports",
+    "interop",
+    "cli",
+]
+# The doors of the house stand outside the ladder, and nothing inside it imports them.
+DOORS = {"torchremat", "torchremat.extend", "torchremat.__main__"}
+
+surface = pytest.mark.skipif(not hasattr(torchremat, "__all__"), reason="the package has no surface yet")
+
+
+def module_name(path):
+    parts = path.relative_to(SOURCE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+TREES = {name: ast.parse(path.read_text()) for name, path in MODULES.items()}
+INSIDE = sorted(MODULES.keys() - DOORS)
+
+
+def imported(name, node):
+    """The own modules that one import statement of module `name` reaches."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names if alias.name.split(".")[0] == "torchremat"]
+    if not isinstance(node, ast.ImportFrom):
+        return []
+    source = node.module or ""
+    if node.level:
+        package = name if MODULES[name].name == "__init__.py" else name.rpartition(".")[0]
+        source = importlib.util.resolve_name("." * node.level + source, package)
+    if source.split(".")[0] != "torchremat":
+        return []
+    return [f"{source}.{alias.name}" if f"{source}.{alias.name}" in MODULES else source for alias in node.names]
+
+
+def imports(name):
+    return [target for node in ast.walk(TREES[name]) for target in imported(name, node)]
+
+
+def rung(name):
+    return LADDER.index(name.split(".")[1])
+
+
+def test_every_module_has_a_rung():
+    assert {name.split(".")[1] for name in INSIDE} <= set(LADDER)
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_imports_point_only_up_the_ladder(name):
+    targets = imports(name)
+
+    assert not DOORS & set(targets), "import the module that defines the name"
+    assert [target for target in targets if rung(target) > rung(name)] == []
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_own_modules_are_imported_at_the_top_of_a_file(name):
+    functions = [node for node in ast.walk(TREES[name]) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+
+    assert [target for function in functions for node in ast.walk(function) for target in imported(name, node)] == []
+
+
+def test_imports_have_no_cycle():
+    done = set()
+
+    def visit(name, above):
+        assert name not in above, " -> ".join([*above[above.index(name) :], name])
+        if name in done:
+            return
+        for target in imports(name):
+            # A package whose own module is asked for has begun to import already.
+            if target != name:
+                visit(target, [*above, name])
+        done.add(name)
+
+    for name in MODULES:
+        visit(name, [])
+
+
+@surface
+def test_all_agrees_with_the_imports():
+    tree = TREES["torchremat"]
+    names = [
+        alias.asname or alias.name for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names
+    ]
+
+    assert torchremat.__all__ == sorted(set(names) - {"annotations"})
+
+
+@surface
+def test_no_name_is_both_a_module_and_a_function():
+    functions = {name for name in torchremat.__all__ if inspect.isfunction(getattr(torchremat, name))}
+
+    assert functions & {name.rpartition(".")[2] for name in INSIDE} == set()
+
+
+def test_errors_are_drawn():
+    drawn = re.findall(r"^ +(?:[├└]── )?(\w+) +\((\w+)\)", errors.__doc__, re.MULTILINE)
+    classes = [
+        value for value in vars(errors).values() if inspect.isclass(value) and value is not errors.TorchrematError
+    ]
+    builtin = {name: value for name, value in vars(builtins).items() if inspect.isclass(value)}
+    bases = [(cls.__name__, base.__name__) for cls in classes for base in cls.__bases__ if base in builtin.values()]
+
+    assert drawn == bases
+    assert all(issubclass(cls, errors.TorchrematError | Warning) for cls in classes)
+
+
+@surface
+def test_errors_are_exported():
+    names = {name for name, value in vars(errors).items() if inspect.isclass(value)}
+
+    assert names <= set(torchremat.__all__)
+
+
+def texts(*endings):
+    """The text of every file that is ours, by its path below the root."""
+    folders = [ROOT / name for name in ("src", "tests", "examples", "benchmarks", "docs", "changelog.d", ".ci")]
+    files = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
+    files += [path for path in ROOT.iterdir() if path.is_file() and path.name != ".gitignore"]
+    return {str(path.relative_to(ROOT)): path.read_text() for path in files if path.suffix in endings}
+
+
+def comments_and_docstrings(text):
+    """Comments and strings alone, each with its marks cut off, so that code which talks about labels is not read."""
+    kinds = (tokenize.COMMENT, tokenize.STRING)
+    tokens = tokenize.generate_tokens(iter(text.splitlines(keepends=True)).__next__)
+    return "\n".join(token.string.lstrip("#") for token in tokens if token.type in kinds)
+
+
+def test_notes_are_defined_once_and_cited():
+    prose = [comments_and_docstrings(text) for text in texts(".py").values()]
+    defined = Counter(label for text in prose for label in re.findall(r"^\s*NOTE \[ (.+?) \]", text, re.MULTILINE))
+    cited = {label for text in prose for label in re.findall(r"[Ss]ee\s+NOTE \[ (.+?) \]", text)}
+
+    assert [label for label, times in defined.items() if times > 1] == []
+    assert cited == set(defined)
+
+
+# Split, so that this file may be searched too.
+UNFINISHED = re.compile(r"\b(TO" r"DO|FIX" r"ME|X" r"XX)\b")
+ABSOLUTE = re.compile(r"(?<![\w.}])/(work|home|root|Users|tmp)/")
+
+
+def test_nothing_is_left_for_later_and_no_path_is_absolute():
+    found = [
+        f"{path}: {match.group()}"
+        for path, text in texts(".py", ".md", ".toml", ".yml", ".lock", "").items()
+        for match in [*UNFINISHED.finditer(text), *ABSOLUTE.finditer(text)]
+    ]
+
+    assert found == []
+
+
+def test_fragments_have_a_type():
+    names = {path.name for path in (ROOT / "changelog.d").iterdir()} - {"README.md"}
+
+    assert [
+        name for name in names if not re.fullmatch(r"(\d+|\+[\w-]+)\.(added|changed|fixed|removed)\.md", name)
+    ] == []
