@@ -1,0 +1,46 @@
+"""Every model that the other tests plan for trains by itself, twice the same, and without a warning."""
+
+import pytest
+import torch
+
+import models
+import zoo
+
+OWN = {"gpt": models.gpt_step, "unet": models.unet_step, "resnet": models.resnet_step}
+FACTORIES = {
+    **OWN,
+    "gpt dropout": lambda: models.gpt_step(dropout=0.1),
+    "gpt2 cache": lambda: zoo.gpt2(use_cache=True),
+    **zoo.ZOO,
+    **{f"{name} dropout": lambda make=make: make(dropout=0.1) for name, make in zoo.ZOO.items()},
+}
+
+
+@pytest.mark.parametrize("name", FACTORIES)
+def test_plain_step_is_repeatable(name):
+    losses, gradients = [], []
+
+    for _ in range(2):
+        model, step = FACTORIES[name]()
+        torch.manual_seed(1)
+        loss = step(model)
+        loss.backward()
+        losses.append(loss.detach())
+        gradients.append([p.grad for p in model.parameters()])
+
+    assert all(p.grad is not None for p in model.parameters())
+    assert torch.equal(*losses)
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_unet_and_resnet_have_the_blocks_that_they_claim():
+    unet, resnet = models.UNet(), models.ResNet()
+
+    assert sum(isinstance(module, models.ResidualBlock) for module in unet.modules()) == 10
+    assert sum(isinstance(module, models.BasicBlock) for module in resnet.modules()) == 9
+
+
+def test_gpt2_keeps_a_cache_unless_told_otherwise():
+    model, _ = zoo.gpt2()
+
+    assert model.config.use_cache
