@@ -107,7 +107,7 @@ class ResidualBlock(nn.Module):
 class UNet(nn.Module):
     """Three levels, ten residual blocks, and two skips that jump over the levels below."""
 
-    def __init__(self, width: int = 32) -> None:
+    def __init__(self, width: int = 16) -> None:
         super().__init__()
         self.first = nn.Conv2d(3, width, 3, padding=1)
         self.down1 = nn.ModuleList([ResidualBlock(width, width), ResidualBlock(width, width)])
@@ -140,7 +140,7 @@ class UNet(nn.Module):
         return self.last(m)
 
 
-def unet_step(*, batch: int = 8, size: int = 64, width: int = 32, seed: int = 0) -> tuple[UNet, Step]:
+def unet_step(*, batch: int = 8, size: int = 64, width: int = 16, seed: int = 0) -> tuple[UNet, Step]:
     """A U-Net with random weights, and the loss of removing noise from random images."""
     torch.manual_seed(seed)
     model = UNet(width)
