@@ -1,0 +1,90 @@
+"""Functions as regions."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from functools import partial
+from typing import ParamSpec, TypeVar, cast
+
+import torch
+
+from torchremat._compat import outside_graphs
+from torchremat.errors import UnsupportedError
+from torchremat.regions.guards import modules_of
+from torchremat.regions.region import Check, Region, Settings
+from torchremat.regions.runs import call_plainly
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def checkpoint(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Return `function(*args, **kwargs)`, to be recomputed in backward instead of keeping what autograd saves in it.
+
+    Gradients are those of the plain call, bit for bit. Every tensor in `args` and `kwargs`, in nested containers too, is
+    an input. Without grad mode it is a plain call. Options: see `checkpointed`.
+
+    Raises:
+        CheckpointError: In backward, when the recompute differs from the forward.
+        MutationError: In backward, when an input was changed in place in between.
+
+    >>> import torch
+    >>> x = torch.ones(3, requires_grad=True)
+    >>> checkpoint(lambda t: (t * t).sum(), x).backward()
+    >>> x.grad
+    tensor([2., 2., 2.])
+    """
+    return _run(function, _DEFAULTS, args, kwargs)
+
+
+def checkpointed(
+    function: Callable[P, R], *, check: Check = "metadata", preserve_rng: bool = True, early_stop: bool = True
+) -> Callable[P, R]:
+    """Return `function` as a function whose every call is a region. Usable as a decorator.
+
+    Args:
+        function: Any callable; a module's buffers are looked after if the module is the function, the function's `self`,
+            or in its closure or arguments.
+        check: `"metadata"` compares number, shape, dtype and device of the saved tensors of forward and recompute;
+            `"none"` compares the number alone.
+        preserve_rng: Whether the recompute draws the random numbers that the forward drew.
+        early_stop: Whether a recompute ends at the last tensor that is needed.
+
+    Raises:
+        UnsupportedError: An option has another value than those above.
+    """
+    if not callable(function):
+        raise UnsupportedError(f"function: a callable is needed, got {type(function).__name__}.")
+    settings = settings_of(check=check, preserve_rng=preserve_rng, early_stop=early_stop)
+
+    @functools.wraps(function)
+    def region(*args: P.args, **kwargs: P.kwargs) -> R:
+        return _run(function, settings, args, kwargs)
+
+    return region
+
+
+def settings_of(*, check: str = "metadata", preserve_rng: bool = True, early_stop: bool = True) -> Settings:
+    """Return the settings for options that a user gave.
+
+    Raises:
+        UnsupportedError: An option has a value that it cannot have.
+    """
+    if check not in ("metadata", "none"):
+        raise UnsupportedError(f"check={check!r}: allowed are 'metadata' and 'none'.")
+    for name, value in (("preserve_rng", preserve_rng), ("early_stop", early_stop)):
+        if not isinstance(value, bool):  # pyright: ignore[reportUnnecessaryIsInstance]: users are not type-checked
+            raise UnsupportedError(f"{name}={value!r}: True or False is needed.")
+    return Settings(check=cast("Check", check), preserve_rng=preserve_rng, early_stop=early_stop)
+
+
+@outside_graphs
+def _run(function: Callable[..., R], settings: Settings, args: tuple[object, ...], kwargs: dict[str, object]) -> R:
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    region = Region(settings)
+    return cast("R", region.call(partial(call_plainly, function), args, kwargs, modules_of(function, args)))
+
+
+_DEFAULTS = Settings()

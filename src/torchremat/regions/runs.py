@@ -1,0 +1,176 @@
+"""Several calls as one region, and regions inside regions, while the parent's code stays as it is.
+
+A `Scope` says for each call that is made while it is open in which regions the call runs, outermost first. The calls of
+one region enter it one by one: an input that is an output of an earlier call of the run, by identity and version, is
+recomputed; every other input is held. So the code between the calls (glue) is never run twice and needs no change, and a
+call that cannot be linked is simply not linked.
+
+    h = layer3(x)      region R: call 0, holds x
+    h = layer4(h)      region R: call 1, its input is output 0 of call 0: linked, nothing held
+    h = h + skip       glue: runs once, saves outside of R
+    h = layer5(h)      region R: call 2, holds h
+
+Missing on purpose: glue inside regions. It belongs to the parent's forward, of which no part can be run alone.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import cast
+
+from torch import nn
+
+from torchremat.errors import OrderWarning
+from torchremat.regions.region import Body, Region, Settings, thread
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Place:
+    """One region of a scope, by identity; `calls` is the number of calls that run in it."""
+
+    calls: int
+    label: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Choice:
+    """What becomes of one call: the regions around it, outermost first, and the scope for the calls inside it."""
+
+    places: tuple[Place, ...] = ()
+    inside: Scope | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Scope:
+    """The choices for the calls that are made while one call runs.
+
+    Attributes:
+        choices: By name of the module and the number of times that it was called before in the scope.
+        settings: How the regions behave.
+    """
+
+    choices: Mapping[tuple[str, int], Choice]
+    settings: Settings
+    names: frozenset[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "names", frozenset(name for name, _ in self.choices))
+
+    def run(self, body: Body, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        """Run `body` with the scope open: the calls that it makes are counted from zero, and no region is open yet."""
+        scopes = thread.scopes
+        scopes.append(_Opened(self))
+        try:
+            return body(args, kwargs)
+        finally:
+            scopes.pop()
+
+
+class _Opened:
+    """One run of a scope: the regions that wait for further calls. They go with it, also when the run raises."""
+
+    __slots__ = ("counts", "regions", "scope")
+
+    def __init__(self, scope: Scope) -> None:
+        self.scope = scope
+        self.counts: dict[str, int] = {}
+        self.regions: dict[Place, Region] = {}
+
+    def choice(self, name: str) -> Choice | None:
+        """Return the choice for the next call of `name`; None if the scope does not know the name."""
+        if name not in self.scope.names:
+            return None
+        count = self.counts.get(name, 0)
+        self.counts[name] = count + 1
+        found = self.scope.choices.get((name, count))
+        if found is None:
+            warnings.warn(
+                f"`{name}` was called {count + 1} times in one forward, more often than planned for; the additional calls are recomputed "
+                "one by one. Plan again if the model has changed.",
+                OrderWarning,
+                stacklevel=5,
+            )
+            found = Choice((Place(1, name),))
+        return found
+
+
+def open_choice(name: str) -> Choice | None:
+    """Return what the innermost open scope says of the next call of `name`; None without one."""
+    scopes = thread.scopes
+    return cast("_Opened", scopes[-1]).choice(name) if scopes else None
+
+
+def run_choice(
+    choice: Choice, function: Callable[..., object], module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+) -> object:
+    """Run a call as chosen, in the regions that are open for it."""
+    opened = cast("_Opened", thread.scopes[-1])
+    body = partial(call_plainly, function)
+    # The calls inside have a scope of their own, or none: never the one that this call is made in.
+    inside = partial((choice.inside or _PLAIN).run, body)
+    return _enter(choice.places, opened.regions, opened.scope.settings, inside, module, args, kwargs)
+
+
+def _enter(
+    places: tuple[Place, ...],
+    regions: dict[Place, Region],
+    settings: Settings,
+    body: Body,
+    module: nn.Module,
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
+) -> object:
+    if not places:
+        return body(args, kwargs)
+    place = places[0]
+    region = regions.pop(place, None) or Region(settings, place.label)
+    last = region.calls + 1 >= place.calls
+    if not last:
+        regions[place] = region
+    if len(places) > 1:
+        body = _Nested(places[1:], regions, settings, body, module)
+    return region.call(body, args, kwargs, [module], last=last)
+
+
+class _Nested:
+    """The body of a call in an outer region: the same call in its inner ones.
+
+    In the forward the inner regions are those of the open scope; in a recompute of the outer region they are new ones,
+    shared by the calls of that recompute.
+    """
+
+    __slots__ = ("body", "module", "places", "regions", "settings")
+
+    def __init__(
+        self, places: tuple[Place, ...], regions: dict[Place, Region], settings: Settings, body: Body, module: nn.Module
+    ) -> None:
+        self.places = places
+        self.regions: dict[Place, Region] | None = regions
+        self.settings = settings
+        self.body = body
+        self.module = module
+
+    def __call__(self, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        if self.regions is not None:
+            regions, self.regions = self.regions, None
+        else:
+            regions = _regions_of_recompute()
+        return _enter(self.places, regions, self.settings, self.body, self.module, args, kwargs)
+
+
+def _regions_of_recompute() -> dict[Place, Region]:
+    if not thread.scopes:
+        thread.scopes.append(_Opened(_PLAIN))
+    return cast("_Opened", thread.scopes[-1]).regions
+
+
+def call_plainly(function: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+    """Call `function`: the body of a call in which nothing is nested."""
+    return function(*args, **kwargs)
+
+
+# The scope in which every call is a plain call.
+_PLAIN = Scope({}, Settings())

@@ -1,0 +1,92 @@
+"""Whom recomputed tensors belong to, and how long they stay.
+
+By default each backward call is a session of its own: its recomputed tensors go when the node that unpacked them has run.
+An explicit session spans several backward calls, so that one recompute serves them all, and can start a recompute ahead
+of the gradient (rules 4, 8 and 9).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, cast
+from weakref import WeakSet, ref
+
+from torchremat._compat import get_from_tls, is_in_tls, stash_in_tls
+from torchremat.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from torchremat.regions.region import Region
+
+# NOTE [ How a session reaches the autograd threads ]
+# Backward on a CUDA device runs in a thread of the engine, which sees neither thread-locals nor context variables of the
+# caller, but does see objects stashed in torch's own thread-local state: the engine carries those over.
+_KEY = "torchremat.session"
+
+
+class Session:
+    """The owner of recomputed tensors across several backward calls. Made by `session()`."""
+
+    __slots__ = ("__weakref__", "_created", "_recomputed", "passes")
+
+    def __init__(self, passes: int | None) -> None:
+        self.passes = passes
+        self._created: list[ref[Region]] = []
+        self._recomputed: WeakSet[Region] = WeakSet()
+
+    def created(self, region: Region) -> None:
+        """Remember a region that was made inside the session."""
+        self._created.append(ref(region))
+
+    def owns(self, region: Region) -> None:
+        """Remember a region whose recomputed tensors the session holds."""
+        self._recomputed.add(region)
+
+    def recompute(self, count: int = 1) -> int:
+        """Recompute now, before any gradient is there, the last `count` regions that wait for it; return how many did.
+
+        Regions are taken in the order in which backward will need them: the latest first. Only regions made inside the
+        session are known to it.
+        """
+        done = 0
+        while done < count and self._created:
+            region = self._created.pop()()
+            if region is not None and region not in self._recomputed and region.recompute_for(self):
+                done += 1
+        return done
+
+    def close(self) -> None:
+        """Drop every recomputed tensor."""
+        for region in list(self._recomputed):
+            region.forget(self)
+        self._recomputed.clear()
+        self._created.clear()
+
+
+def active_session() -> Session | None:
+    """Return the session that the running thread, or the backward it runs for, is in."""
+    return cast("Session | None", get_from_tls(_KEY)) if is_in_tls(_KEY) else None
+
+
+@contextmanager
+def session(passes: int | None = None) -> Generator[Session]:
+    """Let one recompute of each region serve every backward call inside the block, overlapping ones too.
+
+    Args:
+        passes: How many backward calls run each node at most. A recomputed tensor is dropped when that many have unpacked
+            it; without the number, and in nodes that fewer passes run, it stays until the block ends.
+
+    Raises:
+        UnsupportedError: Another session is open in this thread, or `passes` is less than 1.
+    """
+    if passes is not None and passes < 1:
+        raise UnsupportedError(f"passes={passes}: a session needs at least 1 pass, or None to keep all until it closes.")
+    if active_session() is not None:
+        raise UnsupportedError("a session is open in this thread already; sessions do not nest. Close it first.")
+    own = Session(passes)
+    stash_in_tls(_KEY, own)  # See NOTE [ How a session reaches the autograd threads ]
+    try:
+        yield own
+    finally:
+        stash_in_tls(_KEY, None)
+        own.close()

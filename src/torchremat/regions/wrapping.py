@@ -1,0 +1,239 @@
+"""Modules as regions, by name, type or predicate, without editing the model.
+
+A wrapped module has an instance attribute `forward`, a `WrappedForward`, and nothing else about it changes: its class, its
+parameters' names, its hooks and its `state_dict` are what they were, and hooks run outside of the region, once.
+
+    attribute of the module               value                       removed by
+    `forward`                             WrappedForward              `unwrap`
+    `_replicate_for_data_parallel`        refuse_data_parallel        `unwrap`
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import inspect
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import TypeVar, cast
+from weakref import ref
+
+import torch
+from torch import nn
+
+from torchremat._compat import outside_graphs
+from torchremat.errors import UnsupportedError, WrapError
+from torchremat.regions.checkpoint import settings_of
+from torchremat.regions.region import Check, Region, Settings
+from torchremat.regions.runs import Scope, call_plainly, open_choice, run_choice
+
+Pattern = str | type[nn.Module] | Callable[[str, nn.Module], bool]
+M = TypeVar("M", bound=nn.Module)
+
+_FORWARD = "forward"
+_REPLICATE = "_replicate_for_data_parallel"
+
+
+class WrappedForward:
+    """The `forward` of a wrapped module.
+
+    NOTE [ No closure ]
+    A closure over the module would be shared by a `deepcopy`, which then runs the original's weights, could not be
+    pickled, and would be a cycle with the module. So this is a class at module level with a weak reference; copying and
+    pickling go through the module, which both memoize before they come here.
+
+    Attributes:
+        name: The module's name in the model, "" for the model itself.
+        settings: How its calls are recomputed if no scope decides; None if they are plain calls then.
+        scope: The scope that a call of this module opens, if it is the root of a plan.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        name: str,
+        settings: Settings | None,
+        scope: Scope | None = None,
+        own: Callable[..., object] | None = None,
+    ) -> None:
+        self._module = ref(module)  # See NOTE [ No closure ]
+        self.name = name
+        self.settings = settings
+        self.scope = scope
+        self.own = own
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        if not torch.is_grad_enabled():
+            return self.function(*args, **kwargs)
+        return _run(self, args, kwargs)
+
+    @property
+    def module(self) -> nn.Module:
+        """The wrapped module."""
+        module = self._module()
+        if module is None:
+            raise WrapError(f"the wrapped module `{self.name}` is gone; its forward cannot be called alone.")
+        return module
+
+    @property
+    def function(self) -> Callable[..., object]:
+        """The forward that was there before: the class's, or an attribute that the instance had."""
+        if self.own is not None:
+            return self.own
+        module = self.module
+        return cast("Callable[..., object]", type(module).forward.__get__(module))
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self.function)
+
+    @property
+    def __wrapped__(self) -> Callable[..., object]:
+        return self.function
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (WrappedForward, (self.module, self.name, self.settings, self.scope, self.own))
+
+    def __deepcopy__(self, memo: dict[int, object]) -> WrappedForward:
+        module = self.module
+        copied = memo.get(id(module), module)
+        own = self.own
+        if own is not None and getattr(own, "__self__", None) is module:
+            own = own.__func__.__get__(copied)  # pyright: ignore[reportFunctionMemberAccess]
+        return WrappedForward(cast("nn.Module", copied), self.name, self.settings, self.scope, own)
+
+    def __repr__(self) -> str:
+        return f"<forward of `{self.name}` as a region of torchremat>"
+
+
+@outside_graphs
+def _run(forward: WrappedForward, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+    function = forward.function
+    if forward.scope is not None:
+        return forward.scope.run(partial(call_plainly, function), args, kwargs)
+    choice = open_choice(forward.name)
+    if choice is not None:
+        return run_choice(choice, function, forward.module, args, kwargs)
+    if forward.settings is None:
+        return function(*args, **kwargs)
+    return Region(forward.settings, forward.name).call(
+        partial(call_plainly, function), args, kwargs, [forward.module]
+    )
+
+
+def refuse_data_parallel(*_: object) -> object:
+    """Raise: DataParallel copies a module's attributes, so its replicas would run the original's weights."""
+    raise UnsupportedError(
+        "torch.nn.DataParallel cannot replicate a model that torchremat has wrapped; use DistributedDataParallel, or unwrap it first."
+    )
+
+
+def is_wrapped(module: nn.Module) -> bool:
+    """Return whether the module's own forward is a region."""
+    return isinstance(module.__dict__.get(_FORWARD), WrappedForward)
+
+
+def set_forward(
+    module: nn.Module, name: str, settings: Settings | None, scope: Scope | None = None
+) -> None:
+    """Make the calls of one module regions, as `settings` or the scope that is open says."""
+    if is_wrapped(module):
+        raise WrapError(f"`{name or type(module).__name__}` is wrapped already; unwrap it or remove its plan first.")
+    if isinstance(module, torch.jit.ScriptModule):
+        raise WrapError(f"`{name}` is a ScriptModule, whose forward cannot be replaced; wrap it before scripting.")
+    own = cast("Callable[..., object] | None", module.__dict__.get(_FORWARD))
+    module.forward = WrappedForward(module, name, settings, scope, own)
+    object.__setattr__(module, _REPLICATE, refuse_data_parallel)
+
+
+def restore_forward(module: nn.Module) -> None:
+    """Give one module back the forward that it had."""
+    wrapped = module.__dict__.pop(_FORWARD)
+    assert isinstance(wrapped, WrappedForward)
+    module.__dict__.pop(_REPLICATE, None)
+    if wrapped.own is not None:
+        module.forward = wrapped.own
+
+
+def wrap(
+    model: M,
+    modules: Pattern,
+    *,
+    every: int = 1,
+    check: Check = "metadata",
+    preserve_rng: bool = True,
+    early_stop: bool = True,
+) -> M:
+    """Make calls of some modules of a model regions, and return the model.
+
+    Args:
+        model: The model; only attributes of the instances named below change, see `unwrap`.
+        modules: A glob over names as `named_modules()` has them (`"layers.*"` means the children of `layers`, not theirs:
+            a `*` does not match a dot), a type, or a predicate of name and module.
+        every: Wrap the first of each `every` matches, in the order of `named_modules()`.
+        check: See `checkpointed`.
+        preserve_rng: See `checkpointed`.
+        early_stop: See `checkpointed`.
+
+    Raises:
+        WrapError: Nothing matches (the message has the closest names), or a match is wrapped already.
+    """
+    settings = settings_of(check=check, preserve_rng=preserve_rng, early_stop=early_stop)
+    if not isinstance(every, int) or isinstance(every, bool) or every < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise WrapError(f"every={every!r}: an int of at least 1 is needed.")
+    found = matching(model, modules)[::every]
+    for name, module in found:
+        if is_wrapped(module):
+            raise WrapError(f"`{name or type(module).__name__}` is wrapped already; unwrap it or remove its plan first.")
+    for name, module in found:
+        set_forward(module, name, settings)
+    return model
+
+
+def unwrap(model: M) -> M:
+    """Give every module of a model back the forward that it had, and return the model."""
+    for module in model.modules():
+        if is_wrapped(module):
+            restore_forward(module)
+    return model
+
+
+def matching(model: nn.Module, pattern: Pattern) -> list[tuple[str, nn.Module]]:
+    """Return the modules that a pattern matches, with their names, in the order of `named_modules()`.
+
+    Raises:
+        WrapError: None does.
+    """
+    named = list(model.named_modules())
+    if isinstance(pattern, str):
+        matches = [(name, module) for name, module in named if _glob(name, pattern)]
+    elif isinstance(pattern, type):
+        if not issubclass(pattern, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise WrapError(f"modules={pattern.__name__}: a type of module is needed.")
+        matches = [(name, module) for name, module in named if isinstance(module, pattern)]
+    elif callable(pattern):  # pyright: ignore[reportUnnecessaryComparison]
+        matches = [(name, module) for name, module in named if pattern(name, module)]
+    else:
+        raise WrapError(f"modules={pattern!r}: a glob over names, a type, or a predicate of name and module is needed.")
+    if not matches:
+        raise WrapError(_no_match(pattern, named))
+    return matches
+
+
+def _glob(name: str, pattern: str) -> bool:
+    parts, wanted = name.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))
+
+
+def _no_match(pattern: Pattern, named: Iterable[tuple[str, nn.Module]]) -> str:
+    if isinstance(pattern, str):
+        names = [name for name, _ in named]
+        close = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3)
+        return f"no module is named {pattern!r}. Closest names: {', '.join(close) or ', '.join(names[1:4]) or 'none, the model has no children'}."
+    kinds = sorted({type(module).__name__ for _, module in named})
+    if isinstance(pattern, type):
+        close = difflib.get_close_matches(pattern.__name__, kinds, n=3, cutoff=0.3)
+        return f"no module is a {pattern.__name__}. Closest types: {', '.join(close) or ', '.join(kinds[:3])}."
+    return f"the predicate {getattr(pattern, '__name__', pattern)!r} matched none of the model's modules, of types {', '.join(kinds)}."
+
+

@@ -1,0 +1,1 @@
+"""Saved tensors: what autograd, or a region, keeps between forward and backward."""
