@@ -1,0 +1,1 @@
+"""Live bytes, flops and the timeline of one training step."""

@@ -1,0 +1,283 @@
+"""What the allocator of a device did during a block of code: each allocation and free, in order, with marks between.
+
+The events come from torch's own profiler, the only door to the CPU allocator: it sees temporaries inside kernels and
+what compiled code allocates, which no dispatch mode does. Only memory events and marks are recorded, no operators.
+
+Missing on purpose, since torch does not report it: what threads of the user's own allocate (autograd's threads are
+seen), and, on the CPU, frees of memory that was allocated before the block.
+
+torch writes "profiler_start" and "profiler_stop" to stderr each time. Only KINETO_LOG_LEVEL=6 in the environment of
+the process stops it, and then real errors of later profilers are silent too; so whoever owns the process decides.
+"""
+
+# NOTE [ Frees of foreign memory ]
+#
+# A free counts only if the block has seen the allocation. On the CPU torch knows a pointer's size from a table that is
+# written while a profiler runs, and by nothing else. So for memory that was allocated before the block
+#
+#   1. usually there is no event at all;
+#   2. if an earlier profiler saw this address allocated, but not freed, and the address was given out again since,
+#      there is an event, and its size is that of the dead allocation.
+#
+# Nothing in the event tells 2 from an honest free, so on the CPU all of them are dropped. A CUDA block knows its own
+# size: there the free is counted.
+#
+# The mirror image is an allocation at an address that is still taken: its free went unseen (in a thread of the
+# user's), so the old one ends where the new one starts.
+
+from __future__ import annotations
+
+import gc
+import itertools
+import time
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch._C._autograd import (
+    _disable_profiler,  # pyright: ignore[reportPrivateUsage]  the public profiler costs twice as much
+    _enable_profiler,  # pyright: ignore[reportPrivateUsage]  as above
+    _prepare_profiler,  # pyright: ignore[reportPrivateUsage]  as above
+    _profiler_enabled,  # pyright: ignore[reportPrivateUsage]  no public name
+    _record_function_with_args_enter,  # pyright: ignore  a third of `record_function`'s cost; untyped
+    _record_function_with_args_exit,  # pyright: ignore[reportPrivateUsage]  as above
+)
+from torch._C._profiler import (
+    ProfilerActivity,
+    ProfilerConfig,
+    ProfilerState,
+    RecordScope,
+    _EventType,  # pyright: ignore[reportPrivateUsage]  no public name
+    _ExperimentalConfig,  # pyright: ignore[reportPrivateUsage]  no public name
+    _ExtraFields_Allocation,  # pyright: ignore[reportPrivateUsage]  no public name
+    _ProfilerEvent,  # pyright: ignore[reportPrivateUsage]  no public name
+)
+
+from torchremat.errors import UnsupportedError
+
+_MARK = "torchremat.mark:"
+_BLOCK = -1  # the id of the mark that tells whether the profiler was ours to the end
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mark:
+    """A moment between two events of a trace.
+
+    `position` is the index of the first event after it, or the number of events if there is none. `time_ns` is on the
+    clock of the trace (nanoseconds since 1970).
+    """
+
+    id: int
+    label: str
+    time_ns: int
+    position: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AllocationTrace:
+    """The events of one device's allocator in order of time: three arrays of one length, and the marks.
+
+    `delta_bytes` is positive for an allocation and negative for its free. `marks[i]` is the mark with the id i.
+    `foreign_freed_bytes` is what was freed but allocated before the block; None on the CPU, where nobody can know it.
+    """
+
+    device: torch.device
+    start_ns: int
+    time_ns: NDArray[np.int64]
+    ptr: NDArray[np.int64]
+    delta_bytes: NDArray[np.int64]
+    marks: tuple[Mark, ...]
+    foreign_freed_bytes: int | None
+
+    @cached_property
+    def _live_bytes(self) -> NDArray[np.int64]:
+        # With the start of the block in front, so that entry p is what is live before event p.
+        return np.concatenate([np.zeros(1, np.int64), np.cumsum(self.delta_bytes, dtype=np.int64)])
+
+    def live_bytes(self) -> NDArray[np.int64]:
+        """Return the bytes live after each event, relative to the start; negative where foreign memory went."""
+        return self._live_bytes[1:].copy()
+
+    def live_bytes_at(self, mark: int) -> int:
+        """Return the bytes live at the mark with this id, relative to the start of the block."""
+        return int(self._live_bytes[self.marks[mark].position])
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes live at once, relative to the start of the block; at least 0."""
+        return int(self._live_bytes.max())
+
+    def peak_bytes_between(self, first: int, last: int) -> int:
+        """Return the most bytes live at once between two marks, given by id in order of time, relative to the start.
+
+        What is live at the first mark counts too.
+        """
+        begin, end = self.marks[first].position, self.marks[last].position
+        return int(self._live_bytes[begin : end + 1].max())
+
+
+class AllocationRecorder:
+    """Takes marks while the block runs, has the `trace` afterwards. Made by `record_allocations`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._ids = itertools.count()  # next() on it is atomic, so two threads get two ids
+        self._marked: dict[int, tuple[str, int]] = {}
+        self._trace: AllocationTrace | None = None
+
+    def mark(self, label: str) -> int:
+        """Mark this moment and return the mark's id: 0, 1, 2, ... About 3 microseconds; from any thread.
+
+        The position is exact in the thread of the block and in autograd's. Other threads are not watched: there it is
+        found by the wall clock, and may be off by the events of a few microseconds.
+        """
+        mark = next(self._ids)
+        self._marked[mark] = (label, time.time_ns())
+        _emit(mark)
+        return mark
+
+    @property
+    def trace(self) -> AllocationTrace:
+        """The events of the block.
+
+        Raises:
+            UnsupportedError: The block has not ended, or it ended with an error.
+        """
+        if self._trace is None:
+            raise UnsupportedError("there is no trace yet: it is made when the block of record_allocations ends.")
+        return self._trace
+
+    def _finish(self, nodes: Iterable[_ProfilerEvent], start_ns: int) -> None:
+        """Make the trace of the profiler's events."""
+        seen = sorted(nodes, key=lambda node: node.start_time_ns)
+        marked_ns = {
+            int(node.name.removeprefix(_MARK)): node.start_time_ns for node in seen if node.name.startswith(_MARK)
+        }
+        if _BLOCK not in marked_ns:
+            raise UnsupportedError(
+                "the block started a profiler of its own, which took the place of the one that records allocations. "
+                "Take the profiler out of the step."
+            )
+        events, foreign_freed_bytes = _matched(_raw_events(seen, self.device), keep_foreign=self.device.type == "cuda")
+        columns = np.array(events, dtype=np.int64).reshape(-1, 3)
+        times = columns[:, 0]
+        marks: list[Mark] = []
+        for mark in range(len(self._marked)):
+            label, wall_ns = self._marked[mark]
+            time_ns = marked_ns.get(mark, wall_ns)
+            position = int(np.searchsorted(times, time_ns))
+            marks.append(Mark(id=mark, label=label, time_ns=time_ns, position=position))
+        self._trace = AllocationTrace(
+            device=self.device,
+            start_ns=start_ns,
+            time_ns=times,
+            ptr=columns[:, 1],
+            delta_bytes=columns[:, 2],
+            marks=tuple(marks),
+            foreign_freed_bytes=foreign_freed_bytes if self.device.type == "cuda" else None,
+        )
+
+
+@contextmanager
+def record_allocations(device: torch.device) -> Generator[AllocationRecorder]:
+    """Record what the allocator of `device` does during the block.
+
+    The recorder that it gives takes marks; its `trace` is there after the block. An error in the block goes through,
+    and the profiler is closed.
+
+    Args:
+        device: A CPU or CUDA device; one without an index is the current one.
+
+    Raises:
+        UnsupportedError: A profiler is active, and a second one would empty it; or the block itself started one; or
+            the device has no such events.
+    """
+    if device.type not in ("cpu", "cuda"):
+        raise UnsupportedError(f"allocations can be recorded on cpu and cuda, not on {device}.")
+    if profiler_is_active():
+        raise UnsupportedError(
+            "a profiler is active, and torch runs one at a time: a second one would leave the first without events. "
+            "Record allocations outside of it."
+        )
+    if device.type == "cuda":
+        device = torch.empty(0, device=device).device  # with its index
+    recorder = AllocationRecorder(device)
+    config = ProfilerConfig(
+        ProfilerState.KINETO,
+        False,  # shapes
+        True,  # memory
+        False,  # stacks
+        False,  # flops
+        False,  # modules
+        _ExperimentalConfig(),
+    )
+    # CUDA's allocator reports through the CPU activity as well; the CUDA activity is about kernels, and slow.
+    activities = {ProfilerActivity.CPU}
+    _prepare_profiler(config, activities)
+    start_ns = time.time_ns()
+    # Memory events come in any scope; this one keeps operators out, and marks in.
+    _enable_profiler(config, activities, {RecordScope.USER_SCOPE})
+    try:
+        _emit(_BLOCK)
+        yield recorder
+    finally:
+        result = _disable_profiler()
+    recorder._finish(_walk(result.experimental_event_tree()), start_ns)  # pyright: ignore[reportPrivateUsage]  own class
+
+
+def profiler_is_active() -> bool:
+    """Return whether a profiler runs in this process: torch.profiler, autograd's, a legacy one, NVTX or ITT emission.
+
+    One that is warming up (`torch.profiler.schedule`) counts: a second profiler then crashes the process.
+    """
+    if _profiler_enabled() or torch.autograd.profiler._is_profiler_enabled:  # pyright: ignore[reportPrivateUsage]
+        return True
+    # torch keeps no flag for the warm-up, only the profiler object itself knows. It has entered, and has no results.
+    profilers = (thing for thing in gc.get_objects() if type(thing) is torch.autograd.profiler.profile)
+    return any(getattr(thing, "entered", False) and thing.kineto_results is None for thing in profilers)
+
+
+def _emit(mark: int) -> None:
+    _record_function_with_args_exit(_record_function_with_args_enter(f"{_MARK}{mark}"))
+
+
+def _walk(roots: Iterable[_ProfilerEvent]) -> Iterator[_ProfilerEvent]:
+    # A stack and no recursion, for trees are as deep as the calls. Parents first, so that equal times keep their order.
+    waiting = [*roots][::-1]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        waiting += node.children[::-1]
+
+
+def _raw_events(nodes: Iterable[_ProfilerEvent], device: torch.device) -> Iterator[tuple[int, int, int]]:
+    """Yield (time_ns, ptr, delta_bytes) of each allocation or free on `device`."""
+    for node in nodes:
+        if node.tag == _EventType.Allocation:
+            fields = cast(_ExtraFields_Allocation, node.extra_fields)
+            if fields.device.type == device.type and (device.type == "cpu" or fields.device.index == device.index):
+                yield node.start_time_ns, fields.ptr, fields.alloc_size
+
+
+def _matched(events: Iterable[tuple[int, int, int]], *, keep_foreign: bool) -> tuple[list[tuple[int, int, int]], int]:
+    """Return the events that can be trusted, and the bytes of foreign frees. See NOTE [ Frees of foreign memory ]."""
+    live: dict[int, int] = {}
+    kept: list[tuple[int, int, int]] = []
+    foreign_freed_bytes = 0
+    for time_ns, ptr, delta in events:
+        known = live.pop(ptr, None)
+        if known is not None:
+            kept.append((time_ns, ptr, -known))
+        elif delta < 0:
+            foreign_freed_bytes -= delta
+            if keep_foreign:
+                kept.append((time_ns, ptr, delta))
+        if delta > 0:
+            live[ptr] = delta
+            kept.append((time_ns, ptr, delta))
+    return kept, foreign_freed_bytes

@@ -1,0 +1,107 @@
+"""`FlopCounter`: the flops of matrix products, convolutions and attention, as they run.
+
+The formulas are those of torch's own registry, so totals equal `torch.utils.flop_counter.FlopCounterMode`'s. Ours keeps
+a running `total` that a hook can read at any moment, knows recomputed flops, and is a dictionary lookup per operator.
+It also counts what `scaled_dot_product_attention` runs on the CPU, which torch's registry lacks.
+
+Missing on purpose: elementwise operators, operators inside `torch.compile`d code and inside higher-order operators that
+have no formula of their own (`cond`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import cast
+
+import torch
+from torch._C import DispatchKey
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+_Operator = Callable[..., object]
+_Formula = Callable[..., int]
+
+_FORMULAS = cast("dict[object, _Formula]", flop_registry)
+# The same mathematics as the kernels that torch counts, under the name of another backend. To be removed once torch's
+# registry has them.
+_OURS: dict[object, _Formula] = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _FORMULAS[
+        torch.ops.aten._scaled_dot_product_flash_attention
+    ],
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _FORMULAS[
+        torch.ops.aten._scaled_dot_product_flash_attention_backward
+    ],
+}
+
+
+def never() -> bool:
+    """Return False: the `is_recomputing` of a counter that need not know."""
+    return False
+
+
+class FlopCounter(TorchDispatchMode):
+    """Counts flops while it is entered; `total` and `recomputed` are right at every moment.
+
+    Args:
+        is_recomputing: Asked at each operator with flops whether it belongs to a recompute.
+    """
+
+    # Without this torch refuses to run a higher-order operator below a mode.
+    supports_higher_order_operators = True
+
+    def __init__(self, is_recomputing: Callable[[], bool] = never) -> None:
+        super().__init__()  # pyright: ignore[reportUnknownMemberType]  torch's own signature is untyped
+        self.total = 0
+        self.recomputed = 0
+        self._is_recomputing = is_recomputing
+        self._by_operator: dict[str, int] = {}
+        # Operator to formula; None where nothing is counted. An operator's first call decides.
+        self._formulas: dict[_Operator, _Formula | None] = {}
+        # Backward of two devices runs in two threads.
+        self._adding = threading.Lock()
+
+    @property
+    def by_operator(self) -> Mapping[str, int]:
+        """The flops of each operator that has any, by name (`"aten.mm"`)."""
+        return dict(self._by_operator)
+
+    def __torch_dispatch__(
+        self,
+        func: _Operator,
+        types: tuple[type, ...],
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        named = kwargs or {}
+        try:
+            formula = self._formulas[func]
+        except KeyError:
+            if _is_composite(func):
+                # Under inference mode `linear` arrives whole. Its parts are counted, as they are elsewhere.
+                with self:
+                    return cast("OpOverload[..., object]", func).decompose(*args, **named)
+            formula = self._formulas[func] = _formula_of(func)
+        result = func(*args, **named)
+        if formula is not None:
+            self._add(func, formula(*args, **named, out_val=result))
+        return result
+
+    def _add(self, func: _Operator, flops: int) -> None:
+        recomputing = self._is_recomputing()
+        name = str(getattr(func, "_overloadpacket", func))
+        with self._adding:
+            self.total += flops
+            self.recomputed += flops if recomputing else 0
+            self._by_operator[name] = self._by_operator.get(name, 0) + flops
+
+
+def _formula_of(func: _Operator) -> _Formula | None:
+    # A higher-order operator has no overloads and is registered itself.
+    packet: object = getattr(func, "_overloadpacket", func)
+    return _OURS.get(packet) or _FORMULAS.get(packet)
+
+
+def _is_composite(func: _Operator) -> bool:
+    return isinstance(func, OpOverload) and func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd)

@@ -1,0 +1,71 @@
+"""Bytes as people write them: "6GiB" in, "6.00 GiB" out.
+
+Decimal units (kB, MB, GB, TB) are powers of 1000, binary ones (KiB, MiB, GiB, TiB) powers of 1024. Missing on purpose:
+bits, and units without the B, since "6G" means either.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from fractions import Fraction
+
+from torchremat.errors import BudgetError
+
+_UNITS = {
+    "B": 1,
+    "kB": 10**3,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KiB": 2**10,
+    "MiB": 2**20,
+    "GiB": 2**30,
+    "TiB": 2**40,
+}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([A-Za-z]+)\s*", re.ASCII)
+_ALLOWED = f'Give an int of bytes, at least 1, or a number and one of {", ".join(_UNITS)}: "6GiB", "1.5 GiB", "800MB".'
+
+
+def parse_bytes(size: int | str) -> int:
+    """Return the bytes that `size` stands for; a fraction of a byte is cut off, since a budget must not grow.
+
+    Args:
+        size: An int of bytes, or a number and a unit: `"6GiB"`, `"800MB"`, `"1.5 GiB"`.
+
+    Raises:
+        BudgetError: `size` is neither, or less than one byte.
+
+    >>> parse_bytes("1.5 KiB")
+    1536
+    """
+    # A bool is an int to Python; as a budget it is a mistake. Floats are refused whole: 6.0 of what?
+    if isinstance(size, bool) or not isinstance(size, int | str):  # pyright: ignore[reportUnnecessaryIsInstance]  user input
+        raise BudgetError(f"a size cannot be {size!r} ({type(size).__name__}). {_ALLOWED}")
+    if isinstance(size, int):
+        count = size
+    else:
+        match = _SIZE.fullmatch(size)
+        if match is None or match[2] not in _UNITS:
+            raise BudgetError(f"{size!r} is not a size. {_ALLOWED}")
+        # Fractions, since 0.1 * 2**40 in floats is not what was written.
+        count = math.floor(Fraction(match[1]) * _UNITS[match[2]])
+    if count < 1:
+        raise BudgetError(f"a size must be at least 1 B, but {size!r} is {count} B. {_ALLOWED}")
+    return count
+
+
+def format_bytes(count: int) -> str:
+    """Return `count` bytes in the largest binary unit that keeps the number at 1 or more.
+
+    >>> format_bytes(28_313_608)
+    '27.00 MiB'
+    """
+    sign, size = ("-", -count) if count < 0 else ("", count)
+    if size < 1024:
+        return f"{sign}{size} B"
+    for unit in ("KiB", "MiB", "GiB"):
+        if size < 1024 * _UNITS[unit]:
+            return f"{sign}{size / _UNITS[unit]:.2f} {unit}"
+    return f"{sign}{size / _UNITS['TiB']:.2f} TiB"

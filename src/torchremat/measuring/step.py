@@ -1,0 +1,163 @@
+"""The user's training step: what it returned, and what it holds.
+
+A step is a callable that runs the forward and returns the loss; the caller runs `backward`. What a step holds (its
+model, its batch) is looked for in plain sight only: closure cells, defaults, `functools.partial` arguments, the
+attributes of the object a bound method belongs to, and the globals that its own code names. Lists, tuples, sets and
+dicts are opened, one within another too. Functions that the step calls are not followed.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import CodeType, FunctionType, MethodType
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from torchremat.errors import StepError
+
+_ALLOWED = (
+    "A step returns its loss: a tensor with one element that requires grad, an object with such a `.loss`, "
+    'or a dict with a "loss"'
+)
+
+
+def loss_of(result: object) -> Tensor:
+    """Return the loss in what a step returned: a scalar tensor, an object with a `.loss`, or a dict with a `"loss"`.
+
+    Raises:
+        StepError: There is no tensor there, or it has more than one element, or it does not require grad.
+    """
+    loss: object = result
+    if isinstance(result, Mapping):
+        loss = cast(Mapping[object, object], result).get("loss")
+    elif not isinstance(result, Tensor):
+        loss = getattr(result, "loss", None)
+    if not isinstance(loss, Tensor):
+        raise StepError(f"the step returned {_described(cast(object, result))}. {_ALLOWED}.")
+    if loss.numel() != 1:
+        raise StepError(
+            f"the step returned a loss of shape {tuple(loss.shape)}, which backward cannot start from. "
+            f"{_ALLOWED}; reduce it, for example with `.mean()`."
+        )
+    if not loss.requires_grad:
+        raise StepError(
+            "the step returned a loss that does not require grad, so there is no backward to run. "
+            "Look for a `torch.no_grad()` or a `.detach()` in the step, and for parameters with requires_grad=False."
+        )
+    return loss
+
+
+def _described(result: object) -> str:
+    if result is None:
+        return "None (is a `return` missing?)"
+    kind = type(result).__name__
+    if isinstance(result, Mapping):
+        return f"a {kind} with the keys {list(cast(Mapping[object, object], result))!r}, and no tensor at 'loss'"
+    if isinstance(result, tuple | list):
+        return f"a {kind} of {len(cast(tuple[object, ...], result))}"
+    return f"a {kind}: {result!r:.80}"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Holdings:
+    """The modules and tensors that a step holds, each once, in the order found."""
+
+    modules: tuple[nn.Module, ...]
+    tensors: tuple[Tensor, ...]
+
+
+def holdings_of(step: object) -> Holdings:
+    """Return the modules and tensors that `step` holds in plain sight; its modules are not opened."""
+    modules: dict[int, nn.Module] = {}
+    tensors: dict[int, Tensor] = {}
+    seen: set[int] = set()
+    waiting: list[object] = list(_held_by(step))
+    while waiting:
+        value = waiting.pop(0)
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, nn.Module):
+            modules[id(value)] = value
+        elif isinstance(value, Tensor):
+            tensors[id(value)] = value
+        elif isinstance(value, Mapping):
+            waiting += cast(Mapping[object, object], value).values()
+        elif isinstance(value, list | tuple | set | frozenset):
+            waiting += cast(list[object], value)
+    return Holdings(modules=tuple(modules.values()), tensors=tuple(tensors.values()))
+
+
+def _held_by(step: object) -> Iterator[object]:
+    """Yield the values that `step` holds, containers unopened."""
+    if isinstance(step, nn.Module):
+        yield step
+    elif isinstance(step, functools.partial):
+        partial = cast("functools.partial[object]", step)
+        yield from partial.args
+        yield from partial.keywords.values()
+        yield from _held_by(partial.func)
+    elif isinstance(step, MethodType):
+        yield from _held_by_object(step.__self__)
+        yield from _held_by(step.__func__)
+    elif isinstance(step, FunctionType):
+        yield from step.__defaults__ or ()
+        yield from (step.__kwdefaults__ or {}).values()
+        for cell in step.__closure__ or ():
+            try:
+                yield cell.cell_contents
+            except ValueError:  # a cell that nothing was ever assigned to
+                continue
+        for name in _global_names(step.__code__):
+            if name in step.__globals__:
+                yield step.__globals__[name]
+    else:
+        yield from _held_by_object(step)
+
+
+def _held_by_object(owner: object) -> Iterator[object]:
+    if isinstance(owner, nn.Module):
+        yield owner
+    else:
+        yield from getattr(owner, "__dict__", {}).values()
+
+
+def _global_names(code: CodeType) -> Iterator[str]:
+    # Not `co_names`: that lists attributes too, and the `x` of `self.x` is not the global `x`.
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            yield cast(str, instruction.argval)
+    for constant in code.co_consts:  # lambdas and comprehensions written inside the step
+        if isinstance(constant, CodeType):
+            yield from _global_names(constant)
+
+
+def check_materialised(model: nn.Module) -> None:
+    """Raise where a parameter or buffer of `model` has no values to run with.
+
+    Raises:
+        StepError: One is on the meta device, or belongs to a lazy module that has not run yet. All of them are counted.
+    """
+    named = [*model.named_parameters(), *model.named_buffers()]
+    lazy = [name for name, tensor in named if is_lazy(tensor)]
+    meta = [name for name, tensor in named if not is_lazy(tensor) and tensor.device == torch.device("meta")]
+    if meta:
+        raise StepError(
+            f"{len(meta)} parameters or buffers are on the meta device ({_some(meta)}), so the step cannot run. "
+            'Materialise the model first: `model.to_empty(device="cpu")`, then load or initialise its weights.'
+        )
+    if lazy:
+        raise StepError(
+            f"{len(lazy)} parameters or buffers of the model have no shape yet ({_some(lazy)}). "
+            "Run the model once, without grad, before it is measured."
+        )
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
