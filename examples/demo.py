@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -146,12 +147,20 @@ def bit_problems(plain: Run, run: Run) -> list[str]:
 
 
 def show(plain: Run, runs: list[Run]) -> Table:
-    table = Table(title=f"GPT, 12 blocks, width 256, context {CONTEXT}, batch {BATCH}: {STEPS} steps of AdamW")
+    title = f"GPT, 12 blocks, width 256, context {CONTEXT}, batch {BATCH}: {STEPS} steps of AdamW"
+    table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 0, 0, 1))
     table.add_column("")
-    for name in ("budget", "predicted", "measured", "recomputed", "step", "against"):
-        table.add_column(name, justify="right")
+    units = {
+        "budget": "MiB",
+        "predicted": "MiB",
+        "measured": "MiB",
+        "recomputed": "GFLOP",
+        "step": "s",
+        "against": "plain",
+    }
+    for name, unit in units.items():
+        table.add_column(f"{name}\n{unit}", justify="right")
     table.add_column("training")
-    table.add_row("", "MiB", "MiB", "MiB", "GFLOP", "s", "plain", "", end_section=True)
     for run in [plain, *runs]:
         plan = run.plan
         table.add_row(
