@@ -66,8 +66,14 @@ def imported(name, node):
     return [f"{source}.{alias.name}" if f"{source}.{alias.name}" in MODULES else source for alias in node.names]
 
 
-def imports(name):
-    return [target for node in ast.walk(TREES[name]) for target in imported(name, node)]
+def imports(name, *, of_types=True):
+    """The own modules that module `name` imports, those for annotations alone included if `of_types`."""
+    nodes = list(ast.walk(TREES[name]))
+    if not of_types:
+        blocks = [node for node in nodes if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+        annotations = {id(child) for block in blocks for child in ast.walk(block)}
+        nodes = [node for node in nodes if id(node) not in annotations]
+    return [target for node in nodes for target in imported(name, node)]
 
 
 def rung(name):
@@ -100,7 +106,7 @@ def test_imports_have_no_cycle():
         assert name not in above, " -> ".join([*above[above.index(name) :], name])
         if name in done:
             return
-        for target in imports(name):
+        for target in imports(name, of_types=False):
             # A package whose own module is asked for has begun to import already.
             if target != name:
                 visit(target, [*above, name])
@@ -108,6 +114,29 @@ def test_imports_have_no_cycle():
 
     for name in MODULES:
         visit(name, [])
+
+
+def is_private(name):
+    return any(part.startswith("_") and not part.endswith("__") for part in name.split("."))
+
+
+def private_names(tree):
+    """The private names of torch that a module uses, and those that it imports from anywhere."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if is_private(alias.name))
+        elif isinstance(node, ast.ImportFrom) and node.module != "torchremat._compat":
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            yield from (name for name in names if is_private(name.removeprefix("torchremat._compat")))
+        elif isinstance(node, ast.Attribute):
+            name = ast.unparse(node)
+            if re.fullmatch(r"torch(\.\w+)+", name) and is_private(name):
+                yield name
+
+
+@pytest.mark.parametrize("name", sorted(set(INSIDE) - {"torchremat._compat"}))
+def test_private_names_of_torch_are_used_in_compat_alone(name):
+    assert list(private_names(TREES[name])) == []
 
 
 @surface
