@@ -221,7 +221,7 @@ def record_allocations(device: torch.device) -> Generator[AllocationRecorder]:
     _prepare_profiler(config, activities)
     start_ns = time.time_ns()
     # Memory events come in any scope; this one keeps operators out, and marks in.
-    _enable_profiler(config, activities, {RecordScope.USER_SCOPE})
+    _enable_profiler(config, activities, {RecordScope.USER_SCOPE})  # pyright: ignore[reportCallIssue]  stub lacks it
     try:
         _emit(_BLOCK)
         yield recorder

@@ -1,0 +1,131 @@
+"""Flops against torch's counter, and against hand counts where torch counts nothing."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from torchremat.measuring.flops import FlopCounter
+
+
+class Mixed(nn.Module):
+    """Convolutions (one grouped, one transposed), linears, and attention written out."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, padding=1)
+        self.grouped = nn.Conv2d(8, 8, 3, groups=4, stride=2)
+        self.up = nn.ConvTranspose2d(8, 4, 2, stride=2)
+        self.qkv = nn.Linear(4, 12)
+        self.out = nn.Linear(4, 4, bias=False)
+
+    def forward(self, x):
+        x = self.up(self.grouped(self.conv(x).relu()))
+        x = x.flatten(2).transpose(1, 2)
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        return self.out((q @ k.transpose(1, 2)).softmax(-1) @ v)
+
+
+def test_totals_equal_torchs_own():
+    model, x = Mixed(), torch.randn(2, 3, 12, 12)
+
+    with FlopCounterMode(display=False) as theirs:
+        model(x).sum().backward()
+    with FlopCounter() as ours:
+        model(x).sum().backward()
+
+    assert ours.total == theirs.get_total_flops() > 0
+    assert ours.by_operator == {str(k): v for k, v in theirs.get_flop_counts()["Global"].items()}
+    assert ours.recomputed == 0
+
+
+def test_totals_equal_torchs_own_under_inference_mode():
+    # There `linear` and `matmul` arrive at the mode undecomposed.
+    model, x = Mixed(), torch.randn(2, 3, 12, 12)
+
+    with torch.inference_mode():
+        with FlopCounterMode(display=False) as theirs:
+            model(x)
+        with FlopCounter() as ours:
+            model(x)
+
+    assert ours.total == theirs.get_total_flops() > 0
+
+
+def test_attention_on_the_cpu_is_counted():
+    # Forward: q @ k.T and p @ v, each 2*B*H*T*T*D. Backward: p again, then dv, dp, dq, dk: five products.
+    b, h, t, d = 2, 3, 16, 8
+    q, k, v = (torch.randn(b, h, t, d, requires_grad=True) for _ in range(3))
+    product = 2 * b * h * t * t * d
+
+    with FlopCounter() as counter:
+        out = F.scaled_dot_product_attention(q, k, v)
+        forward = counter.total
+        out.sum().backward()
+
+    assert forward == 2 * product
+    assert counter.total == 7 * product
+    assert set(counter.by_operator) == {
+        "aten._scaled_dot_product_flash_attention_for_cpu",
+        "aten._scaled_dot_product_flash_attention_for_cpu_backward",
+    }
+
+
+def test_the_total_can_be_read_in_a_hook():
+    # One product of (4, 8) and (8, 2) is 2*4*8*2 = 128 flops.
+    seen: list[int] = []
+    first, second = nn.Linear(8, 8, bias=False), nn.Linear(8, 2, bias=False)
+    second.register_forward_pre_hook(lambda module, args: seen.append(counter.total))
+
+    with FlopCounter() as counter:
+        second(first(torch.randn(4, 8)))
+
+    assert seen == [512]
+    assert counter.total == 512 + 128
+
+
+def test_recomputed_flops_are_those_the_hook_claims():
+    claimed = [False]
+
+    with FlopCounter(lambda: claimed[0]) as counter:
+        torch.ones(4, 8) @ torch.ones(8, 2)
+        claimed[0] = True
+        torch.ones(4, 8) @ torch.ones(8, 1)
+
+    assert counter.total == 128 + 64
+    assert counter.recomputed == 64
+
+
+def test_grad_mode_inside_backward_tells_a_recompute():
+    linear, x = nn.Linear(8, 8, bias=False), torch.randn(4, 8, requires_grad=True)
+
+    def is_recomputing() -> bool:
+        return phase == "backward" and torch.is_grad_enabled()
+
+    phase = "forward"
+    with FlopCounter(is_recomputing) as counter:
+        loss = checkpoint(lambda x: linear(x).sin(), x, use_reentrant=False).sum()
+        phase = "backward"
+        loss.backward()
+
+    # Forward and its recompute 2*4*8*8 = 512 each; backward 512 for the weight and 512 for the input.
+    assert counter.total == 4 * 512
+    assert counter.recomputed == 512
+
+
+def test_gradients_are_those_of_the_plain_run():
+    model, x = Mixed(), torch.randn(2, 3, 12, 12)
+
+    def gradients() -> list[torch.Tensor]:
+        model.zero_grad()
+        model(x).sum().backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    plain = gradients()
+    with FlopCounter():
+        counted = gradients()
+
+    assert all(map(torch.equal, plain, counted))

@@ -1,0 +1,143 @@
+"""After the block everything is as before: same objects, same values, same versions, same next random numbers."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from torchremat.measuring.untouched import gradient_leaves, untouched
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1))
+
+
+def train(model: nn.Module, batch: int = 8) -> None:
+    model(torch.randn(batch, 4)).sum().backward()
+
+
+@pytest.mark.parametrize("error", [None, ValueError, KeyboardInterrupt])
+def test_everything_is_put_back(error: type[BaseException] | None):
+    model = net()
+    train(model)
+    model[3].bias.grad = None
+    model[2].eval()
+    grads = [p.grad for p in model.parameters()]
+    grad_values = [None if g is None else g.clone() for g in grads]
+    buffers = dict(model.named_buffers())
+    buffer_values = {name: b.clone() for name, b in buffers.items()}
+    versions = {name: b._version for name, b in buffers.items()}
+    tables = [(dict(m._forward_hooks), dict(m._buffers)) for m in model.modules()]
+    torch.manual_seed(1), random.seed(1), np.random.seed(1)
+    expected = (torch.rand(3), random.random(), np.random.rand())
+    torch.manual_seed(1), random.seed(1), np.random.seed(1)
+
+    def block() -> None:
+        with untouched(model):
+            model.train()
+            model[1].running_mean = torch.ones(4)
+            model[1].register_buffer("cache", torch.ones(1))
+            model[1].running_var.data.mul_(2)
+            train(model)
+            random.random(), np.random.rand()
+            if error is not None:
+                raise error
+
+    if error is None:
+        block()
+    else:
+        with pytest.raises(error):
+            block()
+
+    assert all(p.grad is g for p, g in zip(model.parameters(), grads, strict=True))
+    assert all(g is None if v is None else torch.equal(g, v) for g, v in zip(grads, grad_values, strict=True))
+    assert {name: id(b) for name, b in model.named_buffers()} == {name: id(b) for name, b in buffers.items()}
+    assert all(torch.equal(b, buffer_values[name]) for name, b in model.named_buffers())
+    assert {name: b._version for name, b in model.named_buffers()} == versions
+    assert [(dict(m._forward_hooks), dict(m._buffers)) for m in model.modules()] == tables
+    assert [m.training for m in model] == [True, True, False, True]
+    assert torch.equal(torch.rand(3), expected[0])
+    assert (random.random(), np.random.rand()) == expected[1:]
+
+
+def test_gradients_are_zeros_of_the_same_layout_inside():
+    model = nn.Conv2d(2, 4, 3).to(memory_format=torch.channels_last)
+    frozen = nn.Linear(2, 2).requires_grad_(False)
+
+    with untouched([model, frozen]):
+        assert model.weight.grad is not None
+        assert model.weight.grad.stride() == model.weight.stride()
+        assert not model.weight.grad.any()
+        assert not model.weight.grad.requires_grad
+        assert frozen.weight.grad is None
+
+    assert model.weight.grad is None
+
+
+def test_the_optimizers_parameters_and_further_leaves_are_kept_too():
+    model, other, x = nn.Linear(2, 1), nn.Linear(2, 1), torch.ones(3, 2, requires_grad=True)
+    optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()])
+    leaves = gradient_leaves([model], optimizer, [x, x * 1, torch.ones(1)])
+    assert [id(t) for t in leaves] == [id(t) for t in (*model.parameters(), *other.parameters(), x)]
+
+    with untouched(model, optimizer, tensors=[x]):
+        (model(x) + other(x)).sum().backward()
+
+    assert x.grad is None
+    assert all(p.grad is None for p in (*model.parameters(), *other.parameters()))
+
+
+def test_no_model_keeps_the_generators():
+    state = torch.get_rng_state()
+
+    with untouched(None):
+        torch.rand(3)
+
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_graph_that_saved_a_buffer_is_still_valid_afterwards():
+    # The block writes the buffer, but it is the same again afterwards, and so is its version.
+    module = nn.BatchNorm1d(2)
+    x = torch.ones(4, 2, requires_grad=True)
+    saved = (x * module.running_mean).sum()
+
+    with untouched(module):
+        module(torch.randn(4, 2))
+
+    saved.backward()
+    assert x.grad is not None and not x.grad.any()
+
+
+def test_buffers_that_cannot_be_written_or_have_nan_or_another_shape():
+    module = nn.Module()
+    module.register_buffer("expanded", torch.ones(1).expand(3))
+    module.register_buffer("nan", torch.tensor([float("nan"), 1.0]))
+    module.register_buffer("none", None)
+    module.register_buffer("grown", torch.ones(2))
+    grown = module.grown
+
+    with untouched(module):
+        module.grown.data = torch.zeros(5)
+        module.nan.data[1] = 2
+
+    assert module.grown is grown
+    assert grown.tolist() == [1, 1]
+    assert module.nan[1] == 1
+    assert module.none is None
+
+
+def test_a_buffer_made_in_inference_mode():
+    module = nn.Module()
+    with torch.inference_mode():
+        module.register_buffer("made", torch.ones(2))
+
+    with untouched(module), torch.inference_mode():
+        module.made.add_(1)
+
+    assert module.made.tolist() == [1, 1]
