@@ -1,0 +1,157 @@
+"""Schedules as data: four kinds of action, their text, and the actions of a tree.
+
+The text of an action is:
+
+- `F3`: first forward of stage 3 inside a region; nothing is kept.
+- `F3:0`: first forward of stage 3, kept as its option 0 says.
+- `H3-5`: hold the inputs of the region over stages 3 to 5; comes just before the first `F` or `R` of stage 3.
+- `R3`: forward of stage 3 again, inside a nested region; nothing is kept.
+- `R3:0`: forward of stage 3 again, kept as its option 0 says.
+- `R3:0!`: the same, stopped at its last save.
+- `B3`: backward of stage 3; whatever begins with stage 3 is released after it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from torchremat.errors import ScheduleError
+from torchremat.schedules.chain import Chain, Keep, Region, Tree, check_tree
+
+
+@dataclass(frozen=True)
+class Forward:
+    """The first forward of a stage; `option` is None if nothing is kept."""
+
+    stage: int
+    option: int | None = None
+
+    def __str__(self) -> str:
+        return f"F{self.stage}{_kept(self.option)}"
+
+
+@dataclass(frozen=True)
+class Hold:
+    """From here on, the inputs of the region over stages `first` to `last` are held."""
+
+    first: int
+    last: int
+
+    def __str__(self) -> str:
+        return f"H{self.first}-{self.last}"
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """One more forward of a stage; `option` is None if nothing is kept, `stops` if it ends at its last save."""
+
+    stage: int
+    option: int | None = None
+    stops: bool = False
+
+    def __str__(self) -> str:
+        return f"R{self.stage}{_kept(self.option)}{'!' if self.stops else ''}"
+
+
+@dataclass(frozen=True)
+class Backward:
+    """The backward of a stage."""
+
+    stage: int
+
+    def __str__(self) -> str:
+        return f"B{self.stage}"
+
+
+Action: TypeAlias = Forward | Hold | Recompute | Backward
+
+
+def _kept(option: int | None) -> str:
+    return "" if option is None else f":{option}"
+
+
+def schedule(tree: Tree, chain: Chain) -> Iterator[Action]:
+    """Return the actions of one training step in which the regions are those of the tree.
+
+    >>> from torchremat.schedules.chain import Option, Stage
+    >>> keep = Option(saved_bytes=3, saves_input=True, saves_external=False, cost=0, forward_peak_bytes=4,
+    ...               truncated_peak_bytes=3, backward_peak_bytes=2)
+    >>> stage = Stage(forward=2, truncated=1, linked_bytes=1, external_bytes=0, output_bytes=1, drop_peak_bytes=2,
+    ...               options=(keep,))
+    >>> text(schedule((Region((Keep(0), Keep(1))), Keep(2)), Chain(stages=(stage,) * 3)))
+    'H0-1 F0 F1 F2:0 B2 R0:0 R1:0! B1 B0'
+
+    Raises:
+        ScheduleError: If the tree is not one of this chain.
+    """
+    check_tree(tree, chain)
+    return _step(tree)
+
+
+def _step(tree: Tree) -> Iterator[Action]:
+    for node in tree:
+        if isinstance(node, Keep):
+            yield Forward(node.stage, node.option)
+        else:
+            yield Hold(node.first, node.last)
+            yield from (Forward(stage) for stage in range(node.first, node.last + 1))
+    yield from _backward(tree)
+
+
+def _backward(nodes: Tree) -> Iterator[Action]:
+    for node in reversed(nodes):
+        if isinstance(node, Keep):
+            yield Backward(node.stage)
+        else:
+            yield from _recompute(node)
+            yield from _backward(node.children)
+
+
+def _recompute(region: Region) -> Iterator[Action]:
+    *before, last = region.children
+    for child in before:
+        if isinstance(child, Keep):
+            yield Recompute(child.stage, child.option)
+        else:
+            yield Hold(child.first, child.last)
+            yield from (Recompute(stage) for stage in range(child.first, child.last + 1))
+    if isinstance(last, Keep):
+        yield Recompute(last.stage, last.option, stops=True)
+    else:
+        yield Hold(last.first, last.last)
+
+
+def text(actions: Iterable[Action]) -> str:
+    """Return the actions as one line, as listed at the top of this file."""
+    return " ".join(str(action) for action in actions)
+
+
+_ACTION = re.compile(
+    r"F(?P<F>\d+)(?::(?P<Fo>\d+))?|H(?P<H>\d+)-(?P<Hl>\d+)|R(?P<R>\d+)(?::(?P<Ro>\d+)(?P<stops>!)?)?|B(?P<B>\d+)"
+)
+
+
+def parse(line: str) -> tuple[Action, ...]:
+    """Return the actions that `text` wrote.
+
+    Raises:
+        ScheduleError: If a word is no action.
+    """
+    return tuple(_action(position, word) for position, word in enumerate(line.split()))
+
+
+def _action(position: int, word: str) -> Action:
+    match = _ACTION.fullmatch(word)
+    if match is None:
+        raise ScheduleError(f"action {position}: {word!r} is none of F3, F3:0, H3-5, R3, R3:0, R3:0! and B3")
+    number = {name: int(found) for name, found in match.groupdict().items() if found is not None and found != "!"}
+    if "F" in number:
+        return Forward(number["F"], number.get("Fo"))
+    if "H" in number:
+        return Hold(number["H"], number["Hl"])
+    if "R" in number:
+        return Recompute(number["R"], number.get("Ro"), stops=match["stops"] is not None)
+    return Backward(number["B"])

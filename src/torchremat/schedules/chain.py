@@ -1,0 +1,186 @@
+"""Chains of stages with their bytes and costs, and the trees that say which stages are kept and which recomputed.
+
+A stage is one call of the model. A tree covers the stages in order: `Keep` is a stage that keeps its saved tensors,
+`Region` a run of stages that is recomputed in backward, and may have regions inside. What a tree costs and how many
+bytes it needs is defined in one place. See NOTE [ What a tree means ].
+
+Deliberately missing: storages. All sizes are scalars, so a tensor that two stages hold counts twice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import TypeAlias
+
+from torchremat.errors import ScheduleError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """One way of keeping a stage; it has several if part of its inside can be recomputed, and the first is the default.
+
+    Attributes:
+        saved_bytes: What the stage itself holds from its forward to the end of its backward, beyond its inputs.
+        saves_input: Whether it also holds its linked input.
+        saves_external: Whether it also holds its external inputs.
+        cost: Extra cost inside its backward; 0 if everything is kept.
+        forward_peak_bytes: Highest live bytes during its full forward with this saving, over those live at its entry
+            (its inputs and all that is held included).
+        truncated_peak_bytes: The same for a forward that stops at its last save.
+        backward_peak_bytes: Highest live bytes during its backward, over what is held at the backward's start (its own
+            saved bytes and saved inputs included).
+    """
+
+    saved_bytes: int
+    saves_input: bool
+    saves_external: bool
+    cost: float
+    forward_peak_bytes: int
+    truncated_peak_bytes: int
+    backward_peak_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One call of the model. Costs are in any one unit, seconds or flops.
+
+    Attributes:
+        forward: Cost of one more full forward.
+        truncated: Cost of a forward that stops at its last save; at most `forward`.
+        linked_bytes: Inputs that are outputs of the stage just before (of the first stage: that come in from outside).
+        external_bytes: Other inputs, which a region over this stage has to hold.
+        output_bytes: What is alive of its output at its exit if nothing is saved.
+        drop_peak_bytes: Highest live bytes during a forward that saves nothing, over those live at its entry.
+        options: The ways of keeping it, at least one.
+        recomputable: False if no region may contain it: it is kept at top level.
+        forward_base_bytes: Bytes live here in the first forward whatever the tree is.
+        backward_base_bytes: The same when its backward runs, and while a region that ends here is recomputed.
+    """
+
+    forward: float
+    truncated: float
+    linked_bytes: int
+    external_bytes: int
+    output_bytes: int
+    drop_peak_bytes: int
+    options: tuple[Option, ...]
+    recomputable: bool = True
+    forward_base_bytes: int = 0
+    backward_base_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chain:
+    """Stages in the order of the first forward.
+
+    Attributes:
+        stages: At least one.
+        tail_bytes: Highest live bytes between the last forward and the first backward, over what is held.
+
+    Raises:
+        ScheduleError: With every number that is negative or not finite, and every stage without options.
+    """
+
+    stages: tuple[Stage, ...]
+    tail_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        problems = list(_problems(self))
+        if problems:
+            raise ScheduleError("no chain: " + "; ".join(problems))
+
+
+def _problems(chain: Chain) -> Iterator[str]:
+    if not chain.stages:
+        yield "it has no stages"
+    yield from _negative("chain", chain)
+    for index, stage in enumerate(chain.stages):
+        yield from _negative(f"stage {index}", stage)
+        if stage.truncated > stage.forward:
+            yield f"stage {index}: truncated={stage.truncated} is more than forward={stage.forward}"
+        if not stage.options:
+            yield f"stage {index}: it has no options"
+        for number, option in enumerate(stage.options):
+            yield from _negative(f"stage {index}, option {number}", option)
+
+
+def _negative(where: str, owner: Chain | Stage | Option) -> Iterator[str]:
+    for field in fields(owner):
+        value = getattr(owner, field.name)
+        if isinstance(value, int | float) and not (value >= 0 and math.isfinite(value)):
+            yield f"{where}: {field.name}={value} is negative or not finite"
+
+
+@dataclass(frozen=True)
+class Keep:
+    """A stage that keeps what its option says, from its forward or its region's recompute to its backward."""
+
+    stage: int
+    option: int = 0
+
+    @property
+    def first(self) -> int:
+        """The first stage, which is the only one."""
+        return self.stage
+
+    @property
+    def last(self) -> int:
+        """The last stage, which is the only one."""
+        return self.stage
+
+
+@dataclass(frozen=True)
+class Region:
+    """A run of stages that is recomputed in backward, as its children say; at least one child."""
+
+    children: tuple[Keep | Region, ...]
+
+    def __post_init__(self) -> None:
+        if not self.children:
+            raise ScheduleError("a region without children covers no stage")
+
+    @property
+    def first(self) -> int:
+        """The first stage."""
+        return self.children[0].first
+
+    @property
+    def last(self) -> int:
+        """The last stage."""
+        return self.children[-1].last
+
+
+Tree: TypeAlias = tuple[Keep | Region, ...]
+
+
+def kept(tree: Tree) -> Iterator[Keep]:
+    """Yield every stage of the tree with its option, in order; inside regions too."""
+    for node in tree:
+        if isinstance(node, Keep):
+            yield node
+        else:
+            yield from kept(node.children)
+
+
+def check_tree(tree: Tree, chain: Chain) -> None:
+    """Return if the tree covers each stage of the chain once and in order.
+
+    Raises:
+        ScheduleError: If it does not, if an option does not exist, or if a region contains a stage that must not be
+            recomputed.
+    """
+    found = list(kept(tree))
+    stages = [keep.stage for keep in found]
+    if stages != list(range(len(chain.stages))):
+        raise ScheduleError(f"the tree covers stages {stages}, but the chain has 0 to {len(chain.stages) - 1} in order")
+    for keep in found:
+        options = len(chain.stages[keep.stage].options)
+        if not 0 <= keep.option < options:
+            raise ScheduleError(f"stage {keep.stage}: option {keep.option} of {options} does not exist")
+    for node in tree:
+        if isinstance(node, Region):
+            for stage in range(node.first, node.last + 1):
+                if not chain.stages[stage].recomputable:
+                    raise ScheduleError(f"stage {stage} cannot be recomputed, but a region contains it")

@@ -1,0 +1,180 @@
+"""The cheapest persistent schedule of a chain under a limit of bytes, by dynamic programming.
+
+Persistent means that what is kept stays until its backward; those schedules are exactly the trees of `chain.py`.
+
+Deliberately missing: schedules that are not persistent. They can be cheaper; finding the best is NP-hard in general.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from torchremat.errors import BudgetError, bug
+from torchremat.schedules.chain import Chain, Keep, Region, Tree
+from torchremat.schedules.interpreter import Outcome, interpret
+from torchremat.schedules.rounding import default_slot
+from torchremat.schedules.tables import INFINITE, Tables, first_finite
+
+
+class Persistent:
+    """The cheapest trees of a chain for every limit up to `limit_bytes`. See NOTE [ What a tree means ].
+
+    Source: O. Beaumont, L. Eyraud-Dubois, J. Herrmann, A. Joly, A. Shilova, "Optimal checkpointing for heterogeneous
+    chains: how to train deep neural networks with limited memory", hal-02352969. We differ: a stage has several
+    options, a recompute stops at its last save, inputs need not be saved, the outermost region holds the external
+    inputs, and every position has a base of its own. See NOTE [ Tables of the persistent solver ].
+
+    Building takes time in n^3 x slots and memory in n^2 x slots for n stages; the trees are then read off the tables.
+    Costs are float32 inside, so among trees whose costs agree in seven digits any may be returned.
+
+    Args:
+        chain: What to schedule.
+        limit_bytes: The highest limit that will be asked for.
+        slot_bytes: Granularity of memory: sizes are rounded up to multiples, limits down. With 1 the result is optimal.
+            By default chosen so that rounding loses little, with fewer slots for more stages.
+    """
+
+    def __init__(self, chain: Chain, limit_bytes: int, slot_bytes: int | None = None) -> None:
+        if limit_bytes < 0 or (slot_bytes is not None and slot_bytes < 1):
+            raise BudgetError(f"limit_bytes={limit_bytes} must be at least 0 and slot_bytes={slot_bytes} at least 1")
+        self.chain = chain
+        self.limit_bytes = limit_bytes
+        self.slot_bytes = default_slot(chain, limit_bytes) if slot_bytes is None else slot_bytes
+        # See `_search`. With slots of one byte nothing is rounded.
+        self._spare = len(chain.stages) if self.slot_bytes > 1 else 0
+        self._slots = limit_bytes // self.slot_bytes + self._spare
+        self._tables = Tables(chain, slot_bytes=self.slot_bytes, slots=self._slots)
+        self._lowest = first_finite(self._tables.top[0])
+        self._trees: dict[int, _Found] = {}
+
+    def solve(self, limit_bytes: int) -> Tree | None:
+        """Return the cheapest tree whose peak is at most the limit, or None if there is none.
+
+        Raises:
+            BudgetError: If the limit is above that of the tables.
+        """
+        found = self._search(limit_bytes)
+        return None if found is None else found.tree
+
+    def cost(self, limit_bytes: int) -> float:
+        """Return the extra cost of `solve(limit_bytes)`, in the unit of the chain; infinite if there is no tree.
+
+        Raises:
+            BudgetError: If the limit is above that of the tables.
+        """
+        found = self._search(limit_bytes)
+        return math.inf if found is None else found.outcome.cost
+
+    def floor(self) -> int:
+        """Return the smallest limit in bytes at which `solve` has a tree: the peak of the lowest tree.
+
+        Raises:
+            BudgetError: If there is no tree up to the limit of the tables.
+        """
+        if self._lowest > self._slots:
+            raise BudgetError(f"no schedule fits into {self.limit_bytes} bytes; build the tables for a higher limit")
+        return self._found(self._lowest).outcome.peak_bytes
+
+    def _search(self, limit_bytes: int) -> _Found | None:
+        """Return the tree of the most slots whose exact peak is at most the limit.
+
+        Each of the up to n things that a tree holds at a time was rounded up, so a tree for more slots than the limit
+        has may fit in bytes. With 200 unequal stages at a tenth of their memory this wins back a quarter of the limit.
+        Bisection, so not every tree is tried; the result is never worse than what the tables have for the limit itself.
+        """
+        if not 0 <= limit_bytes <= self.limit_bytes:
+            raise BudgetError(f"limit_bytes={limit_bytes}, but the tables were built for 0 to {self.limit_bytes}")
+        slots = limit_bytes // self.slot_bytes
+        fits, above = max(slots, self._lowest), min(max(slots, self._lowest) + self._spare, self._slots) + 1
+        if fits > self._slots or self._found(fits).outcome.peak_bytes > limit_bytes:
+            return None
+        costs = self._tables.top[0]
+        while above - fits > 1 and costs[above - 1] < costs[fits]:
+            middle = (fits + above) // 2
+            if self._found(middle).outcome.peak_bytes <= limit_bytes:
+                fits = middle
+            else:
+                above = middle
+        return self._found(fits)
+
+    def _found(self, m: int) -> _Found:
+        if m not in self._trees:
+            tree = self._top(m)
+            self._trees[m] = _Found(tree=tree, outcome=interpret(self.chain, tree))
+        return self._trees[m]
+
+    def _top(self, m: int) -> Tree:
+        """Return the tree of least cost for m slots."""
+        tables, sizes, n = self._tables, self._tables.sizes, len(self.chain.stages)
+        nodes: list[Keep | Region] = []
+        s = 0
+        while s < n:
+            base = int(sizes.forward_base[s])
+            best, choice = INFINITE, None
+            for option, term in enumerate(sizes.terms(s, linked=True, external=True)):
+                if m >= sizes.kept_need(term, base + term.full_bytes):
+                    cost = term.cost + tables.top[s + 1, m - term.held]
+                    if cost < best:
+                        best, choice = cost, _Choice(last=s, held=term.held, option=option)
+            regions = tables.top_regions(s)
+            count = int(np.count_nonzero(regions.need <= m))  # needs rise with the length
+            if count:
+                index, free = np.arange(count), m - regions.held[:count]
+                costs = tables.v[s][index, free] - regions.forwards[:count] + tables.top[s + 1 + index, free]
+                if costs.min() < best:
+                    cut = int(costs.argmin())
+                    choice = _Choice(last=s + cut, held=int(regions.held[cut]), option=None)
+            if choice is None:
+                raise bug(f"no tree for stages {s} to {n - 1} in {m} slots of {self.slot_bytes} bytes")
+            m -= choice.held
+            nodes.append(self._node(s, choice, m))
+            s = choice.last + 1
+        return tuple(nodes)
+
+    def _children(self, first: int, last: int, m: int) -> tuple[Keep | Region, ...]:
+        """Return the children of the region first..last of least cost, in m slots beside its linked input."""
+        tables, sizes, t = self._tables, self._tables.sizes, last
+        base = int(sizes.backward_base[t])
+        nodes: list[Keep | Region] = []
+        s = first
+        while s <= t:
+            best, choice = INFINITE, None
+            for option, term in enumerate(sizes.terms(s, linked=s > first, again=True)):
+                if m >= sizes.kept_need(term, base + (term.stopped_bytes if s == t else term.full_bytes)):
+                    cost = term.stopped_cost if s == t else term.cost + tables.w[t][s + 1, m - term.held]
+                    if cost < best:
+                        best, choice = cost, _Choice(last=s, held=term.held, option=option)
+            held = sizes.up(self.chain.stages[s].linked_bytes) if s > first else 0
+            needs = sizes.up_all(np.maximum.accumulate(sizes.drops(s, t)) + base)
+            count = int(np.count_nonzero(needs <= m - held))
+            if count:
+                costs = tables.v[s][:count, m - held] + tables.w[t][s + 1 : s + 1 + count, m - held]
+                if costs.min() < best:
+                    choice = _Choice(last=s + int(costs.argmin()), held=held, option=None)
+            if choice is None:
+                raise bug(f"no tree for stages {s} to {t} of a region in {m} slots of {self.slot_bytes} bytes")
+            m -= choice.held
+            nodes.append(self._node(s, choice, m))
+            s = choice.last + 1
+        return tuple(nodes)
+
+    def _node(self, first: int, choice: _Choice, m: int) -> Keep | Region:
+        if choice.option is None:
+            return Region(self._children(first, choice.last, m))
+        return Keep(first, choice.option)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Found:
+    tree: Tree
+    outcome: Outcome
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Choice:
+    last: int
+    held: int  # slots
+    option: int | None  # None: a region

@@ -1,0 +1,132 @@
+"""Bytes in slots: the sizes of a chain rounded up, and the slot that loses least by it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchremat.schedules.chain import Chain
+
+Bytes = NDArray[np.int64]
+Slots = NDArray[np.int64]
+
+# Cuts x slots that the solver's tables may take: about two seconds of one slow core.
+_WORK = 3_000_000_000
+# Below 500 slots rounding is felt; above 4000 it is lost in what a profile can measure.
+_SLOTS = (500, 4000)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Term:
+    """One option of one stage in one context, which says what of its inputs it has to pay for.
+
+    Attributes:
+        cost: Of its forward in full, if that costs, and inside its backward.
+        stopped_cost: The same with a forward that stops at its last save.
+        held: Slots it holds until its backward is over.
+        backward: Free slots it needs before its forward, so that its backward fits.
+        full_bytes: Highest live bytes of its forward over base and held.
+        stopped_bytes: The same with a forward that stops at its last save.
+    """
+
+    cost: np.float32
+    stopped_cost: np.float32
+    held: int
+    backward: int
+    full_bytes: int
+    stopped_bytes: int
+
+
+class Rounding:
+    """The sizes of a chain in slots. See NOTE [ What a tree means ] and NOTE [ Tables of the persistent solver ]."""
+
+    def __init__(self, chain: Chain, *, slot_bytes: int, slots: int) -> None:
+        self.chain = chain
+        self.slot_bytes = slot_bytes
+        self.slots = slots
+        stages = chain.stages
+        self.forward_base: Bytes = np.array([stage.forward_base_bytes for stage in stages], np.int64)
+        self.backward_base: Bytes = np.array([stage.backward_base_bytes for stage in stages], np.int64)
+        self.external: Bytes = np.array([stage.external_bytes for stage in stages], np.int64)
+        self._first_drop: Bytes = np.array([max(stage.drop_peak_bytes, stage.output_bytes) for stage in stages])
+        self._later_drop: Bytes = np.array(
+            [max(stage.linked_bytes + stage.drop_peak_bytes, stage.output_bytes) for stage in stages]
+        )
+
+    def up(self, size_bytes: int) -> int:
+        """Return the slots that a size takes, at most one more than there are."""
+        return min(-(-size_bytes // self.slot_bytes), self.slots + 1)
+
+    def up_all(self, sizes_bytes: Bytes) -> Slots:
+        """Return `up` of every size."""
+        return np.minimum(-(-sizes_bytes // self.slot_bytes), self.slots + 1)
+
+    def kept_need(self, term: Term, live_bytes: int) -> int:
+        """Return the slots that must be free before a stage is kept; `live_bytes` is what its forward adds to held."""
+        return max(term.backward, self.up(live_bytes))
+
+    def drops(self, first: int, end: int) -> Bytes:
+        """Return the bytes over base and held of each stage in first..end-1, run without saving as one region."""
+        drops = self._later_drop[first:end].copy()
+        drops[:1] = self._first_drop[first]
+        return drops
+
+    def forwards(self, first: int, end: int) -> NDArray[np.float32]:
+        """Return the cost of a forward from `first` up to and with each stage in first..end-1."""
+        return np.cumsum([stage.forward for stage in self.chain.stages[first:end]], dtype=np.float32)
+
+    def terms(self, stage: int, *, linked: bool = False, external: bool = False, again: bool = False) -> list[Term]:
+        """Return the options of a stage.
+
+        Args:
+            stage: Its number.
+            linked: Whether its linked input counts beside what is held, and is paid for if saved.
+            external: The same for its external inputs.
+            again: Whether its forward is a recompute, which costs.
+        """
+        one = self.chain.stages[stage]
+        linked_bytes, external_bytes = one.linked_bytes * linked, one.external_bytes * external
+        terms: list[Term] = []
+        for option in one.options:
+            held_bytes = option.saved_bytes + linked_bytes * option.saves_input + external_bytes * option.saves_external
+            inputs_bytes = linked_bytes + external_bytes
+            terms.append(
+                Term(
+                    cost=np.float32(option.cost + one.forward * again),
+                    stopped_cost=np.float32(option.cost + one.truncated * again),
+                    held=self.up(held_bytes),
+                    backward=self.up(held_bytes + one.backward_base_bytes + option.backward_peak_bytes),
+                    full_bytes=inputs_bytes + option.forward_peak_bytes,
+                    stopped_bytes=inputs_bytes + option.truncated_peak_bytes,
+                )
+            )
+        return terms
+
+
+def default_slot(chain: Chain, limit_bytes: int) -> int:
+    """Return the slot that loses least by rounding among those with a number of slots that the solver can afford.
+
+    What is lost is up to one slot for each thing held: with 48 equal boundaries and a thousandth of the limit, 5%. So
+    the slot should divide the sizes that are held most often, and fractions of the common sizes compete with plain
+    fractions of the limit. The number of slots is bounded by the time the tables take: it falls with the stages.
+    """
+    stages = chain.stages
+    cuts = max(1, len(stages) ** 3 // 6)
+    most = int(np.clip(_WORK // cuts, *_SLOTS))
+    smallest, largest = max(1, limit_bytes // most), max(1, limit_bytes // _SLOTS[0])
+    held = Counter[int]()
+    for stage in stages:
+        held[stage.linked_bytes] += 1
+        held.update(option.saved_bytes + stage.linked_bytes * option.saves_input for option in stage.options)
+    candidates = {max(1, -(-limit_bytes // slots)) for slots in range(_SLOTS[0], most + 1, 20)}
+    for size, _ in held.most_common(8):
+        parts = range(max(1, size // largest), min(size // smallest, 4096) + 1)
+        candidates.update(slot for part in parts if smallest <= (slot := -(-size // part)) <= largest)
+    slots = np.array(sorted(candidates, reverse=True), np.int64)
+    sizes = np.array(list(held), np.int64)
+    lost = (-sizes % slots[:, None]) @ np.array(list(held.values()), np.int64)
+    # Of equals the largest, which makes the smallest tables.
+    return int(slots[np.argmin(lost)])
