@@ -9,7 +9,7 @@ demo: .venv/.stamp
 
 test: lint .venv/.stamp
 	$(BIN)/python -m pytest -n 2
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # The tests that need a CUDA device; everything else runs on a CPU.
 gpu: .venv/.stamp
@@ -26,7 +26,7 @@ format: .venv/.stamp
 	$(BIN)/ruff format
 
 docs: .venv/.stamp
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 benchmarks: .venv/.stamp
 	set -e; for main in benchmarks/*/main.py; do echo "== $$main"; $(BIN)/python $$main; done
