@@ -193,7 +193,7 @@ def comments_and_docstrings(text):
 def test_notes_are_defined_once_and_cited():
     prose = [comments_and_docstrings(text) for text in texts(".py").values()]
     defined = Counter(label for text in prose for label in re.findall(r"^\s*NOTE \[ (.+?) \]", text, re.MULTILINE))
-    # Every other mention is a citation: "See NOTE [ A ] and NOTE [ B ]".
+    # Every other mention is a citation; one line may cite two.
     cited = {label for text in prose for label in re.findall(r"\S[ ]+NOTE \[ (.+?) \]", text)}
 
     assert [label for label, times in defined.items() if times > 1] == []
