@@ -29,7 +29,7 @@ docs: .venv/.stamp
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 benchmarks: .venv/.stamp
-	set -e; for main in benchmarks/*/main.py; do echo "== $$main"; $(BIN)/python $$main; done
+	set -e; for main in $(wildcard benchmarks/*/main.py); do echo "== $$main"; $(BIN)/python $$main; done
 
 # Resolve the newest versions that pyproject.toml allows. The local tag of a torch build names the build that happened
 # to be installed, so it is cut off.
