@@ -39,26 +39,17 @@ from typing import cast
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch._C._autograd import (
-    _disable_profiler,  # pyright: ignore[reportPrivateUsage]  the public profiler costs twice as much
-    _enable_profiler,  # pyright: ignore[reportPrivateUsage]  as above
-    _prepare_profiler,  # pyright: ignore[reportPrivateUsage]  as above
-    _profiler_enabled,  # pyright: ignore[reportPrivateUsage]  no public name
-    _record_function_with_args_enter,  # pyright: ignore  a third of `record_function`'s cost; untyped
-    _record_function_with_args_exit,  # pyright: ignore[reportPrivateUsage]  as above
-)
-from torch._C._profiler import (
-    ProfilerActivity,
-    ProfilerConfig,
-    ProfilerState,
-    RecordScope,
-    _EventType,  # pyright: ignore[reportPrivateUsage]  no public name
-    _ExperimentalConfig,  # pyright: ignore[reportPrivateUsage]  no public name
-    _ExtraFields_Allocation,  # pyright: ignore[reportPrivateUsage]  no public name
-    _ProfilerEvent,  # pyright: ignore[reportPrivateUsage]  no public name
-)
 
 from torchremat.errors import UnsupportedError
+from torchremat.measuring.bindings import (
+    ALLOCATION,
+    Allocation,
+    ProfilerEvent,
+    a_profiler_runs,
+    emit,
+    start_profiler,
+    stop_profiler,
+)
 
 _MARK = "torchremat.mark:"
 _BLOCK = -1  # the id of the mark that tells whether the profiler was ours to the end
@@ -152,7 +143,7 @@ class AllocationRecorder:
             raise UnsupportedError("there is no trace yet: it is made when the block of record_allocations ends.")
         return self._trace
 
-    def _finish(self, nodes: Iterable[_ProfilerEvent], start_ns: int) -> None:
+    def _finish(self, nodes: Iterable[ProfilerEvent], start_ns: int) -> None:
         """Make the trace of the profiler's events."""
         seen = sorted(nodes, key=lambda node: node.start_time_ns)
         marked_ns = {
@@ -207,27 +198,14 @@ def record_allocations(device: torch.device) -> Generator[AllocationRecorder]:
     if device.type == "cuda":
         device = torch.empty(0, device=device).device  # with its index
     recorder = AllocationRecorder(device)
-    config = ProfilerConfig(
-        ProfilerState.KINETO,
-        False,  # shapes
-        True,  # memory
-        False,  # stacks
-        False,  # flops
-        False,  # modules
-        _ExperimentalConfig(),
-    )
-    # CUDA's allocator reports through the CPU activity as well; the CUDA activity is about kernels, and slow.
-    activities = {ProfilerActivity.CPU}
-    _prepare_profiler(config, activities)
     start_ns = time.time_ns()
-    # Memory events come in any scope; this one keeps operators out, and marks in.
-    _enable_profiler(config, activities, {RecordScope.USER_SCOPE})  # pyright: ignore[reportCallIssue]  stub lacks it
+    start_profiler()
     try:
         _emit(_BLOCK)
         yield recorder
     finally:
-        result = _disable_profiler()
-    recorder._finish(_walk(result.experimental_event_tree()), start_ns)  # pyright: ignore[reportPrivateUsage]  own class
+        events = stop_profiler()
+    recorder._finish(_walk(events), start_ns)
 
 
 def profiler_is_active() -> bool:
@@ -235,7 +213,7 @@ def profiler_is_active() -> bool:
 
     One that is warming up (`torch.profiler.schedule`) counts: a second profiler then crashes the process.
     """
-    if _profiler_enabled() or torch.autograd.profiler._is_profiler_enabled:  # pyright: ignore[reportPrivateUsage]
+    if a_profiler_runs():
         return True
     # torch keeps no flag for the warm-up, only the profiler object itself knows. It has entered, and has no results.
     profilers = (thing for thing in gc.get_objects() if type(thing) is torch.autograd.profiler.profile)
@@ -243,10 +221,10 @@ def profiler_is_active() -> bool:
 
 
 def _emit(mark: int) -> None:
-    _record_function_with_args_exit(_record_function_with_args_enter(f"{_MARK}{mark}"))
+    emit(f"{_MARK}{mark}")
 
 
-def _walk(roots: Iterable[_ProfilerEvent]) -> Iterator[_ProfilerEvent]:
+def _walk(roots: Iterable[ProfilerEvent]) -> Iterator[ProfilerEvent]:
     # A stack and no recursion, for trees are as deep as the calls. Parents first, so that equal times keep their order.
     waiting = [*roots][::-1]
     while waiting:
@@ -255,11 +233,11 @@ def _walk(roots: Iterable[_ProfilerEvent]) -> Iterator[_ProfilerEvent]:
         waiting += node.children[::-1]
 
 
-def _raw_events(nodes: Iterable[_ProfilerEvent], device: torch.device) -> Iterator[tuple[int, int, int]]:
+def _raw_events(nodes: Iterable[ProfilerEvent], device: torch.device) -> Iterator[tuple[int, int, int]]:
     """Yield (time_ns, ptr, delta_bytes) of each allocation or free on `device`."""
     for node in nodes:
-        if node.tag == _EventType.Allocation:
-            fields = cast(_ExtraFields_Allocation, node.extra_fields)
+        if node.tag == ALLOCATION:
+            fields = cast(Allocation, node.extra_fields)
             if fields.device.type == device.type and (device.type == "cpu" or fields.device.index == device.index):
                 yield node.start_time_ns, fields.ptr, fields.alloc_size
 

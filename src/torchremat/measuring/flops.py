@@ -15,24 +15,26 @@ from collections.abc import Callable, Mapping
 from typing import cast
 
 import torch
-from torch._C import DispatchKey
-from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
+
+from torchremat.measuring.bindings import DispatchMode
 
 _Operator = Callable[..., object]
 _Formula = Callable[..., int]
 
 _FORMULAS = cast("dict[object, _Formula]", flop_registry)
+_FLASH = "_scaled_dot_product_flash_attention"
+
+
+def _of_aten(name: str) -> object:
+    return getattr(torch.ops.aten, name)
+
+
 # The same mathematics as the kernels that torch counts, under the name of another backend. To be removed once torch's
 # registry has them.
 _OURS: dict[object, _Formula] = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _FORMULAS[
-        torch.ops.aten._scaled_dot_product_flash_attention
-    ],
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _FORMULAS[
-        torch.ops.aten._scaled_dot_product_flash_attention_backward
-    ],
+    _of_aten(f"{_FLASH}_for_cpu"): _FORMULAS[_of_aten(_FLASH)],
+    _of_aten(f"{_FLASH}_for_cpu_backward"): _FORMULAS[_of_aten(f"{_FLASH}_backward")],
 }
 
 
@@ -41,7 +43,7 @@ def never() -> bool:
     return False
 
 
-class FlopCounter(TorchDispatchMode):
+class FlopCounter(DispatchMode):
     """Counts flops while it is entered; `total` and `recomputed` are right at every moment.
 
     Args:
@@ -52,7 +54,7 @@ class FlopCounter(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self, is_recomputing: Callable[[], bool] = never) -> None:
-        super().__init__()  # pyright: ignore[reportUnknownMemberType]  torch's own signature is untyped
+        super().__init__()
         self.total = 0
         self.recomputed = 0
         self._is_recomputing = is_recomputing
@@ -78,11 +80,14 @@ class FlopCounter(TorchDispatchMode):
         try:
             formula = self._formulas[func]
         except KeyError:
-            if _is_composite(func):
+            formula = _formula_of(func)
+            if formula is None:
                 # Under inference mode `linear` arrives whole. Its parts are counted, as they are elsewhere.
                 with self:
-                    return cast("OpOverload[..., object]", func).decompose(*args, **named)
-            formula = self._formulas[func] = _formula_of(func)
+                    result = _decomposed(func, args, named)
+                if result is not NotImplemented:
+                    return result
+            self._formulas[func] = formula
         result = func(*args, **named)
         if formula is not None:
             self._add(func, formula(*args, **named, out_val=result))
@@ -103,5 +108,9 @@ def _formula_of(func: _Operator) -> _Formula | None:
     return _OURS.get(packet) or _FORMULAS.get(packet)
 
 
-def _is_composite(func: _Operator) -> bool:
-    return isinstance(func, OpOverload) and func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd)
+def _decomposed(func: _Operator, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
+    """Run a composite operator as its parts; NotImplemented for all others, higher-order ones too."""
+    decompose = cast("_Operator | None", getattr(func, "decompose", None))
+    if decompose is None or func is torch.ops.prim.device.default:
+        return NotImplemented
+    return decompose(*args, **kwargs)

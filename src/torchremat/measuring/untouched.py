@@ -14,13 +14,15 @@ that are no buffers (a cache in `self.cache`), generators that the step made its
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Generator, Iterable
 from contextlib import ExitStack, contextmanager
 from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+
+from torchremat.measuring.bindings import set_version
 
 
 @contextmanager
@@ -78,15 +80,15 @@ def _gradients(leaves: list[Tensor]) -> Generator[None]:
 
 @contextmanager
 def _buffers(modules: list[nn.Module]) -> Generator[None]:
-    tables = [(module, dict(module._buffers)) for module in modules]  # pyright: ignore[reportPrivateUsage]  no public order
+    tables = [(module, dict(module._buffers)) for module in modules]  # with the non-persistent ones
     buffers = list({id(b): b for _, table in tables for b in table.values() if b is not None}.values())
     copies = [(buffer, buffer.detach().clone(), _version(buffer)) for buffer in buffers]
     try:
         yield
     finally:
         for module, table in tables:
-            module._buffers.clear()  # pyright: ignore[reportPrivateUsage]  `register_buffer` would refuse the name
-            module._buffers.update(table)  # pyright: ignore[reportPrivateUsage]  as above
+            module._buffers.clear()  # `register_buffer` would refuse the name
+            module._buffers.update(table)
         for buffer, copy, version in copies:
             if _version(buffer) != version or not _same_bytes(buffer, copy):
                 # A graph of the user's may have saved this buffer. It is what it was, so neither this write nor
@@ -95,19 +97,12 @@ def _buffers(modules: list[nn.Module]) -> Generator[None]:
                     buffer.data.copy_(copy)
                 else:
                     buffer.data = copy
-                _set_version(buffer, version)
+                if version is not None:
+                    set_version(buffer, version)
 
 
 def _version(tensor: Tensor) -> int | None:
-    return None if tensor.is_inference() else tensor._version  # pyright: ignore[reportPrivateUsage]  no public name
-
-
-def _set_version(tensor: Tensor, version: int | None) -> None:
-    if version is not None:
-        # There is no public way to lower a version.
-        cast(Callable[[tuple[Tensor, ...], tuple[int, ...]], None], torch._C._autograd._unsafe_set_version_counter)(  # pyright: ignore
-            (tensor,), (version,)
-        )
+    return None if tensor.is_inference() else tensor._version
 
 
 def _same_bytes(tensor: Tensor, copy: Tensor) -> bool:

@@ -1,0 +1,140 @@
+"""The private names of torch that measuring needs, bound once and typed.
+
+They are looked up when this file is imported, so that a torch that lacks one says so by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Protocol, Self, cast
+
+import torch
+from torch import Tensor
+
+from torchremat._compat import private
+
+_MEASURING = "measuring live bytes"
+
+if TYPE_CHECKING:
+
+    class DispatchMode:
+        """A mode that sees every operator below autograd: torch's TorchDispatchMode, whose own types say little."""
+
+        def __enter__(self) -> Self: ...
+        def __exit__(self, *error: object) -> None: ...
+        def __torch_dispatch__(
+            self,
+            func: Callable[..., object],
+            types: tuple[type, ...],
+            args: tuple[object, ...] = (),
+            kwargs: Mapping[str, object] | None = None,
+        ) -> object: ...
+
+else:
+    DispatchMode = private("utils._python_dispatch.TorchDispatchMode", needed_for=_MEASURING)
+
+is_wrapper_subclass = cast(
+    "Callable[[Tensor], bool]",
+    private("utils._python_dispatch.is_traceable_wrapper_subclass", needed_for=_MEASURING),
+)
+
+
+class ProfilerEvent(Protocol):
+    """A node of the profiler's event tree. Those named "[memory]" carry an `Allocation`."""
+
+    @property
+    def name(self) -> str: ...  # noqa: D102  as torch's
+    @property
+    def start_time_ns(self) -> int: ...  # noqa: D102  as torch's
+    @property
+    def tag(self) -> object: ...  # noqa: D102  as torch's
+    @property
+    def children(self) -> list[ProfilerEvent]: ...  # noqa: D102  as torch's
+    @property
+    def extra_fields(self) -> object: ...  # noqa: D102  as torch's
+
+
+class Allocation(Protocol):
+    """What the allocator said: `alloc_size` bytes at `ptr`, negative for a free."""
+
+    @property
+    def ptr(self) -> int: ...  # noqa: D102  as torch's
+    @property
+    def alloc_size(self) -> int: ...  # noqa: D102  as torch's
+    @property
+    def device(self) -> torch.device: ...  # noqa: D102  as torch's
+
+
+class _Results(Protocol):
+    def experimental_event_tree(self) -> list[ProfilerEvent]: ...
+
+
+ALLOCATION: object = private("_C._profiler._EventType.Allocation", needed_for=_MEASURING)
+_CPU: object = private("_C._profiler.ProfilerActivity.CPU", needed_for=_MEASURING)
+_KINETO: object = private("_C._profiler.ProfilerState.KINETO", needed_for=_MEASURING)
+_USER_SCOPE: object = private("_C._profiler.RecordScope.USER_SCOPE", needed_for=_MEASURING)
+_profiler_config = cast("Callable[..., object]", private("_C._profiler.ProfilerConfig", needed_for=_MEASURING))
+_experimental_config = cast("Callable[[], object]", private("_C._profiler._ExperimentalConfig", needed_for=_MEASURING))
+_prepare_profiler = cast(
+    "Callable[[object, set[object]], None]",
+    private("_C._autograd._prepare_profiler", needed_for=_MEASURING),
+)
+_enable_profiler = cast(
+    "Callable[[object, set[object], set[object]], None]",
+    private("_C._autograd._enable_profiler", needed_for=_MEASURING),
+)
+_disable_profiler = cast("Callable[[], _Results]", private("_C._autograd._disable_profiler", needed_for=_MEASURING))
+_profiler_enabled = cast("Callable[[], bool]", private("_C._autograd._profiler_enabled", needed_for=_MEASURING))
+_enter_record = cast(
+    "Callable[[str], object]", private("_C._autograd._record_function_with_args_enter", needed_for=_MEASURING)
+)
+_exit_record = cast(
+    "Callable[[object], None]", private("_C._autograd._record_function_with_args_exit", needed_for=_MEASURING)
+)
+_set_versions = cast(
+    "Callable[[tuple[Tensor, ...], tuple[int, ...]], None]",
+    private("_C._autograd._unsafe_set_version_counter", needed_for="putting buffers back"),
+)
+
+
+def start_profiler() -> None:
+    """Start torch's profiler for memory events and `emit` alone.
+
+    `torch.profiler.profile` would record every operator as well: on a small model that doubles the time of a step, and
+    its `record_function` costs four times what `emit` does.
+    """
+    config = _profiler_config(
+        _KINETO,
+        False,  # shapes
+        True,  # memory
+        False,  # stacks
+        False,  # flops
+        False,  # modules
+        _experimental_config(),
+    )
+    # CUDA's allocator reports through the CPU activity as well; the CUDA activity is about kernels, and slow.
+    activities = {_CPU}
+    _prepare_profiler(config, activities)
+    # Memory events come in any scope; this one keeps operators out, and `emit` in.
+    _enable_profiler(config, activities, {_USER_SCOPE})
+
+
+def stop_profiler() -> Iterable[ProfilerEvent]:
+    """Stop torch's profiler and return the roots of its event trees; none if another one took its place."""
+    return _disable_profiler().experimental_event_tree()
+
+
+def emit(name: str) -> None:
+    """Put an event with this name into the profiler of the thread; nothing where none runs."""
+    _exit_record(_enter_record(name))
+
+
+def a_profiler_runs() -> bool:
+    """Return whether a profiler of any kind records in this thread, or torch.profiler in any other."""
+    anywhere = private("autograd.profiler._is_profiler_enabled", needed_for=_MEASURING)  # a variable, so read now
+    return _profiler_enabled() or bool(anywhere)
+
+
+def set_version(tensor: Tensor, version: int) -> None:
+    """Set the counter of in-place changes of `tensor`; there is no public way to lower it."""
+    _set_versions((tensor,), (version,))

@@ -1,0 +1,114 @@
+"""`module_stack`: which module is running, at any moment of a step.
+
+In forward (and in a recompute) it is the module whose call is innermost. In backward no module runs; there it is the
+module whose output received its gradient last, which is where the nodes come from that run until the next one's does.
+
+Missing on purpose: modules called by `.forward(...)` instead of `model(...)`, since hooks do not run for them, and the
+inside of scripted modules.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Generator, Iterable
+from contextlib import ExitStack, contextmanager
+from typing import cast
+
+import torch
+from torch import nn
+
+from torchremat.measuring.tracker import tensors_in
+
+OUTSIDE = ""
+_NODE_KEY = "torchremat.module"
+
+
+class ModuleStack:
+    """Knows the running module; each thread has its own. Made by `module_stack`."""
+
+    def __init__(self, on_change: Callable[[str], object]) -> None:
+        self._on_change = on_change
+        self._thread = _Thread()
+
+    @property
+    def current(self) -> str:
+        """The name of the running module; the root's is its class's, and outside all modules it is empty."""
+        return self._thread.running[-1] if self._thread.running else self._thread.backward
+
+    def _enter(self, name: str) -> None:
+        self._thread.running.append(name)
+        self._on_change(name)
+
+    def _leave(self, name: str) -> None:
+        running = self._thread.running
+        # Not just the last: torch runs no hook of a module that is left by a BaseException, and early stop is one.
+        if name in running:
+            while running.pop() != name:
+                pass
+        self._on_change(self.current)
+
+    def _gradient_arrived(self, name: str) -> None:
+        self._thread.running.clear()  # left over from an early stop, as above
+        self._thread.backward = name
+        self._on_change(name)
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.running: list[str] = []
+        self.backward = OUTSIDE
+
+
+def _ignored(name: str) -> None:
+    """Take a change of the running module and do nothing."""
+
+
+@contextmanager
+def module_stack(
+    models: nn.Module | Iterable[nn.Module], on_change: Callable[[str], object] = _ignored
+) -> Generator[ModuleStack]:
+    """Follow which module of `models` runs during the block, through hooks that are gone afterwards.
+
+    Args:
+        models: The model, or several. A module that is reachable by two names has the first.
+        on_change: Called with the name of the module that runs from now on.
+    """
+    roots = [models] if isinstance(models, nn.Module) else list(models)
+    names: dict[nn.Module, str] = {}
+    for root in roots:
+        for name, module in root.named_modules():
+            if not isinstance(module, torch.jit.ScriptModule):
+                names.setdefault(module, name or type(root).__name__)
+    stack = ModuleStack(on_change)
+    with ExitStack() as hooks:
+        for module, name in names.items():
+            enter, leave = _hooks(stack, name)
+            # First in, last out: other hooks of the module run inside its own turn.
+            hooks.callback(module.register_forward_pre_hook(enter, prepend=True).remove)
+            hooks.callback(module.register_forward_hook(leave, always_call=True).remove)
+        yield stack
+
+
+def _hooks(
+    stack: ModuleStack, name: str
+) -> tuple[Callable[[nn.Module, object], None], Callable[[nn.Module, object, object], None]]:
+    def enter(module: nn.Module, args: object) -> None:
+        stack._enter(name)
+
+    def gradient_arrived(gradients: object) -> None:
+        stack._gradient_arrived(name)
+
+    def leave(module: nn.Module, args: object, output: object) -> None:
+        for tensor in tensors_in(output):
+            node = tensor.grad_fn
+            if node is None:
+                continue
+            metadata = cast(dict[str, object], node.metadata)  # a property; torch's types say a method
+            # The innermost module that returned this tensor has hooked its node first, and keeps it. A hook of a node,
+            # unlike a full backward hook of the module, puts nothing into the graph.
+            if _NODE_KEY not in metadata:
+                metadata[_NODE_KEY] = name
+                node.register_prehook(gradient_arrived)
+        stack._leave(name)
+
+    return enter, leave

@@ -1,0 +1,139 @@
+"""`StorageTracker`: live bytes of tensors on a device, storage by storage, exact and without the allocator.
+
+A dispatch mode sees every operator's results; a weak reference on each new storage tells when it dies. What that cannot
+see: temporaries inside kernels, and what compiled code allocates. `measuring.allocator` sees both, but cannot run under
+a profiler; this can.
+
+Missing on purpose: sparse tensors, and tensors made by anything but an operator (`torch.from_numpy`).
+"""
+
+# NOTE [ Which storages are counted ]
+#
+#   1. One that is first seen as an operator's result, and is none of its arguments' storages. A view or an in-place
+#      result of a tensor from before the block belongs to that tensor, and is not counted.
+#   2. Its bytes are read again whenever an operator returns it: `resize_` and `out=` change them.
+#   3. It stops counting when its weak reference dies, wherever that is: in Python, in a hook, or in an autograd node.
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Protocol, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, UntypedStorage
+
+from torchremat.measuring.bindings import DispatchMode, is_wrapper_subclass
+
+_LIFTED = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
+
+
+class _Wrapper(Protocol):
+    def __tensor_flatten__(self) -> tuple[list[str], object]: ...
+
+
+class StorageTracker(DispatchMode):
+    """Counts the storages on `device` that are made while it is entered, also those that outlive the block.
+
+    Attributes:
+        live_bytes: Bytes of the counted storages that are alive now.
+        peak_bytes: The most that was ever alive at once.
+    """
+
+    # Without this torch refuses to run a higher-order operator below a mode.
+    supports_higher_order_operators = True
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        # By address. An address cannot come back before the callback of its weak reference has taken the entry away.
+        self._tracked: dict[int, tuple[weakref.ref[UntypedStorage], int]] = {}
+        self._deltas: list[int] = []
+
+    def timeline(self) -> NDArray[np.int64]:
+        """Return the live bytes after each event: a storage made, resized or freed."""
+        return np.cumsum(np.array(self._deltas, dtype=np.int64))
+
+    def refresh(self) -> None:
+        """Read all sizes again: `UntypedStorage.resize_`, which is no operator, goes unseen until its next use."""
+        for reference, _ in [*self._tracked.values()]:
+            storage = reference()
+            if storage is not None:
+                self._see(storage)
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., object],
+        types: tuple[type, ...],
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        result = func(*args, **(kwargs or {}))
+        for storage in self._storages(result):
+            # See NOTE [ Which storages are counted ], 1 and 2; `_forget` is 3.
+            known = address_of(storage) in self._tracked
+            if known or func in _LIFTED or not self._is_among(storage, args, kwargs):
+                self._see(storage)
+        return result
+
+    def _see(self, storage: UntypedStorage) -> None:
+        size = storage.nbytes()
+        address = address_of(storage)
+        known = self._tracked.get(address)
+        if known is None:
+            self._tracked[address] = (weakref.ref(storage, self._forget(address)), size)
+            self._change(size)
+        elif known[1] != size:
+            self._tracked[address] = (known[0], size)
+            self._change(size - known[1])
+
+    def _forget(self, address: int) -> Callable[[object], None]:
+        # The callback must not keep the tracker alive: the storages may outlive it by far.
+        owner = weakref.ref(self)
+
+        def freed(_: object) -> None:
+            tracker = owner()
+            if tracker is not None and (entry := tracker._tracked.pop(address, None)) is not None:
+                tracker._change(-entry[1])
+
+        return freed
+
+    def _change(self, delta_bytes: int) -> None:
+        self._deltas.append(delta_bytes)
+        self.live_bytes += delta_bytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    def _is_among(self, storage: UntypedStorage, args: object, kwargs: object) -> bool:
+        return any(address_of(storage) == address_of(other) for other in self._storages((args, kwargs)))
+
+    def _storages(self, value: object) -> Iterator[UntypedStorage]:
+        for tensor in tensors_in(value):
+            # No `==` on devices: "cuda" without an index means any.
+            if tensor.device.type == self.device.type and self.device.index in (None, tensor.device.index):
+                yield tensor.untyped_storage()
+
+
+def address_of(storage: UntypedStorage) -> int:
+    """Return what tells a storage from all others alive; empty ones too, which have no `data_ptr`."""
+    return storage._cdata  # no public name
+
+
+def tensors_in(value: object) -> Iterator[Tensor]:
+    """Yield the tensors with a storage of their own in `value`: wrapper subclasses are opened, sparse ones left out."""
+    if isinstance(value, Tensor):
+        if is_wrapper_subclass(value):
+            names, _ = cast(_Wrapper, value).__tensor_flatten__()
+            for name in names:
+                yield from tensors_in(getattr(value, name))
+        elif value.layout == torch.strided:
+            yield value
+    elif isinstance(value, list | tuple):
+        for item in cast(list[object], value):
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        for item in cast(dict[object, object], value).values():
+            yield from tensors_in(item)
