@@ -98,16 +98,14 @@ def _step(tree: Tree) -> Iterator[Action]:
         else:
             yield Hold(node.first, node.last)
             yield from (Forward(stage) for stage in range(node.first, node.last + 1))
-    yield from _backward(tree)
-
-
-def _backward(nodes: Tree) -> Iterator[Action]:
-    for node in reversed(nodes):
+    stack = list(tree)
+    while stack:
+        node = stack.pop()
         if isinstance(node, Keep):
             yield Backward(node.stage)
         else:
             yield from _recompute(node)
-            yield from _backward(node.children)
+            stack.extend(node.children)
 
 
 def _recompute(region: Region) -> Iterator[Action]:

@@ -4,6 +4,8 @@ A stage is one call of the model. A tree covers the stages in order: `Keep` is a
 `Region` a run of stages that is recomputed in backward, and may have regions inside. What a tree costs and how many
 bytes it needs is defined in one place. See NOTE [ What a tree means ].
 
+The lowest trees nest as deep as the chain is long, so nothing here recurses.
+
 Deliberately missing: storages. All sizes are scalars, so a tensor that two stages hold counts twice.
 """
 
@@ -144,12 +146,18 @@ class Region:
     @property
     def first(self) -> int:
         """The first stage."""
-        return self.children[0].first
+        node: Keep | Region = self
+        while isinstance(node, Region):
+            node = node.children[0]
+        return node.stage
 
     @property
     def last(self) -> int:
         """The last stage."""
-        return self.children[-1].last
+        node: Keep | Region = self
+        while isinstance(node, Region):
+            node = node.children[-1]
+        return node.stage
 
 
 Tree: TypeAlias = tuple[Keep | Region, ...]
@@ -157,11 +165,13 @@ Tree: TypeAlias = tuple[Keep | Region, ...]
 
 def kept(tree: Tree) -> Iterator[Keep]:
     """Yield every stage of the tree with its option, in order; inside regions too."""
-    for node in tree:
+    stack = list(reversed(tree))
+    while stack:
+        node = stack.pop()
         if isinstance(node, Keep):
             yield node
         else:
-            yield from kept(node.children)
+            stack.extend(reversed(node.children))
 
 
 def check_tree(tree: Tree, chain: Chain) -> None:

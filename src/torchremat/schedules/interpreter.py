@@ -132,7 +132,7 @@ class _Machine:
         return Outcome(peak_bytes=self.peak, cost=self.cost, where=self.where)
 
     def forward(self, action: Forward) -> None:
-        if action.stage != self.next:
+        if action.stage != self.next or self.next == len(self.chain.stages):
             self.refuse(action, f"{self.due()} comes next")
         stage, region = self.chain.stages[action.stage], self.dropping()
         if action.option is None:

@@ -42,10 +42,13 @@ class Persistent:
             raise BudgetError(f"limit_bytes={limit_bytes} must be at least 0 and slot_bytes={slot_bytes} at least 1")
         self.chain = chain
         self.limit_bytes = limit_bytes
-        self.slot_bytes = default_slot(chain, limit_bytes) if slot_bytes is None else slot_bytes
+        # With this many bytes nothing is recomputed, so the tables need not reach further.
+        self._all_kept = _all_kept(chain)
+        useful_bytes = min(limit_bytes, self._all_kept.outcome.peak_bytes)
+        self.slot_bytes = default_slot(chain, useful_bytes) if slot_bytes is None else slot_bytes
         # See `_search`. With slots of one byte nothing is rounded.
         self._spare = len(chain.stages) if self.slot_bytes > 1 else 0
-        self._slots = limit_bytes // self.slot_bytes + self._spare
+        self._slots = useful_bytes // self.slot_bytes + self._spare
         self._tables = Tables(chain, slot_bytes=self.slot_bytes, slots=self._slots)
         self._lowest = first_finite(self._tables.top[0])
         self._trees: dict[int, _Found] = {}
@@ -74,9 +77,12 @@ class Persistent:
         Raises:
             BudgetError: If there is no tree up to the limit of the tables.
         """
-        if self._lowest > self._slots:
+        lowest_bytes = self._all_kept.outcome.peak_bytes
+        if self._lowest <= self._slots:
+            lowest_bytes = min(lowest_bytes, self._found(self._lowest).outcome.peak_bytes)
+        if lowest_bytes > self.limit_bytes:
             raise BudgetError(f"no schedule fits into {self.limit_bytes} bytes; build the tables for a higher limit")
-        return self._found(self._lowest).outcome.peak_bytes
+        return lowest_bytes
 
     def _search(self, limit_bytes: int) -> _Found | None:
         """Return the tree of the most slots whose exact peak is at most the limit.
@@ -87,6 +93,8 @@ class Persistent:
         """
         if not 0 <= limit_bytes <= self.limit_bytes:
             raise BudgetError(f"limit_bytes={limit_bytes}, but the tables were built for 0 to {self.limit_bytes}")
+        if limit_bytes >= self._all_kept.outcome.peak_bytes:
+            return self._all_kept
         slots = limit_bytes // self.slot_bytes
         fits, above = max(slots, self._lowest), min(max(slots, self._lowest) + self._spare, self._slots) + 1
         if fits > self._slots or self._found(fits).outcome.peak_bytes > limit_bytes:
@@ -102,69 +110,68 @@ class Persistent:
 
     def _found(self, m: int) -> _Found:
         if m not in self._trees:
-            tree = self._top(m)
+            tree = self._tree(m)
             self._trees[m] = _Found(tree=tree, outcome=interpret(self.chain, tree))
         return self._trees[m]
 
-    def _top(self, m: int) -> Tree:
-        """Return the tree of least cost for m slots."""
-        tables, sizes, n = self._tables, self._tables.sizes, len(self.chain.stages)
-        nodes: list[Keep | Region] = []
-        s = 0
-        while s < n:
-            base = int(sizes.forward_base[s])
-            best, choice = INFINITE, None
-            for option, term in enumerate(sizes.terms(s, linked=True, external=True)):
-                if m >= sizes.kept_need(term, base + term.full_bytes):
-                    cost = term.cost + tables.top[s + 1, m - term.held]
-                    if cost < best:
-                        best, choice = cost, _Choice(last=s, held=term.held, option=option)
-            regions = tables.top_regions(s)
-            count = int(np.count_nonzero(regions.need <= m))  # needs rise with the length
-            if count:
-                index, free = np.arange(count), m - regions.held[:count]
-                costs = tables.v[s][index, free] - regions.forwards[:count] + tables.top[s + 1 + index, free]
-                if costs.min() < best:
-                    cut = int(costs.argmin())
-                    choice = _Choice(last=s + cut, held=int(regions.held[cut]), option=None)
+    def _tree(self, m: int) -> Tree:
+        """Return the tree of least cost for m slots, by making again the choices that the tables made."""
+        runs = [_Run(first=0, last=len(self.chain.stages) - 1, next=0, m=m, nodes=[])]
+        while True:
+            run = runs[-1]
+            if run.next > run.last:
+                runs.pop()
+                if not runs:
+                    return tuple(run.nodes)
+                runs[-1].nodes.append(Region(tuple(run.nodes)))
+                continue
+            choice = self._top_choice(run.next, run.m) if len(runs) == 1 else self._choice(run)
             if choice is None:
-                raise bug(f"no tree for stages {s} to {n - 1} in {m} slots of {self.slot_bytes} bytes")
-            m -= choice.held
-            nodes.append(self._node(s, choice, m))
-            s = choice.last + 1
-        return tuple(nodes)
+                raise bug(f"no tree for stages {run.next} to {run.last} in {run.m} slots of {self.slot_bytes} bytes")
+            begin, run.next, run.m = run.next, choice.last + 1, run.m - choice.held
+            if choice.option is None:
+                runs.append(_Run(first=begin, last=choice.last, next=begin, m=run.m, nodes=[]))
+            else:
+                run.nodes.append(Keep(begin, choice.option))
 
-    def _children(self, first: int, last: int, m: int) -> tuple[Keep | Region, ...]:
-        """Return the children of the region first..last of least cost, in m slots beside its linked input."""
-        tables, sizes, t = self._tables, self._tables.sizes, last
+    def _top_choice(self, s: int, m: int) -> _Choice | None:
+        """Return how the cheapest tree of s..n-1 begins with m slots free: the term of T(s, m) that is least."""
+        tables, sizes = self._tables, self._tables.sizes
+        base = int(sizes.forward_base[s])
+        best, choice = INFINITE, None
+        for option, term in enumerate(sizes.terms(s, linked=True, external=True)):
+            if m >= sizes.kept_need(term, base + term.full_bytes):
+                cost = term.cost + tables.top[s + 1, m - term.held]
+                if cost < best:
+                    best, choice = cost, _Choice(last=s, held=term.held, option=option)
+        regions = tables.top_regions(s)
+        count = int(np.count_nonzero(regions.need <= m))  # needs rise with the length
+        if count:
+            index, free = np.arange(count), m - regions.held[:count]
+            costs = tables.v[s][index, free] - regions.forwards[:count] + tables.top[s + 1 + index, free]
+            if costs.min() < best:
+                cut = int(costs.argmin())
+                choice = _Choice(last=s + cut, held=int(regions.held[cut]), option=None)
+        return choice
+
+    def _choice(self, run: _Run) -> _Choice | None:
+        """Return how the cheapest end of a region goes on: the term of V(s, t, m) or W(s, t, m) that is least."""
+        tables, sizes, s, t, m = self._tables, self._tables.sizes, run.next, run.last, run.m
         base = int(sizes.backward_base[t])
-        nodes: list[Keep | Region] = []
-        s = first
-        while s <= t:
-            best, choice = INFINITE, None
-            for option, term in enumerate(sizes.terms(s, linked=s > first, again=True)):
-                if m >= sizes.kept_need(term, base + (term.stopped_bytes if s == t else term.full_bytes)):
-                    cost = term.stopped_cost if s == t else term.cost + tables.w[t][s + 1, m - term.held]
-                    if cost < best:
-                        best, choice = cost, _Choice(last=s, held=term.held, option=option)
-            held = sizes.up(self.chain.stages[s].linked_bytes) if s > first else 0
-            needs = sizes.up_all(np.maximum.accumulate(sizes.drops(s, t)) + base)
-            count = int(np.count_nonzero(needs <= m - held))
-            if count:
-                costs = tables.v[s][:count, m - held] + tables.w[t][s + 1 : s + 1 + count, m - held]
-                if costs.min() < best:
-                    choice = _Choice(last=s + int(costs.argmin()), held=held, option=None)
-            if choice is None:
-                raise bug(f"no tree for stages {s} to {t} of a region in {m} slots of {self.slot_bytes} bytes")
-            m -= choice.held
-            nodes.append(self._node(s, choice, m))
-            s = choice.last + 1
-        return tuple(nodes)
-
-    def _node(self, first: int, choice: _Choice, m: int) -> Keep | Region:
-        if choice.option is None:
-            return Region(self._children(first, choice.last, m))
-        return Keep(first, choice.option)
+        best, choice = INFINITE, None
+        for option, term in enumerate(sizes.terms(s, linked=s > run.first, again=True)):
+            if m >= sizes.kept_need(term, base + (term.stopped_bytes if s == t else term.full_bytes)):
+                cost = term.stopped_cost if s == t else term.cost + tables.w[t][s + 1, m - term.held]
+                if cost < best:
+                    best, choice = cost, _Choice(last=s, held=term.held, option=option)
+        held = sizes.up(self.chain.stages[s].linked_bytes) if s > run.first else 0
+        needs = sizes.up_all(np.maximum.accumulate(sizes.drops(s, t)) + base)
+        count = int(np.count_nonzero(needs <= m - held))
+        if count:
+            costs = tables.v[s][:count, m - held] + tables.w[t][s + 1 : s + 1 + count, m - held]
+            if costs.min() < best:
+                choice = _Choice(last=s + int(costs.argmin()), held=held, option=None)
+        return choice
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,8 +180,26 @@ class _Found:
     outcome: Outcome
 
 
+def _all_kept(chain: Chain) -> _Found:
+    """Return the cheapest tree of all, in which every stage is kept with its cheapest option."""
+    costs = [[option.cost for option in stage.options] for stage in chain.stages]
+    tree = tuple(Keep(stage, option.index(min(option))) for stage, option in enumerate(costs))
+    return _Found(tree=tree, outcome=interpret(chain, tree))
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Choice:
     last: int
     held: int  # slots
     option: int | None  # None: a region
+
+
+@dataclass(kw_only=True, slots=True)
+class _Run:
+    """A region, or the top level, while its nodes are chosen from left to right."""
+
+    first: int
+    last: int
+    next: int
+    m: int
+    nodes: list[Keep | Region]

@@ -13,8 +13,9 @@ from torchremat.schedules.chain import Chain
 Bytes = NDArray[np.int64]
 Slots = NDArray[np.int64]
 
-# Cuts x slots that the solver's tables may take: about two seconds of one slow core.
+# Cuts x slots that the solver may look at (about three seconds of one slow core), and numbers in its tables (1 GB).
 _WORK = 3_000_000_000
+_TABLE = 250_000_000
 # Below 500 slots rounding is felt; above 4000 it is lost in what a profile can measure.
 _SLOTS = (500, 4000)
 
@@ -111,17 +112,19 @@ def default_slot(chain: Chain, limit_bytes: int) -> int:
 
     What is lost is up to one slot for each thing held: with 48 equal boundaries and a thousandth of the limit, 5%. So
     the slot should divide the sizes that are held most often, and fractions of the common sizes compete with plain
-    fractions of the limit. The number of slots is bounded by the time the tables take: it falls with the stages.
+    fractions of the limit. The number of slots is bounded by the time and memory of the tables: 4000 for up to 160
+    stages, 2250 for 200, 500 for 350 and more, and from 500 stages on fewer.
     """
-    stages = chain.stages
-    cuts = max(1, len(stages) ** 3 // 6)
-    most = int(np.clip(_WORK // cuts, *_SLOTS))
-    smallest, largest = max(1, limit_bytes // most), max(1, limit_bytes // _SLOTS[0])
+    stages, n = chain.stages, len(chain.stages)
+    most = int(np.clip(_WORK // max(1, n**3 // 6), *_SLOTS))
+    most = max(100, min(most, _TABLE // n**2 - n))
+    least = min(most, _SLOTS[0])
+    smallest, largest = max(1, limit_bytes // most), max(1, limit_bytes // least)
     held = Counter[int]()
     for stage in stages:
         held[stage.linked_bytes] += 1
         held.update(option.saved_bytes + stage.linked_bytes * option.saves_input for option in stage.options)
-    candidates = {max(1, -(-limit_bytes // slots)) for slots in range(_SLOTS[0], most + 1, 20)}
+    candidates = {max(1, -(-limit_bytes // slots)) for slots in range(least, most + 1, 20)}
     for size, _ in held.most_common(8):
         parts = range(max(1, size // largest), min(size // smallest, 4096) + 1)
         candidates.update(slot for part in parts if smallest <= (slot := -(-size // part)) <= largest)

@@ -1,0 +1,79 @@
+import pytest
+
+from schedules.brute_force import make_stage, random_chain
+from torchremat.errors import ScheduleError
+from torchremat.schedules.actions import schedule, text
+from torchremat.schedules.chain import Chain, Keep, Region
+from torchremat.schedules.interpreter import interpret
+from torchremat.schedules.persistent import Persistent
+from torchremat.schedules.uniform import candidates, every, keep_all, segments
+
+
+def chain_of(count, *fixed):
+    return Chain(stages=tuple(make_stage(recomputable=index not in fixed) for index in range(count)))
+
+
+def shape(tree):
+    """Stages in order, regions in brackets."""
+    return " ".join(str(node.stage) if isinstance(node, Keep) else f"[{shape(node.children)}]" for node in tree)
+
+
+def test_shapes():
+    chain = chain_of(5)
+
+    assert shape(keep_all(chain)) == "0 1 2 3 4"
+    assert shape(every(chain, 1)) == "[0] [1] [2] [3] [4]"
+    assert shape(every(chain, 2)) == "[0] 1 [2] 3 [4]"
+    assert shape(segments(chain, 1)) == "[0 1 2 3 4]"
+    assert shape(segments(chain, 2)) == "[0 1 2] [3 4]"
+    assert shape(segments(chain, 2, keep_last=True)) == "[0 1 2] 3 4"
+    assert shape(segments(chain, 5)) == "[0] [1] [2] [3] [4]"
+
+
+def test_stages_that_cannot_be_recomputed_are_kept():
+    chain = chain_of(6, 0, 3)
+
+    assert shape(every(chain, 2)) == "0 [1] 2 3 [4] 5"
+    assert shape(segments(chain, 1)) == "0 [1 2] 3 [4 5]"
+    assert shape(segments(chain, 2)) == "0 [1 2] 3 [4 5]"
+    assert shape(segments(chain, 2, keep_last=True)) == "0 [1 2] 3 4 5"
+
+
+def test_every_second_stage_in_order():
+    chain = chain_of(4)
+
+    assert text(schedule(every(chain, 2), chain)) == "H0-0 F0 F1:0 H2-2 F2 F3:0 B3 R2:0! B2 B1 R0:0! B0"
+
+
+def test_candidates_are_different_and_named():
+    assert {name: shape(tree) for name, tree in candidates(chain_of(3)).items()} == {
+        "keep all": "0 1 2",
+        "every stage": "[0] [1] [2]",
+        "every 2nd stage": "[0] 1 [2]",
+        "every 3rd stage": "[0] 1 2",
+        "1 segment": "[0 1 2]",
+        "2 segments": "[0 1] [2]",
+        "2 segments, last kept": "[0 1] 2",
+        "3 segments, last kept": "[0] [1] 2",
+    }
+    assert candidates(chain_of(1, 0)) == {"keep all": (Keep(0),)}
+
+
+def test_the_persistent_solver_is_never_worse():
+    for seed in range(10):
+        chain = random_chain(seed, 8, 1)
+        for name, tree in candidates(chain).items():
+            outcome = interpret(chain, tree)
+
+            assert Persistent(chain, outcome.peak_bytes, slot_bytes=1).cost(outcome.peak_bytes) <= outcome.cost, name
+
+
+def test_counts_are_checked():
+    with pytest.raises(ScheduleError, match="step=0 must be at least 1"):
+        every(chain_of(3), 0)
+    with pytest.raises(ScheduleError, match="count=3, but there are 2 recomputable stages; give 1 to that"):
+        segments(chain_of(3, 1), 3)
+
+
+def test_regions_are_regions():
+    assert every(chain_of(2), 2) == (Region((Keep(0),)), Keep(1))
