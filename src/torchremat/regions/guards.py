@@ -81,6 +81,11 @@ class Buffers:
                 if buffer is not None:
                     self._before.append(((module, name), buffer.detach().clone()))
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what is kept."""
+        return sum(before.nbytes for _, before in self._before)
+
     def settle(self) -> bool:
         """Keep only what the forward has changed; return whether anything is left."""
         if self._unknown:  # See NOTE [ Which buffers a forward changes ]
@@ -149,11 +154,11 @@ class Objects:
     place cannot be brought back; `written()` names it.
     """
 
-    __slots__ = ("_before", "_tensors")
+    __slots__ = ("_before", "tensors")
 
     def __init__(self, objects: list[object]) -> None:
         self._before: list[tuple[object, object]] = []
-        self._tensors: list[tuple[str, Tensor, int]] = []
+        self.tensors: list[tuple[str, Tensor, int]] = []
         seen: set[int] = set()
         pending = [(type(item).__name__, item) for item in objects]
         while pending and len(seen) < _MOST_ITEMS:
@@ -162,7 +167,7 @@ class Objects:
                 continue
             seen.add(id(item))
             if isinstance(item, Tensor) and not item.is_inference():
-                self._tensors.append((name, item, item._version))
+                self.tensors.append((name, item, item._version))
             if isinstance(item, _SKIPPED):
                 continue
             contents = _contents(item)
@@ -175,12 +180,12 @@ class Objects:
     def settle(self) -> bool:
         """Keep only what the forward has changed; return whether anything is left."""
         self._before = [(own, before) for own, before in self._before if not _same(own, before)]
-        self._tensors = [one for one in self._tensors if one[1]._version != one[2]]
-        return bool(self._before or self._tensors)
+        self.tensors = [one for one in self.tensors if one[1]._version != one[2]]
+        return bool(self._before or self.tensors)
 
     def written(self) -> str | None:
         """Return the name of a tensor inside that was written in place, or None."""
-        return self._tensors[0][0] if self._tensors else None
+        return self.tensors[0][0] if self.tensors else None
 
     @contextmanager
     def around(self) -> Generator[None]:
@@ -193,6 +198,11 @@ class Objects:
         finally:
             for own, contents in now:
                 _refill(own, contents)
+
+
+def tensors_inside(objects: list[object]) -> list[Tensor]:
+    """Return the tensors that mutable objects hold now, found as `Objects` finds them."""
+    return [tensor for _, tensor, _ in Objects(objects).tensors]
 
 
 def _contents(item: object) -> object | None:

@@ -47,16 +47,16 @@ Check = Literal["metadata", "none"]
 class Observer(Protocol):
     """Is told what happens to a region; made for the profiler."""
 
-    def began(self, region: Region, call: int) -> None:
-        """A call begins to run in the region, for the first time."""
+    def began(self, region: Region, call: int, tensors: list[Tensor]) -> None:
+        """A call begins to run in the region, for the first time, with these inputs."""
         ...
 
     def saved(self, region: Region, call: int, tensor: Tensor) -> None:
         """Autograd saves a tensor in the first run of a call."""
         ...
 
-    def ended(self, region: Region, call: int) -> None:
-        """A call has run."""
+    def ended(self, region: Region, call: int, output: object, state_bytes: int) -> None:
+        """A call has run; the region keeps so many bytes of generator states and buffers for it."""
         ...
 
     def recomputing(self, region: Region) -> None:
@@ -132,6 +132,10 @@ class _Call:
     @property
     def is_running(self) -> bool:
         return self.slots < 0
+
+    @property
+    def state_bytes(self) -> int:
+        return sum(state.nbytes for _, state in self.generators) + (self.buffers.nbytes if self.buffers else 0)
 
 
 # A call's function with its positional and keyword arguments, called as body(args, kwargs). A body is run in a recompute
@@ -214,7 +218,7 @@ class Region:
         self._calls.append(call)
         observer = settings.observer
         if observer is not None:
-            observer.began(self, number)
+            observer.began(self, number, tensors)
             pack = partial(self._pack_observed, observer, number)
         else:
             pack = self._pack
@@ -228,14 +232,14 @@ class Region:
             raise
         finally:
             pop_saved_tensor_hooks()
-        if observer is not None:
-            observer.ended(self, number)
         call.generators = ambient.drawn(call.generators)
         if not call.buffers.settle():
             call.buffers = None
         if call.objects is not None and not call.objects.settle():
             call.objects = None
         call.slots = len(self._slots)
+        if observer is not None:
+            observer.ended(self, number, output, call.state_bytes)
         if not last:
             self._remember(output, number)
         else:

@@ -29,10 +29,22 @@ from torchremat.regions.region import Body, Region, Settings, thread
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Place:
-    """One region of a scope, by identity; `calls` is the number of calls that run in it."""
+    """One region of a scope, by identity.
+
+    Attributes:
+        calls: The number of calls that run in it.
+        name: The words for it in messages.
+        first: The first of the units that it covers, for whoever made the scope.
+        last: The last of them.
+    """
 
     calls: int
-    label: str
+    name: str
+    first: int = -1
+    last: int = -1
+
+    def __str__(self) -> str:
+        return f"`{self.name}`"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -126,7 +138,7 @@ def _enter(
     if not places:
         return body(args, kwargs)
     place = places[0]
-    region = regions.pop(place, None) or Region(settings, place.label)
+    region = regions.pop(place, None) or Region(settings, place)
     last = region.calls + 1 >= place.calls
     if not last:
         regions[place] = region

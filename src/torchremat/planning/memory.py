@@ -1,0 +1,288 @@
+"""The exact interpreter: what is live at every moment of a step, for any tree of regions over the units.
+
+Bytes are counted by storage. At each moment of a step a set of *boundary* storages (inputs and outputs of units) is held:
+by regions, by kept units that saved them, by links of a recompute that is under way, by local variables of the code
+between the units, by what that code saved. Beside them each kept unit holds what it saved inside. All else that is live
+at that moment does not depend on the plan; it is known from the one profiled step, as live bytes minus what this same
+interpreter says was held in it.
+
+    live = extra[moment] + bytes of the boundary storages held + bytes saved inside + the unit's own peak over that
+
+The walk below must therefore follow what `torchremat.regions` does, line by line: which region holds which input, when a
+recompute stops, when a link is dropped.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+from torchremat.planning.units import Units
+from torchremat.schedules.chain import Keep, Region, Tree
+
+
+class Moment(Enum):
+    """When in a step; each but the last two is a moment of one unit.
+
+    Source of the times: the profiled step, in which every unit is a region.
+    """
+
+    FORWARD = "forward"  # a unit is entered in the first forward
+    RECOMPUTE = "recompute"  # before a recompute that ends with the unit
+    BACKWARD = "backward"  # all that the unit saved is there, its backward begins
+    RELEASED = "released"  # all that the unit saved is gone; code between it and the unit before runs its backward
+    LAST = "last"  # the last unit has returned
+    END = "end"  # the step's forward has returned
+
+
+Key = tuple[Moment, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitBytes:
+    """What one unit needs, measured. All peaks are over what is live when they begin.
+
+    Attributes:
+        saved: Boundary storages that it saves if it is kept: inputs, outputs, others that were there before.
+        left: Storages that it makes, saves, and leaves with somebody else: a key-value cache. A recompute makes new ones.
+        inside_bytes: Bytes that it saves beside those.
+        drop_peak_bytes: Of a forward that saves nothing.
+        full_peak_bytes: Of a forward that saves.
+        truncated_peak_bytes: Of a forward that saves and ends at its last save.
+        state_bytes: What each region around it keeps for it beside tensors: generator states, buffers. On the host if
+            the device is another, and then not counted.
+        has_backward: Whether anything of it is needed in backward.
+    """
+
+    saved: frozenset[int]
+    left: frozenset[int]
+    inside_bytes: int
+    drop_peak_bytes: int
+    full_peak_bytes: int
+    truncated_peak_bytes: int
+    state_bytes: int
+    has_backward: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """The state of the walk at one moment: bytes held as the plan says, and the peak of what runs then over them."""
+
+    key: Key
+    held_bytes: int
+    over_bytes: int
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """A unit's forward that a recompute ran, whole or up to its last save."""
+
+    unit: int
+    truncated: bool
+
+
+class Walk:
+    """One walk through a step under a tree. Iterate over it once: it yields `Live` and `Ran`."""
+
+    def __init__(self, units: Units, sizes: tuple[UnitBytes, ...], order: tuple[int, ...], tree: Tree) -> None:
+        self.units = units
+        self.sizes = sizes
+        self.order = order
+        self.tree = tree
+        self.held: Counter[int] = Counter()
+        self.inside = 0
+        self.states: dict[int, int] = {}  # by id of the region, the state that it keeps
+        self.bytes = units.trace.storage_bytes
+        self.born = units.trace.born
+        self.now = 0
+        self.tracked = _boundary(units, sizes)
+        self.glue: list[tuple[int, int]] = []
+        self.slots: dict[int, list[int]] = {}  # by id of the region, what it holds
+
+    def __iter__(self) -> Iterator[Live | Ran]:
+        yield from self.forward()
+        yield from self.backward()
+
+    # ------------------------------------------------------------------------------------------------------- holding
+
+    def hold(self, storages: Iterable[int]) -> None:
+        self.held.update(storages)
+
+    def release(self, storages: Iterable[int]) -> None:
+        for storage in storages:
+            self.held[storage] -= 1
+            if not self.held[storage]:
+                del self.held[storage]
+
+    def total(self, alive: Iterable[int] = ()) -> int:
+        """Bytes held, with `alive` beside them."""
+        # An object that a region keeps can get its tensors later; they count from when they are there.
+        storages = [storage for storage in self.held.keys() | set(alive) if self.born[storage] <= self.now]
+        return self.inside + sum(self.states.values()) + sum(self.bytes[storage] for storage in storages)
+
+    def locals_at(self, time: int) -> list[int]:
+        """Boundary storages that the code around the units has in its variables."""
+        died = self.units.trace.died
+        return [s for s in self.tracked if self.born[s] <= time and time <= died.get(s, time)]
+
+    def glue_saved(self) -> list[tuple[int, int]]:
+        """Boundary storages that the code between the units saves, with the number of units that ran before."""
+        trace, inside = self.units.trace, set[int]()
+        for unit in self.units.units:
+            for call in unit.calls:
+                inside.update(trace.descendants(call))
+        saved = [one for i, call in enumerate(trace.calls) if i not in inside for one in call.saved]
+        ends = [self.units.left(i) for i in range(len(self.units.units))]
+        return [(s, sum(end <= t for end in ends)) for s, t in (*saved, *trace.step_saved) if s in self.tracked]
+
+    # ------------------------------------------------------------------------------------------------------- forward
+
+    def forward(self) -> Iterator[Live]:
+        glue = self.glue_saved()
+        top: dict[int, Keep | Region] = {unit: node for node in self.tree for unit in range(node.first, node.last + 1)}
+        for unit, (size, own) in enumerate(zip(self.sizes, self.units.units, strict=True)):
+            self.hold(storage for storage, before in glue if before == unit)
+            self.now = self.units.entered(unit)
+            alive = self.locals_at(self.now)
+            node = top[unit]
+            if isinstance(node, Keep):
+                yield Live((Moment.FORWARD, unit), self.total(alive), size.full_peak_bytes, f"forward of {own.name}, kept")
+                self.keep(unit, again=False)
+            else:
+                yield Live((Moment.FORWARD, unit), self.total(alive), size.drop_peak_bytes, f"forward of {own.name}")
+                held = (*self.external(node, unit), *own.carried) if self.has_backward(node) else ()
+                self.slots.setdefault(id(node), []).extend(held)
+                self.hold(held)
+                for region in _regions_around(node, unit):
+                    if self.has_backward(region):
+                        self.states[id(region)] = self.states.get(id(region), 0) + size.state_bytes
+        last = len(self.sizes)
+        self.hold(storage for storage, before in glue if before == last)
+        self.now = self.units.left(last - 1)
+        alive = self.locals_at(self.now)
+        yield Live((Moment.LAST, 0), self.total(alive), 0, "after the last module")
+        self.now = self.units.trace.end
+        alive = self.locals_at(self.now)
+        yield Live((Moment.END, 0), self.total(alive), 0, "between forward and backward")
+        self.glue = glue
+        self.hold(alive)  # what the step's caller holds stays
+
+    def external(self, region: Region, unit: int) -> list[int]:
+        """Inputs of a unit that a region around it holds: all that it cannot recompute itself."""
+        own = self.units.units[unit]
+        links = dict(own.links)
+        return [s for s in own.inputs if not (s in links and links[s] >= region.first)]
+
+    def keep(self, unit: int, *, again: bool) -> None:
+        """Hold what a unit saves; `again` in a recompute."""
+        size = self.sizes[unit]
+        self.hold(size.saved)
+        if not again:
+            self.hold(size.left)
+        self.inside += size.inside_bytes + (self.left_bytes(unit) if again else 0)
+
+    def drop(self, unit: int, *, again: bool) -> None:
+        """Release what `keep` holds."""
+        size = self.sizes[unit]
+        self.release(size.saved)
+        if not again:
+            self.release(size.left)
+        self.inside -= size.inside_bytes + (self.left_bytes(unit) if again else 0)
+
+    def left_bytes(self, unit: int) -> int:
+        return sum(self.bytes[storage] for storage in self.sizes[unit].left)
+
+    def has_backward(self, node: Keep | Region) -> bool:
+        """Whether anything in a node is needed in backward; a region without such a unit holds nothing."""
+        return any(self.sizes[unit].has_backward for unit in range(node.first, node.last + 1))
+
+    # ------------------------------------------------------------------------------------------------------ backward
+
+    def backward(self) -> Iterator[Live | Ran]:
+        waiting = set(self.order)
+        tops = {unit: node for node in self.tree for unit in range(node.first, node.last + 1)}
+        # Released when the backward has come to a unit before the glue.
+        glue = sorted(self.glue, key=lambda one: -one[1])
+        done: set[int] = set()
+        available: set[int] = {node.stage for node in self.tree if isinstance(node, Keep)}
+        for unit in self.order:
+            while glue and glue[0][1] > unit:
+                self.release([glue.pop(0)[0]])
+            chain = _regions_around(tops[unit], unit)
+            for depth, region in enumerate(chain):
+                if unit not in available and id(region) not in done:
+                    done.add(id(region))
+                    yield from self.recompute(region, unit, available, nested=depth > 0)
+            yield Live((Moment.BACKWARD, unit), self.total(), 0, f"backward of {self.units.units[unit].name}")
+            self.drop(unit, again=bool(chain))
+            waiting.discard(unit)
+            for region in chain:
+                # The outermost region goes with its last node, and what it holds with it; inner ones have nothing by then.
+                if not any(region.first <= other <= region.last for other in waiting):
+                    self.release(self.slots.pop(id(region), ()))
+                    self.states.pop(id(region), None)
+            yield Live((Moment.RELEASED, unit), self.total(), 0, f"backward before {self.units.units[unit].name}")
+
+    def recompute(self, region: Region, until: int, available: set[int], *, nested: bool) -> Iterator[Live | Ran]:
+        """The recompute of `region` that the backward of unit `until` asks for."""
+        key = (Moment.RECOMPUTE, until)
+        children = {unit: node for node in region.children for unit in range(node.first, node.last + 1)}
+        last, runs_last = self.last_needed(region, children, until)
+        linked: dict[int, int] = {}  # storage -> last unit of the region that takes it
+        for unit in range(region.first, region.last + 1):
+            for storage, producer in self.units.units[unit].links:
+                if producer >= region.first:
+                    linked[storage] = unit
+        links: set[int] = set()
+        for unit in range(region.first, last + 1):
+            node, size, own = children[unit], self.sizes[unit], self.units.units[unit]
+            if isinstance(node, Region):
+                held = self.external(node, unit) if self.has_backward(node) else []
+                self.slots.setdefault(id(node), []).extend(held)
+                self.hold(held)
+            if unit == last and not runs_last:
+                break
+            if isinstance(node, Keep):
+                peak = size.truncated_peak_bytes if unit == last else size.full_peak_bytes
+            else:
+                peak = size.drop_peak_bytes
+            yield Live(key, self.total(links), peak, f"recompute of {own.name}")
+            yield Ran(unit, truncated=unit == last and isinstance(node, Keep))
+            if isinstance(node, Keep):
+                self.keep(unit, again=True)
+                available.add(unit)
+            links |= {s for s in own.outputs if linked.get(s, -1) > unit}
+            links -= {s for s in links if linked[s] <= unit}
+        if nested:
+            # A nested region's inputs are values of its parent's recompute, given away as they are asked for.
+            self.release(self.slots.pop(id(region), ()))
+
+    def last_needed(self, region: Region, children: dict[int, Keep | Region], until: int) -> tuple[int, bool]:
+        """The unit at which the recompute stops, and whether that unit is run (else it stops at its inputs)."""
+        for unit in range(region.last, region.first - 1, -1):
+            node = children[unit]
+            if isinstance(node, Keep):
+                if self.sizes[unit].has_backward:
+                    return unit, True
+            elif self.has_backward(node) and self.external(node, unit):
+                return unit, False
+        return until, True
+
+
+def _boundary(units: Units, sizes: tuple[UnitBytes, ...]) -> set[int]:
+    return {
+        storage
+        for unit, size in zip(units.units, sizes, strict=True)
+        for storage in (*unit.inputs, *unit.outputs, *unit.carried, *size.saved, *size.left)
+    }
+
+
+def _regions_around(node: Keep | Region, unit: int) -> list[Region]:
+    regions: list[Region] = []
+    while isinstance(node, Region):
+        regions.append(node)
+        node = next(child for child in node.children if child.first <= unit <= child.last)
+    return regions

@@ -1,0 +1,65 @@
+"""What a tree costs and needs, predicted: the exact interpreter with the numbers of a profile."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torchremat.planning.memory import Key, Live, Moment, Walk
+from torchremat.planning.profile import Profile
+from torchremat.schedules.chain import Tree
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """What a step under a tree will need.
+
+    Attributes:
+        peak_bytes: Highest live bytes, relative to the start of the step.
+        where: What runs at that moment.
+        kept_bytes: Live bytes at the end of the forward, relative to the start of the step.
+        seconds: Spent in recomputes.
+        flops: Spent in recomputes.
+        calls: Forwards of units that recomputes run.
+    """
+
+    peak_bytes: int
+    where: str
+    kept_bytes: int
+    seconds: float
+    flops: int
+    calls: int
+
+
+def predict(profile: Profile, tree: Tree) -> Prediction:
+    """Return what a step under `tree` will need."""
+    peak, where, kept = 0, "nothing", 0
+    seconds, flops, calls = 0.0, 0, 0
+    for state in Walk(profile.units, profile.sizes, profile.order, tree):
+        if isinstance(state, Live):
+            live = profile.extra_bytes[state.key] + state.held_bytes
+            over = over_bytes(profile, state)
+            if state.key[0] is Moment.END:
+                kept = live
+            if live + over > peak:
+                peak, where = live + over, state.what
+        else:
+            cost = profile.costs[state.unit]
+            seconds += cost.seconds_truncated if state.truncated else cost.seconds
+            flops += cost.flops_truncated if state.truncated else cost.flops
+            calls += 1
+    return Prediction(peak_bytes=peak, where=where, kept_bytes=kept, seconds=seconds, flops=flops, calls=calls)
+
+
+def over_bytes(profile: Profile, state: Live) -> int:
+    """Return the peak over what is live at a moment, of whatever runs from it until the next one."""
+    moment, unit = state.key
+    if moment is Moment.FORWARD:
+        return max(state.over_bytes, profile.before_bytes[unit])
+    if moment is Moment.RECOMPUTE:
+        return state.over_bytes
+    return profile.after_bytes[state.key]
+
+
+def extra_at(profile: Profile, key: Key) -> int:
+    """Return the bytes that are live at a moment whatever the plan is; 0 if there is no such moment."""
+    return max(0, profile.extra_bytes.get(key, 0))

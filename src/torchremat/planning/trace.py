@@ -1,0 +1,317 @@
+"""One forward of the user's step, traced: which modules are called in which order, with which tensors, and what they save.
+
+Nothing that autograd saves is kept meanwhile, so the forward needs about the memory of one without grad, and a tensor
+between two calls lives exactly as long as the Python code around holds it. Both are needed: the order of calls is seen,
+not guessed from types, and the lifetimes say which boundaries stay alive whatever the plan is.
+
+Missing on purpose: operators. A call is the smallest thing here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import cast
+from weakref import ReferenceType, ref
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from torchremat._compat import pop_saved_tensor_hooks, push_saved_tensor_hooks
+from torchremat.errors import bug
+from torchremat.measuring.flops import FlopCounter
+from torchremat.measuring.step import loss_of
+from torchremat.measuring.untouched import untouched
+from torchremat.regions.guards import tensors_inside
+from torchremat.saved.structure import split, tensors_in
+
+Step = Callable[[nn.Module], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A tensor as a call saw it.
+
+    Attributes:
+        identity: A number for the Python object.
+        version: Its version then.
+        storage: A number for its storage.
+    """
+
+    identity: int
+    version: int
+    storage: int
+
+
+@dataclass(slots=True, kw_only=True)
+class Call:
+    """One call of a module.
+
+    Attributes:
+        name: The module's name in the model.
+        kind: The name of its type.
+        number: How many calls of this name came before.
+        parent: Index of the call that made it; None if the step did.
+        inputs: The tensors among its arguments.
+        outputs: Those that it returned.
+        mutated: Places in `inputs` whose tensors it wrote to in place.
+        saved: Storages that autograd saved directly in it, not in the calls inside, as (storage, time).
+        entered: Time of entry: the number of entries and exits of calls before it.
+        left: Time of exit.
+        carried: Storages that are in its other arguments (a cache, say) when the forward has ended.
+        flops: Flops of its forward.
+        flops_saved: Flops of its forward up to its last save.
+        grad: Whether grad mode was on.
+        signature: What calls of equal cost have in common.
+    """
+
+    name: str
+    kind: str
+    number: int
+    parent: int | None
+    inputs: list[Seen]
+    outputs: list[Seen] = field(default_factory=list[Seen])
+    mutated: list[int] = field(default_factory=list[int])
+    saved: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    carried: tuple[int, ...] = ()
+    entered: int
+    left: int = -1
+    flops: int = 0
+    flops_saved: int = 0
+    grad: bool = True
+    signature: tuple[object, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    """A traced forward.
+
+    Attributes:
+        calls: In the order of entry.
+        storage_bytes: Bytes of each storage number.
+        fixed: Storages of parameters, buffers and other tensors that were there before.
+        born: For a storage number the time at which it was first seen.
+        died: For a storage number the time at which it was gone; absent if it was alive at the end of the forward.
+        step_saved: Storages saved outside of every call, in the step's own code, as (storage, time).
+        end: Time at the end of the forward.
+        flops: Of the whole forward.
+    """
+
+    calls: list[Call]
+    storage_bytes: dict[int, int]
+    fixed: frozenset[int]
+    born: dict[int, int]
+    died: dict[int, int]
+    step_saved: list[tuple[int, int]]
+    end: int
+    flops: int
+
+    def descendants(self, index: int) -> list[int]:
+        """Return the calls made inside call `index`, itself included, at any depth, in order."""
+        left = self.calls[index].left
+        result = [index]
+        for later in range(index + 1, len(self.calls)):
+            if self.calls[later].entered > left:
+                break
+            result.append(later)
+        return result
+
+    def children(self, index: int | None) -> list[int]:
+        """Return the calls that call `index` made itself; None stands for the step."""
+        return [i for i, call in enumerate(self.calls) if call.parent == index]
+
+
+class _Tracer:
+    def __init__(self, model: nn.Module, flops: FlopCounter) -> None:
+        self.flops = flops
+        self.calls: list[Call] = []
+        self.time = 0
+        self.open: list[int] = []
+        self.counts: dict[str, int] = {}
+        self.storages: dict[int, tuple[int, StorageWeakRef]] = {}
+        self.storage_bytes: dict[int, int] = {}
+        self.alive: dict[int, StorageWeakRef] = {}
+        self.born: dict[int, int] = {}
+        self.died: dict[int, int] = {}
+        self.objects_of: dict[int, list[object]] = {}
+        self.identities: dict[int, tuple[int, ReferenceType[Tensor]]] = {}
+        self.step_saved: list[tuple[int, int]] = []
+        self.tensors = 0
+        tensors = [*model.parameters(), *model.buffers()]
+        self.fixed = frozenset(self.storage(tensor) for tensor in tensors)
+
+    def storage(self, tensor: Tensor) -> int:
+        storage = _storage_of(tensor)
+        if storage is None:
+            return -1
+        known = self.storages.get(storage._cdata)
+        if known is not None and not known[1].expired():
+            return known[0]
+        number = len(self.storage_bytes)
+        # The weak reference keeps the address from being used again.
+        weak = StorageWeakRef(storage)
+        self.storages[storage._cdata] = (number, weak)
+        self.storage_bytes[number] = storage.nbytes()
+        self.alive[number] = weak
+        self.born[number] = self.time
+        return number
+
+    def seen(self, tensor: Tensor) -> Seen:
+        known = self.identities.get(id(tensor))
+        if known is None or known[1]() is not tensor:
+            known = (self.tensors, ref(tensor))
+            self.tensors += 1
+            self.identities[id(tensor)] = known
+        version = 0 if tensor.is_inference() else tensor._version
+        return Seen(known[0], version, self.storage(tensor))
+
+    def tick(self) -> None:
+        for number in [number for number, weak in self.alive.items() if weak.expired()]:
+            self.died[number] = self.time
+            del self.alive[number]
+        self.time += 1
+
+    def save(self, tensor: Tensor) -> object:
+        number = self.storage(tensor)
+        if self.open:
+            call = self.calls[self.open[-1]]
+            call.saved.append((number, self.time))
+            for index in self.open:
+                self.calls[index].flops_saved = self.flops.total - self.calls[index].flops
+        else:
+            self.step_saved.append((number, self.time))
+        return None
+
+    def run(
+        self, name: str, module: nn.Module, function: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> object:
+        tensors: list[Tensor] = []
+        objects: list[object] = []
+        split((args, kwargs), tensors, objects)
+        self.tick()
+        index = len(self.calls)
+        if objects:
+            self.objects_of[index] = objects
+        number = self.counts.get(name, 0)
+        self.counts[name] = number + 1
+        call = Call(
+            name=name,
+            kind=type(module).__name__,
+            number=number,
+            parent=self.open[-1] if self.open else None,
+            inputs=[self.seen(tensor) for tensor in tensors],
+            entered=self.time,
+            flops=self.flops.total,
+            grad=torch.is_grad_enabled(),
+            signature=_signature(module, tensors),
+        )
+        self.calls.append(call)
+        self.open.append(index)
+        try:
+            output = function(*args, **kwargs)
+        finally:
+            self.open.pop()
+        call.mutated = [
+            place
+            for place, (tensor, seen) in enumerate(zip(tensors, call.inputs, strict=True))
+            if not tensor.is_inference() and tensor._version != seen.version
+        ]
+        call.outputs = [self.seen(tensor) for tensor in tensors_in(output)]
+        call.flops = self.flops.total - call.flops
+        self.tick()
+        call.left = self.time
+        return output
+
+
+def trace(model: nn.Module, step: Step) -> Trace:
+    """Return a traced forward of `step(model)`; model, gradients, buffers, generators and hooks are as before afterwards.
+
+    Raises:
+        StepError: The step returns no loss, or one without grad.
+    """
+    with untouched(model), FlopCounter() as flops:
+        tracer = _Tracer(model, flops)
+        with _intercepted(model, tracer.run):
+            push_saved_tensor_hooks(tracer.save, _never)
+            try:
+                result = step(model)
+            finally:
+                pop_saved_tensor_hooks()
+        for index, objects in tracer.objects_of.items():
+            tracer.calls[index].carried = tuple({tracer.storage(one): None for one in tensors_inside(objects)})
+        tracer.objects_of.clear()
+        tracer.tick()
+        loss_of(result)
+        del result
+    return Trace(
+        calls=tracer.calls,
+        storage_bytes=tracer.storage_bytes,
+        fixed=tracer.fixed,
+        born=tracer.born,
+        died=tracer.died,
+        step_saved=tracer.step_saved,
+        end=tracer.time,
+        flops=flops.total,
+    )
+
+
+def _never(_: object) -> Tensor:
+    raise bug("the backward of a traced forward was run")
+
+
+@contextmanager
+def _intercepted(model: nn.Module, run: Callable[..., object]) -> Generator[None]:
+    """Route the forward of every module of the model through `run(name, module, function, args, kwargs)`."""
+    changed: list[tuple[nn.Module, object]] = []
+    try:
+        for name, module in visible_modules(model):
+            own = module.__dict__.get("forward")
+            function = cast("Callable[..., object]", own or type(module).forward.__get__(module))
+
+            def forward(
+                *args: object, _name: str = name, _module: nn.Module = module, _function: Callable[..., object] = function, **kwargs: object
+            ) -> object:
+                return run(_name, _module, _function, args, kwargs)
+
+            changed.append((module, own))
+            module.__dict__["forward"] = forward
+        yield
+    finally:
+        for module, own in changed:
+            if own is None:
+                module.__dict__.pop("forward", None)
+            else:
+                module.__dict__["forward"] = own
+
+
+def visible_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the modules whose calls can be seen and replaced, with their names: not those inside compiled or scripted ones."""
+    result: list[tuple[str, nn.Module]] = []
+    hidden: set[int] = set()
+    for name, module in model.named_modules():
+        if id(module) in hidden or isinstance(module, torch.jit.ScriptModule):
+            continue
+        result.append((name, module))
+        if type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None:
+            hidden.update(id(inner) for inner in module.modules() if inner is not module)
+    return result
+
+
+def _signature(module: nn.Module, tensors: list[Tensor]) -> tuple[object, ...]:
+    """Return what calls of equal cost have in common: the type, the shapes of parameters, the inputs."""
+    parameters = tuple(tuple(parameter.shape) for parameter in module.parameters())
+    return (
+        type(module).__qualname__,
+        module.training,
+        parameters,
+        tuple((tuple(tensor.shape), tensor.dtype, tensor.device.type, tensor.requires_grad) for tensor in tensors),
+    )
+
+
+def _storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
+    try:
+        return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):  # sparse tensors and wrapper subclasses have none of their own
+        return None
