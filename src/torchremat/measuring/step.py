@@ -53,6 +53,23 @@ def loss_of(result: object) -> Tensor:
     return loss
 
 
+def run_backward(loss: Tensor) -> None:
+    """Run backward from `loss`.
+
+    Raises:
+        StepError: The step has done that already.
+    """
+    try:
+        loss.backward()  # pyright: ignore[reportUnknownMemberType]
+    except RuntimeError as error:
+        if "backward through the graph a second time" not in str(error):
+            raise
+        raise StepError(
+            "the step has run backward itself, or the loss hangs on a graph of an earlier step that has been freed. "
+            "Return the loss without calling backward, and build the whole graph anew in each step."
+        ) from error
+
+
 def _described(result: object) -> str:
     if result is None:
         return "None (is a `return` missing?)"

@@ -16,6 +16,7 @@ Missing on purpose: sparse tensors, and tensors made by anything but an operator
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol, cast
@@ -53,10 +54,20 @@ class StorageTracker(DispatchMode):
         # By address. An address cannot come back before the callback of its weak reference has taken the entry away.
         self._tracked: dict[int, tuple[weakref.ref[UntypedStorage], int]] = {}
         self._deltas: list[int] = []
+        self._times_ns: list[int] = []
 
     def timeline(self) -> NDArray[np.int64]:
         """Return the live bytes after each event: a storage made, resized or freed."""
         return np.cumsum(np.array(self._deltas, dtype=np.int64))
+
+    def times_ns(self) -> NDArray[np.int64]:
+        """Return the time of each event, in nanoseconds of `time.perf_counter_ns`."""
+        return np.array(self._times_ns, dtype=np.int64)
+
+    @property
+    def events(self) -> int:
+        """How many events there have been."""
+        return len(self._deltas)
 
     def refresh(self) -> None:
         """Read all sizes again: `UntypedStorage.resize_`, which is no operator, goes unseen until its next use."""
@@ -104,6 +115,7 @@ class StorageTracker(DispatchMode):
 
     def _change(self, delta_bytes: int) -> None:
         self._deltas.append(delta_bytes)
+        self._times_ns.append(time.perf_counter_ns())
         self.live_bytes += delta_bytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 

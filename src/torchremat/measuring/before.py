@@ -1,0 +1,71 @@
+"""What lies in memory before a training step, by storage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from torchremat.measuring.tracker import address_of, tensors_in
+
+
+@dataclass(frozen=True, kw_only=True)
+class BytesBefore:
+    """Bytes on one device before a step. A storage that is reachable in two ways counts under the first of them."""
+
+    parameter_bytes: int
+    gradient_bytes: int
+    buffer_bytes: int
+    optimizer_bytes: int
+    input_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """The sum."""
+        return self.parameter_bytes + self.gradient_bytes + self.buffer_bytes + self.optimizer_bytes + self.input_bytes
+
+
+def bytes_before(
+    *,
+    models: Iterable[nn.Module],
+    leaves: Iterable[Tensor],
+    optimizer: torch.optim.Optimizer | None,
+    inputs: Iterable[Tensor],
+    device: torch.device,
+) -> BytesBefore:
+    """Return the bytes on `device` before a step.
+
+    Args:
+        models: Their parameters and buffers count.
+        leaves: Their gradients count, and those that are no inputs count as parameters.
+        optimizer: The tensors of its state count, as far as it has any before its first step.
+        inputs: The tensors that the step holds.
+        device: One without an index stands for all of its type.
+    """
+    models, leaves, inputs = list(models), list(leaves), list(inputs)
+    counted: set[int] = set()
+
+    def bytes_of(tensors: Iterable[object]) -> int:
+        total = 0
+        for tensor in tensors_in(list(tensors)):
+            storage = tensor.untyped_storage()
+            here = tensor.device.type == device.type and device.index in (None, tensor.device.index)
+            if here and address_of(storage) not in counted:
+                counted.add(address_of(storage))
+                total += storage.nbytes()
+        return total
+
+    held = {id(tensor) for tensor in inputs}
+    parameters = [parameter for model in models for parameter in model.parameters()]
+    others = [leaf for leaf in leaves if id(leaf) not in held]  # the optimizer may have more than the model
+    state = [] if optimizer is None else list(cast("dict[Tensor, object]", optimizer.state).values())
+    return BytesBefore(
+        parameter_bytes=bytes_of([*parameters, *others]),
+        gradient_bytes=bytes_of(leaf.grad for leaf in leaves),
+        buffer_bytes=bytes_of(buffer for model in models for buffer in model.buffers()),
+        optimizer_bytes=bytes_of(state),
+        input_bytes=bytes_of(inputs),
+    )

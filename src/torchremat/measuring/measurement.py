@@ -1,0 +1,171 @@
+"""`measure`: one training step, its bytes, seconds, flops and timeline, and no sign of it afterwards.
+
+The step runs three times, each time from the same gradients, buffers and generators:
+
+    run         under                                  gives
+    1. counted  StorageTracker and FlopCounter         flops, the tracker's bytes; also warms up
+    2. traced   record_allocations                     bytes and timeline (not if a profiler of the user's is active)
+    3. plain    nothing                                seconds; on CUDA also the peak, from torch's own counters
+
+So a step that draws its batch from a loader draws three.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+
+from torchremat.errors import UnsupportedError
+from torchremat.measuring.allocator import profiler_is_active
+from torchremat.measuring.runs import run_counted, run_plain, run_traced, subject_of
+from torchremat.measuring.sizes import format_bytes
+from torchremat.measuring.timeline import Timeline
+
+Source = Literal["allocator", "tracker", "cuda"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Measurement:
+    """What one training step (forward and backward) took on `device`.
+
+    Attributes:
+        source: Where `peak_bytes` and `kept_bytes` come from: the allocator's events; CUDA's own counters; or, if a
+            profiler was active on the CPU, the tracker, which misses temporaries inside kernels and compiled code.
+        peak_bytes: The most bytes live at once, `before_bytes` included.
+        kept_bytes: What forward left behind: live at its end, without `before_bytes`; the loss is part of it.
+        tracker_peak_bytes: As `peak_bytes`, by the storages of tensors alone.
+        tracker_kept_bytes: As `kept_bytes`, by the storages of tensors alone.
+        parameter_bytes: Parameters; this and the next four are from before the step, each storage once.
+        gradient_bytes: Gradients: one for each parameter that requires grad, as when gradients accumulate.
+        buffer_bytes: Buffers of the model.
+        optimizer_bytes: State of the optimizer, as far as it has any before its first step.
+        input_bytes: Tensors that the step holds: see `measuring.step`.
+        seconds: Of forward and backward, in a run that nothing watched.
+        flops: Of matrix products, convolutions and attention, in forward and backward, recomputes included.
+        recomputed_flops: Those of `flops` that ran a piece of forward again during backward.
+        timeline: Live bytes after each event.
+        reserved_bytes: CUDA alone: the most that the caching allocator held of the device.
+        context_bytes: CUDA alone: used on the device at the end, but held by no allocator of this process: the CUDA
+            context, NCCL, and other processes.
+    """
+
+    device: torch.device
+    source: Source
+    peak_bytes: int
+    kept_bytes: int
+    tracker_peak_bytes: int
+    tracker_kept_bytes: int
+    parameter_bytes: int
+    gradient_bytes: int
+    buffer_bytes: int
+    optimizer_bytes: int
+    input_bytes: int
+    seconds: float
+    flops: int
+    recomputed_flops: int
+    timeline: Timeline
+    reserved_bytes: int | None = None
+    context_bytes: int | None = None
+
+    @property
+    def before_bytes(self) -> int:
+        """What lay in memory before the step."""
+        return self.parameter_bytes + self.gradient_bytes + self.buffer_bytes + self.optimizer_bytes + self.input_bytes
+
+    def __str__(self) -> str:
+        rows = [
+            ("peak", format_bytes(self.peak_bytes), self._peak_note()),
+            ("  before the step", format_bytes(self.before_bytes), self._before_note()),
+            ("  the step itself", format_bytes(self.peak_bytes - self.before_bytes), ""),
+            ("kept by forward", format_bytes(self.kept_bytes), ""),
+            ("time", f"{self.seconds * 1e3:.1f} ms", ""),
+            ("flops", f"{self.flops / 1e9:.2f} G", f"recomputed: {self.recomputed_flops / 1e9:.2f} G"),
+        ]
+        if self.reserved_bytes is not None:
+            rows.insert(4, ("reserved", format_bytes(self.reserved_bytes), ""))
+        return "\n".join(f"{name:<18}{value:>12}  {note}".rstrip() for name, value, note in rows)
+
+    def _peak_note(self) -> str:
+        if not len(self.timeline):
+            return f"{self.source}, {self.device}"
+        where = self.timeline.module_at(self.timeline.peak_at)
+        phase = self.timeline.phase_at(self.timeline.peak_at)
+        return f"in {phase}{f' of {where}' if where else ''} ({self.source}, {self.device})"
+
+    def _before_note(self) -> str:
+        parts = {
+            "parameters": self.parameter_bytes,
+            "gradients": self.gradient_bytes,
+            "buffers": self.buffer_bytes,
+            "optimizer": self.optimizer_bytes,
+            "inputs": self.input_bytes,
+        }
+        return ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
+
+
+def measure(
+    step: Callable[..., object],
+    model: nn.Module | None = None,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    device: torch.device | str | None = None,
+) -> Measurement:
+    """Run a training step three times and return what it takes.
+
+    The step computes the loss; backward is run here, and no optimizer is stepped. Gradients, buffers, generators,
+    training flags and hooks are put back, also if the step raises; what cannot be is listed in `measuring.untouched`.
+    On CUDA the peak counters of torch are reset.
+
+    Args:
+        step: Called as `step(model)`, or as `step()` if no model is given. Returns the loss: a scalar tensor, an
+            object with a `.loss`, or a dict with a `"loss"`.
+        model: The model. Modules that the step itself holds count as well.
+        optimizer: Its state is counted, and its parameters are.
+        device: Whose bytes are measured; that of the first parameter or tensor found, if not given.
+
+    Raises:
+        StepError: The step returns no loss, runs backward itself, or the model has parameters without values.
+        UnsupportedError: The device is neither a CPU nor a CUDA device.
+    """
+    subject = subject_of(step, model, optimizer)
+    place = _with_index(subject.device() if device is None else torch.device(device))
+    # Garbage of the caller's that dies in the middle would be taken for the step's.
+    gc.collect()
+    counted = run_counted(subject, place)
+    before = counted.before
+    traced = None if profiler_is_active() else run_traced(subject, place, before_bytes=before.total_bytes)
+    plain = run_plain(subject, place)
+    source: Source = "tracker" if traced is None else "allocator"
+    peak_bytes, kept_bytes = (traced or counted).peak_bytes, (traced or counted).kept_bytes
+    if plain.peak_bytes is not None and plain.kept_bytes is not None:
+        source, peak_bytes, kept_bytes = "cuda", plain.peak_bytes, plain.kept_bytes
+    return Measurement(
+        device=place,
+        source=source,
+        peak_bytes=before.total_bytes + peak_bytes,
+        kept_bytes=kept_bytes,
+        tracker_peak_bytes=before.total_bytes + counted.peak_bytes,
+        tracker_kept_bytes=counted.kept_bytes,
+        parameter_bytes=before.parameter_bytes,
+        gradient_bytes=before.gradient_bytes,
+        buffer_bytes=before.buffer_bytes,
+        optimizer_bytes=before.optimizer_bytes,
+        input_bytes=before.input_bytes,
+        seconds=plain.seconds,
+        flops=counted.flops,
+        recomputed_flops=counted.recomputed_flops,
+        timeline=(traced or counted).timeline,
+        reserved_bytes=plain.reserved_bytes,
+        context_bytes=plain.context_bytes,
+    )
+
+
+def _with_index(device: torch.device) -> torch.device:
+    if device.type not in ("cpu", "cuda"):
+        raise UnsupportedError(f"bytes can be measured on cpu and cuda, not on {device}.")
+    return torch.empty(0, device=device).device if device.type == "cuda" else device

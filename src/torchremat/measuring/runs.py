@@ -1,0 +1,223 @@
+"""The three runs of a step that a measurement is made of, and what each of them tells.
+
+Every run begins with the same gradients (zeros), buffers and generators, and ends with those of the user.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from torchremat._compat import top_saved_tensor_hooks
+from torchremat.measuring.allocator import record_allocations
+from torchremat.measuring.before import BytesBefore, bytes_before
+from torchremat.measuring.flops import FlopCounter
+from torchremat.measuring.modules import module_stack
+from torchremat.measuring.step import check_materialised, holdings_of, loss_of, run_backward
+from torchremat.measuring.timeline import Change, Timeline, timeline_of
+from torchremat.measuring.tracker import StorageTracker
+from torchremat.measuring.untouched import gradient_leaves, untouched
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Subject:
+    """A step with all that it touches. Made by `subject_of`."""
+
+    step: Callable[..., object]
+    model: nn.Module | None
+    models: tuple[nn.Module, ...]
+    inputs: tuple[Tensor, ...]
+    optimizer: torch.optim.Optimizer | None
+
+    def untouched(self) -> AbstractContextManager[None]:
+        """Keep what the step touches, for one run."""
+        return untouched(self.models, self.optimizer, tensors=self.inputs)
+
+    def forward(self) -> Tensor:
+        """Run the step and return the loss. All else that it returned is dropped, as in `loss = step(model).loss`."""
+        return loss_of(self.step() if self.model is None else self.step(self.model))
+
+    def before(self, device: torch.device) -> BytesBefore:
+        """Return what lies on `device` now; inside `untouched`, with all gradients."""
+        return bytes_before(
+            models=self.models,
+            leaves=gradient_leaves(self.models, self.optimizer, self.inputs),
+            optimizer=self.optimizer,
+            inputs=self.inputs,
+            device=device,
+        )
+
+    def device(self) -> torch.device:
+        """Return the device of the first parameter, or else of the first input; the CPU if there is neither."""
+        parameters = [parameter for model in self.models for parameter in model.parameters()]
+        return next((tensor.device for tensor in [*parameters, *self.inputs]), torch.device("cpu"))
+
+
+def subject_of(
+    step: Callable[..., object], model: nn.Module | None, optimizer: torch.optim.Optimizer | None
+) -> Subject:
+    """Return the step together with the modules and tensors that it holds.
+
+    Raises:
+        StepError: A parameter has no values to run with.
+    """
+    holdings = holdings_of(step)
+    models = {id(root): root for root in (*(() if model is None else (model,)), *holdings.modules)}
+    for root in models.values():
+        check_materialised(root)
+    return Subject(step=step, model=model, models=tuple(models.values()), inputs=holdings.tensors, optimizer=optimizer)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Counted:
+    """What the counted run tells; bytes are those of storages, without what lay there before."""
+
+    before: BytesBefore
+    peak_bytes: int
+    kept_bytes: int
+    flops: int
+    recomputed_flops: int
+    timeline: Timeline
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Traced:
+    """What the traced run tells; bytes are the allocator's, without what lay there before."""
+
+    peak_bytes: int
+    kept_bytes: int
+    timeline: Timeline
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plain:
+    """What the plain run tells. Bytes are None but on CUDA; there, those of CUDA's counters."""
+
+    seconds: float
+    peak_bytes: int | None = None
+    kept_bytes: int | None = None
+    reserved_bytes: int | None = None
+    context_bytes: int | None = None
+
+
+# NOTE [ What a recompute looks like ]
+#
+# Backward without `create_graph` runs its own operators with grad mode off. A recompute builds a graph, so it runs with
+# grad mode on, torch's reentrant and non-reentrant checkpoints and our regions alike. One case is missed by that: the
+# forward of a custom autograd Function runs with grad mode off, in a recompute too. All recomputes but reentrant ones
+# have saved-tensor hooks on top then that backward itself did not begin with.
+#
+# The backward of a graph that a recompute has built (reentrant) runs with grad mode off again, and counts as backward.
+
+
+class _Phase:
+    """Whether a recompute is running. See NOTE [ What a recompute looks like ]."""
+
+    def __init__(self) -> None:
+        self._in_backward = False
+        self._hooks: object = None
+
+    def begin_backward(self) -> None:
+        self._in_backward = True
+        self._hooks = top_saved_tensor_hooks(False)
+
+    def is_recomputing(self) -> bool:
+        if not self._in_backward:
+            return False
+        return torch.is_grad_enabled() or top_saved_tensor_hooks(False) != self._hooks
+
+
+def run_counted(subject: Subject, device: torch.device) -> Counted:
+    """Run the step under the storage tracker and the flop counter."""
+    phase, tracker, changes = _Phase(), StorageTracker(device), list[Change]()
+    counter = FlopCounter(phase.is_recomputing)
+
+    def changed(module: str) -> None:
+        changes.append(Change(position=tracker.events, module=module))
+
+    with subject.untouched():
+        before = subject.before(device)
+        with module_stack(subject.models, changed), tracker, counter:
+            start_ns = time.perf_counter_ns()
+            loss = subject.forward()
+            tracker.refresh()
+            kept_bytes, backward_at = tracker.live_bytes, tracker.events
+            phase.begin_backward()
+            run_backward(loss)
+            tracker.refresh()
+            # Before the gradients of the run go: those are not the step's events.
+            timeline = timeline_of(
+                time_ns=tracker.times_ns(),
+                live_bytes=tracker.timeline() + before.total_bytes,
+                start_ns=start_ns,
+                backward_at=backward_at,
+                changes=changes,
+            )
+    return Counted(
+        before=before,
+        peak_bytes=tracker.peak_bytes,
+        kept_bytes=kept_bytes,
+        flops=counter.total,
+        recomputed_flops=counter.recomputed,
+        timeline=timeline,
+    )
+
+
+def run_traced(subject: Subject, device: torch.device, *, before_bytes: int) -> Traced:
+    """Run the step under the allocator's events; `before_bytes` are added to those of the timeline."""
+    with subject.untouched():
+        with record_allocations(device) as recorder, module_stack(subject.models, recorder.mark):
+            start = recorder.mark("start")
+            loss = subject.forward()
+            forward_end = recorder.mark("end of forward")
+            run_backward(loss)
+        trace = recorder.trace
+        del loss
+    changes = [
+        Change(position=mark.position, module=mark.label)
+        for mark in sorted(trace.marks, key=lambda mark: mark.position)
+        if mark.id not in (start, forward_end)
+    ]
+    return Traced(
+        peak_bytes=trace.peak_bytes,
+        kept_bytes=trace.live_bytes_at(forward_end),
+        timeline=timeline_of(
+            time_ns=trace.time_ns,
+            live_bytes=trace.live_bytes() + before_bytes,
+            start_ns=trace.marks[start].time_ns,
+            backward_at=trace.marks[forward_end].position,
+            changes=changes,
+        ),
+    )
+
+
+def run_plain(subject: Subject, device: torch.device) -> Plain:
+    """Run the step with nothing around it but a clock; on CUDA its counters run anyway, and are read."""
+    with subject.untouched():
+        if device.type != "cuda":
+            start_s = time.perf_counter()
+            run_backward(subject.forward())
+            return Plain(seconds=time.perf_counter() - start_s)
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        # Gradients set aside for this run lie there as well, so only the difference to the start is the step's.
+        start_bytes = torch.cuda.memory_allocated(device)
+        start_s = time.perf_counter()
+        loss = subject.forward()
+        kept_bytes = torch.cuda.memory_allocated(device) - start_bytes
+        run_backward(loss)
+        torch.cuda.synchronize(device)
+        seconds = time.perf_counter() - start_s
+        free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+        return Plain(
+            seconds=seconds,
+            peak_bytes=torch.cuda.max_memory_allocated(device) - start_bytes,
+            kept_bytes=kept_bytes,
+            reserved_bytes=torch.cuda.max_memory_reserved(device),
+            context_bytes=total_bytes - free_bytes - torch.cuda.memory_reserved(device),
+        )

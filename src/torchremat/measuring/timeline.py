@@ -1,0 +1,88 @@
+"""`Timeline`: live bytes over a training step, with the phase and the module at each moment."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """From the event with this index on, `module` runs."""
+
+    position: int
+    module: str
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Timeline:
+    """What the memory of a step was after each event (an allocation or a free): arrays of one length.
+
+    Attributes:
+        seconds: Since the start of the step.
+        live_bytes: Live after the event, all that lay there before the step included.
+        in_backward: False in forward, True in backward.
+        module: Index into `names` of the module that ran.
+        names: Names of modules. The first is empty and stands for the code outside all modules.
+    """
+
+    seconds: NDArray[np.float64]
+    live_bytes: NDArray[np.int64]
+    in_backward: NDArray[np.bool_]
+    module: NDArray[np.int64]
+    names: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.live_bytes)
+
+    @property
+    def peak_at(self) -> int:
+        """Index of the first event with the most live bytes.
+
+        Raises:
+            ValueError: The timeline is empty.
+        """
+        return int(self.live_bytes.argmax())
+
+    def phase_at(self, index: int) -> str:
+        """Return "forward" or "backward"."""
+        return "backward" if self.in_backward[index] else "forward"
+
+    def module_at(self, index: int) -> str:
+        """Return the name of the module that ran; empty outside all modules."""
+        return self.names[self.module[index]]
+
+
+def timeline_of(
+    *,
+    time_ns: NDArray[np.int64],
+    live_bytes: NDArray[np.int64],
+    start_ns: int,
+    backward_at: int,
+    changes: Sequence[Change],
+) -> Timeline:
+    """Return the timeline of events.
+
+    Args:
+        time_ns: Time of each event, in nanoseconds of any one clock.
+        live_bytes: Live after each event.
+        start_ns: Start of the step on that clock.
+        backward_at: Index of the first event of the backward.
+        changes: Of the running module, in order.
+    """
+    names = {"": 0}
+    modules = [0, *(names.setdefault(change.module, len(names)) for change in changes)]
+    positions = np.array([change.position for change in changes], dtype=np.int64)
+    events = np.arange(len(time_ns))
+    # How many changes had happened by each event; none yet is the entry 0, outside.
+    happened = np.searchsorted(positions, events, side="right")
+    return Timeline(
+        seconds=(time_ns - start_ns) / 1e9,
+        live_bytes=live_bytes,
+        in_backward=events >= backward_at,
+        module=np.array(modules, dtype=np.int64)[happened],
+        names=tuple(names),
+    )
