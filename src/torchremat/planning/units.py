@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torchremat.errors import StepError
-from torchremat.planning.trace import Call, Trace
+from torchremat.planning.tracing import Call, Trace
 
 # A call is taken apart if its own code saves at most this share of what is saved in all of it ...
 _MOST_GLUE = 0.1

@@ -23,7 +23,7 @@ from torchremat.measuring.step import loss_of
 from torchremat.measuring.untouched import untouched
 from torchremat.planning.layout import installed
 from torchremat.planning.memory import Key, Live, Moment, UnitBytes, Walk
-from torchremat.planning.trace import Step
+from torchremat.planning.tracing import Step
 from torchremat.planning.units import Units
 from torchremat.regions.region import Region as LiveRegion
 from torchremat.regions.region import Settings

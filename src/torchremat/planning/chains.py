@@ -1,0 +1,73 @@
+"""A profile as a chain of scalars, for the solvers.
+
+Scalars lose what storages know (shared inputs, skips, lifetimes), so a tree that comes back is judged by the exact
+interpreter, never by the chain.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torchremat.planning.memory import Moment
+from torchremat.planning.prediction import extra_at
+from torchremat.planning.profiling import Profile
+from torchremat.schedules.chain import Chain, Option, Stage
+
+Cost = Literal["seconds", "flops"]
+
+
+def chain_of(profile: Profile, cost: Cost) -> Chain:
+    """Return the chain of a profile; its bytes are relative to the start of the step."""
+    seen: set[int] = set()
+    stages = tuple(_stage(profile, unit, cost, seen) for unit in range(len(profile.units.units)))
+    tails = [
+        profile.extra_bytes.get((moment, 0), 0) + profile.after_bytes.get((moment, 0), 0)
+        for moment in (Moment.LAST, Moment.END)
+    ]
+    return Chain(stages=stages, tail_bytes=max(0, *tails))
+
+
+def _stage(profile: Profile, unit: int, cost: Cost, seen: set[int]) -> Stage:
+    own, size, costs = profile.units.units[unit], profile.sizes[unit], profile.costs[unit]
+    trace = profile.units.trace
+    links = dict(own.links)
+    # What lives to the end whatever the plan is costs nothing to hold.
+    counting = [storage for storage in own.inputs if storage in trace.died]
+    linked = {storage for storage in counting if links.get(storage) == unit - 1}
+    external = set(counting) - linked - seen
+    # A storage that several units take is paid by the first that may hold it.
+    seen |= external
+    own_saves = size.saved - set(own.inputs)
+    option = Option(
+        saved_bytes=size.inside_bytes + sum(trace.storage_bytes[s] for s in (*own_saves, *size.left) if s in trace.died),
+        saves_input=bool(linked & size.saved),
+        saves_external=bool(external & size.saved),
+        cost=0.0,
+        forward_peak_bytes=size.full_peak_bytes,
+        truncated_peak_bytes=size.truncated_peak_bytes,
+        backward_peak_bytes=_backward_peak(profile, unit),
+    )
+    full, truncated = (
+        (costs.seconds, costs.seconds_truncated) if cost == "seconds" else (costs.flops, costs.flops_truncated)
+    )
+    return Stage(
+        forward=full,
+        truncated=min(full, truncated),
+        linked_bytes=sum(trace.storage_bytes[storage] for storage in linked),
+        external_bytes=sum(trace.storage_bytes[storage] for storage in external),
+        output_bytes=sum(trace.storage_bytes[storage] for storage in own.outputs),
+        drop_peak_bytes=size.drop_peak_bytes,
+        options=(option,),
+        forward_base_bytes=extra_at(profile, (Moment.FORWARD, unit)),
+        backward_base_bytes=extra_at(profile, (Moment.BACKWARD, unit)),
+    )
+
+
+def _backward_peak(profile: Profile, unit: int) -> int:
+    during, after = (Moment.BACKWARD, unit), (Moment.RELEASED, unit)
+    if during not in profile.after_bytes:
+        return 0
+    size = profile.sizes[unit]
+    # After the release, in the code between this unit and the one before, its own bytes are gone.
+    released = profile.extra_bytes[after] + profile.after_bytes[after] - profile.extra_bytes[during] - size.inside_bytes
+    return max(profile.after_bytes[during], released, 0)

@@ -1,0 +1,193 @@
+"""The best tree for a profile and a limit: candidates from the solvers, judged by the exact interpreter.
+
+    candidates    the optimal persistent schedules for a range of limits (one table has them all), the uniform trees
+    judge         `predict`: exact bytes by storage, the executor's own cost
+    polish        regions of the best tree are dissolved as long as the limit allows
+
+The chain's scalars err to both sides, so the limit that is asked of the solver is searched: the highest whose tree fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from torchremat.planning.chains import Cost, chain_of
+from torchremat.planning.prediction import Prediction, predict
+from torchremat.planning.profiling import Profile
+from torchremat.planning.units import Units
+from torchremat.schedules.chain import Chain, Keep, Region, Tree
+from torchremat.schedules.persistent import Persistent
+from torchremat.schedules.uniform import candidates
+
+_SEARCH_STEPS = 14
+_FLOOR_STEPS = 24
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A tree with what it needs; `cost` is in the unit that is planned for."""
+
+    tree: Tree
+    prediction: Prediction
+    cost: float
+
+
+class Solver:
+    """Finds trees for one profile, under any limit. Limits and peaks are relative to the start of the step, in bytes."""
+
+    def __init__(self, profile: Profile, cost: Cost) -> None:
+        self.profile = profile
+        self.cost_unit: Cost = cost
+        self._known: dict[Tree, Candidate] = {}
+
+    @cached_property
+    def chain(self) -> Chain:
+        """The profile as scalars."""
+        return chain_of(self.profile, self.cost_unit)
+
+    @cached_property
+    def plain(self) -> Candidate:
+        """The tree that keeps everything."""
+        return self.judged(tuple(Keep(unit) for unit in range(len(self.profile.units.units))))
+
+    @cached_property
+    def table(self) -> Persistent:
+        """The optimal persistent schedules of the chain."""
+        return Persistent(self.chain, max(1, int(1.1 * self.plain.prediction.peak_bytes)))
+
+    @cached_property
+    def uniform(self) -> tuple[Candidate, ...]:
+        """The uniform trees, every one for few units, those with few regions or long strides for many."""
+        trees = candidates(self.chain)
+        chosen = [tree for name, tree in trees.items() if len(trees) <= 120 or _is_simple(name)]
+        return tuple(self.judged(tree) for tree in chosen)
+
+    def judged(self, tree: Tree) -> Candidate:
+        """Return a tree, made fit for the roots, with its prediction."""
+        tree = fitted(self.profile.units, tree)
+        if tree not in self._known:
+            prediction = predict(self.profile, tree)
+            cost = prediction.seconds if self.cost_unit == "seconds" else float(prediction.flops)
+            self._known[tree] = Candidate(tree=tree, prediction=prediction, cost=cost)
+        return self._known[tree]
+
+    def solve(self, limit_bytes: int) -> Candidate | None:
+        """Return the cheapest tree found whose predicted peak is at most the limit; None if none fits."""
+        if self.plain.prediction.peak_bytes <= limit_bytes:
+            return self.plain
+        found = [*self.persistent(limit_bytes), *self.uniform]
+        fitting = [one for one in found if one.prediction.peak_bytes <= limit_bytes]
+        if not fitting:
+            lowest = self.floor
+            return lowest if lowest.prediction.peak_bytes <= limit_bytes else None
+        best = min(fitting, key=lambda one: (one.cost, one.prediction.peak_bytes))
+        return self.polished(best, limit_bytes)
+
+    def persistent(self, limit_bytes: int) -> Iterator[Candidate]:
+        """Yield optimal trees of the chain for limits around the one given, closing in on the highest that fits."""
+        low, high = 0, min(self.table.limit_bytes, int(1.5 * limit_bytes))
+        asked = min(limit_bytes, high)
+        for _ in range(_SEARCH_STEPS):
+            tree = self.table.solve(asked)
+            if tree is None:
+                low = asked
+            else:
+                one = self.judged(tree)
+                yield one
+                if one.prediction.peak_bytes <= limit_bytes:
+                    low = asked
+                else:
+                    high = asked
+            if high - low <= self.table.slot_bytes:
+                return
+            asked = (low + high) // 2
+
+    def polished(self, best: Candidate, limit_bytes: int) -> Candidate:
+        """Return a tree with regions dissolved, or their ends let out, one by one, where the limit allows."""
+        improved = True
+        while improved:
+            improved = False
+            for tree in _loosened(best.tree):
+                one = self.judged(tree)
+                if one.prediction.peak_bytes <= limit_bytes and one.cost < best.cost:
+                    best, improved = one, True
+                    break
+        return best
+
+    @cached_property
+    def floor(self) -> Candidate:
+        """The tree with the lowest predicted peak that was found."""
+        found = list(self.uniform)
+        lowest = self.table.floor()
+        span = max(self.table.slot_bytes, lowest // 2)
+        for place in range(_FLOOR_STEPS):
+            asked = min(self.table.limit_bytes, lowest + span * place // _FLOOR_STEPS)
+            tree = self.table.solve(asked)
+            if tree is not None:
+                found.append(self.judged(tree))
+        return min(found, key=lambda one: (one.prediction.peak_bytes, one.cost))
+
+
+def _is_simple(name: str) -> bool:
+    number = "".join(letter for letter in name if letter.isdigit())
+    return not number or int(number) <= 12
+
+
+def _loosened(tree: Tree) -> Iterator[Tree]:
+    """Yield the trees that keep a little more: one top-level region dissolved, or without its first or last unit."""
+    for place, node in enumerate(tree):
+        if isinstance(node, Region):
+            before, after = tree[:place], tree[place + 1 :]
+            yield (*before, *node.children, *after)
+            if len(node.children) > 1:
+                first, *rest = node.children
+                yield (*before, first, Region(tuple(rest)), *after)
+                *most, last = node.children
+                yield (*before, Region(tuple(most)), last, *after)
+
+
+def fitted(units: Units, tree: Tree) -> Tree:
+    """Return the tree with no region across two calls of a root, and calls of the same root treated alike.
+
+    A root that is called several times in a step has one scope, whose choices hold for each of its calls.
+    """
+    groups: list[list[int]] = []
+    for index, unit in enumerate(units.units):
+        if unit.root == len(groups):
+            groups.append([])
+        elif unit.root > len(groups):  # a root without units
+            groups += [[] for _ in range(unit.root - len(groups) + 1)]
+        groups[unit.root].append(index)
+    if len(groups) <= 1:
+        return tree
+    result: list[Keep | Region] = []
+    model: dict[tuple[tuple[tuple[str, int], ...], ...], tuple[int, Tree]] = {}
+    for group in filter(None, groups):
+        key = tuple(units.units[index].keys for index in group)
+        if key in model:
+            start, known = model[key]
+            part = tuple(_shifted(node, group[0] - start) for node in known)
+        else:
+            part = tuple(_within(tree, group[0], group[-1]))
+            model[key] = (group[0], part)
+        result += part
+    return tuple(result)
+
+
+def _within(nodes: Iterable[Keep | Region], first: int, last: int) -> Iterator[Keep | Region]:
+    for node in nodes:
+        if isinstance(node, Keep):
+            if first <= node.stage <= last:
+                yield node
+        else:
+            children = tuple(_within(node.children, first, last))
+            if children:
+                yield Region(children)
+
+
+def _shifted(node: Keep | Region, by: int) -> Keep | Region:
+    if isinstance(node, Keep):
+        return Keep(node.stage + by, node.option)
+    return Region(tuple(_shifted(child, by) for child in node.children))
