@@ -57,10 +57,10 @@ def random_chain(seed, stages, options, *, recomputable=0.9):
             linked=draw.choice([0, 1, 1, 2, 4]),
             external=draw.choice([0, 0, 0, 1, 3]),
             output=draw.randint(0, 6),
-            drop=draw.randint(0, 8),
+            drop=draw.randint(0, 8) + draw.choice([0, 0, 0, 8]),
             recomputable=draw.random() < recomputable,
             forward_base_bytes=draw.choice([0, 0, 1, 5]),
-            backward_base_bytes=draw.choice([0, 0, 1, 5]),
+            backward_base_bytes=draw.choice([0, 0, 1, 9]),
         )
 
     return Chain(stages=tuple(stage() for _ in range(stages)), tail_bytes=draw.choice([0, 2, 9]))
