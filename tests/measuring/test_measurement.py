@@ -225,13 +225,13 @@ def test_nothing_is_left_behind(accumulated: bool):
     measure(step, model)
 
     assert state_of(model) == before
-    assert len(losses) == 3
+    assert len(losses) == 4
     assert len(set(losses)) == 1
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 @pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("call", [1, 2, 3])
+@pytest.mark.parametrize("call", [1, 2, 3, 4])
 def test_nothing_is_left_behind_when_the_step_raises(error: type[BaseException], where: str, call: int):
     model, calls = network(), []
     model(torch.randn(8, 4)).sum().backward()
@@ -332,6 +332,33 @@ def test_under_a_profiler_the_tracker_measures_alone_and_the_profiler_keeps_its_
     assert measured.timeline.live_bytes.max() == measured.peak_bytes
     assert measured.timeline.module_at(measured.timeline.peak_at) == free.timeline.module_at(free.timeline.peak_at)
     assert any(event.name == "aten::ones" for event in users.events())
+
+
+@pytest.mark.parametrize("compiled_before", [False, True])
+def test_compiled_code_stays_compiled(compiled_before: bool):
+    # dynamo never compiles code again that it has once met under a dispatch mode, and breaks graphs at hooks.
+    compiled, ran = [], []
+
+    def backend(graph, inputs):
+        compiled.append(len(graph.graph.nodes))
+        return lambda *args: ran.append(1) or graph.forward(*args)
+
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+    torch._dynamo.reset()
+    fast, x = torch.compile(model, backend=backend), torch.randn(4, 8)
+
+    def step(model):
+        return model(x).sum()
+
+    if compiled_before:
+        step(fast)
+    measured = measure(step, fast)
+    ran.clear()
+    step(fast)
+
+    assert len(compiled) == 1
+    assert len(ran) == 1
+    assert measured.flops == measure(step, model).flops
 
 
 def test_a_measurement_reads_as_a_table():

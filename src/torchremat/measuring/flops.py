@@ -4,8 +4,8 @@ The formulas are those of torch's own registry, so totals equal `torch.utils.flo
 a running `total` that a hook can read at any moment, knows recomputed flops, and is a dictionary lookup per operator.
 It also counts what `scaled_dot_product_attention` runs on the CPU, which torch's registry lacks.
 
-Missing on purpose: elementwise operators, operators inside `torch.compile`d code and inside higher-order operators that
-have no formula of their own (`cond`).
+Missing on purpose: elementwise operators, and the inside of higher-order operators that have no formula of their own
+(`cond`). Compiled code runs eagerly under the counter, so its flops are those of the eager code.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import cast
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from torchremat.measuring.bindings import DispatchMode
+from torchremat.measuring.modes import EagerMode
 
 _Operator = Callable[..., object]
 _Formula = Callable[..., int]
@@ -43,15 +43,12 @@ def never() -> bool:
     return False
 
 
-class FlopCounter(DispatchMode):
+class FlopCounter(EagerMode):
     """Counts flops while it is entered; `total` and `recomputed` are right at every moment.
 
     Args:
         is_recomputing: Asked at each operator with flops whether it belongs to a recompute.
     """
-
-    # Without this torch refuses to run a higher-order operator below a mode.
-    supports_higher_order_operators = True
 
     def __init__(self, is_recomputing: Callable[[], bool] = never) -> None:
         super().__init__()

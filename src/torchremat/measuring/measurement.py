@@ -1,13 +1,15 @@
 """`measure`: one training step, its bytes, seconds, flops and timeline, and no sign of it afterwards.
 
-The step runs three times, each time from the same gradients, buffers and generators:
+The step runs four times, each time from the same gradients, buffers and generators:
 
-    run         under                                  gives
-    1. counted  StorageTracker and FlopCounter         flops, the tracker's bytes; also warms up
-    2. traced   record_allocations                     bytes and timeline (not if a profiler of the user's is active)
-    3. plain    nothing                                seconds; on CUDA also the peak, from torch's own counters
+    run         under                                 gives
+    1. warm     nothing                               nothing: compiles, fills caches and workspaces
+    2. counted  StorageTracker and FlopCounter        flops, and the tracker's bytes
+    3. traced   record_allocations                    bytes and timeline (not if a profiler of the user's is active)
+    4. plain    nothing                               seconds; on CUDA also the peak, from torch's own counters
 
-So a step that draws its batch from a loader draws three.
+So a step that draws its batch from a loader draws four. Compiled code runs eagerly in 2 alone: its flops and the
+tracker's bytes are those of the eager code, all else is its own.
 """
 
 from __future__ import annotations
@@ -115,7 +117,7 @@ def measure(
     optimizer: torch.optim.Optimizer | None = None,
     device: torch.device | str | None = None,
 ) -> Measurement:
-    """Run a training step three times and return what it takes.
+    """Run a training step four times and return what it takes.
 
     The step computes the loss; backward is run here, and no optimizer is stepped. Gradients, buffers, generators,
     training flags and hooks are put back, also if the step raises; what cannot be is listed in `measuring.untouched`.
@@ -136,6 +138,8 @@ def measure(
     place = _with_index(subject.device() if device is None else torch.device(device))
     # Garbage of the caller's that dies in the middle would be taken for the step's.
     gc.collect()
+    # Before any hook is set: code that dynamo compiles with our hooks in place would keep their graph breaks.
+    run_plain(subject, place)
     counted = run_counted(subject, place)
     before = counted.before
     traced = None if profiler_is_active() else run_traced(subject, place, before_bytes=before.total_bytes)

@@ -1,4 +1,4 @@
-"""The three runs of a step that a measurement is made of, and what each of them tells.
+"""The runs of a step that a measurement is made of, and what each of them tells.
 
 Every run begins with the same gradients (zeros), buffers and generators, and ends with those of the user.
 """

@@ -1,8 +1,8 @@
 """`StorageTracker`: live bytes of tensors on a device, storage by storage, exact and without the allocator.
 
 A dispatch mode sees every operator's results; a weak reference on each new storage tells when it dies. What that cannot
-see: temporaries inside kernels, and what compiled code allocates. `measuring.allocator` sees both, but cannot run under
-a profiler; this can.
+see: temporaries inside kernels, and what compiled code allocates, since it runs eagerly here. `measuring.allocator` sees
+both, but cannot run under a profiler; this can.
 
 Missing on purpose: sparse tensors, and tensors made by anything but an operator (`torch.from_numpy`).
 """
@@ -26,7 +26,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, UntypedStorage
 
-from torchremat.measuring.bindings import DispatchMode, is_wrapper_subclass
+from torchremat.measuring.bindings import is_wrapper_subclass
+from torchremat.measuring.modes import EagerMode
 
 _LIFTED = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
 
@@ -35,16 +36,13 @@ class _Wrapper(Protocol):
     def __tensor_flatten__(self) -> tuple[list[str], object]: ...
 
 
-class StorageTracker(DispatchMode):
+class StorageTracker(EagerMode):
     """Counts the storages on `device` that are made while it is entered, also those that outlive the block.
 
     Attributes:
         live_bytes: Bytes of the counted storages that are alive now.
         peak_bytes: The most that was ever alive at once.
     """
-
-    # Without this torch refuses to run a higher-order operator below a mode.
-    supports_higher_order_operators = True
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
