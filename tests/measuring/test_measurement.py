@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from torchremat.errors import StepError, UnsupportedError
 from torchremat.measuring.allocator import profiler_is_active
 from torchremat.measuring.measurement import measure
+from torchremat.regions.wrapping import wrap
 
 MIB = 2**20
 
@@ -160,6 +161,17 @@ def test_recomputed_flops_of_nested_checkpoints_by_hand():
     x = torch.randn(4, 8, requires_grad=True)
 
     measured = measure(lambda model: model(x).sum(), model)
+
+    assert measured.recomputed_flops == 512
+    assert measured.flops == (2 + 4 + 1) * 512
+
+
+def test_recomputed_flops_of_a_wrapped_module_by_hand():
+    # Its recompute stops before the second product, as above.
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Tanh(), nn.Linear(8, 8, bias=False))
+    x = torch.randn(4, 8, requires_grad=True)
+
+    measured = measure(lambda model: model(x).sum(), wrap(nn.Sequential(model), "0"))
 
     assert measured.recomputed_flops == 512
     assert measured.flops == (2 + 4 + 1) * 512

@@ -1,8 +1,8 @@
 """`StorageTracker`: live bytes of tensors on a device, storage by storage, exact and without the allocator.
 
 A dispatch mode sees every operator's results; a weak reference on each new storage tells when it dies. What that cannot
-see: temporaries inside kernels, and what compiled code allocates, since it runs eagerly here. `measuring.allocator` sees
-both, but cannot run under a profiler; this can.
+see: temporaries inside kernels, and what compiled code allocates, since it runs eagerly here. `measuring.allocator`
+sees both, but cannot run under a profiler; this can.
 
 Missing on purpose: sparse tensors, and tensors made by anything but an operator (`torch.from_numpy`).
 """
