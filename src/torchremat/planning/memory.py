@@ -84,22 +84,62 @@ class Ran:
     truncated: bool
 
 
+class Lifetimes:
+    """What of the boundary storages lives in a step whatever the plan is. Computed once for many walks.
+
+    Attributes:
+        entered: For each unit the boundary storages that are alive when it is entered, in variables around the units.
+        last: Those alive when the last unit has returned.
+        end: Those alive when the forward has.
+        glue: Storages that code between the units saves, with the number of units that ran before.
+    """
+
+    def __init__(self, units: Units, sizes: tuple[UnitBytes, ...]) -> None:
+        self._trace = units.trace
+        self._boundary = {
+            storage
+            for unit, size in zip(units.units, sizes, strict=True)
+            for storage in (*unit.inputs, *unit.outputs, *unit.carried, *size.saved, *size.left)
+        }
+        count = len(units.units)
+        self.entered = [self._alive(units.entered(unit)) for unit in range(count)]
+        self.last = self._alive(units.left(count - 1))
+        self.end = self._alive(units.trace.end)
+        self.glue = self._glue(units)
+
+    def _alive(self, time: int) -> list[int]:
+        born, died = self._trace.born, self._trace.died
+        return [s for s in self._boundary if born[s] <= time <= died.get(s, time)]
+
+    def _glue(self, units: Units) -> list[tuple[int, int]]:
+        inside: set[int] = set()
+        for unit in units.units:
+            for call in unit.calls:
+                inside.update(self._trace.descendants(call))
+        saved = [one for i, call in enumerate(self._trace.calls) if i not in inside for one in call.saved]
+        ends = [units.left(unit) for unit in range(len(units.units))]
+        return [
+            (s, sum(end <= t for end in ends)) for s, t in (*saved, *self._trace.step_saved) if s in self._boundary
+        ]
+
+
 class Walk:
     """One walk through a step under a tree. Iterate over it once: it yields `Live` and `Ran`."""
 
-    def __init__(self, units: Units, sizes: tuple[UnitBytes, ...], order: tuple[int, ...], tree: Tree) -> None:
+    def __init__(
+        self, units: Units, sizes: tuple[UnitBytes, ...], order: tuple[int, ...], lifetimes: Lifetimes, tree: Tree
+    ) -> None:
         self.units = units
         self.sizes = sizes
         self.order = order
+        self.lifetimes = lifetimes
         self.tree = tree
-        self.held: Counter[int] = Counter()
-        self.inside = 0
-        self.states: dict[int, int] = {}  # by id of the region, the state that it keeps
         self.bytes = units.trace.storage_bytes
-        self.born = units.trace.born
-        self.now = 0
-        self.tracked = _boundary(units, sizes)
-        self.glue: list[tuple[int, int]] = []
+        self.held: Counter[int] = Counter()
+        self.held_bytes = 0
+        self.unborn: list[int] = []  # held by way of an object that will get them later
+        self.inside = 0  # what kept units saved inside, and the states that regions keep
+        self.states: dict[int, int] = {}  # by id of the region, the state that it keeps
         self.slots: dict[int, list[int]] = {}  # by id of the region, what it holds
 
     def __iter__(self) -> Iterator[Live | Ran]:
@@ -109,66 +149,59 @@ class Walk:
     # ------------------------------------------------------------------------------------------------------- holding
 
     def hold(self, storages: Iterable[int]) -> None:
-        self.held.update(storages)
+        for storage in storages:
+            self.held[storage] += 1
+            if self.held[storage] == 1:
+                self.held_bytes += self.bytes[storage]
 
     def release(self, storages: Iterable[int]) -> None:
         for storage in storages:
             self.held[storage] -= 1
             if not self.held[storage]:
                 del self.held[storage]
+                self.held_bytes -= self.bytes[storage]
 
     def total(self, alive: Iterable[int] = ()) -> int:
         """Bytes held, with `alive` beside them."""
-        # An object that a region keeps can get its tensors later; they count from when they are there.
-        storages = [storage for storage in self.held.keys() | set(alive) if self.born[storage] <= self.now]
-        return self.inside + sum(self.states.values()) + sum(self.bytes[storage] for storage in storages)
+        return self.inside + self.held_bytes + sum(self.bytes[s] for s in alive if s not in self.held)
 
-    def locals_at(self, time: int) -> list[int]:
-        """Boundary storages that the code around the units has in its variables."""
-        died = self.units.trace.died
-        return [s for s in self.tracked if self.born[s] <= time and time <= died.get(s, time)]
-
-    def glue_saved(self) -> list[tuple[int, int]]:
-        """Boundary storages that the code between the units saves, with the number of units that ran before."""
-        trace, inside = self.units.trace, set[int]()
-        for unit in self.units.units:
-            for call in unit.calls:
-                inside.update(trace.descendants(call))
-        saved = [one for i, call in enumerate(trace.calls) if i not in inside for one in call.saved]
-        ends = [self.units.left(i) for i in range(len(self.units.units))]
-        return [(s, sum(end <= t for end in ends)) for s, t in (*saved, *trace.step_saved) if s in self.tracked]
+    def be_born(self, time: int) -> None:
+        """Hold what objects that are held have got by now."""
+        born = self.units.trace.born
+        self.hold(storage for storage in self.unborn if born[storage] <= time)
+        self.unborn = [storage for storage in self.unborn if born[storage] > time]
 
     # ------------------------------------------------------------------------------------------------------- forward
 
     def forward(self) -> Iterator[Live]:
-        glue = self.glue_saved()
+        glue = self.lifetimes.glue
         top: dict[int, Keep | Region] = {unit: node for node in self.tree for unit in range(node.first, node.last + 1)}
         for unit, (size, own) in enumerate(zip(self.sizes, self.units.units, strict=True)):
             self.hold(storage for storage, before in glue if before == unit)
-            self.now = self.units.entered(unit)
-            alive = self.locals_at(self.now)
+            self.be_born(self.units.entered(unit))
+            alive = self.lifetimes.entered[unit]
             node = top[unit]
             if isinstance(node, Keep):
                 yield Live((Moment.FORWARD, unit), self.total(alive), size.full_peak_bytes, f"forward of {own.name}, kept")
                 self.keep(unit, again=False)
             else:
                 yield Live((Moment.FORWARD, unit), self.total(alive), size.drop_peak_bytes, f"forward of {own.name}")
-                held = (*self.external(node, unit), *own.carried) if self.has_backward(node) else ()
-                self.slots.setdefault(id(node), []).extend(held)
+                held = self.external(node, unit) if self.has_backward(node) else []
+                carried = own.carried if self.has_backward(node) else ()
+                self.slots.setdefault(id(node), []).extend((*held, *carried))
                 self.hold(held)
+                self.unborn += carried
                 for region in _regions_around(node, unit):
                     if self.has_backward(region):
                         self.states[id(region)] = self.states.get(id(region), 0) + size.state_bytes
+                        self.inside += size.state_bytes
         last = len(self.sizes)
         self.hold(storage for storage, before in glue if before == last)
-        self.now = self.units.left(last - 1)
-        alive = self.locals_at(self.now)
-        yield Live((Moment.LAST, 0), self.total(alive), 0, "after the last module")
-        self.now = self.units.trace.end
-        alive = self.locals_at(self.now)
-        yield Live((Moment.END, 0), self.total(alive), 0, "between forward and backward")
-        self.glue = glue
-        self.hold(alive)  # what the step's caller holds stays
+        self.be_born(self.units.left(last - 1))
+        yield Live((Moment.LAST, 0), self.total(self.lifetimes.last), 0, "after the last module")
+        self.be_born(self.units.trace.end)
+        yield Live((Moment.END, 0), self.total(self.lifetimes.end), 0, "between forward and backward")
+        self.hold(self.lifetimes.end)  # what the step's caller holds stays
 
     def external(self, region: Region, unit: int) -> list[int]:
         """Inputs of a unit that a region around it holds: all that it cannot recompute itself."""
@@ -205,7 +238,7 @@ class Walk:
         waiting = set(self.order)
         tops = {unit: node for node in self.tree for unit in range(node.first, node.last + 1)}
         # Released when the backward has come to a unit before the glue.
-        glue = sorted(self.glue, key=lambda one: -one[1])
+        glue = sorted(self.lifetimes.glue, key=lambda one: -one[1])
         done: set[int] = set()
         available: set[int] = {node.stage for node in self.tree if isinstance(node, Keep)}
         for unit in self.order:
@@ -221,9 +254,9 @@ class Walk:
             waiting.discard(unit)
             for region in chain:
                 # The outermost region goes with its last node, and what it holds with it; inner ones have nothing by then.
-                if not any(region.first <= other <= region.last for other in waiting):
+                if waiting.isdisjoint(range(region.first, region.last + 1)):
                     self.release(self.slots.pop(id(region), ()))
-                    self.states.pop(id(region), None)
+                    self.inside -= self.states.pop(id(region), 0)
             yield Live((Moment.RELEASED, unit), self.total(), 0, f"backward before {self.units.units[unit].name}")
 
     def recompute(self, region: Region, until: int, available: set[int], *, nested: bool) -> Iterator[Live | Ran]:
@@ -270,14 +303,6 @@ class Walk:
             elif self.has_backward(node) and self.external(node, unit):
                 return unit, False
         return until, True
-
-
-def _boundary(units: Units, sizes: tuple[UnitBytes, ...]) -> set[int]:
-    return {
-        storage
-        for unit, size in zip(units.units, sizes, strict=True)
-        for storage in (*unit.inputs, *unit.outputs, *unit.carried, *size.saved, *size.left)
-    }
 
 
 def _regions_around(node: Keep | Region, unit: int) -> list[Region]:

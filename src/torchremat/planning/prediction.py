@@ -34,7 +34,7 @@ def predict(profile: Profile, tree: Tree) -> Prediction:
     """Return what a step under `tree` will need."""
     peak, where, kept = 0, "nothing", 0
     seconds, flops, calls = 0.0, 0, 0
-    for state in Walk(profile.units, profile.sizes, profile.order, tree):
+    for state in Walk(profile.units, profile.sizes, profile.order, profile.lifetimes, tree):
         if isinstance(state, Live):
             live = profile.extra_bytes[state.key] + state.held_bytes
             over = over_bytes(profile, state)

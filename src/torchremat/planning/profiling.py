@@ -22,7 +22,7 @@ from torchremat.measuring.allocator import AllocationTrace, record_allocations
 from torchremat.measuring.step import loss_of
 from torchremat.measuring.untouched import untouched
 from torchremat.planning.layout import installed
-from torchremat.planning.memory import Key, Live, Moment, UnitBytes, Walk
+from torchremat.planning.memory import Key, Lifetimes, Live, Moment, UnitBytes, Walk
 from torchremat.planning.tracing import Step
 from torchremat.planning.units import Units
 from torchremat.regions.region import Region as LiveRegion
@@ -49,6 +49,7 @@ class Profile:
     Attributes:
         units: The units, with the trace.
         sizes: Bytes, by unit.
+        lifetimes: What lives whatever the plan is.
         costs: Seconds and flops, by unit.
         order: Units in the order in which backward comes to them.
         extra_bytes: Bytes live at each moment that do not depend on the plan, relative to the start of the step.
@@ -59,6 +60,7 @@ class Profile:
 
     units: Units
     sizes: tuple[UnitBytes, ...]
+    lifetimes: Lifetimes
     costs: tuple[UnitCosts, ...]
     order: tuple[int, ...]
     extra_bytes: dict[Key, int]
@@ -242,7 +244,8 @@ class _Reader:
         sizes = tuple(self.size(unit) for unit in range(len(watched)))
         key_marks = self.moments(order)
         extra, after = {}, {}
-        for state in Walk(units, sizes, order, self.tree):
+        lifetimes = Lifetimes(units, sizes)
+        for state in Walk(units, sizes, order, lifetimes, self.tree):
             if isinstance(state, Live) and state.key in key_marks and state.key not in extra:
                 begin, end = key_marks[state.key]
                 extra[state.key] = self.at(begin) - state.held_bytes
@@ -258,6 +261,7 @@ class _Reader:
         return Profile(
             units=units,
             sizes=sizes,
+            lifetimes=lifetimes,
             costs=self.costs(),
             order=order,
             extra_bytes=extra,

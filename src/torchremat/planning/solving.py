@@ -105,15 +105,15 @@ class Solver:
             asked = (low + high) // 2
 
     def polished(self, best: Candidate, limit_bytes: int) -> Candidate:
-        """Return a tree with regions dissolved, or their ends let out, one by one, where the limit allows."""
-        improved = True
-        while improved:
-            improved = False
-            for tree in _loosened(best.tree):
-                one = self.judged(tree)
-                if one.prediction.peak_bytes <= limit_bytes and one.cost < best.cost:
-                    best, improved = one, True
-                    break
+        """Return a tree with regions dissolved, or their ends let out, where the limit allows; one pass over the tree."""
+        place = 0
+        while place < len(best.tree):
+            loosened = [self.judged(tree) for tree in _loosened(best.tree, place)]
+            fitting = [one for one in loosened if one.prediction.peak_bytes <= limit_bytes and one.cost < best.cost]
+            if fitting:
+                best = min(fitting, key=lambda one: one.cost)
+            else:
+                place += 1
         return best
 
     @cached_property
@@ -135,17 +135,17 @@ def _is_simple(name: str) -> bool:
     return not number or int(number) <= 12
 
 
-def _loosened(tree: Tree) -> Iterator[Tree]:
-    """Yield the trees that keep a little more: one top-level region dissolved, or without its first or last unit."""
-    for place, node in enumerate(tree):
-        if isinstance(node, Region):
-            before, after = tree[:place], tree[place + 1 :]
-            yield (*before, *node.children, *after)
-            if len(node.children) > 1:
-                first, *rest = node.children
-                yield (*before, first, Region(tuple(rest)), *after)
-                *most, last = node.children
-                yield (*before, Region(tuple(most)), last, *after)
+def _loosened(tree: Tree, place: int) -> Iterator[Tree]:
+    """Yield the trees that keep a little more at one place: the region dissolved, or without its first or last child."""
+    node = tree[place]
+    if isinstance(node, Region):
+        before, after = tree[:place], tree[place + 1 :]
+        yield (*before, *node.children, *after)
+        if len(node.children) > 1:
+            first, *rest = node.children
+            yield (*before, first, Region(tuple(rest)), *after)
+            *most, last = node.children
+            yield (*before, Region(tuple(most)), last, *after)
 
 
 def fitted(units: Units, tree: Tree) -> Tree:

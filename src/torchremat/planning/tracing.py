@@ -184,6 +184,12 @@ class _Tracer:
             self.step_saved.append((number, self.time))
         return None
 
+    def look_into_objects(self) -> None:
+        """Note which tensors the other arguments hold, and let go of them."""
+        for index in list(self.objects_of):
+            inside = tensors_inside(self.objects_of.pop(index))
+            self.calls[index].carried = tuple({self.storage(one): None for one in inside})
+
     def run(
         self, name: str, module: nn.Module, function: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
     ) -> object:
@@ -239,9 +245,7 @@ def trace(model: nn.Module, step: Step) -> Trace:
                 result = step(model)
             finally:
                 pop_saved_tensor_hooks()
-        for index, objects in tracer.objects_of.items():
-            tracer.calls[index].carried = tuple({tracer.storage(one): None for one in tensors_inside(objects)})
-        tracer.objects_of.clear()
+        tracer.look_into_objects()
         tracer.tick()
         loss_of(result)
         del result
