@@ -17,6 +17,11 @@ from torchremat.errors import (
     VersionError,
     WrapError,
 )
+from torchremat.measuring.measurement import Measurement, measure
+from torchremat.planning.fitting import fit
+from torchremat.planning.planner import Planner, plan
+from torchremat.planning.plans import Plan
+from torchremat.planning.verification import Report, verify
 from torchremat.regions.checkpoint import checkpoint, checkpointed
 from torchremat.regions.session import Session, session
 from torchremat.regions.wrapping import unwrap, wrap
@@ -26,9 +31,13 @@ __version__ = "0.1.0"
 __all__ = [
     "BudgetError",
     "CheckpointError",
+    "Measurement",
     "MutationError",
     "OrderWarning",
+    "Plan",
     "PlanError",
+    "Planner",
+    "Report",
     "ScheduleError",
     "Session",
     "ShapeWarning",
@@ -39,7 +48,11 @@ __all__ = [
     "WrapError",
     "checkpoint",
     "checkpointed",
+    "fit",
+    "measure",
+    "plan",
     "session",
     "unwrap",
+    "verify",
     "wrap",
 ]

@@ -38,9 +38,13 @@ class Subject:
         """Keep what the step touches, for one run."""
         return untouched(self.models, self.optimizer, tensors=self.inputs)
 
+    def run(self) -> object:
+        """Run the step and return what it returns."""
+        return self.step() if self.model is None else self.step(self.model)
+
     def forward(self) -> Tensor:
         """Run the step and return the loss. All else that it returned is dropped, as in `loss = step(model).loss`."""
-        return loss_of(self.step() if self.model is None else self.step(self.model))
+        return loss_of(self.run())
 
     def before(self, device: torch.device) -> BytesBefore:
         """Return what lies on `device` now; inside `untouched`, with all gradients."""

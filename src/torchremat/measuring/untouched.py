@@ -137,3 +137,16 @@ def _generators() -> Generator[None]:
             torch.cuda.set_rng_state_all(cuda)
         random.setstate(python)
         np.random.set_state(numpy)
+
+
+@contextmanager
+def written_back(tensors: Iterable[Tensor]) -> Generator[None]:
+    """Put the values and versions of tensors back after the block. The copies lie in host memory."""
+    copies = [(tensor, tensor.detach().to("cpu", copy=True), _version(tensor)) for tensor in tensors]
+    try:
+        yield
+    finally:
+        for tensor, copied, version in copies:
+            tensor.data.copy_(copied)
+            if version is not None:
+                set_version(tensor, version)

@@ -2,67 +2,141 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from torch import nn
 
+from torchremat.planning.shapes import InputSizes
 from torchremat.planning.units import Units
-from torchremat.regions.region import Settings
+from torchremat.regions.region import Body, Settings
 from torchremat.regions.runs import Choice, Place, Scope
 from torchremat.regions.wrapping import is_wrapped, restore_forward, set_forward
-from torchremat.schedules.chain import Keep, Tree
-
-Key = tuple[str, int]
+from torchremat.schedules.chain import Keep, Region, Tree
 
 
-def choices_of(units: Units, tree: Tree) -> dict[Key, Choice]:
-    """Return the regions that each call runs in, for the calls of the first root; the calls of further roots are alike.
+@dataclass(frozen=True, kw_only=True)
+class PlannedCall:
+    """One call of a unit, as it will be recognised.
 
-    A kept call has no entry, unless a module that has one is called inside of it and would be counted.
+    Attributes:
+        name: The module's name.
+        number: How often it was called before in the same call of the root.
+        inside: Names of the modules that are called inside of it.
     """
-    choices: dict[Key, Choice] = {}
-    kept: list[int] = []
-    for node in tree:
-        _choose(units, node, (), choices, kept)
+
+    name: str
+    number: int
+    inside: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calls:
+    """The calls of all units, and the names of the roots that make them."""
+
+    units: tuple[tuple[PlannedCall, ...], ...]
+    roots: tuple[str, ...]
+
+
+def calls_of(units: Units) -> Calls:
+    """Return what has to be known of units to put a tree on a model."""
+    trace = units.trace
+    return Calls(
+        units=tuple(
+            tuple(
+                PlannedCall(
+                    name=name,
+                    number=number,
+                    inside=frozenset(trace.calls[inner].name for inner in trace.descendants(call)),
+                )
+                for call, (name, number) in zip(unit.calls, unit.keys, strict=True)
+            )
+            for unit in units.units
+        ),
+        roots=tuple(dict.fromkeys(trace.calls[root].name for root in units.roots)),
+    )
+
+
+def choices_of(calls: Calls, tree: Tree) -> dict[tuple[str, int], Choice]:
+    """Return the regions that each call runs in. A kept call has no entry, unless a module that has one is called inside of
+    it and would be counted."""
+    choices: dict[tuple[str, int], Choice] = {}
+    kept = list(_choose(calls.units, tree, (), choices))
     names = {name for name, _ in choices}
     for unit in kept:
-        for call, key in zip(units.units[unit].calls, units.units[unit].keys, strict=True):
-            inside = {units.trace.calls[inner].name for inner in units.trace.descendants(call)}
-            if inside & names:
-                choices[key] = Choice()
+        for call in calls.units[unit]:
+            if call.inside & names:
+                choices[call.name, call.number] = Choice()
     return choices
 
 
-def _choose(units: Units, node: object, places: tuple[Place, ...], choices: dict[Key, Choice], kept: list[int]) -> None:
-    if isinstance(node, Keep):
-        if not places:
-            kept.append(node.stage)
-        for key in units.units[node.stage].keys if places else ():
-            choices[key] = Choice(places)
-        return
-    first, last = node.first, node.last  # pyright: ignore
-    calls = sum(len(units.units[unit].calls) for unit in range(first, last + 1))
-    names = [units.units[first].keys[0][0], units.units[last].keys[-1][0]]
-    place = Place(calls, names[0] if names[0] == names[1] else f"{names[0]} .. {names[1]}", first, last)
-    for child in node.children:  # pyright: ignore
-        _choose(units, child, (*places, place), choices, kept)
+def _choose(
+    units: Sequence[Sequence[PlannedCall]],
+    nodes: Iterable[Keep | Region],
+    places: tuple[Place, ...],
+    choices: dict[tuple[str, int], Choice],
+) -> Iterable[int]:
+    """Enter the calls in regions into `choices`, and yield the units that are in none."""
+    for node in nodes:
+        if isinstance(node, Region):
+            count = sum(len(units[unit]) for unit in range(node.first, node.last + 1))
+            ends = [units[node.first][0].name, units[node.last][-1].name]
+            place = Place(count, " .. ".join(dict.fromkeys(ends)), node.first, node.last)
+            yield from _choose(units, node.children, (*places, place), choices)
+        elif places:
+            choices.update(((call.name, call.number), Choice(places)) for call in units[node.stage])
+        else:
+            yield node.stage
 
 
-def install(model: nn.Module, roots: set[str], choices: dict[Key, Choice], settings: Settings) -> None:
-    """Make the calls of the modules that `choices` names regions, under the roots' scopes."""
-    scope = Scope(choices, settings)
+@dataclass(frozen=True, eq=False)
+class PlannedScope(Scope):
+    """The scope of a root, which also watches how large the root's inputs are."""
+
+    root: str = ""
+    inputs: InputSizes | None = None
+    predicted_bytes: int | None = None
+
+    def run(self, body: Body, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        """Run `body` with the scope open."""
+        if self.inputs is not None:
+            self.inputs.check(self.root, (args, kwargs))
+        return super().run(body, args, kwargs)
+
+
+def install(
+    model: nn.Module,
+    calls: Calls,
+    tree: Tree,
+    settings: Settings,
+    *,
+    inputs: InputSizes | None = None,
+    predicted_bytes: int | None = None,
+) -> None:
+    """Make the calls of a model regions as a tree says; on an error nothing has changed."""
+    choices = choices_of(calls, tree)
     names = {name for name, _ in choices}
     done: list[nn.Module] = []
     try:
-        for name in sorted(names | roots):
+        for name in sorted(names | set(calls.roots)):
             module = model.get_submodule(name)
-            set_forward(module, name, settings if name in names else None, scope if name in roots - names else None)
+            if name in names:
+                # A root that is itself the unit has nobody to open a scope for it: each of its calls is a region.
+                set_forward(module, name, settings if name in calls.roots else None)
+            else:
+                set_forward(module, name, None, PlannedScope(choices, settings, name, inputs, predicted_bytes))
             done.append(module)
     except BaseException:
         for module in done:
             restore_forward(module)
         raise
+
+
+def applied_scopes(model: nn.Module) -> list[PlannedScope]:
+    """Return the scopes that `install` has put on a model."""
+    forwards = [module.__dict__["forward"] for module in model.modules() if is_wrapped(module)]
+    return [forward.scope for forward in forwards if isinstance(forward.scope, PlannedScope)]
 
 
 def uninstall(model: nn.Module) -> None:
@@ -73,10 +147,9 @@ def uninstall(model: nn.Module) -> None:
 
 
 @contextmanager
-def installed(model: nn.Module, units: Units, tree: Tree, settings: Settings) -> Generator[None]:
+def installed(model: nn.Module, calls: Calls, tree: Tree, settings: Settings) -> Generator[None]:
     """Put a tree on the model for a block."""
-    roots = {units.trace.calls[root].name for root in units.roots}
-    install(model, roots, choices_of(units, tree), settings)
+    install(model, calls, tree, settings)
     try:
         yield
     finally:

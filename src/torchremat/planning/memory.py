@@ -68,12 +68,14 @@ class UnitBytes:
 
 @dataclass(frozen=True, slots=True)
 class Live:
-    """The state of the walk at one moment: bytes held as the plan says, and the peak of what runs then over them."""
+    """The state of the walk at one moment: bytes held as the plan says, the peak of what runs then over them, and the
+    unit whose forward that is, if it is one's."""
 
     key: Key
     held_bytes: int
     over_bytes: int
     what: str
+    unit: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,10 +184,10 @@ class Walk:
             alive = self.lifetimes.entered[unit]
             node = top[unit]
             if isinstance(node, Keep):
-                yield Live((Moment.FORWARD, unit), self.total(alive), size.full_peak_bytes, f"forward of {own.name}, kept")
+                yield Live((Moment.FORWARD, unit), self.total(alive), size.full_peak_bytes, f"forward of {own.name}", unit)
                 self.keep(unit, again=False)
             else:
-                yield Live((Moment.FORWARD, unit), self.total(alive), size.drop_peak_bytes, f"forward of {own.name}")
+                yield Live((Moment.FORWARD, unit), self.total(alive), size.drop_peak_bytes, f"forward of {own.name}", unit)
                 held = self.external(node, unit) if self.has_backward(node) else []
                 carried = own.carried if self.has_backward(node) else ()
                 self.slots.setdefault(id(node), []).extend((*held, *carried))
@@ -282,7 +284,7 @@ class Walk:
                 peak = size.truncated_peak_bytes if unit == last else size.full_peak_bytes
             else:
                 peak = size.drop_peak_bytes
-            yield Live(key, self.total(links), peak, f"recompute of {own.name}")
+            yield Live(key, self.total(links), peak, f"recompute of {own.name}", unit)
             yield Ran(unit, truncated=unit == last and isinstance(node, Keep))
             if isinstance(node, Keep):
                 self.keep(unit, again=True)

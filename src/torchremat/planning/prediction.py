@@ -54,7 +54,7 @@ def over_bytes(profile: Profile, state: Live) -> int:
     """Return the peak over what is live at a moment, of whatever runs from it until the next one."""
     moment, unit = state.key
     if moment is Moment.FORWARD:
-        return max(state.over_bytes, profile.before_bytes[unit])
+        return max(state.over_bytes, profile.before_unit_bytes[unit])
     if moment is Moment.RECOMPUTE:
         return state.over_bytes
     return profile.after_bytes[state.key]

@@ -1,43 +1,47 @@
-"""One profiled step in which every unit is a region: what each unit needs, and what is live at each moment beside it.
+"""What a plan is made from: a traced forward, and one watched step in which every unit is a region.
 
 Such a step needs little memory, less than any plan that keeps something, and still shows everything: the allocator's
 events of a unit's forward say what it would need if its saved tensors stayed (leave out their frees), or if it stopped at
 its last save (cut there). So one pass gives (full, truncated) x (seconds, bytes) of every unit.
+
+    pass             shows
+    1. traced        the order of calls, links, lifetimes, flops
+    2. watched       bytes and seconds of each unit, and what else is live at each moment
+    3. forward       the seconds of a forward that nothing watches, to which those of pass 2 are scaled
+    4. optimizer     the bytes of one `optimizer.step()`, if there is an optimizer
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from itertools import groupby
-from weakref import ReferenceType, ref
+import gc
+import time
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch import nn
 
 from torchremat.errors import StepError
 from torchremat.measuring.allocator import AllocationTrace, record_allocations
-from torchremat.measuring.step import loss_of
-from torchremat.measuring.untouched import untouched
-from torchremat.planning.layout import installed
+from torchremat.measuring.before import BytesBefore
+from torchremat.measuring.runs import Subject, subject_of
+from torchremat.measuring.step import run_backward
+from torchremat.planning.layout import calls_of, installed
 from torchremat.planning.memory import Key, Lifetimes, Live, Moment, UnitBytes, Walk
-from torchremat.planning.tracing import Step
-from torchremat.planning.units import Units
-from torchremat.regions.region import Region as LiveRegion
+from torchremat.planning.optimizers import OptimizerBytes, measure_optimizer
+from torchremat.planning.tracing import Step, trace
+from torchremat.planning.units import Units, find_units
+from torchremat.planning.watching import Save, Watched, Watcher, every_unit
 from torchremat.regions.region import Settings
-from torchremat.regions.runs import Place
-from torchremat.saved.structure import tensors_in
-from torchremat.schedules.chain import Keep, Region, Tree
-
+from torchremat.schedules.chain import Tree
 
 @dataclass(frozen=True, kw_only=True)
 class UnitCosts:
-    """What running a unit's forward once more costs: whole, and up to its last save."""
+    """What running a unit's forward once more costs, whole and up to its last save; and what its backward takes."""
 
     seconds: float
     seconds_truncated: float
+    seconds_backward: float
     flops: int
     flops_truncated: int
 
@@ -54,8 +58,12 @@ class Profile:
         order: Units in the order in which backward comes to them.
         extra_bytes: Bytes live at each moment that do not depend on the plan, relative to the start of the step.
         after_bytes: Highest live bytes between a moment and the next one, over those live at the moment.
-        before_bytes: The same before a unit is entered, over those live when it is.
+        before_unit_bytes: The same before a unit is entered, over those live when it is.
         seconds: Of a step without any recompute, estimated.
+        forward_seconds: Of a forward.
+        before: What lies in memory before the step, gradients included.
+        device: Whose bytes these are.
+        optimizer: What `optimizer.step()` needs; None if no optimizer was given.
     """
 
     units: Units
@@ -65,167 +73,101 @@ class Profile:
     order: tuple[int, ...]
     extra_bytes: dict[Key, int]
     after_bytes: dict[Key, int]
-    before_bytes: tuple[int, ...]
+    before_unit_bytes: tuple[int, ...]
     seconds: float
-    peak_bytes: int
+    forward_seconds: float
+    before: BytesBefore
+    device: torch.device
+    optimizer: OptimizerBytes | None = None
 
 
-@dataclass
-class _Save:
-    unit: int
-    mark: int
-    pointer: int
-    number: int  # of the storage in the trace, where the same save was seen
-    storage: StorageWeakRef
-
-
-@dataclass
-class _Watched:
-    """What is noted of one unit while the step runs."""
-
-    begins: int = -1
-    ends: int = -1
-    inputs: dict[int, int] = field(default_factory=dict[int, int])  # address of a storage -> number in the trace
-    outputs: dict[int, int] = field(default_factory=dict[int, int])
-    output_refs: list[StorageWeakRef] = field(default_factory=list[StorageWeakRef])
-    boundary: set[int] = field(default_factory=set[int])
-    saves: list[_Save] = field(default_factory=list[_Save])
-    saved: list[int] = field(default_factory=list[int])  # storages of all saves in the trace, in order
-    position: int = 0
-    state_bytes: int = 0
-    recompute: int = -1
-    recomputed: int = -1
-    released: int = -1
-    region: ReferenceType[LiveRegion] | None = None
-
-
-class _Watcher:
-    """The observer of the profiled step."""
-
-    def __init__(self, units: Units, mark: Callable[[str], int], fixed: set[int]) -> None:
-        self.units = units
-        self.mark = mark
-        self.fixed = fixed
-        self.watched = [_Watched(saved=units.saved(unit)) for unit in range(len(units.units))]
-        self.order: list[int] = []
-        self.last_save = [-1] * len(units.units)
-
-    def unit_of(self, region: LiveRegion) -> int | None:
-        place = region.label
-        if not isinstance(place, Place) or place.first != place.last:
-            return None
-        return place.first
-
-    def began(self, region: LiveRegion, call: int, tensors: list[Tensor]) -> None:
-        unit = self.unit_of(region)
-        if unit is None or self.watched[unit].recompute >= 0:
-            return
-        own = self.watched[unit]
-        seen = self.units.trace.calls[self.units.units[unit].calls[call]].inputs
-        for tensor, was in zip(tensors, seen, strict=False):
-            own.inputs.setdefault(tensor.untyped_storage()._cdata, was.storage)
-        if call == 0:
-            own.region = ref(region, lambda _: self.released(unit))
-            own.begins = self.mark("begins")
-
-    def released(self, unit: int) -> None:
-        if self.watched[unit].released < 0:
-            self.watched[unit].released = self.mark("released")
-
-    def saved(self, region: LiveRegion, call: int, tensor: Tensor) -> None:
-        unit = self.unit_of(region)
-        if unit is None or self.watched[unit].recompute >= 0:
-            return
-        own = self.watched[unit]
-        storage = tensor.untyped_storage()
-        mark = self.mark("saves")
-        self.last_save[unit] = mark
-        address = storage._cdata
-        position, own.position = own.position, own.position + 1
-        if address in self.fixed:
-            return
-        if address in own.inputs:
-            own.boundary.add(own.inputs[address])
-        else:
-            number = own.saved[position] if position < len(own.saved) else -1
-            own.saves.append(_Save(unit, mark, storage.data_ptr(), number, StorageWeakRef(storage)))
-
-    def ended(self, region: LiveRegion, call: int, output: object, state_bytes: int) -> None:
-        unit = self.unit_of(region)
-        if unit is None or self.watched[unit].recompute >= 0:
-            return
-        own = self.watched[unit]
-        seen = self.units.trace.calls[self.units.units[unit].calls[call]].outputs
-        for tensor, was in zip(tensors_in(output), seen, strict=False):
-            storage = tensor.untyped_storage()
-            own.outputs[storage._cdata] = was.storage
-            own.output_refs.append(StorageWeakRef(storage))
-        own.state_bytes += state_bytes
-        own.ends = self.mark("ends")
-
-    def recomputing(self, region: LiveRegion) -> None:
-        unit = self.unit_of(region)
-        if unit is not None and self.watched[unit].recompute < 0:
-            self.order.append(unit)
-            self.watched[unit].recompute = self.mark("recompute")
-
-    def recomputed(self, region: LiveRegion) -> None:
-        unit = self.unit_of(region)
-        if unit is not None and self.watched[unit].recomputed < 0:
-            self.watched[unit].recomputed = self.mark("recomputed")
-
-
-def every_unit(units: Units, pieces: int | None = None) -> Tree:
-    """Return the tree in which every unit is a region.
+def profile(
+    model: nn.Module,
+    step: Step,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    device: torch.device | str | None = None,
+    pieces: int | None = None,
+) -> Profile:
+    """Profile a training step; afterwards model, gradients, buffers, generators, hooks and optimizer are as before.
 
     Args:
-        units: The units.
-        pieces: If given, the regions lie in so many outer ones, so that the step needs still less memory.
+        model: The model.
+        step: Called as `step(model)`; runs the forward on a sample batch and returns the loss, see `measure`.
+        optimizer: If given, the bytes of its state and of its step are measured.
+        device: Whose bytes count; that of the first parameter if not given.
+        pieces: If given, the watched step runs in so many pieces, recomputing more and needing less.
+
+    Raises:
+        StepError: The step returns no loss, calls no module of the model, or other modules each time.
+        UnsupportedError: A profiler is active, or the device has no allocation events.
     """
-    singles = [Region((Keep(i),)) for i in range(len(units.units))]
-    if pieces is None:
-        return tuple(singles)
-    size = -(-len(singles) // pieces)
-    tree: list[Keep | Region] = []
-    for _, group in groupby(range(len(singles)), key=lambda index: units.units[index].root):
-        members = list(group)
-        for start in range(0, len(members), size):
-            run = tuple(singles[index] for index in members[start : start + size])
-            tree.append(Region(run) if len(run) > 1 else run[0])
-    return tuple(tree)
+    subject = subject_of(step, model, optimizer)
+    place = subject.device() if device is None else torch.device(device)
+    units = find_units(trace(model, step))
+    measured = _measured(model, subject, units, place, pieces)
+    seconds = _forward_seconds(subject, place)
+    own = None if optimizer is None else measure_optimizer(subject, optimizer, place)
+    return replace(_scaled(measured, seconds), optimizer=own)
 
 
-def profile(model: nn.Module, step: Step, units: Units, device: torch.device, *, pieces: int | None = None) -> Profile:
-    """Run the profiled step and return what it showed; the model is as before afterwards."""
+def _measured(model: nn.Module, subject: Subject, units: Units, device: torch.device, pieces: int | None) -> Profile:
     tree = every_unit(units, pieces)
-    fixed = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
-    watcher: _Watcher | None = None
-    with untouched(model), record_allocations(device) as recorder:
-        watcher = _Watcher(units, recorder.mark, fixed)
-        with installed(model, units, tree, Settings(observer=watcher)):
-            begins = recorder.mark("step")
-            loss = loss_of(step(model))
-            forward = recorder.mark("forward")
-            loss.backward()
-            ends = recorder.mark("end")
-        del loss
-    return _Reader(units, tree, watcher, recorder.trace, begins, forward, ends).profile()
+    fixed = [*model.parameters(), *model.buffers()]
+    gc.collect()  # garbage of the caller's that dies in the middle would be taken for the step's
+    with subject.untouched():
+        before = subject.before(device)
+        with record_allocations(device) as recorder:
+            watcher = Watcher(units, recorder.mark, fixed)
+            with installed(model, calls_of(units), tree, Settings(observer=watcher)):
+                begins = recorder.mark("step")
+                loss = subject.forward()
+                forward = recorder.mark("forward")
+                run_backward(loss)
+                ends = recorder.mark("end")
+            del loss
+    return _Reader(units, tree, watcher, recorder.trace, (begins, forward, ends)).profile(before)
+
+
+def _forward_seconds(subject: Subject, device: torch.device) -> float:
+    with subject.untouched(), torch.no_grad():
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start_s = time.perf_counter()
+        subject.run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - start_s
+
+
+def _scaled(profile: Profile, forward_seconds: float) -> Profile:
+    """Return the profile with its seconds scaled so that the forward takes as long as one that nothing watches."""
+    factor = forward_seconds / profile.forward_seconds
+    costs = tuple(
+        replace(
+            cost,
+            seconds=cost.seconds * factor,
+            seconds_truncated=cost.seconds_truncated * factor,
+            seconds_backward=cost.seconds_backward * factor,
+        )
+        for cost in profile.costs
+    )
+    return replace(profile, costs=costs, seconds=profile.seconds * factor, forward_seconds=forward_seconds)
 
 
 class _Reader:
     """Reads the profile out of the allocator's events."""
 
     def __init__(
-        self, units: Units, tree: Tree, watcher: _Watcher, trace: AllocationTrace, begins: int, forward: int, ends: int
+        self, units: Units, tree: Tree, watcher: Watcher, trace: AllocationTrace, marks: tuple[int, int, int]
     ) -> None:
         self.units = units
         self.tree = tree
         self.watcher = watcher
         self.trace = trace
-        self.begins = begins
-        self.forward = forward
-        self.ends = ends
+        self.begins, self.forward, self.ends = marks
         self.freed_at = _frees(trace)
+        self.marks: dict[Key, tuple[int, int]] = {}
         self.live = np.concatenate([[0], trace.live_bytes()])
 
     def at(self, mark: int) -> int:
@@ -235,22 +177,22 @@ class _Reader:
         """Highest live bytes between two marks over those at the mark `base`."""
         return max(0, self.trace.peak_bytes_between(first, last) - self.at(base))
 
-    def profile(self) -> Profile:
+    def profile(self, before: BytesBefore) -> Profile:
         watched, units = self.watcher.watched, self.units
         for unit, own in enumerate(watched):
             if own.begins < 0 or own.ends < 0:
                 raise StepError(f"`{units.units[unit].name}` was called in one run of the step and not in the next; a plan needs the same calls in the same order.")
         order = tuple(self.watcher.order)
         sizes = tuple(self.size(unit) for unit in range(len(watched)))
-        key_marks = self.moments(order)
-        extra, after = {}, {}
+        self.marks = self.moments(order)
+        extra, after = dict[Key, int](), dict[Key, int]()
         lifetimes = Lifetimes(units, sizes)
         for state in Walk(units, sizes, order, lifetimes, self.tree):
-            if isinstance(state, Live) and state.key in key_marks and state.key not in extra:
-                begin, end = key_marks[state.key]
+            if isinstance(state, Live) and state.key in self.marks and state.key not in extra:
+                begin, end = self.marks[state.key]
                 extra[state.key] = self.at(begin) - state.held_bytes
                 after[state.key] = self.over(begin, end, begin)
-        before = tuple(
+        before_unit = tuple(
             self.over(watched[unit - 1].ends if unit else self.begins, own.begins, own.begins)
             for unit, own in enumerate(watched)
         )
@@ -266,9 +208,11 @@ class _Reader:
             order=order,
             extra_bytes=extra,
             after_bytes=after,
-            before_bytes=before,
+            before_unit_bytes=before_unit,
             seconds=seconds,
-            peak_bytes=self.trace.peak_bytes,
+            forward_seconds=self.time(self.forward) - self.time(self.begins),
+            before=before,
+            device=self.trace.device,
         )
 
     def time(self, mark: int) -> float:
@@ -333,7 +277,7 @@ class _Reader:
             has_backward=own.recompute >= 0,
         )
 
-    def interval(self, save: _Save) -> tuple[int | None, int]:
+    def interval(self, save: Save) -> tuple[int | None, int]:
         """The events that allocated and freed a saved storage; None if it was there before its unit began."""
         position = self.trace.marks[save.mark].position
         begin = self.trace.marks[self.watcher.watched[save.unit].begins].position
@@ -342,6 +286,12 @@ class _Reader:
             if begin <= allocated < position <= freed:
                 return allocated, freed
         return None, 0
+
+    def backward_seconds(self, unit: int) -> float:
+        key = (Moment.RELEASED, unit)
+        if key not in self.marks:
+            return 0.0
+        return self.time(self.marks[key][1]) - self.time(self.marks[Moment.BACKWARD, unit][0])
 
     def costs(self) -> tuple[UnitCosts, ...]:
         watched = self.watcher.watched
@@ -352,13 +302,16 @@ class _Reader:
         full, truncated = [0.0] * len(watched), [0.0] * len(watched)
         for members in groups.values():
             whole = float(np.median([self.time(watched[u].ends) - self.time(watched[u].begins) for u in members]))
-            cut = float(np.median([self.time(max(self.watcher.last_save[u], watched[u].begins)) - self.time(watched[u].begins) for u in members]))
+            cuts = [max(self.watcher.last_save[unit], watched[unit].begins) for unit in members]
+            begins = [watched[unit].begins for unit in members]
+            cut = float(np.median([self.time(a) - self.time(b) for a, b in zip(cuts, begins, strict=True)]))
             for unit in members:
                 full[unit], truncated[unit] = whole, min(cut, whole)
         return tuple(
             UnitCosts(
                 seconds=full[unit],
                 seconds_truncated=truncated[unit],
+                seconds_backward=self.backward_seconds(unit),
                 flops=self.units.flops(unit),
                 flops_truncated=self.units.flops_truncated(unit),
             )

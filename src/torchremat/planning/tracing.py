@@ -64,6 +64,7 @@ class Call:
         flops: Flops of its forward.
         flops_saved: Flops of its forward up to its last save.
         grad: Whether grad mode was on.
+        input_elements: Elements in its inputs.
         signature: What calls of equal cost have in common.
     """
 
@@ -81,6 +82,7 @@ class Call:
     flops: int = 0
     flops_saved: int = 0
     grad: bool = True
+    input_elements: int = 0
     signature: tuple[object, ...] = ()
 
 
@@ -211,6 +213,7 @@ class _Tracer:
             entered=self.time,
             flops=self.flops.total,
             grad=torch.is_grad_enabled(),
+            input_elements=sum(tensor.numel() for tensor in tensors),
             signature=_signature(module, tensors),
         )
         self.calls.append(call)

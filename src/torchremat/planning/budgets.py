@@ -1,0 +1,62 @@
+"""A budget: bytes, or a percentage of the plain step's peak."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+
+import torch
+
+from torchremat.errors import BudgetError
+from torchremat.measuring.sizes import format_bytes, parse_bytes
+
+_PERCENT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*")
+
+
+def percentage_of(budget: int | str) -> float | None:
+    """Return the number in a budget like `"60%"`, or None if it is no percentage.
+
+    Raises:
+        BudgetError: The percentage is 0 or not finite.
+    """
+    matched = _PERCENT.fullmatch(budget) if isinstance(budget, str) else None
+    if matched is None:
+        return None
+    percent = float(matched[1])
+    if not 0 < percent < math.inf:
+        raise BudgetError(f"budget={budget!r}: a percentage above 0 is needed.")
+    return percent
+
+
+def bytes_of(budget: int | str, device: torch.device) -> int:
+    """Return the bytes of a budget that is no percentage.
+
+    Raises:
+        BudgetError: It is no size, or more than the device has.
+    """
+    size = parse_bytes(budget)
+    capacity = capacity_of(device)
+    if capacity is not None and size > capacity:
+        raise BudgetError(f"budget={budget!r} is {format_bytes(size)}, but {device} has {format_bytes(capacity)} in all.")
+    return size
+
+
+def capacity_of(device: torch.device) -> int | None:
+    """Return the bytes that a device has in all; None if that cannot be known."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return _host_bytes("SC_PHYS_PAGES")
+
+
+def free_on(device: torch.device) -> int | None:
+    """Return the bytes that are free on a device now; None if that cannot be known."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return _host_bytes("SC_AVPHYS_PAGES")
+
+
+def _host_bytes(pages: str) -> int | None:
+    if pages not in os.sysconf_names:
+        return None
+    return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,177 @@
+"""Plans as JSON: a versioned schema, readable, diffable, and loaded without executing anything.
+
+Trees are written as nested lists: a number is a kept unit, a list a region. Everything else is written field by field.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import TypeVar, cast
+
+from torchremat.errors import PlanError, ScheduleError
+from torchremat.schedules.chain import Keep, Region, Tree
+
+SCHEMA = "torchremat.plan"
+VERSION = 1
+
+T = TypeVar("T")
+
+
+def to_json(plan: object) -> str:
+    """Return a plan as JSON text; lists of plain values stand on one line each."""
+    content = {"schema": SCHEMA, "version": VERSION, **cast("dict[str, object]", _written(plan))}
+    return _laid_out(content, "") + "\n"
+
+
+def from_json(text: str, kind: type[T], *, source: str) -> T:
+    """Return the plan in a JSON text.
+
+    Raises:
+        PlanError: It is no JSON, no plan, of a newer version, or has a field that is missing, unknown or of another type.
+    """
+    try:
+        content = json.loads(text)
+    except ValueError as error:
+        raise PlanError(f"{source}: no plan, it is not JSON ({error}).") from error
+    if not isinstance(content, dict) or cast("dict[str, object]", content).get("schema") != SCHEMA:
+        raise PlanError(f'{source}: no plan, "schema" is not "{SCHEMA}".')
+    values = dict(cast("dict[str, object]", content))
+    version = values.pop("version", None)
+    values.pop("schema")
+    if not isinstance(version, int) or version < 1:
+        raise PlanError(f'{source}: "version" is {version!r}, a number from 1 to {VERSION} is needed.')
+    if version > VERSION:
+        raise PlanError(
+            f"{source}: the plan has version {version}, this torchremat reads up to {VERSION}. Install a newer torchremat, or plan again."
+        )
+    plan = cast("T", _read(values, kind, source))
+    _check_tree(plan, source)
+    return plan
+
+
+def _check_tree(plan: object, source: str) -> None:
+    tree, units = cast("Tree", plan.tree), cast("tuple[object, ...]", plan.units)  # pyright: ignore[reportAttributeAccessIssue]
+    calls = cast("tuple[object, ...]", plan.calls.units)  # pyright: ignore[reportAttributeAccessIssue]
+    found = list(_stages(tree))
+    if found != list(range(len(units))) or len(calls) != len(units):
+        raise PlanError(f"{source}: the tree covers the units {found}, the plan has {len(units)}, with calls for {len(calls)}.")
+
+
+def _stages(nodes: Tree) -> list[int]:
+    return [
+        stage for node in nodes for stage in ([node.stage] if isinstance(node, Keep) else _stages(node.children))
+    ]
+
+
+# ---------------------------------------------------------------------------------------------------------------- writing
+
+
+def _written(value: object) -> object:
+    if isinstance(value, Keep):
+        return value.stage if not value.option else {"keep": value.stage, "option": value.option}
+    if isinstance(value, Region):
+        return [_written(child) for child in value.children]
+    if is_dataclass(value):
+        return {one.name: _written(getattr(value, one.name)) for one in fields(value) if not one.name.startswith("_")}
+    if isinstance(value, Mapping):
+        return {str(key): _written(item) for key, item in cast("dict[object, object]", value).items()}
+    if isinstance(value, frozenset):
+        return sorted(cast("frozenset[str]", value))
+    if isinstance(value, tuple):
+        return [_written(item) for item in cast("tuple[object, ...]", value)]
+    return value
+
+
+def _laid_out(value: object, indent: str) -> str:
+    """Like `json.dumps` with an indent, with short and flat values on one line."""
+    flat = json.dumps(value)
+    if len(indent) + len(flat) <= 100 or not isinstance(value, dict | list):
+        return flat
+    inner = indent + " "
+    if isinstance(value, dict):
+        items = [f"{json.dumps(key)}: {_laid_out(item, inner)}" for key, item in cast("dict[str, object]", value).items()]
+        edges = "{}"
+    else:
+        items = [_laid_out(item, inner) for item in cast("list[object]", value)]
+        edges = "[]"
+    return f"{edges[0]}\n" + ",\n".join(f"{inner}{item}" for item in items) + f"\n{indent}{edges[1]}"
+
+
+# ---------------------------------------------------------------------------------------------------------------- reading
+
+
+def _read(value: object, kind: object, where: str) -> object:
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if kind is Tree or (origin is tuple and arguments and _is_node(arguments[0])):
+        return _nodes(value, where)
+    if is_dataclass(kind):
+        return _read_fields(value, cast("type", kind), where)
+    if origin in (types.UnionType, typing.Union):
+        if value is None and type(None) in arguments:
+            return None
+        return _read(value, next(one for one in arguments if one is not type(None)), where)
+    if origin is typing.Literal:
+        if value not in arguments:
+            raise PlanError(f"{where} is {value!r}, one of {', '.join(map(repr, arguments))} is needed.")
+        return value
+    if origin in (tuple, frozenset):
+        if not isinstance(value, list):
+            raise PlanError(f"{where} is {value!r:.60}, a list is needed.")
+        items = [_read(item, arguments[0], f"{where}[{i}]") for i, item in enumerate(cast("list[object]", value))]
+        return origin(items)
+    if origin is dict:
+        if not isinstance(value, dict):
+            raise PlanError(f"{where} is {value!r:.60}, an object is needed.")
+        return {key: _read(item, arguments[1], f"{where}.{key}") for key, item in cast("dict[str, object]", value).items()}
+    return _read_plain(value, cast("type", kind), where)
+
+
+def _read_plain(value: object, kind: type, where: str) -> object:
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if type(value) is not kind or (isinstance(value, float) and not math.isfinite(value)):
+        raise PlanError(f"{where} is {value!r:.60}, {kind.__name__} is needed.")
+    if isinstance(value, int) and value < 0:
+        raise PlanError(f"{where} is {value}, which is negative.")
+    return value
+
+
+def _read_fields(value: object, kind: type, where: str) -> object:
+    if not isinstance(value, dict):
+        raise PlanError(f"{where} is {value!r:.60}, an object is needed.")
+    content = cast("dict[str, object]", value)
+    types_of = typing.get_type_hints(kind)
+    names = [one.name for one in fields(kind) if not one.name.startswith("_")]
+    problems = [f"{where}.{name} is missing" for name in names if name not in content]
+    problems += [f"{where}.{name} is unknown" for name in content if name not in names]
+    if problems:
+        raise PlanError("; ".join(problems) + ".")
+    return kind(**{name: _read(content[name], types_of[name], f"{where}.{name}") for name in names})
+
+
+def _is_node(kind: object) -> bool:
+    return kind in (Keep, Region) or Keep in typing.get_args(kind)
+
+
+def _nodes(value: object, where: str) -> tuple[Keep | Region, ...]:
+    if not isinstance(value, list):
+        raise PlanError(f"{where} is {value!r:.60}, a list is needed.")
+    return tuple(_node(item, f"{where}[{i}]") for i, item in enumerate(cast("list[object]", value)))
+
+
+def _node(value: object, where: str) -> Keep | Region:
+    if isinstance(value, list):
+        try:
+            return Region(_nodes(cast("list[object]", value), where))
+        except ScheduleError as error:
+            raise PlanError(f"{where}: {error}.") from error
+    if isinstance(value, dict):
+        content = cast("dict[str, object]", value)
+        if content.keys() == {"keep", "option"}:
+            return Keep(cast("int", _read_plain(content["keep"], int, where)), cast("int", _read_plain(content["option"], int, where)))
+    return Keep(cast("int", _read_plain(value, int, where)))

@@ -1,0 +1,87 @@
+"""Plan, apply and verify in one: the model comes back with a plan that one real step has confirmed."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from torchremat.errors import BudgetError
+from torchremat.measuring.runs import run_traced, subject_of
+from torchremat.measuring.sizes import format_bytes, parse_bytes
+from torchremat.planning.budgets import percentage_of
+from torchremat.planning.chains import Cost
+from torchremat.planning.planner import Planner
+from torchremat.planning.plans import Plan
+from torchremat.planning.tracing import Step
+
+M = TypeVar("M", bound=nn.Module)
+
+_MOST_ATTEMPTS = 4
+
+
+def fit(
+    model: M,
+    step: Step,
+    *,
+    budget: int | str,
+    optimizer: torch.optim.Optimizer | None = None,
+    device: torch.device | str | None = None,
+    cost: Cost = "seconds",
+    margin: int | str = 0,
+) -> M:
+    """Return the model with a plan applied under which one real step was within the budget.
+
+    If that step is above the budget by any byte, the plan is tightened by as much and tried again, three times.
+
+    Args:
+        model: The model.
+        step: As for `plan`.
+        budget: As for `plan`.
+        optimizer: As for `plan`.
+        device: As for `plan`.
+        cost: As for `plan`.
+        margin: As for `plan`.
+
+    Raises:
+        BudgetError: No plan fits, by prediction or by measurement; the model is as it was.
+        StepError: See `plan`.
+    """
+    if percentage_of(budget) is None:
+        parse_bytes(budget)
+    planner = Planner(model, step, optimizer=optimizer, device=device, cost=cost)
+    fit_with(planner, model, step, budget=budget, optimizer=optimizer, margin=margin)
+    return model
+
+
+def fit_with(
+    planner: Planner,
+    model: nn.Module,
+    step: Step,
+    *,
+    budget: int | str,
+    optimizer: torch.optim.Optimizer | None = None,
+    margin: int | str = 0,
+) -> Plan:
+    """Apply a plan of a planner that is there already, see `fit`, and return it."""
+    subject = subject_of(step, model, optimizer)
+    device = planner.profile.device
+    over = 0
+    for _ in range(_MOST_ATTEMPTS):
+        plan = planner.plan(budget, margin=margin, tighten_bytes=over)
+        plan.apply(model)
+        try:
+            traced = run_traced(subject, device, before_bytes=0)
+        except BaseException:
+            plan.remove(model)
+            raise
+        measured = max(planner.fixed_bytes + traced.peak_bytes, planner.optimizer_peak_bytes or 0)
+        if measured <= plan.budget_bytes:
+            return plan
+        plan.remove(model)
+        over += measured - plan.budget_bytes
+    raise BudgetError(
+        f"after {_MOST_ATTEMPTS} plans for {format_bytes(plan.budget_bytes)} the measured peak is still {format_bytes(measured)}; "
+        f"the last plan predicted {format_bytes(plan.peak_bytes)}. Give a larger budget, or make the step do the same each time."
+    )

@@ -1,0 +1,78 @@
+"""What `optimizer.step()` needs: state that is not there yet, and temporaries. Measured on the real thing, then undone."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from torchremat.measuring.allocator import record_allocations
+from torchremat.measuring.before import bytes_before
+from torchremat.measuring.runs import Subject
+from torchremat.measuring.untouched import gradient_leaves, written_back
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerBytes:
+    """Bytes of an optimizer on the device.
+
+    Attributes:
+        name: Its type.
+        state_bytes: State that it has after its first step and did not have before.
+        peak_bytes: Highest live bytes during a step over those before it, new state included.
+    """
+
+    name: str
+    state_bytes: int
+    peak_bytes: int
+
+
+def measure_optimizer(subject: Subject, optimizer: torch.optim.Optimizer, device: torch.device) -> OptimizerBytes:
+    """Run one step with gradients of zero, and put parameters and state back.
+
+    Copies lie in host memory meanwhile. The hooks of the optimizer are not run, and a scheduler that counts its steps
+    does not see this one.
+    """
+    leaves = gradient_leaves(subject.models, optimizer, subject.inputs)
+
+    def state_bytes() -> int:
+        nothing = bytes_before(models=(), leaves=(), optimizer=optimizer, inputs=(), device=device)
+        return nothing.optimizer_bytes
+
+    step = type(optimizer).step
+    # `Optimizer` wraps the step of each subclass in one that runs hooks and counts.
+    unwrapped = cast("Callable[[torch.optim.Optimizer], object]", getattr(step, "__wrapped__", step))
+    with subject.untouched(), written_back(leaves), _state_put_back(optimizer):
+        before = state_bytes()
+        with record_allocations(device) as recorder:
+            unwrapped(optimizer)
+        after = state_bytes()
+    return OptimizerBytes(
+        name=type(optimizer).__name__, state_bytes=after - before, peak_bytes=recorder.trace.peak_bytes
+    )
+
+
+@contextmanager
+def _state_put_back(optimizer: torch.optim.Optimizer) -> Generator[None]:
+    state = cast("dict[Tensor, dict[str, object]]", optimizer.state)
+    groups = cast("list[dict[str, object]]", optimizer.param_groups)
+    before = {key: dict(value) for key, value in state.items()}
+    options = [{name: copy.copy(value) for name, value in group.items() if name != "params"} for group in groups]
+    tensors = [value for values in before.values() for value in values.values() if isinstance(value, Tensor)]
+    try:
+        with written_back(tensors):
+            yield
+    finally:
+        for key in list(state):
+            if key in before:
+                state[key].clear()
+                state[key].update(before[key])
+            else:
+                del state[key]
+        for group, values in zip(groups, options, strict=True):
+            group.update(values)

@@ -1,0 +1,253 @@
+"""From a profile and a budget to a plan."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from torchremat.errors import BudgetError, StepError
+from torchremat.measuring.runs import run_traced, subject_of
+from torchremat.measuring.sizes import format_bytes, parse_bytes
+from torchremat.planning.budgets import bytes_of, free_on, percentage_of
+from torchremat.planning.chains import Cost
+from torchremat.planning.layout import calls_of
+from torchremat.planning.memory import Live, Moment, Walk
+from torchremat.planning.plans import PlainSource, Plan, PlannedUnit, Point
+from torchremat.planning.prediction import over_bytes
+from torchremat.planning.profiling import Profile, profile
+from torchremat.planning.shapes import InputSizes
+from torchremat.planning.solving import Candidate, Solver
+from torchremat.planning.tracing import Step
+from torchremat.schedules.chain import Tree
+
+_COSTS = ("seconds", "flops")
+
+
+class Planner:
+    """Makes plans for one model and step, any number of them from one profile.
+
+    Args:
+        model: The model.
+        step: Called as `step(model)`; returns the loss of a sample batch, the largest that will be trained on.
+        optimizer: If given, its state and the peak of its step count.
+        device: Whose bytes count; that of the first parameter if not given.
+        cost: What to minimise: predicted `"seconds"`, or `"flops"`, which are exact and repeatable.
+
+    Raises:
+        StepError: See `profile`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        step: Step,
+        *,
+        optimizer: torch.optim.Optimizer | None = None,
+        device: torch.device | str | None = None,
+        cost: Cost = "seconds",
+    ) -> None:
+        if cost not in _COSTS:
+            raise BudgetError(f"cost={cost!r}: allowed are 'seconds' and 'flops'.")
+        if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]: users are not type-checked
+            raise StepError(f"model: a torch.nn.Module is needed, got {type(model).__name__}.")
+        self.profile: Profile = profile(model, step, optimizer=optimizer, device=device)
+        self.solver = Solver(self.profile, cost)
+        self._subject = subject_of(step, model, optimizer)
+        self._parameters = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        self._plain: tuple[int, PlainSource] | None = None
+
+    @property
+    def fixed_bytes(self) -> int:
+        """What lies in memory before every step but the first: the optimizer's state is there as well."""
+        state = self.profile.optimizer.state_bytes if self.profile.optimizer is not None else 0
+        return self.profile.before.total_bytes + state
+
+    @property
+    def optimizer_peak_bytes(self) -> int | None:
+        """The peak of `optimizer.step()`, or None without an optimizer."""
+        optimizer = self.profile.optimizer
+        return None if optimizer is None else self.profile.before.total_bytes + optimizer.peak_bytes
+
+    def peak_of(self, candidate: Candidate) -> int:
+        """Return the predicted peak of a training step under a tree, in absolute bytes."""
+        return max(self.fixed_bytes + candidate.prediction.peak_bytes, self.optimizer_peak_bytes or 0)
+
+    @property
+    def floor_bytes(self) -> int:
+        """The smallest budget for which there is a plan."""
+        return self.peak_of(self.solver.floor)
+
+    def plain_peak(self) -> tuple[int, PlainSource]:
+        """Return the peak of a plain training step, measured if it fits, else predicted."""
+        if self._plain is None:
+            self._plain = self._measured_plain() or (self.peak_of(self.solver.plain), "predicted")
+        return self._plain
+
+    def _measured_plain(self) -> tuple[int, PlainSource] | None:
+        free = free_on(self.profile.device)
+        if free is not None and free < self.solver.plain.prediction.peak_bytes:
+            return None
+        try:
+            traced = run_traced(self._subject, self.profile.device, before_bytes=0)
+        except torch.OutOfMemoryError:
+            return None
+        return max(self.fixed_bytes + traced.peak_bytes, self.optimizer_peak_bytes or 0), "measured"
+
+    def plan(self, budget: int | str, *, margin: int | str = 0, tighten_bytes: int = 0) -> Plan:
+        """Return the fastest plan found whose predicted peak is within the budget.
+
+        Args:
+            budget: Bytes as an int or like `"6GiB"`, or a percentage of the plain step's peak like `"60%"`.
+            margin: Bytes of the budget to leave free, for what an allocator needs beside the tensors.
+            tighten_bytes: Bytes by which an earlier plan for this budget was too high when it was measured.
+
+        Raises:
+            BudgetError: The budget is no size, or no plan fits; the message has the smallest budget that works.
+        """
+        percent = percentage_of(budget)
+        plain_bytes, source = self.plain_peak() if percent is not None else self._known_plain()
+        size = int(plain_bytes * percent / 100) if percent is not None else bytes_of(budget, self.profile.device)
+        margin_bytes = 0 if margin == 0 else parse_bytes(margin)
+        target = size - margin_bytes - tighten_bytes
+        optimizer_peak = self.optimizer_peak_bytes or 0
+        found = self.solver.solve(target - self.fixed_bytes) if target >= optimizer_peak else None
+        if found is None:
+            raise BudgetError(self._nothing_fits(size, str(budget), margin_bytes + tighten_bytes))
+        return self._plan(found, size, str(budget), (plain_bytes, source))
+
+    def _known_plain(self) -> tuple[int, PlainSource]:
+        return self._plain or (self.peak_of(self.solver.plain), "predicted")
+
+    def _nothing_fits(self, size: int, budget: str, reserved_bytes: int) -> str:
+        floor = self.solver.floor
+        reserved = f", of which {format_bytes(reserved_bytes)} are set aside" if reserved_bytes else ""
+        optimizer_peak = self.optimizer_peak_bytes or 0
+        if optimizer_peak > self.fixed_bytes + floor.prediction.peak_bytes:
+            return (
+                f"the budget is {format_bytes(size)} ({budget}){reserved}, but optimizer.step() alone peaks at {format_bytes(optimizer_peak)}, "
+                f"which no recomputation lowers. Smallest budget that works: {optimizer_peak + reserved_bytes} bytes. An optimizer with "
+                "foreach=False or fused=True needs less."
+            )
+        slowdown = 1 + floor.prediction.seconds / self.profile.seconds
+        return (
+            f"no plan fits the budget of {format_bytes(size)} ({budget}){reserved}. Smallest budget that works: "
+            f"{self.floor_bytes + reserved_bytes} bytes ({format_bytes(self.floor_bytes + reserved_bytes)}), at {slowdown:.2f} x the plain time. "
+            f"{format_bytes(self.fixed_bytes)} of it lie there before a step; a smaller batch lowers the rest."
+        )
+
+    def _plan(self, found: Candidate, size: int, budget: str, plain: tuple[int, PlainSource]) -> Plan:
+        own, before = self.profile, self.profile.before
+        state = own.optimizer.state_bytes if own.optimizer is not None else 0
+        return Plan(
+            budget_bytes=size,
+            budget=budget,
+            device=str(own.device),
+            cost=self.solver.cost_unit,
+            tree=found.tree,
+            units=tuple(planned_unit(own, unit) for unit in range(len(own.units.units))),
+            calls=calls_of(own.units),
+            peak_bytes=self.peak_of(found),
+            step_peak_bytes=self.fixed_bytes + found.prediction.peak_bytes,
+            optimizer_peak_bytes=self.optimizer_peak_bytes,
+            optimizer_state_bytes=state,
+            before_bytes={
+                "parameters": before.parameter_bytes,
+                "gradients": before.gradient_bytes,
+                "buffers": before.buffer_bytes,
+                "optimizer": before.optimizer_bytes + state,
+                "inputs": before.input_bytes,
+            },
+            kept_bytes=found.prediction.kept_bytes,
+            where=found.prediction.where,
+            plain_peak_bytes=plain[0],
+            plain_source=plain[1],
+            plain_seconds=own.seconds,
+            recompute_seconds=found.prediction.seconds,
+            recomputed_flops=found.prediction.flops,
+            recomputed_calls=found.prediction.calls,
+            flops=own.units.trace.flops,
+            floor_bytes=self.floor_bytes,
+            parameters=self._parameters,
+            inputs=input_sizes(own),
+            curve=curve_of(own, found.tree, self.fixed_bytes),
+            plain_curve=curve_of(own, self.solver.plain.tree, self.fixed_bytes),
+        )
+
+
+def plan(
+    model: nn.Module,
+    step: Step,
+    *,
+    budget: int | str,
+    optimizer: torch.optim.Optimizer | None = None,
+    device: torch.device | str | None = None,
+    cost: Cost = "seconds",
+    margin: int | str = 0,
+) -> Plan:
+    """Return the fastest plan found under which a training step stays within a budget; nothing is applied.
+
+    The step is profiled for this (a few runs of it); afterwards model, gradients, buffers, generators and hooks are as
+    they were. For several budgets of one model make one `Planner`.
+
+    Args:
+        model: The model.
+        step: Called as `step(model)`; runs the forward on a sample batch and returns the loss.
+        budget: Peak bytes of a whole training step: an int, `"6GiB"`, `"800MB"`, or `"60%"` of the plain step's peak.
+        optimizer: If given, its state and the peak of its step count.
+        device: Whose bytes count; that of the first parameter if not given.
+        cost: What to minimise, `"seconds"` or `"flops"`.
+        margin: Bytes of the budget to leave free, for what an allocator needs beside the tensors.
+
+    Raises:
+        BudgetError: The budget is no size, or no plan fits it.
+        StepError: The step returns no loss, or calls other modules each time.
+        UnsupportedError: A profiler is active, or the device has no allocation events.
+    """
+    percentage = percentage_of(budget)
+    if percentage is None:
+        parse_bytes(budget)  # an error now rather than after the profile
+    return Planner(model, step, optimizer=optimizer, device=device, cost=cost).plan(budget, margin=margin)
+
+
+def planned_unit(own: Profile, unit: int) -> PlannedUnit:
+    """Return what a plan tells about a unit."""
+    found, size, trace = own.units.units[unit], own.sizes[unit], own.units.trace
+    saved = (*(size.saved - set(found.inputs)), *size.left)
+    return PlannedUnit(
+        name=found.name,
+        kind=" + ".join(trace.calls[call].kind for call in found.calls),
+        saved_bytes=size.inside_bytes + sum(trace.storage_bytes[storage] for storage in saved),
+        input_bytes=sum(trace.storage_bytes[storage] for storage in found.inputs),
+        seconds=own.costs[unit].seconds,
+        flops=own.costs[unit].flops,
+    )
+
+
+def input_sizes(own: Profile) -> InputSizes:
+    """Return how large the inputs of the roots were."""
+    elements: dict[str, int] = {}
+    for root in own.units.roots:
+        call = own.units.trace.calls[root]
+        elements[call.name] = max(elements.get(call.name, 0), call.input_elements)
+    return InputSizes(elements=elements)
+
+
+def curve_of(own: Profile, tree: Tree, fixed_bytes: int) -> tuple[Point, ...]:
+    """Return the predicted step under a tree: a point where each piece begins, and one at its peak."""
+    points: list[Point] = []
+    now_s, running = 0.0, 0.0
+    for state in Walk(own.units, own.sizes, own.order, own.lifetimes, tree):
+        if not isinstance(state, Live):
+            continue
+        live = fixed_bytes + own.extra_bytes[state.key] + state.held_bytes
+        moment, unit = state.key
+        if moment in (Moment.FORWARD, Moment.RECOMPUTE):
+            running = own.costs[state.unit if state.unit >= 0 else unit].seconds
+        elif moment is Moment.BACKWARD:
+            running = own.costs[unit].seconds_backward
+        else:
+            running = 0.0
+        points.append(Point(seconds=now_s, live_bytes=live, what=state.what))
+        points.append(Point(seconds=now_s + running / 2, live_bytes=live + over_bytes(own, state), what=state.what))
+        now_s += running
+    return tuple(points)

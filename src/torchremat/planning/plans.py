@@ -1,0 +1,233 @@
+"""A plan: what becomes of each unit, with predicted bytes and seconds. Pure data, and the two verbs that use it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from torch import nn
+
+from torchremat.errors import PlanError
+from torchremat.measuring.sizes import format_bytes
+from torchremat.planning.chains import Cost
+from torchremat.planning.files import from_json, to_json
+from torchremat.planning.layout import Calls, install, uninstall
+from torchremat.planning.shapes import InputSizes
+from torchremat.regions.region import Settings
+from torchremat.regions.wrapping import is_wrapped
+from torchremat.schedules.chain import Keep, Region, Tree
+
+PlainSource = Literal["measured", "predicted"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedUnit:
+    """One unit in a plan, for people to read.
+
+    Attributes:
+        name: The names of its modules.
+        kind: Their types.
+        saved_bytes: What it holds from forward to backward if it is kept, beyond its inputs.
+        input_bytes: Its inputs.
+        seconds: Of one forward.
+        flops: Of one forward.
+    """
+
+    name: str
+    kind: str
+    saved_bytes: int
+    input_bytes: int
+    seconds: float
+    flops: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """A moment of a predicted step: when, the bytes live, and what runs."""
+
+    seconds: float
+    live_bytes: int
+    what: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A choice for a whole model under a budget. Made by `plan`, put on a model by `apply`.
+
+    Bytes are absolute: what lies in memory before the step is included.
+
+    Attributes:
+        budget_bytes: The budget.
+        budget: The budget as it was given.
+        device: The device that the bytes are on.
+        cost: What was minimised.
+        tree: The choice.
+        units: The units that the tree is over.
+        calls: How their calls are recognised.
+        peak_bytes: Predicted peak of a training step: the larger of the next two.
+        step_peak_bytes: Predicted peak of forward and backward.
+        optimizer_peak_bytes: Peak of `optimizer.step()`; None if no optimizer was given.
+        optimizer_state_bytes: State that the optimizer will have after its first step; part of `step_peak_bytes`.
+        before_bytes: What lies in memory before a step: parameters, gradients, buffers, optimizer state, inputs.
+        kept_bytes: Predicted bytes that the forward leaves for the backward.
+        where: What runs at the predicted peak of forward and backward.
+        plain_peak_bytes: Peak of a step without any recompute.
+        plain_source: Whether that was measured or predicted.
+        plain_seconds: Seconds of forward and backward without any recompute, estimated.
+        recompute_seconds: Seconds that recomputes add, estimated.
+        recomputed_flops: Flops that recomputes add.
+        recomputed_calls: Forwards of units that recomputes run.
+        flops: Flops of one forward.
+        floor_bytes: The smallest budget for which a plan was found.
+        parameters: Shapes of the parameters that the plan was made for, by name.
+        inputs: How large the inputs of each unit's calls were.
+        curve: The predicted step.
+        plain_curve: The same without any recompute.
+    """
+
+    budget_bytes: int
+    budget: str
+    device: str
+    cost: Cost
+    tree: Tree
+    units: tuple[PlannedUnit, ...]
+    calls: Calls
+    peak_bytes: int
+    step_peak_bytes: int
+    optimizer_peak_bytes: int | None
+    optimizer_state_bytes: int
+    before_bytes: dict[str, int]
+    kept_bytes: int
+    where: str
+    plain_peak_bytes: int
+    plain_source: PlainSource
+    plain_seconds: float
+    recompute_seconds: float
+    recomputed_flops: int
+    recomputed_calls: int
+    flops: int
+    floor_bytes: int
+    parameters: dict[str, tuple[int, ...]]
+    inputs: InputSizes
+    curve: tuple[Point, ...]
+    plain_curve: tuple[Point, ...]
+
+    @property
+    def slowdown(self) -> float:
+        """Predicted seconds of a step over those of a plain one."""
+        return 1 + self.recompute_seconds / self.plain_seconds if self.plain_seconds else 1.0
+
+    def apply(self, model: nn.Module) -> None:
+        """Put the plan on a model: the calls that it names become regions. Runs nothing.
+
+        Raises:
+            PlanError: The plan was made for another model (all differences are listed), or one is applied already.
+        """
+        self.check(model)
+        wrapped = [name for name, module in model.named_modules() if is_wrapped(module)]
+        if wrapped:
+            raise PlanError(
+                f"the model has wrapped modules already ({', '.join(wrapped[:3])}{', ...' if len(wrapped) > 3 else ''}). "
+                "Remove the plan that is applied, or unwrap it, first."
+            )
+        install(
+            model, self.calls, self.tree, Settings(), inputs=self.inputs, predicted_bytes=self.step_peak_bytes
+        )
+
+    def remove(self, model: nn.Module) -> None:
+        """Take the plan off a model, which is then as it was before.
+
+        Raises:
+            PlanError: The plan was made for another model.
+        """
+        self.check(model)
+        uninstall(model)
+
+    def check(self, model: nn.Module) -> None:
+        """Raise a PlanError that lists all differences if the plan was made for another model."""
+        here = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        there = self.parameters
+        problems = [f"`{name}` is missing in the model" for name in there if name not in here]
+        problems += [f"`{name}` is not in the plan" for name in here if name not in there]
+        problems += [
+            f"`{name}` has shape {here[name]}, the plan was made for {there[name]}"
+            for name in here
+            if name in there and here[name] != there[name]
+        ]
+        modules = {name for name, _ in model.named_modules()}
+        named = {call.name for unit in self.calls.units for call in unit} | set(self.calls.roots)
+        problems += [f"there is no module `{name}`" for name in sorted(named - modules)]
+        if problems:
+            shown = "\n".join(f"  {problem}" for problem in problems[:12])
+            more = f"\n  ... and {len(problems) - 12} more" if len(problems) > 12 else ""
+            raise PlanError(f"the plan was made for another model; {len(problems)} differences:\n{shown}{more}")
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan to a JSON file, readable and diffable."""
+        Path(path).write_text(to_json(self))
+
+    @staticmethod
+    def load(path: str | Path) -> Plan:
+        """Return the plan in a file; nothing in it is executed.
+
+        Raises:
+            PlanError: The file is no plan, is damaged, or was written by a newer version.
+        """
+        try:
+            text = Path(path).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise PlanError(f"{path}: cannot be read as a plan: {error}.") from error
+        return from_json(text, Plan, source=str(path))
+
+    def __str__(self) -> str:
+        return "\n".join([*self._summary(), "", *self._rows()])
+
+    def _summary(self) -> list[str]:
+        share = f"{100 * self.peak_bytes / self.plain_peak_bytes:.0f}% of plain"
+        lines = [
+            f"budget     {format_bytes(self.budget_bytes)} ({self.budget}) on {self.device}",
+            f"peak       {format_bytes(self.peak_bytes)} predicted, {share} ({format_bytes(self.plain_peak_bytes)}, {self.plain_source}); "
+            f"highest during {self.where}",
+            f"time       {self.slowdown:.2f} x plain predicted; {self.recomputed_flops / 1e9:.2f} GFLOP recomputed in "
+            f"{self.recomputed_calls} calls, {100 * self.recomputed_flops / max(1, self.flops):.0f}% of a forward",
+            f"floor      {format_bytes(self.floor_bytes)} is the smallest budget found to work",
+        ]
+        parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in self.before_bytes.items() if size)
+        lines.append(f"before     {format_bytes(sum(self.before_bytes.values()))} lie there before a step: {parts}")
+        if self.optimizer_peak_bytes is None:
+            lines.append("optimizer  not counted")
+        else:
+            lines.append(
+                f"optimizer  {format_bytes(self.optimizer_state_bytes)} of state to come; its step peaks at "
+                f"{format_bytes(self.optimizer_peak_bytes)}"
+            )
+        return lines
+
+    def _rows(self) -> list[str]:
+        width = max(6, *(len(unit.name) for unit in self.units))
+        rows = [f"{'module':<{width}}  {'saves':>10}  {'inputs':>10}  {'forward':>9}  plan"]
+        for index, (unit, words) in enumerate(zip(self.units, described(self.tree), strict=True)):
+            rows.append(
+                f"{unit.name:<{width}}  {format_bytes(unit.saved_bytes):>10}  {format_bytes(unit.input_bytes):>10}  "
+                f"{unit.seconds * 1e3:>6.2f} ms  {words}"
+            )
+            assert index < len(self.units)
+        return rows
+
+
+def described(tree: Tree) -> list[str]:
+    """Return for each unit what the tree makes of it, in words, with nested regions drawn as brackets."""
+    words: list[str] = []
+
+    def walk(node: Keep | Region, brackets: str) -> None:
+        if isinstance(node, Keep):
+            words.append(f"{brackets} recompute" if brackets else "keep")
+            return
+        for place, child in enumerate(node.children):
+            edge = "┌" if place == 0 and len(node.children) > 1 else "└" if place == len(node.children) - 1 else "│"
+            walk(child, brackets + ("─" if len(node.children) == 1 else edge))
+
+    for node in tree:
+        walk(node, "")
+    return words

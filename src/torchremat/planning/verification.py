@@ -1,0 +1,200 @@
+"""One real step with the regions of a model and one without them, compared."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from torchremat.measuring.runs import Subject, run_counted, run_traced, subject_of
+from torchremat.measuring.sizes import format_bytes
+from torchremat.measuring.step import run_backward
+from torchremat.measuring.untouched import gradient_leaves
+from torchremat.planning.layout import applied_scopes
+from torchremat.planning.tracing import Step
+from torchremat.regions.wrapping import is_wrapped
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What `verify` found.
+
+    Attributes:
+        is_exact: Whether loss, gradients and buffers are equal bit for bit; None if the plain step does not fit.
+        differences: What differs, by name, with the largest difference.
+        peak_bytes: Measured peak of forward and backward with the regions, in absolute bytes.
+        plain_peak_bytes: The same without them; None if that step does not fit.
+        predicted_bytes: What the applied plan predicted for it; None without a plan.
+        kept_bytes: What the forward left for the backward, with the regions.
+        plain_kept_bytes: The same without them; None if that step does not fit.
+        seconds: Of forward and backward with the regions.
+        plain_seconds: The same without them.
+        recomputed_flops: Recomputed with the regions.
+        regions: Wrapped modules that a plan or `wrap` put there.
+        no_effect: Why the regions save nothing, or "" if they do.
+    """
+
+    is_exact: bool | None
+    differences: tuple[str, ...]
+    peak_bytes: int
+    plain_peak_bytes: int | None
+    predicted_bytes: int | None
+    kept_bytes: int
+    plain_kept_bytes: int | None
+    seconds: float
+    plain_seconds: float | None
+    recomputed_flops: int
+    regions: int
+    no_effect: str
+
+    def __str__(self) -> str:
+        exact = {True: "loss, gradients and buffers equal bit for bit", False: "NOT EQUAL", None: "not compared, the plain step does not fit"}
+        rows = [f"exact      {exact[self.is_exact]}", *(f"           {line}" for line in self.differences[:10])]
+        if self.plain_peak_bytes is not None:
+            share = f", {100 * self.peak_bytes / self.plain_peak_bytes:.0f}% of plain ({format_bytes(self.plain_peak_bytes)})"
+        else:
+            share = ""
+        rows.append(f"peak       {format_bytes(self.peak_bytes)}{share}")
+        if self.predicted_bytes is not None:
+            off = 100 * (self.peak_bytes - self.predicted_bytes) / self.predicted_bytes
+            rows.append(f"predicted  {format_bytes(self.predicted_bytes)}, measured {off:+.2f}%")
+        if self.plain_seconds:
+            rows.append(f"time       {self.seconds / self.plain_seconds:.2f} x plain ({self.plain_seconds * 1e3:.0f} ms, one run each)")
+        rows.append(f"recomputed {self.recomputed_flops / 1e9:.2f} GFLOP, {self.regions} wrapped modules")
+        if self.no_effect:
+            rows.append(f"no effect because {self.no_effect}")
+        return "\n".join(rows)
+
+
+def verify(
+    model: nn.Module,
+    step: Step,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    device: torch.device | str | None = None,
+) -> Report:
+    """Run a step with the regions that are on the model and one without them, and compare.
+
+    Model, gradients, buffers, generators and hooks are as before afterwards.
+
+    Args:
+        model: The model, with a plan applied or modules wrapped.
+        step: As for `plan`.
+        optimizer: Its state counts among the bytes.
+        device: Whose bytes count; that of the first parameter if not given.
+
+    Raises:
+        StepError: The step returns no loss.
+    """
+    subject = subject_of(step, model, optimizer)
+    place = subject.device() if device is None else torch.device(device)
+    regions = sum(map(is_wrapped, model.modules()))
+    with_regions = _run(subject, place)
+    try:
+        with _bare(model):
+            plain = _run(subject, place)
+    except torch.OutOfMemoryError:
+        plain = None
+    differences = () if plain is None else tuple(_differences(with_regions.outcome, plain.outcome))
+    return Report(
+        is_exact=None if plain is None else not differences,
+        differences=differences,
+        peak_bytes=with_regions.peak_bytes,
+        plain_peak_bytes=None if plain is None else plain.peak_bytes,
+        predicted_bytes=_predicted(model),
+        kept_bytes=with_regions.kept_bytes,
+        plain_kept_bytes=None if plain is None else plain.kept_bytes,
+        seconds=with_regions.seconds,
+        plain_seconds=None if plain is None else plain.seconds,
+        recomputed_flops=run_counted(subject, place).recomputed_flops,
+        regions=regions,
+        no_effect=_why_not(model, with_regions, plain, regions),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Run:
+    outcome: dict[str, Tensor]
+    peak_bytes: int
+    kept_bytes: int
+    seconds: float
+
+
+def _run(subject: Subject, device: torch.device) -> _Run:
+    """Run the step twice: for its bytes, then for its seconds and what it computes."""
+    with subject.untouched():
+        before = subject.before(device).total_bytes
+    traced = run_traced(subject, device, before_bytes=before)
+    with subject.untouched():
+        start_s = time.perf_counter()
+        loss = subject.forward()
+        run_backward(loss)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds = time.perf_counter() - start_s
+        outcome = {"the loss": loss.detach().clone()}
+        names = {id(parameter): name for model in subject.models for name, parameter in model.named_parameters()}
+        leaves = gradient_leaves(subject.models, subject.optimizer, subject.inputs)
+        for place, leaf in enumerate(leaves):
+            if leaf.grad is not None:
+                outcome[f"the gradient of `{names.get(id(leaf), f'input {place}')}`"] = leaf.grad.detach().to("cpu", copy=True)
+        for model in subject.models:
+            for name, buffer in model.named_buffers():
+                outcome[f"the buffer `{name}`"] = buffer.detach().to("cpu", copy=True)
+    return _Run(
+        outcome=outcome, peak_bytes=before + traced.peak_bytes, kept_bytes=traced.kept_bytes, seconds=seconds
+    )
+
+
+@contextmanager
+def _bare(model: nn.Module) -> Generator[None]:
+    """Take the forwards that were put on a model off for a block."""
+    aside = [(module, module.__dict__.pop("forward")) for module in model.modules() if is_wrapped(module)]
+    for module, forward in aside:
+        if forward.own is not None:
+            module.__dict__["forward"] = forward.own
+    try:
+        yield
+    finally:
+        for module, forward in aside:
+            module.__dict__["forward"] = forward
+
+
+def _differences(ours: dict[str, Tensor], plain: dict[str, Tensor]) -> Generator[str]:
+    for name, expected in plain.items():
+        found = ours.get(name)
+        if found is None or found.shape != expected.shape or found.dtype != expected.dtype:
+            yield f"{name} is missing or has another shape"
+        elif not torch.equal(found, expected) and not _equal_with_nan(found, expected):
+            distance = (found.double() - expected.double()).abs().max().item()
+            yield f"{name} differs by up to {distance:.3g}"
+    yield from (f"{name} exists with the regions alone" for name in ours if name not in plain)
+
+
+def _equal_with_nan(found: Tensor, expected: Tensor) -> bool:
+    return bool(torch.all((found == expected) | ((found != found) & (expected != expected))))
+
+
+def _predicted(model: nn.Module) -> int | None:
+    return next((scope.predicted_bytes for scope in applied_scopes(model)), None)
+
+
+def _why_not(model: nn.Module, ours: _Run, plain: _Run | None, regions: int) -> str:
+    if plain is None or ours.peak_bytes < plain.peak_bytes:
+        return ""
+    if not regions:
+        return "no module of the model is wrapped; apply a plan, or use wrap"
+    if applied_scopes(model) and not any(scope.choices for scope in applied_scopes(model)):
+        return "the plan keeps everything: the plain step is within the budget"
+    if not model.training:
+        return "nothing was saved less; the model is in eval mode, does the step train it?"
+    if ours.kept_bytes < plain.kept_bytes:
+        return (
+            f"the peak is elsewhere: the forward keeps {format_bytes(plain.kept_bytes - ours.kept_bytes)} less, but the peak of the step "
+            "is not where these are held"
+        )
+    return "the wrapped modules save nothing between forward and backward that their inputs do not hold"

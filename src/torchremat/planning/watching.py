@@ -1,0 +1,148 @@
+"""The step in which every unit is a region, watched: what each unit's region did when, and what was saved in it.
+
+The observer only notes; `profiling` reads the numbers out of the allocator's events afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from itertools import groupby
+from weakref import ReferenceType, ref
+
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from torchremat.measuring.tracker import address_of
+from torchremat.planning.units import Units
+from torchremat.regions.region import Region as LiveRegion
+from torchremat.regions.runs import Place
+from torchremat.saved.structure import tensors_in
+from torchremat.schedules.chain import Keep, Region, Tree
+
+
+@dataclass
+class Save:
+    """One tensor that autograd saved in a unit, neither an input nor a parameter."""
+
+    unit: int
+    mark: int
+    pointer: int
+    number: int  # of the storage in the trace, where the same save was seen
+    storage: StorageWeakRef
+
+
+@dataclass
+class Watched:
+    """What is noted of one unit while the step runs."""
+
+    begins: int = -1
+    ends: int = -1
+    inputs: dict[int, int] = field(default_factory=dict[int, int])  # address of a storage -> number in the trace
+    outputs: dict[int, int] = field(default_factory=dict[int, int])
+    output_refs: list[StorageWeakRef] = field(default_factory=list[StorageWeakRef])
+    boundary: set[int] = field(default_factory=set[int])
+    saves: list[Save] = field(default_factory=list[Save])
+    saved: list[int] = field(default_factory=list[int])  # storages of all saves in the trace, in order
+    position: int = 0
+    state_bytes: int = 0
+    recompute: int = -1
+    recomputed: int = -1
+    released: int = -1
+    region: ReferenceType[LiveRegion] | None = None
+
+
+class Watcher:
+    """The observer of the profiled step."""
+
+    def __init__(self, units: Units, mark: Callable[[str], int], fixed: Iterable[Tensor]) -> None:
+        self.units = units
+        self.mark = mark
+        self.fixed = {address_of(tensor.untyped_storage()) for tensor in fixed}
+        self.watched = [Watched(saved=units.saved(unit)) for unit in range(len(units.units))]
+        self.order: list[int] = []
+        self.last_save = [-1] * len(units.units)
+
+    def unit_of(self, region: LiveRegion) -> int | None:
+        place = region.label
+        if not isinstance(place, Place) or place.first != place.last:
+            return None
+        return place.first
+
+    def began(self, region: LiveRegion, call: int, tensors: list[Tensor]) -> None:
+        unit = self.unit_of(region)
+        if unit is None or self.watched[unit].recompute >= 0:
+            return
+        own = self.watched[unit]
+        seen = self.units.trace.calls[self.units.units[unit].calls[call]].inputs
+        for tensor, was in zip(tensors, seen, strict=False):
+            own.inputs.setdefault(address_of(tensor.untyped_storage()), was.storage)
+        if call == 0:
+            own.region = ref(region, lambda _: self.released(unit))
+            own.begins = self.mark("begins")
+
+    def released(self, unit: int) -> None:
+        if self.watched[unit].released < 0:
+            self.watched[unit].released = self.mark("released")
+
+    def saved(self, region: LiveRegion, call: int, tensor: Tensor) -> None:
+        unit = self.unit_of(region)
+        if unit is None or self.watched[unit].recompute >= 0:
+            return
+        own = self.watched[unit]
+        storage = tensor.untyped_storage()
+        mark = self.mark("saves")
+        self.last_save[unit] = mark
+        address = address_of(storage)
+        position, own.position = own.position, own.position + 1
+        if address in self.fixed:
+            return
+        if address in own.inputs:
+            own.boundary.add(own.inputs[address])
+        else:
+            number = own.saved[position] if position < len(own.saved) else -1
+            own.saves.append(Save(unit, mark, storage.data_ptr(), number, StorageWeakRef(storage)))
+
+    def ended(self, region: LiveRegion, call: int, output: object, state_bytes: int) -> None:
+        unit = self.unit_of(region)
+        if unit is None or self.watched[unit].recompute >= 0:
+            return
+        own = self.watched[unit]
+        seen = self.units.trace.calls[self.units.units[unit].calls[call]].outputs
+        for tensor, was in zip(tensors_in(output), seen, strict=False):
+            storage = tensor.untyped_storage()
+            own.outputs[address_of(storage)] = was.storage
+            own.output_refs.append(StorageWeakRef(storage))
+        own.state_bytes += state_bytes
+        own.ends = self.mark("ends")
+
+    def recomputing(self, region: LiveRegion) -> None:
+        unit = self.unit_of(region)
+        if unit is not None and self.watched[unit].recompute < 0:
+            self.order.append(unit)
+            self.watched[unit].recompute = self.mark("recompute")
+
+    def recomputed(self, region: LiveRegion) -> None:
+        unit = self.unit_of(region)
+        if unit is not None and self.watched[unit].recomputed < 0:
+            self.watched[unit].recomputed = self.mark("recomputed")
+
+
+def every_unit(units: Units, pieces: int | None = None) -> Tree:
+    """Return the tree in which every unit is a region.
+
+    Args:
+        units: The units.
+        pieces: If given, the regions lie in so many outer ones, so that the step needs still less memory.
+    """
+    singles = [Region((Keep(i),)) for i in range(len(units.units))]
+    if pieces is None:
+        return tuple(singles)
+    size = -(-len(singles) // pieces)
+    tree: list[Keep | Region] = []
+    for _, group in groupby(range(len(singles)), key=lambda index: units.units[index].root):
+        members = list(group)
+        for start in range(0, len(members), size):
+            run = tuple(singles[index] for index in members[start : start + size])
+            tree.append(Region(run) if len(run) > 1 else run[0])
+    return tuple(tree)
