@@ -17,6 +17,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -24,6 +25,7 @@ from torch import nn
 
 from torchremat.errors import UnsupportedError
 from torchremat.measuring.allocator import profiler_is_active
+from torchremat.measuring.curves import curve_of, draw
 from torchremat.measuring.runs import run_counted, run_plain, run_traced, subject_of
 from torchremat.measuring.sizes import format_bytes
 from torchremat.measuring.timeline import Timeline
@@ -78,6 +80,14 @@ class Measurement:
     def before_bytes(self) -> int:
         """What lay in memory before the step."""
         return self.parameter_bytes + self.gradient_bytes + self.buffer_bytes + self.optimizer_bytes + self.input_bytes
+
+    def plot(self, path: str | Path) -> None:
+        """Draw the live bytes over the step into an image file; its ending says which kind.
+
+        Raises:
+            UnsupportedError: matplotlib is not installed.
+        """
+        draw([curve_of(self.timeline, name=f"measured on {self.device}", before_bytes=self.before_bytes)], path)
 
     def __str__(self) -> str:
         rows = [

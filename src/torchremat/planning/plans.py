@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 from torch import nn
 
 from torchremat.errors import PlanError
+from torchremat.measuring.curves import Curve, Phase, draw
 from torchremat.measuring.sizes import format_bytes
 from torchremat.planning.chains import Cost
 from torchremat.planning.files import from_json, to_json
@@ -180,6 +182,17 @@ class Plan:
             raise PlanError(f"{path}: cannot be read as a plan: {error}.") from error
         return from_json(text, Plan, source=str(path))
 
+    def plot(self, path: str | Path) -> None:
+        """Draw the predicted step, plain and planned side by side, into an image file; its ending says which kind.
+
+        Raises:
+            UnsupportedError: matplotlib is not installed.
+        """
+        before, budget = sum(self.before_bytes.values()), self.budget_bytes
+        name = f"budget {format_bytes(budget)}, predicted"
+        plain = _drawn(self.plain_curve, name="plain, predicted", before_bytes=before, budget_bytes=budget)
+        draw([plain, _drawn(self.curve, name=name, before_bytes=before, budget_bytes=budget)], path)
+
     def __str__(self) -> str:
         return "\n".join([*self._summary(), "", *self._rows()])
 
@@ -214,6 +227,19 @@ class Plan:
             )
             assert index < len(self.units)
         return rows
+
+
+def _drawn(points: tuple[Point, ...], *, name: str, before_bytes: int, budget_bytes: int) -> Curve:
+    """Return a predicted step ready to draw."""
+    first_words: dict[str, Phase] = {"recompute": "recompute", "backward": "backward"}
+    return Curve(
+        name=name,
+        seconds=np.array([point.seconds for point in points]),
+        live_bytes=np.array([point.live_bytes for point in points], dtype=np.int64),
+        phases=tuple(first_words.get(point.what.partition(" ")[0], "forward") for point in points),
+        before_bytes=before_bytes,
+        budget_bytes=budget_bytes,
+    )
 
 
 def described(tree: Tree) -> list[str]:

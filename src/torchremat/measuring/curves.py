@@ -1,0 +1,146 @@
+"""Live bytes over a step as a picture: one panel for each curve, side by side on the same scales.
+
+This is the drawing alone, below everything that has a curve to draw: `Measurement.plot`, `Plan.plot`, `reports.plots`.
+matplotlib is asked for when a picture is, and its global state (pyplot, the backend) is left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchremat.errors import UnsupportedError
+from torchremat.measuring.sizes import format_bytes
+from torchremat.measuring.timeline import Timeline
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Phase = Literal["forward", "recompute", "backward"]
+
+# After Okabe and Ito's palette, which the colour-blind can tell apart; the blues differ in lightness.
+_COLOURS: dict[Phase, str] = {"forward": "#9AD0F0", "recompute": "#E69F00", "backward": "#3D85B8"}
+_BEFORE = "#DDDDDD"
+_BUDGET = "#D55E00"
+_INK = "#333333"
+_LEGEND = ("there before the step", "forward", "recompute", "backward", "budget")
+
+_HEIGHT_INCHES = 3.9
+_WIDTH_INCHES = (6.4, 12.0)  # of a picture with one panel, and of one with many
+_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Curve:
+    """A line through points, and what runs from each of them to the next.
+
+    Attributes:
+        name: The heading of its panel.
+        seconds: Of each point, since the start of the step.
+        live_bytes: Of each point.
+        phases: Of each point: what runs from it on.
+        before_bytes: What lay in memory before the step.
+        budget_bytes: Drawn as a line; None if there is none.
+    """
+
+    name: str
+    seconds: NDArray[np.float64]
+    live_bytes: NDArray[np.int64]
+    phases: tuple[Phase, ...]
+    before_bytes: int
+    budget_bytes: int | None = None
+
+
+def curve_of(timeline: Timeline, *, name: str, before_bytes: int, budget_bytes: int | None = None) -> Curve:
+    """Return a measured timeline as a curve: the bytes jump at each event and stay until the next.
+
+    A timeline does not tell a recompute from the backward that it is for.
+    """
+    phases: list[Phase] = ["backward" if backward else "forward" for backward in timeline.in_backward]
+    return Curve(
+        name=name,
+        seconds=np.concatenate([[0.0], np.repeat(timeline.seconds, 2)]),
+        live_bytes=np.repeat(np.append(before_bytes, timeline.live_bytes), 2)[:-1],
+        phases=("forward", *(phase for phase in phases for _ in range(2))),
+        before_bytes=before_bytes,
+        budget_bytes=budget_bytes,
+    )
+
+
+def draw(curves: Sequence[Curve], path: str | Path) -> None:
+    """Draw the curves side by side into an image file; its ending says which kind.
+
+    Raises:
+        UnsupportedError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UnsupportedError(
+            "a plot needs matplotlib, which is not installed. Install it with: pip install 'torchremat[plot]'"
+        ) from error
+    spans_s = [max(float(curve.seconds.max(initial=0.0)), 1e-9) for curve in curves]
+    # A panel too narrow for its heading would run into the next one.
+    widths = [max(span_s, 0.5 * max(spans_s)) for span_s in spans_s]
+    highest = max(max(int(curve.live_bytes.max(initial=1)), curve.budget_bytes or 0) for curve in curves)
+    unit, size = next((name, size) for name, size in _UNITS if highest >= 2 * size or size == 1)
+    narrow, wide = _WIDTH_INCHES
+    figure = Figure(
+        figsize=(min(wide, narrow + 3.0 * (len(curves) - 1)), _HEIGHT_INCHES), dpi=160, layout="constrained"
+    )
+    panels = figure.subplots(1, len(curves), sharey=True, squeeze=False, width_ratios=widths)[0]
+    for panel, curve in zip(panels, curves, strict=True):
+        _draw_panel(panel, curve, size)
+    panels[0].set_ylim(0, 1.04 * highest / size)
+    panels[0].set_ylabel(f"live memory ({unit})", color=_INK)
+    figure.supxlabel("seconds since the start of the step", color=_INK, fontsize="medium")
+    named = {name: handle for panel in panels for handle, name in zip(*panel.get_legend_handles_labels(), strict=True)}
+    shown = [name for name in _LEGEND if name in named]
+    figure.legend(
+        [named[name] for name in shown],
+        shown,
+        loc="outside upper center",
+        ncols=len(shown),
+        frameon=False,
+        labelcolor=_INK,
+    )
+    figure.savefig(path)
+
+
+def _draw_panel(panel: Axes, curve: Curve, size: int) -> None:
+    """Draw one curve; `size` is the unit of the bytes."""
+    live = curve.live_bytes / size
+    panel.axhspan(0, curve.before_bytes / size, color=_BEFORE, linewidth=0, label="there before the step")
+    for phase, first, last in _runs(curve.phases):
+        reach = slice(first, min(last + 2, len(live)))  # up to the point where the next phase begins
+        panel.fill_between(
+            curve.seconds[reach],
+            curve.before_bytes / size,
+            live[reach],
+            color=_COLOURS[phase],
+            linewidth=0,
+            label=phase,
+        )
+    panel.plot(curve.seconds, live, color=_INK, linewidth=0.6)
+    if curve.budget_bytes is not None:
+        panel.axhline(curve.budget_bytes / size, color=_BUDGET, linestyle=(0, (5, 2)), linewidth=1.5, label="budget")
+    panel.margins(x=0)
+    panel.locator_params(axis="x", nbins=5)
+    panel.xaxis.set_major_formatter("{x:g}")
+    panel.tick_params(colors=_INK, labelsize="small")
+    panel.spines[["top", "right"]].set_visible(False)
+    peak = format_bytes(int(curve.live_bytes.max(initial=0)))
+    panel.set_title(f"{curve.name}\npeak {peak}", color=_INK, fontsize="medium", loc="left")
+
+
+def _runs(phases: tuple[Phase, ...]) -> Iterator[tuple[Phase, int, int]]:
+    """Yield each stretch of equal phases with its first and last index."""
+    for phase, places in groupby(range(len(phases)), key=phases.__getitem__):
+        first, *rest = places
+        yield phase, first, rest[-1] if rest else first
