@@ -141,6 +141,6 @@ def _draw_panel(panel: Axes, curve: Curve, size: int) -> None:
 
 def _runs(phases: tuple[Phase, ...]) -> Iterator[tuple[Phase, int, int]]:
     """Yield each stretch of equal phases with its first and last index."""
-    for phase, places in groupby(range(len(phases)), key=phases.__getitem__):
-        first, *rest = places
-        yield phase, first, rest[-1] if rest else first
+    for _, group in groupby(range(len(phases)), key=phases.__getitem__):
+        places = list(group)
+        yield phases[places[0]], places[0], places[-1]
