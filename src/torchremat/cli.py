@@ -1,0 +1,297 @@
+"""The command line: measure, plan, verify and fit the training step that a factory of the user's returns.
+
+The factory is named `module:function`; the folder that the command runs in is searched first. It takes no arguments
+and returns a model and a step, and an optimizer if it likes. Exit codes: 1 if something is wrong with the model, the
+step, the budget or the plan, 2 if something is wrong with the command.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, cast
+
+import torch
+import typer
+from rich.console import Console
+from torch import nn
+
+from torchremat.errors import TorchrematError
+from torchremat.measuring.measurement import measure
+from torchremat.measuring.sizes import format_bytes, parse_bytes
+from torchremat.measuring.step import loss_of, run_backward
+from torchremat.planning.budgets import percentage_of
+from torchremat.planning.chains import Cost
+from torchremat.planning.fitting import fit_with
+from torchremat.planning.planner import Planner
+from torchremat.planning.plans import Plan
+from torchremat.planning.tracing import Step
+from torchremat.planning.verification import Report, verify
+
+_SHAPE = "(model, step) or (model, step, optimizer)"
+
+app = typer.Typer(
+    help="Give a PyTorch model a memory budget.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+_out, _err = Console(), Console(stderr=True)
+
+
+class TargetError(Exception):
+    """A command that names something which is not there or not fit for it."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Subject:
+    """What a factory returned."""
+
+    model: nn.Module
+    step: Step
+    optimizer: torch.optim.Optimizer | None
+
+    def train_once(self) -> None:
+        """Run one training step if there is an optimizer, so that its state is there, and counted, from now on."""
+        if self.optimizer is not None:
+            run_backward(loss_of(self.step(self.model)))
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+
+def load(target: str) -> Subject:
+    """Return what the factory `module:function` makes.
+
+    Raises:
+        TargetError: There is no such module or function, or it returns something else.
+    """
+    module_name, colon, path = target.partition(":")
+    if not colon or not module_name or not path:
+        raise TargetError(f"{target!r}: `module:factory` is needed, like `train:build`.")
+    if module_name.endswith(".py") or "/" in module_name:
+        raise TargetError(f"{module_name!r}: the name of a module is needed, like `train`, not of a file.")
+    found: object = _imported(module_name)
+    for name in path.split("."):
+        if not hasattr(found, name):
+            raise TargetError(f"module {module_name!r} has no {path!r}.{_offered(module_name)}")
+        found = getattr(found, name)
+    if not callable(found):
+        raise TargetError(f"{target} is no function but a {type(found).__name__}; it has to return {_SHAPE}.")
+    return _subject(target, cast("Callable[[], object]", found)())
+
+
+def _imported(name: str) -> object:
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        # A module that this module imports may be missing just as well; that is the user's own traceback.
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise
+        raise TargetError(f"there is no module {error.name!r} here or among what is installed.") from error
+
+
+def _offered(module_name: str) -> str:
+    """Return a sentence with the functions that a module defines."""
+    names = [
+        name
+        for name, value in vars(sys.modules[module_name]).items()
+        if callable(value) and getattr(value, "__module__", None) == module_name and not name.startswith("_")
+    ]
+    return f" It defines {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}." if names else ""
+
+
+def _subject(target: str, made: object) -> Subject:
+    parts = cast("tuple[object, ...]", made) if isinstance(made, tuple) else ()
+    if len(parts) not in (2, 3):
+        raise TargetError(f"{target} returned {_described(made)}; {_SHAPE} is needed.")
+    model, step, optimizer = (*parts, None)[:3]
+    if not isinstance(model, nn.Module):
+        raise TargetError(f"{target} returned {_described(made)}; the first has to be a torch.nn.Module.")
+    if not callable(step):
+        raise TargetError(f"{target} returned {_described(made)}; the second has to be a function, step(model).")
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise TargetError(f"{target} returned {_described(made)}; the third has to be a torch.optim.Optimizer.")
+    return Subject(model=model, step=cast("Step", step), optimizer=optimizer)
+
+
+def _described(made: object) -> str:
+    if isinstance(made, tuple):
+        kinds = ", ".join(type(part).__name__ for part in cast("tuple[object, ...]", made))
+        return f"a tuple ({kinds})"
+    return "None (is a `return` missing?)" if made is None else f"a {type(made).__name__}"
+
+
+@contextmanager
+def _working(doing: str) -> Generator[None]:
+    """Say what is being done, and turn errors into a message and an exit code; what user code raises goes through."""
+    try:
+        with _err.status(doing):
+            yield
+    except TorchrematError as error:
+        _say(f"{type(error).__name__}: {error}")
+        raise typer.Exit(1) from error
+    except TargetError as error:
+        _say(f"Error: {error}")
+        raise typer.Exit(2) from error
+
+
+def _say(text: str) -> None:
+    """Print to stderr, beside what was asked for."""
+    _err.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _show(found: object) -> None:
+    """Print what was asked for."""
+    _out.print(str(found), markup=False, highlight=False, soft_wrap=True)
+
+
+Target = Annotated[str, typer.Argument(metavar="MODULE:FACTORY", help=f"A function that returns {_SHAPE}.")]
+Budget = Annotated[str, typer.Option(help="Peak of a training step: bytes, 6GiB, 800MB, or 60% of the plain peak.")]
+Margin = Annotated[str, typer.Option(help="Part of the budget to leave free, like 1GiB.")]
+Costs = Annotated[Cost, typer.Option(help="What to minimise.")]
+Device = Annotated[str | None, typer.Option(help="Whose bytes count; that of the first parameter if not given.")]
+Out = Annotated[Path | None, typer.Option(help="File to write the plan to, as JSON.")]
+Plot = Annotated[Path | None, typer.Option(help="Image to draw: live bytes over the step. The ending says which kind.")]
+
+
+@app.command("measure")
+def measure_command(target: Target, plot: Plot = None, device: Device = None) -> None:
+    """Print what a training step takes: peak, seconds, flops."""
+    with _working("measuring"):
+        _check_files(plot)
+        own, place = load(target), _device(device)
+        own.train_once()
+        found = measure(own.step, own.model, optimizer=own.optimizer, device=place)
+    _show(found)
+    with _working("drawing"):
+        if plot is not None:
+            found.plot(plot)
+            _say(f"wrote {plot}")
+
+
+@app.command("plan")
+def plan_command(
+    target: Target,
+    budget: Budget,
+    out: Out = None,
+    plot: Plot = None,
+    cost: Costs = "seconds",
+    margin: Margin = "",
+    device: Device = None,
+) -> None:
+    """Print the fastest plan found that is predicted to stay within a budget."""
+    with _working("planning"):
+        _check_files(out, plot)
+        size, free = _budget(budget), _margin(margin)
+        own, place = load(target), _device(device)
+        planner = Planner(own.model, own.step, optimizer=own.optimizer, device=place, cost=cost)
+        found = planner.plan(size, margin=free)
+    _show(found)
+    _keep(found, out, plot)
+
+
+@app.command("verify")
+def verify_command(
+    target: Target, plan: Annotated[Path, typer.Option(help="A plan file.")], device: Device = None
+) -> None:
+    """Run a step with a plan and one without; exit code 1 if they differ, or if the peak is above the plan's budget."""
+    with _working("verifying"):
+        found = Plan.load(plan)
+        own, place = load(target), _device(device)
+        found.apply(own.model)
+        own.train_once()
+        report = verify(own.model, own.step, optimizer=own.optimizer, device=place)
+    _show(report)
+    _judge(found, report)
+
+
+@app.command("fit")
+def fit_command(
+    target: Target,
+    budget: Budget,
+    out: Out = None,
+    plot: Plot = None,
+    cost: Costs = "seconds",
+    margin: Margin = "",
+    device: Device = None,
+) -> None:
+    """Plan, and confirm the plan by real steps with and without it; exit code 1 as in verify."""
+    with _working("fitting"):
+        _check_files(out, plot)
+        size, free = _budget(budget), _margin(margin)
+        own, place = load(target), _device(device)
+        planner = Planner(own.model, own.step, optimizer=own.optimizer, device=place, cost=cost)
+        found = fit_with(planner, own.model, own.step, budget=size, optimizer=own.optimizer, margin=free)
+        own.train_once()
+        report = verify(own.model, own.step, optimizer=own.optimizer, device=place)
+    _show(found)
+    _show("")
+    _show(report)
+    _keep(found, out, plot)
+    _judge(found, report)
+
+
+def _budget(text: str) -> int | str:
+    """Return a budget, which is checked before any work is done."""
+    budget = _number(text)
+    if percentage_of(budget) is None:
+        parse_bytes(budget)
+    return budget
+
+
+def _margin(text: str) -> int | str:
+    return parse_bytes(_number(text)) if text else 0
+
+
+def _number(text: str) -> int | str:
+    """Return digits as the number that they are; all else is for the library to read."""
+    return int(text) if text.isascii() and text.isdigit() else text
+
+
+def _device(text: str | None) -> torch.device | None:
+    try:
+        return None if text is None else torch.device(text)
+    except RuntimeError as error:
+        raise TargetError(f"--device {text!r} is no device, like cpu or cuda:0.") from error
+
+
+def _check_files(*paths: Path | None) -> None:
+    """Raise before any work is done if a file could not be written after it."""
+    for path in paths:
+        if path is not None and (path.is_dir() or not path.parent.is_dir()):
+            raise TargetError(
+                f"{path} cannot be written: {path.parent} is no folder, or there is a folder of that name."
+            )
+
+
+def _keep(found: Plan, out: Path | None, plot: Path | None) -> None:
+    with _working("writing"):
+        if out is not None:
+            found.save(out)
+            _say(f"wrote {out}")
+        if plot is not None:
+            found.plot(plot)
+            _say(f"wrote {plot}")
+
+
+def _judge(plan: Plan, report: Report) -> None:
+    """Exit with 1 if a step under the plan was not what it has to be."""
+    peak_bytes = max(report.peak_bytes, plan.optimizer_peak_bytes or 0)
+    if peak_bytes > plan.budget_bytes:
+        _say(f"The peak of {format_bytes(peak_bytes)} is above the budget of {format_bytes(plan.budget_bytes)}.")
+    if report.is_exact is False or peak_bytes > plan.budget_bytes:
+        raise typer.Exit(1)
+
+
+def main() -> None:
+    """Run the command line."""
+    # torch reports each start of its profiler, which measures the bytes, on stderr.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+    app()

@@ -1,0 +1,216 @@
+"""The command line: what it prints, what it writes, and the exit codes for everything that can be wrong."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+import torchremat
+from torchremat.cli import app
+
+FACTORIES = """
+import torch
+from torch import nn
+
+made = {}
+
+def build():
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(6)))
+    x = torch.randn(64, 16)
+    made["model"] = model
+    return model, lambda model: model(x).square().mean()
+
+def with_optimizer():
+    model, step = build()
+    return model, step, torch.optim.AdamW(model.parameters())
+
+def no_loss():
+    return nn.Linear(2, 2), lambda model: None
+
+def broken():
+    raise RuntimeError("of the user's own")
+
+def nothing(): pass
+def only_a_model(): return nn.Linear(2, 2)
+def no_model(): return 1, 2
+def no_step(): return nn.Linear(2, 2), 2
+def no_optimizer(): return nn.Linear(2, 2), len, 3
+
+number = 5
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "factories.py").write_text(FACTORIES)
+    (tmp_path / "needy.py").write_text("import there_is_no_such_module")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "factories", raising=False)
+    return tmp_path
+
+
+def run(*arguments, code=0):
+    result = CliRunner().invoke(app, arguments)
+
+    assert result.exit_code == code, result.output
+    return result
+
+
+def test_measure_prints_the_peak():
+    result = run("measure", "factories:build")
+
+    assert "peak" in result.stdout and "kept by forward" in result.stdout
+
+
+def test_measure_counts_the_state_of_an_optimizer_that_has_not_stepped():
+    assert "optimizer" in run("measure", "factories:with_optimizer").stdout
+    assert "optimizer" not in run("measure", "factories:build").stdout
+
+
+def test_measure_draws(folder):
+    result = run("measure", "factories:build", "--plot", "step.png")
+
+    assert "wrote step.png" in result.stderr
+    assert (folder / "step.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_plan_prints_writes_and_draws(folder):
+    result = run("plan", "factories:build", "--budget", "60%", "--cost", "flops", "--out", "p.json", "--plot", "p.svg")
+
+    plan = torchremat.Plan.load(folder / "p.json")
+    assert result.stdout == f"{plan}\n"
+    assert (plan.budget, plan.cost) == ("60%", "flops")
+    assert (folder / "p.svg").read_text().startswith("<?xml")
+
+
+def test_a_budget_of_digits_is_bytes():
+    assert "10000000" in run("plan", "factories:build", "--budget", "10000000").stdout
+
+
+def test_a_margin_is_part_of_the_budget(folder):
+    run("plan", "factories:build", "--budget", "1MB", "--margin", "400kB", "--out", "p.json")
+
+    assert torchremat.Plan.load(folder / "p.json").peak_bytes <= 600_000
+
+
+def test_verify_compares_with_the_plain_step():
+    run("plan", "factories:with_optimizer", "--budget", "60%", "--out", "p.json")
+    result = run("verify", "factories:with_optimizer", "--plan", "p.json")
+
+    assert "equal bit for bit" in result.stdout
+    assert re.search(r"measured [+-]0\.0\d%", result.stdout)
+
+
+def test_verify_fails_above_the_budget(folder):
+    run("plan", "factories:build", "--budget", "60%", "--out", "p.json")
+    text = (folder / "p.json").read_text()
+    budget = torchremat.Plan.load("p.json").budget_bytes
+    (folder / "p.json").write_text(text.replace(f'"budget_bytes": {budget}', '"budget_bytes": 1000'))
+    result = run("verify", "factories:build", "--plan", "p.json", code=1)
+
+    assert "is above the budget of 1000 B" in result.stderr
+
+
+def test_fit_confirms_and_writes(folder):
+    result = run("fit", "factories:with_optimizer", "--budget", "60%", "--out", "p.json")
+
+    assert "equal bit for bit" in result.stdout and "floor" in result.stdout
+    assert torchremat.Plan.load(folder / "p.json").budget == "60%"
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("factories", "`module:factory` is needed"),
+        ("factories:", "`module:factory` is needed"),
+        ("factories.py:build", "the name of a module is needed"),
+        ("no.such.thing:build", "there is no module 'no'"),
+        ("factories.inner:build", "there is no module 'factories.inner'"),
+        ("factories:bild", "module 'factories' has no 'bild'. It defines build, with_optimizer"),
+        ("factories:number", "is no function but a int"),
+        ("factories:nothing", "returned None (is a `return` missing?)"),
+        ("factories:only_a_model", "returned a Linear; (model, step) or (model, step, optimizer) is needed"),
+        ("factories:no_model", "returned a tuple (int, int); the first has to be a torch.nn.Module"),
+        ("factories:no_step", "returned a tuple (Linear, int); the second has to be a function"),
+        ("factories:no_optimizer", "the third has to be a torch.optim.Optimizer"),
+    ],
+)
+def test_a_wrong_target_is_refused(target, message):
+    result = run("measure", target, code=2)
+
+    assert message in result.stderr
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["measure", "factories:build", "--device", "gpu7"], "'gpu7' is no device"),
+        (["measure", "factories:build", "--plot", "no/such/folder.png"], "cannot be written"),
+        (["plan", "factories:build", "--budget", "60%", "--out", "."], "cannot be written"),
+        (["plan", "factories:build"], "--budget"),
+        (["plan", "factories:build", "--budget", "60%", "--cost", "money"], "money"),
+    ],
+)
+def test_a_wrong_option_is_refused(arguments, message):
+    result = run(*arguments, code=2)
+
+    assert message in result.stderr
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["measure", "factories:no_loss"], "StepError: the step returned None"),
+        (["plan", "factories:build", "--budget", "6GB/s"], "BudgetError: '6GB/s' is not a size"),
+        (["plan", "factories:build", "--budget", "0"], "BudgetError: a size must be at least 1 B"),
+        (["fit", "factories:build", "--budget", "110kB"], "Smallest budget that works"),
+        (["fit", "factories:build", "--budget", "60%", "--margin", "much"], "BudgetError: 'much' is not a size"),
+        (["verify", "factories:build", "--plan", "factories.py"], "PlanError: factories.py: no plan, it is not JSON"),
+        (["verify", "factories:build", "--plan", "no.json"], "PlanError: no.json: cannot be read as a plan"),
+    ],
+)
+def test_an_error_of_the_library_is_one_message(arguments, message):
+    result = run(*arguments, code=1)
+
+    assert message in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_a_plan_for_another_model_is_refused():
+    run("plan", "factories:build", "--budget", "60%", "--out", "p.json")
+
+    assert "PlanError" in run("verify", "factories:no_loss", "--plan", "p.json", code=1).stderr
+
+
+def test_what_user_code_raises_goes_through():
+    assert isinstance(run("measure", "factories:broken", code=1).exception, RuntimeError)
+    assert isinstance(run("measure", "needy:build", code=1).exception, ModuleNotFoundError)
+
+
+def python(*arguments, **environment):
+    return subprocess.run(
+        [sys.executable, *arguments], env={**os.environ, **environment}, capture_output=True, text=True, timeout=120
+    )
+
+
+def test_it_runs_as_a_module_and_stays_quiet():
+    result = python("-m", "torchremat", "measure", "factories:build")
+
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.startswith("peak")
+
+
+def test_a_missing_extra_is_named(folder):
+    (folder / "typer.py").write_text("raise ModuleNotFoundError('no', name='typer')")
+    result = python("-m", "torchremat", "--help")
+
+    assert result.returncode == 1
+    assert "pip install 'torchremat[cli]'" in result.stderr
+    assert "Traceback" not in result.stderr
