@@ -38,7 +38,9 @@ def bytes_of(budget: int | str, device: torch.device) -> int:
     size = parse_bytes(budget)
     capacity = capacity_of(device)
     if capacity is not None and size > capacity:
-        raise BudgetError(f"budget={budget!r} is {format_bytes(size)}, but {device} has {format_bytes(capacity)} in all.")
+        raise BudgetError(
+            f"budget={budget!r} is {format_bytes(size)}, but {device} has {format_bytes(capacity)} in all."
+        )
     return size
 
 
@@ -52,7 +54,11 @@ def capacity_of(device: torch.device) -> int | None:
 def free_on(device: torch.device) -> int | None:
     """Return the bytes that are free on a device now; None if that cannot be known."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return (
+            torch.cuda.mem_get_info(device)[0]
+            + torch.cuda.memory_reserved(device)
+            - torch.cuda.memory_allocated(device)
+        )
     return _host_bytes("SC_AVPHYS_PAGES")
 
 

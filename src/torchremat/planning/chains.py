@@ -21,8 +21,8 @@ def chain_of(profile: Profile, cost: Cost) -> Chain:
     seen: set[int] = set()
     stages = tuple(_stage(profile, unit, cost, seen) for unit in range(len(profile.units.units)))
     tails = [
-        profile.extra_bytes.get((moment, 0), 0) + profile.after_bytes.get((moment, 0), 0)
-        for moment in (Moment.LAST, Moment.END)
+        profile.extra_bytes[key] + profile.after_bytes[key]
+        for key in ((Moment.LEFT, len(stages) - 1), (Moment.END, 0))
     ]
     return Chain(stages=stages, tail_bytes=max(0, *tails))
 
@@ -39,7 +39,8 @@ def _stage(profile: Profile, unit: int, cost: Cost, seen: set[int]) -> Stage:
     seen |= external
     own_saves = size.saved - set(own.inputs)
     option = Option(
-        saved_bytes=size.inside_bytes + sum(trace.storage_bytes[s] for s in (*own_saves, *size.left) if s in trace.died),
+        saved_bytes=size.inside_bytes
+        + sum(trace.storage_bytes[s] for s in (*own_saves, *size.left) if s in trace.died),
         saves_input=bool(linked & size.saved),
         saves_external=bool(external & size.saved),
         cost=0.0,

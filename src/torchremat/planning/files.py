@@ -59,13 +59,13 @@ def _check_tree(plan: object, source: str) -> None:
     calls = cast("tuple[object, ...]", plan.calls.units)  # pyright: ignore[reportAttributeAccessIssue]
     found = list(_stages(tree))
     if found != list(range(len(units))) or len(calls) != len(units):
-        raise PlanError(f"{source}: the tree covers the units {found}, the plan has {len(units)}, with calls for {len(calls)}.")
+        raise PlanError(
+            f"{source}: the tree covers the units {found}, the plan has {len(units)}, with calls for {len(calls)}."
+        )
 
 
 def _stages(nodes: Tree) -> list[int]:
-    return [
-        stage for node in nodes for stage in ([node.stage] if isinstance(node, Keep) else _stages(node.children))
-    ]
+    return [stage for node in nodes for stage in ([node.stage] if isinstance(node, Keep) else _stages(node.children))]
 
 
 # ---------------------------------------------------------------------------------------------------------------- writing
@@ -94,7 +94,9 @@ def _laid_out(value: object, indent: str) -> str:
         return flat
     inner = indent + " "
     if isinstance(value, dict):
-        items = [f"{json.dumps(key)}: {_laid_out(item, inner)}" for key, item in cast("dict[str, object]", value).items()]
+        items = [
+            f"{json.dumps(key)}: {_laid_out(item, inner)}" for key, item in cast("dict[str, object]", value).items()
+        ]
         edges = "{}"
     else:
         items = [_laid_out(item, inner) for item in cast("list[object]", value)]
@@ -127,7 +129,9 @@ def _read(value: object, kind: object, where: str) -> object:
     if origin is dict:
         if not isinstance(value, dict):
             raise PlanError(f"{where} is {value!r:.60}, an object is needed.")
-        return {key: _read(item, arguments[1], f"{where}.{key}") for key, item in cast("dict[str, object]", value).items()}
+        return {
+            key: _read(item, arguments[1], f"{where}.{key}") for key, item in cast("dict[str, object]", value).items()
+        }
     return _read_plain(value, cast("type", kind), where)
 
 
@@ -173,5 +177,8 @@ def _node(value: object, where: str) -> Keep | Region:
     if isinstance(value, dict):
         content = cast("dict[str, object]", value)
         if content.keys() == {"keep", "option"}:
-            return Keep(cast("int", _read_plain(content["keep"], int, where)), cast("int", _read_plain(content["option"], int, where)))
+            return Keep(
+                cast("int", _read_plain(content["keep"], int, where)),
+                cast("int", _read_plain(content["option"], int, where)),
+            )
     return Keep(cast("int", _read_plain(value, int, where)))

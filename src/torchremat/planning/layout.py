@@ -33,27 +33,24 @@ class PlannedCall:
 
 @dataclass(frozen=True, kw_only=True)
 class Calls:
-    """The calls of all units, and the names of the roots that make them."""
+    """The calls of all units, those between the units, and the names of the roots that make them."""
 
     units: tuple[tuple[PlannedCall, ...], ...]
+    others: tuple[PlannedCall, ...]
     roots: tuple[str, ...]
 
 
 def calls_of(units: Units) -> Calls:
     """Return what has to be known of units to put a tree on a model."""
     trace = units.trace
+
+    def planned(call: int, key: tuple[str, int]) -> PlannedCall:
+        inside = frozenset(trace.calls[inner].name for inner in trace.descendants(call))
+        return PlannedCall(name=key[0], number=key[1], inside=inside)
+
     return Calls(
-        units=tuple(
-            tuple(
-                PlannedCall(
-                    name=name,
-                    number=number,
-                    inside=frozenset(trace.calls[inner].name for inner in trace.descendants(call)),
-                )
-                for call, (name, number) in zip(unit.calls, unit.keys, strict=True)
-            )
-            for unit in units.units
-        ),
+        units=tuple(tuple(map(planned, unit.calls, unit.keys)) for unit in units.units),
+        others=tuple(planned(call, key) for call, key in units.others),
         roots=tuple(dict.fromkeys(trace.calls[root].name for root in units.roots)),
     )
 
@@ -64,10 +61,9 @@ def choices_of(calls: Calls, tree: Tree) -> dict[tuple[str, int], Choice]:
     choices: dict[tuple[str, int], Choice] = {}
     kept = list(_choose(calls.units, tree, (), choices))
     names = {name for name, _ in choices}
-    for unit in kept:
-        for call in calls.units[unit]:
-            if call.inside & names:
-                choices[call.name, call.number] = Choice()
+    for call in (*(call for unit in kept for call in calls.units[unit]), *calls.others):
+        if call.inside & names:
+            choices[call.name, call.number] = Choice()
     return choices
 
 

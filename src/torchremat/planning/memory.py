@@ -24,16 +24,16 @@ from torchremat.schedules.chain import Keep, Region, Tree
 
 
 class Moment(Enum):
-    """When in a step; each but the last two is a moment of one unit.
+    """When in a step; each but the last is a moment of one unit.
 
     Source of the times: the profiled step, in which every unit is a region.
     """
 
     FORWARD = "forward"  # a unit is entered in the first forward
+    LEFT = "left"  # it has returned; code between it and the unit after runs
     RECOMPUTE = "recompute"  # before a recompute that ends with the unit
     BACKWARD = "backward"  # all that the unit saved is there, its backward begins
     RELEASED = "released"  # all that the unit saved is gone; code between it and the unit before runs its backward
-    LAST = "last"  # the last unit has returned
     END = "end"  # the step's forward has returned
 
 
@@ -91,7 +91,7 @@ class Lifetimes:
 
     Attributes:
         entered: For each unit the boundary storages that are alive when it is entered, in variables around the units.
-        last: Those alive when the last unit has returned.
+        left: The same when it has returned.
         end: Those alive when the forward has.
         glue: Storages that code between the units saves, with the number of units that ran before.
     """
@@ -105,7 +105,7 @@ class Lifetimes:
         }
         count = len(units.units)
         self.entered = [self._alive(units.entered(unit)) for unit in range(count)]
-        self.last = self._alive(units.left(count - 1))
+        self.left = [self._alive(units.left(unit)) for unit in range(count)]
         self.end = self._alive(units.trace.end)
         self.glue = self._glue(units)
 
@@ -120,9 +120,7 @@ class Lifetimes:
                 inside.update(self._trace.descendants(call))
         saved = [one for i, call in enumerate(self._trace.calls) if i not in inside for one in call.saved]
         ends = [units.left(unit) for unit in range(len(units.units))]
-        return [
-            (s, sum(end <= t for end in ends)) for s, t in (*saved, *self._trace.step_saved) if s in self._boundary
-        ]
+        return [(s, sum(end <= t for end in ends)) for s, t in (*saved, *self._trace.step_saved) if s in self._boundary]
 
 
 class Walk:
@@ -143,6 +141,7 @@ class Walk:
         self.inside = 0  # what kept units saved inside, and the states that regions keep
         self.states: dict[int, int] = {}  # by id of the region, the state that it keeps
         self.slots: dict[int, list[int]] = {}  # by id of the region, what it holds
+        self.known: dict[int, list[list[int]]] = {}  # by id of the region, what it begins to hold at each of its units
 
     def __iter__(self) -> Iterator[Live | Ran]:
         yield from self.forward()
@@ -181,35 +180,54 @@ class Walk:
         for unit, (size, own) in enumerate(zip(self.sizes, self.units.units, strict=True)):
             self.hold(storage for storage, before in glue if before == unit)
             self.be_born(self.units.entered(unit))
-            alive = self.lifetimes.entered[unit]
-            node = top[unit]
+            alive, node = self.lifetimes.entered[unit], top[unit]
+            peak = size.full_peak_bytes if isinstance(node, Keep) else size.drop_peak_bytes
+            # The measured peak has the state of one region around the unit.
+            peak += size.state_bytes * max(0, len(_regions_around(node, unit)) - 1)
+            yield Live((Moment.FORWARD, unit), self.total(alive), peak, f"forward of {own.name}", unit)
             if isinstance(node, Keep):
-                yield Live((Moment.FORWARD, unit), self.total(alive), size.full_peak_bytes, f"forward of {own.name}", unit)
                 self.keep(unit, again=False)
             else:
-                yield Live((Moment.FORWARD, unit), self.total(alive), size.drop_peak_bytes, f"forward of {own.name}", unit)
-                held = self.external(node, unit) if self.has_backward(node) else []
-                carried = own.carried if self.has_backward(node) else ()
-                self.slots.setdefault(id(node), []).extend((*held, *carried))
-                self.hold(held)
-                self.unborn += carried
-                for region in _regions_around(node, unit):
-                    if self.has_backward(region):
-                        self.states[id(region)] = self.states.get(id(region), 0) + size.state_bytes
-                        self.inside += size.state_bytes
-        last = len(self.sizes)
-        self.hold(storage for storage, before in glue if before == last)
-        self.be_born(self.units.left(last - 1))
-        yield Live((Moment.LAST, 0), self.total(self.lifetimes.last), 0, "after the last module")
+                self.enter(node, unit)
+            self.be_born(self.units.left(unit))
+            yield Live((Moment.LEFT, unit), self.total(self.lifetimes.left[unit]), 0, f"forward after {own.name}")
+        self.hold(storage for storage, before in glue if before == len(self.sizes))
         self.be_born(self.units.trace.end)
-        yield Live((Moment.END, 0), self.total(self.lifetimes.end), 0, "between forward and backward")
+        yield Live((Moment.END, 0), self.total(self.lifetimes.end), 0, "loss, between forward and backward")
         self.hold(self.lifetimes.end)  # what the step's caller holds stays
 
-    def external(self, region: Region, unit: int) -> list[int]:
-        """Inputs of a unit that a region around it holds: all that it cannot recompute itself."""
+    def enter(self, region: Region, unit: int) -> None:
+        """Hold what the top-level region around a unit holds for it, and the states that all regions around it keep."""
+        if not self.has_backward(region):
+            return
         own = self.units.units[unit]
-        links = dict(own.links)
-        return [s for s in own.inputs if not (s in links and links[s] >= region.first)]
+        held = self.external(region, unit)
+        self.slots.setdefault(id(region), []).extend((*held, *own.carried))
+        self.hold(held)
+        self.unborn += own.carried
+        for around in _regions_around(region, unit):
+            if self.has_backward(around):
+                state = self.sizes[unit].state_bytes
+                self.states[id(around)] = self.states.get(id(around), 0) + state
+                self.inside += state
+
+    def external(self, region: Region, unit: int) -> list[int]:
+        """Inputs that a region begins to hold when a unit in it runs: those that it can neither recompute nor holds already."""
+        known = self.known.get(id(region))
+        if known is None:
+            known = self.known[id(region)] = self._external(region)
+        return known[unit - region.first]
+
+    def _external(self, region: Region) -> list[list[int]]:
+        held: set[int] = set()
+        result: list[list[int]] = []
+        for unit in range(region.first, region.last + 1):
+            own = self.units.units[unit]
+            links = dict(own.links)
+            new = [s for s in own.inputs if s not in held and links.get(s, -1) < region.first]
+            held.update(new)
+            result.append(new)
+        return result
 
     def keep(self, unit: int, *, again: bool) -> None:
         """Hold what a unit saves; `again` in a recompute."""
@@ -272,6 +290,7 @@ class Walk:
                 if producer >= region.first:
                     linked[storage] = unit
         links: set[int] = set()
+        states = 0  # of the new nested regions, which go with the recompute's graph
         for unit in range(region.first, last + 1):
             node, size, own = children[unit], self.sizes[unit], self.units.units[unit]
             if isinstance(node, Region):
@@ -284,16 +303,28 @@ class Walk:
                 peak = size.truncated_peak_bytes if unit == last else size.full_peak_bytes
             else:
                 peak = size.drop_peak_bytes
-            yield Live(key, self.total(links), peak, f"recompute of {own.name}", unit)
+            # The generators' own states are set aside meanwhile, and each nested region keeps those that it starts from.
+            state = size.state_bytes * len(_regions_around(node, unit))
+            yield Live(key, self.total(links), peak + state + size.state_bytes, f"recompute of {own.name}", unit)
             yield Ran(unit, truncated=unit == last and isinstance(node, Keep))
             if isinstance(node, Keep):
                 self.keep(unit, again=True)
                 available.add(unit)
+            states, self.inside = states + state, self.inside + state
             links |= {s for s in own.outputs if linked.get(s, -1) > unit}
             links -= {s for s in links if linked[s] <= unit}
-        if nested:
-            # A nested region's inputs are values of its parent's recompute, given away as they are asked for.
-            self.release(self.slots.pop(id(region), ()))
+            if nested:
+                # A nested region's inputs are values of its parent's recompute, and go with their last use in its own.
+                slots = self.slots.get(id(region), [])
+                used = [storage for storage in slots if self.last_use(region, storage) <= unit]
+                self.release(used)
+                self.slots[id(region)] = [storage for storage in slots if storage not in used]
+        self.inside -= states
+
+    def last_use(self, region: Region, storage: int) -> int:
+        """The last unit of a region that takes a storage."""
+        units = self.units.units
+        return max(unit for unit in range(region.first, region.last + 1) if storage in units[unit].inputs)
 
     def last_needed(self, region: Region, children: dict[int, Keep | Region], until: int) -> tuple[int, bool]:
         """The unit at which the recompute stops, and whether that unit is run (else it stops at its inputs)."""

@@ -16,7 +16,7 @@ from torchremat.planning.plans import PlainSource, Plan, PlannedUnit, Point
 from torchremat.planning.prediction import over_bytes
 from torchremat.planning.profiling import Profile, profile
 from torchremat.planning.shapes import InputSizes
-from torchremat.planning.solving import Candidate, Solver
+from torchremat.planning.solving import Candidate, Search
 from torchremat.planning.tracing import Step
 from torchremat.schedules.chain import Tree
 
@@ -50,8 +50,9 @@ class Planner:
             raise BudgetError(f"cost={cost!r}: allowed are 'seconds' and 'flops'.")
         if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]: users are not type-checked
             raise StepError(f"model: a torch.nn.Module is needed, got {type(model).__name__}.")
-        self.profile: Profile = profile(model, step, optimizer=optimizer, device=device)
-        self.solver = Solver(self.profile, cost)
+        grains = profile(model, step, optimizer=optimizer, device=device)
+        self.profile: Profile = grains.coarse
+        self.solver = Search(grains, cost)
         self._subject = subject_of(step, model, optimizer)
         self._parameters = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         self._plain: tuple[int, PlainSource] | None = None
@@ -136,7 +137,7 @@ class Planner:
         )
 
     def _plan(self, found: Candidate, size: int, budget: str, plain: tuple[int, PlainSource]) -> Plan:
-        own, before = self.profile, self.profile.before
+        own, before = found.profile, self.profile.before
         state = own.optimizer.state_bytes if own.optimizer is not None else 0
         return Plan(
             budget_bytes=size,
@@ -170,7 +171,7 @@ class Planner:
             parameters=self._parameters,
             inputs=input_sizes(own),
             curve=curve_of(own, found.tree, self.fixed_bytes),
-            plain_curve=curve_of(own, self.solver.plain.tree, self.fixed_bytes),
+            plain_curve=curve_of(self.profile, self.solver.plain.tree, self.fixed_bytes),
         )
 
 

@@ -133,9 +133,7 @@ class Plan:
                 f"the model has wrapped modules already ({', '.join(wrapped[:3])}{', ...' if len(wrapped) > 3 else ''}). "
                 "Remove the plan that is applied, or unwrap it, first."
             )
-        install(
-            model, self.calls, self.tree, Settings(), inputs=self.inputs, predicted_bytes=self.step_peak_bytes
-        )
+        install(model, self.calls, self.tree, Settings(), inputs=self.inputs, predicted_bytes=self.step_peak_bytes)
 
     def remove(self, model: nn.Module) -> None:
         """Take the plan off a model, which is then as it was before.

@@ -32,7 +32,7 @@ class Prediction:
 
 def predict(profile: Profile, tree: Tree) -> Prediction:
     """Return what a step under `tree` will need."""
-    peak, where, kept = 0, "nothing", 0
+    peak, where, kept = profile.start_bytes, "code before the first module", 0
     seconds, flops, calls = 0.0, 0, 0
     for state in Walk(profile.units, profile.sizes, profile.order, profile.lifetimes, tree):
         if isinstance(state, Live):
@@ -52,10 +52,7 @@ def predict(profile: Profile, tree: Tree) -> Prediction:
 
 def over_bytes(profile: Profile, state: Live) -> int:
     """Return the peak over what is live at a moment, of whatever runs from it until the next one."""
-    moment, unit = state.key
-    if moment is Moment.FORWARD:
-        return max(state.over_bytes, profile.before_unit_bytes[unit])
-    if moment is Moment.RECOMPUTE:
+    if state.key[0] in (Moment.FORWARD, Moment.RECOMPUTE):
         return state.over_bytes
     return profile.after_bytes[state.key]
 

@@ -7,13 +7,15 @@ its last save (cut there). So one pass gives (full, truncated) x (seconds, bytes
     pass             shows
     1. traced        the order of calls, links, lifetimes, flops
     2. watched       bytes and seconds of each unit, and what else is live at each moment
-    3. forward       the seconds of a forward that nothing watches, to which those of pass 2 are scaled
-    4. optimizer     the bytes of one `optimizer.step()`, if there is an optimizer
+    3. forward       the seconds of a forward that nothing watches, to which the others are scaled
+    4. watched       as 2, with the calls inside of units in the place of those units that make several
+    optimizer        the bytes of one `optimizer.step()`, if there is an optimizer
 """
 
 from __future__ import annotations
 
 import gc
+import math
 import time
 from dataclasses import dataclass, replace
 
@@ -26,14 +28,20 @@ from torchremat.measuring.allocator import AllocationTrace, record_allocations
 from torchremat.measuring.before import BytesBefore
 from torchremat.measuring.runs import Subject, subject_of
 from torchremat.measuring.step import run_backward
+from torchremat.planning.budgets import free_on
 from torchremat.planning.layout import calls_of, installed
 from torchremat.planning.memory import Key, Lifetimes, Live, Moment, UnitBytes, Walk
 from torchremat.planning.optimizers import OptimizerBytes, measure_optimizer
 from torchremat.planning.tracing import Step, trace
-from torchremat.planning.units import Units, find_units
-from torchremat.planning.watching import Save, Watched, Watcher, every_unit
+from torchremat.planning.units import Units, find_units, splittable
+from torchremat.planning.watching import Save, Watcher, every_unit
 from torchremat.regions.region import Settings
 from torchremat.schedules.chain import Tree
+
+
+# A fine step with more units than this is not watched: nobody could plan with so many.
+_MOST_UNITS = 2000
+
 
 @dataclass(frozen=True, kw_only=True)
 class UnitCosts:
@@ -58,7 +66,7 @@ class Profile:
         order: Units in the order in which backward comes to them.
         extra_bytes: Bytes live at each moment that do not depend on the plan, relative to the start of the step.
         after_bytes: Highest live bytes between a moment and the next one, over those live at the moment.
-        before_unit_bytes: The same before a unit is entered, over those live when it is.
+        start_bytes: Highest live bytes before the first unit is entered.
         seconds: Of a step without any recompute, estimated.
         forward_seconds: Of a forward.
         before: What lies in memory before the step, gradients included.
@@ -73,12 +81,20 @@ class Profile:
     order: tuple[int, ...]
     extra_bytes: dict[Key, int]
     after_bytes: dict[Key, int]
-    before_unit_bytes: tuple[int, ...]
+    start_bytes: int
     seconds: float
     forward_seconds: float
     before: BytesBefore
     device: torch.device
     optimizer: OptimizerBytes | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grains:
+    """The coarse profile of a step, and the fine one if units can be taken apart. See `mixing`."""
+
+    coarse: Profile
+    fine: Profile | None
 
 
 def profile(
@@ -87,8 +103,7 @@ def profile(
     *,
     optimizer: torch.optim.Optimizer | None = None,
     device: torch.device | str | None = None,
-    pieces: int | None = None,
-) -> Profile:
+) -> Grains:
     """Profile a training step; afterwards model, gradients, buffers, generators, hooks and optimizer are as before.
 
     Args:
@@ -96,7 +111,6 @@ def profile(
         step: Called as `step(model)`; runs the forward on a sample batch and returns the loss, see `measure`.
         optimizer: If given, the bytes of its state and of its step are measured.
         device: Whose bytes count; that of the first parameter if not given.
-        pieces: If given, the watched step runs in so many pieces, recomputing more and needing less.
 
     Raises:
         StepError: The step returns no loss, calls no module of the model, or other modules each time.
@@ -105,10 +119,41 @@ def profile(
     subject = subject_of(step, model, optimizer)
     place = subject.device() if device is None else torch.device(device)
     units = find_units(trace(model, step))
-    measured = _measured(model, subject, units, place, pieces)
+    coarse = _measured_somehow(model, subject, units, place)
     seconds = _forward_seconds(subject, place)
     own = None if optimizer is None else measure_optimizer(subject, optimizer, place)
-    return replace(_scaled(measured, seconds), optimizer=own)
+    coarse = replace(_scaled(coarse, seconds), optimizer=own)
+    split = splittable(units)
+    if not split:
+        return Grains(coarse=coarse, fine=None)
+    finest = find_units(units.trace, split)
+    if len(finest.units) > _MOST_UNITS or not _fits(finest, place):
+        return Grains(coarse=coarse, fine=None)
+    try:
+        fine = _measured(model, subject, finest, place, None)
+    except torch.OutOfMemoryError:
+        return Grains(coarse=coarse, fine=None)
+    return Grains(coarse=coarse, fine=_scaled(fine, seconds))
+
+
+def _measured_somehow(model: nn.Module, subject: Subject, units: Units, device: torch.device) -> Profile:
+    """Run the watched step, in pieces if it would not fit otherwise."""
+    pieces = max(2, math.isqrt(len(units.units)))
+    if len(units.units) > 3 and not _fits(units, device):
+        return _measured(model, subject, units, device, pieces)
+    try:
+        return _measured(model, subject, units, device, None)
+    except torch.OutOfMemoryError:
+        if len(units.units) <= 3:
+            raise
+    return _measured(model, subject, units, device, pieces)
+
+
+def _fits(units: Units, device: torch.device) -> bool:
+    """Whether a step in which each unit is a region holds little enough for what is free now."""
+    held = {storage for unit in units.units for storage in unit.inputs}
+    free = free_on(device)
+    return free is None or 2 * sum(units.trace.storage_bytes[storage] for storage in held) < free
 
 
 def _measured(model: nn.Module, subject: Subject, units: Units, device: torch.device, pieces: int | None) -> Profile:
@@ -181,7 +226,9 @@ class _Reader:
         watched, units = self.watcher.watched, self.units
         for unit, own in enumerate(watched):
             if own.begins < 0 or own.ends < 0:
-                raise StepError(f"`{units.units[unit].name}` was called in one run of the step and not in the next; a plan needs the same calls in the same order.")
+                raise StepError(
+                    f"`{units.units[unit].name}` was called in one run of the step and not in the next; a plan needs the same calls in the same order."
+                )
         order = tuple(self.watcher.order)
         sizes = tuple(self.size(unit) for unit in range(len(watched)))
         self.marks = self.moments(order)
@@ -192,10 +239,6 @@ class _Reader:
                 begin, end = self.marks[state.key]
                 extra[state.key] = self.at(begin) - state.held_bytes
                 after[state.key] = self.over(begin, end, begin)
-        before_unit = tuple(
-            self.over(watched[unit - 1].ends if unit else self.begins, own.begins, own.begins)
-            for unit, own in enumerate(watched)
-        )
         recompute_s = sum(
             (self.time(own.recomputed) - self.time(own.recompute)) for own in watched if own.recomputed >= 0
         )
@@ -208,7 +251,7 @@ class _Reader:
             order=order,
             extra_bytes=extra,
             after_bytes=after,
-            before_unit_bytes=before_unit,
+            start_bytes=self.over(self.begins, watched[0].begins, self.begins),
             seconds=seconds,
             forward_seconds=self.time(self.forward) - self.time(self.begins),
             before=before,
@@ -224,8 +267,9 @@ class _Reader:
         marks: dict[Key, tuple[int, int]] = {}
         for unit, own in enumerate(watched):
             marks[Moment.FORWARD, unit] = (own.begins, own.ends)
+            following = watched[unit + 1].begins if unit + 1 < len(watched) else self.forward
+            marks[Moment.LEFT, unit] = (own.ends, following)
         first = watched[order[0]].recompute if order else self.ends
-        marks[Moment.LAST, 0] = (watched[-1].ends, self.forward)
         marks[Moment.END, 0] = (self.forward, first)
         for place, unit in enumerate(order):
             own = watched[unit]

@@ -14,12 +14,17 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from torchremat.planning.chains import Cost, chain_of
+from torchremat.planning.mixing import divisible, mixed
 from torchremat.planning.prediction import Prediction, predict
-from torchremat.planning.profiling import Profile
+from torchremat.planning.profiling import Grains, Profile
 from torchremat.planning.units import Units
 from torchremat.schedules.chain import Chain, Keep, Region, Tree
 from torchremat.schedules.persistent import Persistent
 from torchremat.schedules.uniform import candidates
+
+# Which shares of the units that can be split are, and up to how many units.
+_SHARES = (0.25, 0.5, 0.75, 1.0)
+_MOST_UNITS = 80
 
 _SEARCH_STEPS = 14
 _FLOOR_STEPS = 24
@@ -27,11 +32,55 @@ _FLOOR_STEPS = 24
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A tree with what it needs; `cost` is in the unit that is planned for."""
+    """A tree over the units of a profile, with what it needs; `cost` is in the unit that is planned for."""
 
+    profile: Profile
     tree: Tree
     prediction: Prediction
     cost: float
+
+
+class Search:
+    """Finds trees under any limit, with whole units and with some of them taken apart.
+
+    Blocks are mostly alike, so how many are taken apart matters more than which: the mixtures tried have a quarter, a
+    half, three quarters and all of them split, evenly spread, as long as the units stay few enough to plan in a second.
+    """
+
+    def __init__(self, grains: Grains, cost: Cost) -> None:
+        self.grains = grains
+        self.cost_unit: Cost = cost
+        self.coarse = Solver(grains.coarse, cost)
+
+    @property
+    def plain(self) -> Candidate:
+        """The tree that keeps everything."""
+        return self.coarse.plain
+
+    @cached_property
+    def solvers(self) -> tuple[Solver, ...]:
+        """One solver for each mixture."""
+        whole = sorted(divisible(self.grains))
+        splits: dict[frozenset[int], None] = {}
+        for share in _SHARES:
+            count = round(share * len(whole))
+            if count:
+                splits[frozenset(whole[(2 * i + 1) * len(whole) // (2 * count)] for i in range(count))] = None
+        mixtures = [mixed(self.grains, split) for split in splits]
+        fitting = [mixture for mixture in mixtures if len(mixture.units.units) <= _MOST_UNITS]
+        return (self.coarse, *(Solver(mixture, self.cost_unit) for mixture in fitting))
+
+    def solve(self, limit_bytes: int) -> Candidate | None:
+        """Return the cheapest tree found whose predicted peak is at most the limit; None if none fits."""
+        if self.plain.prediction.peak_bytes <= limit_bytes:
+            return self.plain
+        found = [one for solver in self.solvers if (one := solver.solve(limit_bytes)) is not None]
+        return min(found, key=lambda one: (one.cost, one.prediction.peak_bytes), default=None)
+
+    @cached_property
+    def floor(self) -> Candidate:
+        """The tree with the lowest predicted peak that was found."""
+        return min((solver.floor for solver in self.solvers), key=lambda one: (one.prediction.peak_bytes, one.cost))
 
 
 class Solver:
@@ -70,7 +119,7 @@ class Solver:
         if tree not in self._known:
             prediction = predict(self.profile, tree)
             cost = prediction.seconds if self.cost_unit == "seconds" else float(prediction.flops)
-            self._known[tree] = Candidate(tree=tree, prediction=prediction, cost=cost)
+            self._known[tree] = Candidate(profile=self.profile, tree=tree, prediction=prediction, cost=cost)
         return self._known[tree]
 
     def solve(self, limit_bytes: int) -> Candidate | None:

@@ -144,7 +144,8 @@ class _Tracer:
         tensors = [*model.parameters(), *model.buffers()]
         self.fixed = frozenset(self.storage(tensor) for tensor in tensors)
 
-    def storage(self, tensor: Tensor) -> int:
+    def storage(self, tensor: Tensor, *, new: bool = False) -> int:
+        """Return the number of a tensor's storage; `new` if, seen for the first time, it was made after the last event."""
         storage = _storage_of(tensor)
         if storage is None:
             return -1
@@ -157,17 +158,17 @@ class _Tracer:
         self.storages[storage._cdata] = (number, weak)
         self.storage_bytes[number] = storage.nbytes()
         self.alive[number] = weak
-        self.born[number] = self.time
+        self.born[number] = self.time + new
         return number
 
-    def seen(self, tensor: Tensor) -> Seen:
+    def seen(self, tensor: Tensor, *, new: bool = False) -> Seen:
         known = self.identities.get(id(tensor))
         if known is None or known[1]() is not tensor:
             known = (self.tensors, ref(tensor))
             self.tensors += 1
             self.identities[id(tensor)] = known
         version = 0 if tensor.is_inference() else tensor._version
-        return Seen(known[0], version, self.storage(tensor))
+        return Seen(known[0], version, self.storage(tensor, new=new))
 
     def tick(self) -> None:
         for number in [number for number, weak in self.alive.items() if weak.expired()]:
@@ -176,7 +177,7 @@ class _Tracer:
         self.time += 1
 
     def save(self, tensor: Tensor) -> object:
-        number = self.storage(tensor)
+        number = self.storage(tensor, new=True)
         if self.open:
             call = self.calls[self.open[-1]]
             call.saved.append((number, self.time))
@@ -193,7 +194,12 @@ class _Tracer:
             self.calls[index].carried = tuple({self.storage(one): None for one in inside})
 
     def run(
-        self, name: str, module: nn.Module, function: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
+        self,
+        name: str,
+        module: nn.Module,
+        function: Callable[..., object],
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
     ) -> object:
         tensors: list[Tensor] = []
         objects: list[object] = []
@@ -227,7 +233,7 @@ class _Tracer:
             for place, (tensor, seen) in enumerate(zip(tensors, call.inputs, strict=True))
             if not tensor.is_inference() and tensor._version != seen.version
         ]
-        call.outputs = [self.seen(tensor) for tensor in tensors_in(output)]
+        call.outputs = [self.seen(tensor, new=True) for tensor in tensors_in(output)]
         call.flops = self.flops.total - call.flops
         self.tick()
         call.left = self.time
@@ -278,7 +284,11 @@ def _intercepted(model: nn.Module, run: Callable[..., object]) -> Generator[None
             function = cast("Callable[..., object]", own or type(module).forward.__get__(module))
 
             def forward(
-                *args: object, _name: str = name, _module: nn.Module = module, _function: Callable[..., object] = function, **kwargs: object
+                *args: object,
+                _name: str = name,
+                _module: nn.Module = module,
+                _function: Callable[..., object] = function,
+                **kwargs: object,
             ) -> object:
                 return run(_name, _module, _function, args, kwargs)
 

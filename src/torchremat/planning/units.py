@@ -54,11 +54,19 @@ class Unit:
 
 @dataclass(frozen=True, kw_only=True)
 class Units:
-    """The units of a trace, and the calls of the roots that they were found in."""
+    """The units of a trace.
+
+    Attributes:
+        trace: The trace.
+        roots: The calls that the units were found in.
+        units: In the order of the calls.
+        others: Calls between the units that can be no units, with their keys: whoever counts calls has to count them.
+    """
 
     trace: Trace
     roots: tuple[int, ...]
     units: tuple[Unit, ...]
+    others: tuple[tuple[int, tuple[str, int]], ...]
 
     def entered(self, unit: int) -> int:
         """Return the time in the trace at which a unit begins."""
@@ -83,7 +91,9 @@ class Units:
     def saved(self, unit: int) -> list[int]:
         """Return the storages of everything that is saved in a unit, in order, parameters included."""
         calls = [inner for call in self.units[unit].calls for inner in self.trace.descendants(call)]
-        saves = sorted((time, place, one) for call in calls for place, (one, time) in enumerate(self.trace.calls[call].saved))
+        saves = sorted(
+            (time, place, one) for call in calls for place, (one, time) in enumerate(self.trace.calls[call].saved)
+        )
         return [storage for _, _, storage in saves]
 
     def outlives(self, storage: int, unit: int) -> bool:
@@ -95,22 +105,29 @@ class Units:
         return any(self.trace.calls[inner].saved for inner in self.trace.descendants(call))
 
 
-def find_units(trace: Trace) -> Units:
+def find_units(trace: Trace, split: frozenset[int] = frozenset()) -> Units:
     """Return the units of a traced forward.
+
+    Args:
+        trace: The forward.
+        split: Calls that would be units and are to be taken apart into the calls that they make.
 
     Raises:
         StepError: The step calls no module of the model with grad mode on.
     """
     roots = [index for index in trace.children(None) if trace.calls[index].grad]
     if not roots:
-        raise StepError("the step calls no module of the model with grad mode on; is it given another model than the one it uses?")
+        raise StepError(
+            "the step calls no module of the model with grad mode on; is it given another model than the one it uses?"
+        )
     total = sum(_saved_bytes(trace, root) for root in roots)
     names: set[str] = set()
     chosen: list[tuple[int, int]] = []
     for root, index in enumerate(roots):
         names.update(_expanded_names(trace, index, total, is_root=True))
     for root, index in enumerate(roots):
-        chosen += [(root, call) for call in _flat(trace, index, names)]
+        flat = _flat(trace, index, names)
+        chosen += [(root, inner) for call in flat for inner in (_parts(trace, call) if call in split else [call])]
     return _Linker(trace, roots, chosen).units()
 
 
@@ -146,6 +163,16 @@ def _flat(trace: Trace, index: int, expanded: set[str]) -> list[int]:
     return [index]
 
 
+def _parts(trace: Trace, call: int) -> list[int]:
+    return [child for child in trace.children(call) if trace.calls[child].grad]
+
+
+def splittable(units: Units) -> frozenset[int]:
+    """Return the calls of units that make at least two calls themselves, so that there is something to choose among."""
+    calls = [unit.calls[0] for unit in units.units if len(unit.calls) == 1]
+    return frozenset(call for call in calls if len(_parts(units.trace, call)) > 1)
+
+
 class _Linker:
     """Makes units of the chosen calls: glues those that mutate, links the rest."""
 
@@ -168,7 +195,9 @@ class _Linker:
             self.root_of.append(root)
         keys = self.keys()
         units = [self.unit(number, group, keys) for number, group in enumerate(self.groups)]
-        return Units(trace=self.trace, roots=tuple(self.roots), units=tuple(units))
+        grouped = {index for group in self.groups for index in group}
+        others = tuple((index, keys[index]) for _, index in self.chosen if index not in grouped)
+        return Units(trace=self.trace, roots=tuple(self.roots), units=tuple(units), others=others)
 
     def produces(self, group: list[int], call: Call) -> bool:
         """Whether all that `call` writes to is an output of the last calls, unchanged since."""

@@ -52,7 +52,11 @@ class Report:
     no_effect: str
 
     def __str__(self) -> str:
-        exact = {True: "loss, gradients and buffers equal bit for bit", False: "NOT EQUAL", None: "not compared, the plain step does not fit"}
+        exact = {
+            True: "loss, gradients and buffers equal bit for bit",
+            False: "NOT EQUAL",
+            None: "not compared, the plain step does not fit",
+        }
         rows = [f"exact      {exact[self.is_exact]}", *(f"           {line}" for line in self.differences[:10])]
         if self.plain_peak_bytes is not None:
             share = f", {100 * self.peak_bytes / self.plain_peak_bytes:.0f}% of plain ({format_bytes(self.plain_peak_bytes)})"
@@ -63,7 +67,9 @@ class Report:
             off = 100 * (self.peak_bytes - self.predicted_bytes) / self.predicted_bytes
             rows.append(f"predicted  {format_bytes(self.predicted_bytes)}, measured {off:+.2f}%")
         if self.plain_seconds:
-            rows.append(f"time       {self.seconds / self.plain_seconds:.2f} x plain ({self.plain_seconds * 1e3:.0f} ms, one run each)")
+            rows.append(
+                f"time       {self.seconds / self.plain_seconds:.2f} x plain ({self.plain_seconds * 1e3:.0f} ms, one run each)"
+            )
         rows.append(f"recomputed {self.recomputed_flops / 1e9:.2f} GFLOP, {self.regions} wrapped modules")
         if self.no_effect:
             rows.append(f"no effect because {self.no_effect}")
@@ -141,13 +147,13 @@ def _run(subject: Subject, device: torch.device) -> _Run:
         leaves = gradient_leaves(subject.models, subject.optimizer, subject.inputs)
         for place, leaf in enumerate(leaves):
             if leaf.grad is not None:
-                outcome[f"the gradient of `{names.get(id(leaf), f'input {place}')}`"] = leaf.grad.detach().to("cpu", copy=True)
+                outcome[f"the gradient of `{names.get(id(leaf), f'input {place}')}`"] = leaf.grad.detach().to(
+                    "cpu", copy=True
+                )
         for model in subject.models:
             for name, buffer in model.named_buffers():
                 outcome[f"the buffer `{name}`"] = buffer.detach().to("cpu", copy=True)
-    return _Run(
-        outcome=outcome, peak_bytes=before + traced.peak_bytes, kept_bytes=traced.kept_bytes, seconds=seconds
-    )
+    return _Run(outcome=outcome, peak_bytes=before + traced.peak_bytes, kept_bytes=traced.kept_bytes, seconds=seconds)
 
 
 @contextmanager
