@@ -53,7 +53,7 @@ def _stage(profile: Profile, unit: int, cost: Cost, seen: set[int]) -> Stage:
     )
     return Stage(
         forward=full,
-        truncated=min(full, truncated),
+        truncated=truncated,
         linked_bytes=sum(trace.storage_bytes[storage] for storage in linked),
         external_bytes=sum(trace.storage_bytes[storage] for storage in external),
         output_bytes=sum(trace.storage_bytes[storage] for storage in own.outputs),

@@ -45,7 +45,15 @@ _MOST_UNITS = 2000
 
 @dataclass(frozen=True, kw_only=True)
 class UnitCosts:
-    """What running a unit's forward once more costs, whole and up to its last save; and what its backward takes."""
+    """What running a unit's forward once more costs, and what its backward takes.
+
+    Attributes:
+        seconds: Of the whole forward.
+        seconds_truncated: Of a recompute that ends at the unit's last save, what the region itself takes included.
+        seconds_backward: Of its backward.
+        flops: Of the whole forward.
+        flops_truncated: Of the forward up to its last save.
+    """
 
     seconds: float
     seconds_truncated: float
@@ -350,11 +358,18 @@ class _Reader:
             begins = [watched[unit].begins for unit in members]
             cut = float(np.median([self.time(a) - self.time(b) for a, b in zip(cuts, begins, strict=True)]))
             for unit in members:
-                full[unit], truncated[unit] = whole, min(cut, whole)
+                full[unit], truncated[unit] = whole, cut
+        # A recompute costs its unit's truncated forward and what the region itself takes, once in each recompute.
+        overhead = [
+            self.time(own.recomputed) - self.time(own.recompute) - truncated[unit]
+            for unit, own in enumerate(watched)
+            if own.recomputed >= 0
+        ]
+        region_seconds = max(0.0, float(np.median(overhead))) if overhead else 0.0
         return tuple(
             UnitCosts(
                 seconds=full[unit],
-                seconds_truncated=truncated[unit],
+                seconds_truncated=truncated[unit] + region_seconds,
                 seconds_backward=self.backward_seconds(unit),
                 flops=self.units.flops(unit),
                 flops_truncated=self.units.flops_truncated(unit),

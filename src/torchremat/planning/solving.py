@@ -26,7 +26,6 @@ from torchremat.schedules.uniform import candidates
 _SHARES = (0.25, 0.5, 0.75, 1.0)
 _MOST_UNITS = 80
 
-_SEARCH_STEPS = 14
 _FLOOR_STEPS = 24
 
 
@@ -75,6 +74,8 @@ class Search:
         if self.plain.prediction.peak_bytes <= limit_bytes:
             return self.plain
         found = [one for solver in self.solvers if (one := solver.solve(limit_bytes)) is not None]
+        if not found and self.floor.prediction.peak_bytes <= limit_bytes:
+            return self.floor
         return min(found, key=lambda one: (one.cost, one.prediction.peak_bytes), default=None)
 
     @cached_property
@@ -123,35 +124,31 @@ class Solver:
         return self._known[tree]
 
     def solve(self, limit_bytes: int) -> Candidate | None:
-        """Return the cheapest tree found whose predicted peak is at most the limit; None if none fits."""
+        """Return the cheapest tree found whose predicted peak is at most the limit; None if none was, see `floor`."""
         if self.plain.prediction.peak_bytes <= limit_bytes:
             return self.plain
         found = [*self.persistent(limit_bytes), *self.uniform]
         fitting = [one for one in found if one.prediction.peak_bytes <= limit_bytes]
         if not fitting:
-            lowest = self.floor
-            return lowest if lowest.prediction.peak_bytes <= limit_bytes else None
-        best = min(fitting, key=lambda one: (one.cost, one.prediction.peak_bytes))
-        return self.polished(best, limit_bytes)
+            return None
+        return self.polished(min(fitting, key=lambda one: (one.cost, one.prediction.peak_bytes)), limit_bytes)
 
     def persistent(self, limit_bytes: int) -> Iterator[Candidate]:
-        """Yield optimal trees of the chain for limits around the one given, closing in on the highest that fits."""
-        low, high = 0, min(self.table.limit_bytes, int(1.5 * limit_bytes))
-        asked = min(limit_bytes, high)
-        for _ in range(_SEARCH_STEPS):
-            tree = self.table.solve(asked)
-            if tree is None:
-                low = asked
+        """Yield optimal trees of the chain, closing in on the one of the most slots whose exact peak fits."""
+        fits, above = self.table.lowest_slots, self.table.most_slots + 1
+        # Begin where the chain's own scalars put the limit: mostly it is there or nearby.
+        asked, reach = min(max(limit_bytes // self.table.slot_bytes, fits), above - 1), 1
+        while fits < above:
+            one = self.judged(self.table.tree_at(asked))
+            yield one
+            if one.prediction.peak_bytes <= limit_bytes:
+                fits = asked + 1
+                asked = min(asked + reach, (asked + above) // 2)
             else:
-                one = self.judged(tree)
-                yield one
-                if one.prediction.peak_bytes <= limit_bytes:
-                    low = asked
-                else:
-                    high = asked
-            if high - low <= self.table.slot_bytes:
-                return
-            asked = (low + high) // 2
+                above = asked
+                asked = max(asked - reach, (fits + asked) // 2)
+            reach *= 4
+            asked = min(max(asked, fits), above - 1)
 
     def polished(self, best: Candidate, limit_bytes: int) -> Candidate:
         """Return a tree with regions dissolved, or their ends let out, where the limit allows; one pass over the tree."""
@@ -169,13 +166,10 @@ class Solver:
     def floor(self) -> Candidate:
         """The tree with the lowest predicted peak that was found."""
         found = list(self.uniform)
-        lowest = self.table.floor()
-        span = max(self.table.slot_bytes, lowest // 2)
-        for place in range(_FLOOR_STEPS):
-            asked = min(self.table.limit_bytes, lowest + span * place // _FLOOR_STEPS)
-            tree = self.table.solve(asked)
-            if tree is not None:
-                found.append(self.judged(tree))
+        lowest, most = self.table.lowest_slots, self.table.most_slots
+        for asked in sorted({min(most, lowest + lowest * place // (2 * _FLOOR_STEPS)) for place in range(_FLOOR_STEPS)}):
+            if asked >= lowest:
+                found.append(self.judged(self.table.tree_at(asked)))
         return min(found, key=lambda one: (one.prediction.peak_bytes, one.cost))
 
 

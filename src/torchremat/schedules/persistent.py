@@ -84,6 +84,23 @@ class Persistent:
             raise BudgetError(f"no schedule fits into {self.limit_bytes} bytes; build the tables for a higher limit")
         return lowest_bytes
 
+    @property
+    def lowest_slots(self) -> int:
+        """The fewest slots for which the tables have a tree; more than `most_slots` if they have none."""
+        return self._lowest
+
+    @property
+    def most_slots(self) -> int:
+        """The most slots that the tables reach."""
+        return self._slots
+
+    def tree_at(self, slots: int) -> Tree:
+        """Return the cheapest tree for a number of slots between `lowest_slots` and `most_slots`.
+
+        For those who judge trees by more than the chain: a tree for more slots than a limit has may fit it all the same.
+        """
+        return self._trees[slots].tree if slots in self._trees else self._tree(slots)
+
     def _search(self, limit_bytes: int) -> _Found | None:
         """Return the tree of the most slots whose exact peak is at most the limit.
 
