@@ -21,8 +21,7 @@ def chain_of(profile: Profile, cost: Cost) -> Chain:
     seen: set[int] = set()
     stages = tuple(_stage(profile, unit, cost, seen) for unit in range(len(profile.units.units)))
     tails = [
-        profile.extra_bytes[key] + profile.after_bytes[key]
-        for key in ((Moment.LEFT, len(stages) - 1), (Moment.END, 0))
+        profile.extra_bytes[key] + profile.after_bytes[key] for key in ((Moment.LEFT, len(stages) - 1), (Moment.END, 0))
     ]
     return Chain(stages=stages, tail_bytes=max(0, *tails))
 

@@ -32,7 +32,8 @@ def from_json(text: str, kind: type[T], *, source: str) -> T:
     """Return the plan in a JSON text.
 
     Raises:
-        PlanError: It is no JSON, no plan, of a newer version, or has a field that is missing, unknown or of another type.
+        PlanError: It is no JSON, no plan, of a newer version, or has a field that is missing, unknown or of another
+        type.
     """
     try:
         content = json.loads(text)
@@ -47,7 +48,8 @@ def from_json(text: str, kind: type[T], *, source: str) -> T:
         raise PlanError(f'{source}: "version" is {version!r}, a number from 1 to {VERSION} is needed.')
     if version > VERSION:
         raise PlanError(
-            f"{source}: the plan has version {version}, this torchremat reads up to {VERSION}. Install a newer torchremat, or plan again."
+            f"{source}: the plan has version {version}, this torchremat reads up to {VERSION}. Install a newer "
+            "torchremat, or plan again."
         )
     plan = cast("T", _read(values, kind, source))
     _check_tree(plan, source)
@@ -55,8 +57,10 @@ def from_json(text: str, kind: type[T], *, source: str) -> T:
 
 
 def _check_tree(plan: object, source: str) -> None:
-    tree, units = cast("Tree", plan.tree), cast("tuple[object, ...]", plan.units)  # pyright: ignore[reportAttributeAccessIssue]
-    calls = cast("tuple[object, ...]", plan.calls.units)  # pyright: ignore[reportAttributeAccessIssue]
+    # `Plan` is defined above this module, which sees it as a dataclass with these fields.
+    fields_of = cast("dict[str, object]", vars(plan))
+    tree, units = cast("Tree", fields_of["tree"]), cast("tuple[object, ...]", fields_of["units"])
+    calls = cast("dict[str, tuple[object, ...]]", vars(fields_of["calls"]))["units"]
     found = list(_stages(tree))
     if found != list(range(len(units))) or len(calls) != len(units):
         raise PlanError(
@@ -68,7 +72,7 @@ def _stages(nodes: Tree) -> list[int]:
     return [stage for node in nodes for stage in ([node.stage] if isinstance(node, Keep) else _stages(node.children))]
 
 
-# ---------------------------------------------------------------------------------------------------------------- writing
+# -------------------------------------------------------------------------------------------------------------- writing
 
 
 def _written(value: object) -> object:
@@ -104,7 +108,7 @@ def _laid_out(value: object, indent: str) -> str:
     return f"{edges[0]}\n" + ",\n".join(f"{inner}{item}" for item in items) + f"\n{indent}{edges[1]}"
 
 
-# ---------------------------------------------------------------------------------------------------------------- reading
+# -------------------------------------------------------------------------------------------------------------- reading
 
 
 def _read(value: object, kind: object, where: str) -> object:
@@ -159,7 +163,7 @@ def _read_fields(value: object, kind: type, where: str) -> object:
 
 
 def _is_node(kind: object) -> bool:
-    return kind in (Keep, Region) or Keep in typing.get_args(kind)
+    return Keep in typing.get_args(kind)
 
 
 def _nodes(value: object, where: str) -> tuple[Keep | Region, ...]:

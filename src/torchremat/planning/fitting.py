@@ -7,7 +7,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from torchremat.errors import BudgetError
+from torchremat.errors import BudgetError, bug
 from torchremat.measuring.runs import run_traced, subject_of
 from torchremat.measuring.sizes import format_bytes, parse_bytes
 from torchremat.planning.budgets import percentage_of
@@ -68,7 +68,7 @@ def fit_with(
     subject = subject_of(step, model, optimizer)
     device = planner.profile.device
     over = 0
-    for _ in range(_MOST_ATTEMPTS):
+    for attempt in range(1, _MOST_ATTEMPTS + 1):
         plan = planner.plan(budget, margin=margin, tighten_bytes=over)
         plan.apply(model)
         try:
@@ -81,7 +81,10 @@ def fit_with(
             return plan
         plan.remove(model)
         over += measured - plan.budget_bytes
-    raise BudgetError(
-        f"after {_MOST_ATTEMPTS} plans for {format_bytes(plan.budget_bytes)} the measured peak is still {format_bytes(measured)}; "
-        f"the last plan predicted {format_bytes(plan.peak_bytes)}. Give a larger budget, or make the step do the same each time."
-    )
+        if attempt == _MOST_ATTEMPTS:
+            raise BudgetError(
+                f"after {attempt} plans for {format_bytes(plan.budget_bytes)} the measured peak is still "
+                f"{format_bytes(measured)}; the last plan predicted {format_bytes(plan.peak_bytes)}. Give a larger "
+                "budget, or make the step do the same each time."
+            )
+    raise bug(f"no plan and no error after {_MOST_ATTEMPTS} attempts")

@@ -56,8 +56,9 @@ def calls_of(units: Units) -> Calls:
 
 
 def choices_of(calls: Calls, tree: Tree) -> dict[tuple[str, int], Choice]:
-    """Return the regions that each call runs in. A kept call has no entry, unless a module that has one is called inside of
-    it and would be counted."""
+    """Return the regions that each call runs in. A kept call has no entry, unless a module that has one is called
+    inside of it and would be counted.
+    """
     choices: dict[tuple[str, int], Choice] = {}
     kept = list(_choose(calls.units, tree, (), choices))
     names = {name for name, _ in choices}
@@ -92,7 +93,7 @@ class PlannedScope(Scope):
 
     root: str = ""
     inputs: InputSizes | None = None
-    predicted_bytes: int | None = None
+    rise_bytes: int | None = None
 
     def run(self, body: Body, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Run `body` with the scope open."""
@@ -108,7 +109,7 @@ def install(
     settings: Settings,
     *,
     inputs: InputSizes | None = None,
-    predicted_bytes: int | None = None,
+    rise_bytes: int | None = None,
 ) -> None:
     """Make the calls of a model regions as a tree says; on an error nothing has changed."""
     choices = choices_of(calls, tree)
@@ -121,7 +122,7 @@ def install(
                 # A root that is itself the unit has nobody to open a scope for it: each of its calls is a region.
                 set_forward(module, name, settings if name in calls.roots else None)
             else:
-                set_forward(module, name, None, PlannedScope(choices, settings, name, inputs, predicted_bytes))
+                set_forward(module, name, None, PlannedScope(choices, settings, name, inputs, rise_bytes))
             done.append(module)
     except BaseException:
         for module in done:

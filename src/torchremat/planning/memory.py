@@ -1,15 +1,16 @@
 """The exact interpreter: what is live at every moment of a step, for any tree of regions over the units.
 
-Bytes are counted by storage. At each moment of a step a set of *boundary* storages (inputs and outputs of units) is held:
-by regions, by kept units that saved them, by links of a recompute that is under way, by local variables of the code
+Bytes are counted by storage. At each moment of a step a set of *boundary* storages (inputs and outputs of units) is
+held: by regions, by kept units that saved them, by links of a recompute that is under way, by local variables of the
+    code
 between the units, by what that code saved. Beside them each kept unit holds what it saved inside. All else that is live
 at that moment does not depend on the plan; it is known from the one profiled step, as live bytes minus what this same
 interpreter says was held in it.
 
     live = extra[moment] + bytes of the boundary storages held + bytes saved inside + the unit's own peak over that
 
-The walk below must therefore follow what `torchremat.regions` does, line by line: which region holds which input, when a
-recompute stops, when a link is dropped.
+The walk below must therefore follow what `torchremat.regions` does, line by line: which region holds which input,
+when a recompute stops, when a link is dropped.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class UnitBytes:
 
     Attributes:
         saved: Boundary storages that it saves if it is kept: inputs, outputs, others that were there before.
-        left: Storages that it makes, saves, and leaves with somebody else: a key-value cache. A recompute makes new ones.
+        left: Storages that it makes, saves, and leaves with somebody else: a key-value cache. A recompute makes new
+            ones.
         inside_bytes: Bytes that it saves beside those.
         drop_peak_bytes: Of a forward that saves nothing.
         full_peak_bytes: Of a forward that saves.
@@ -69,7 +71,8 @@ class UnitBytes:
 @dataclass(frozen=True, slots=True)
 class Live:
     """The state of the walk at one moment: bytes held as the plan says, the peak of what runs then over them, and the
-    unit whose forward that is, if it is one's."""
+    unit whose forward that is, if it is one's.
+    """
 
     key: Key
     held_bytes: int
@@ -150,12 +153,14 @@ class Walk:
     # ------------------------------------------------------------------------------------------------------- holding
 
     def hold(self, storages: Iterable[int]) -> None:
+        """Begin to hold storages, each once more."""
         for storage in storages:
             self.held[storage] += 1
             if self.held[storage] == 1:
                 self.held_bytes += self.bytes[storage]
 
     def release(self, storages: Iterable[int]) -> None:
+        """Undo `hold`."""
         for storage in storages:
             self.held[storage] -= 1
             if not self.held[storage]:
@@ -175,6 +180,7 @@ class Walk:
     # ------------------------------------------------------------------------------------------------------- forward
 
     def forward(self) -> Iterator[Live]:
+        """Walk through the first forward."""
         glue = self.lifetimes.glue
         top: dict[int, Keep | Region] = {unit: node for node in self.tree for unit in range(node.first, node.last + 1)}
         for unit, (size, own) in enumerate(zip(self.sizes, self.units.units, strict=True)):
@@ -212,7 +218,7 @@ class Walk:
                 self.inside += state
 
     def external(self, region: Region, unit: int) -> list[int]:
-        """Inputs that a region begins to hold when a unit in it runs: those that it can neither recompute nor holds already."""
+        """Inputs that a region begins to hold when a unit in it runs: neither recomputed by it nor held already."""
         known = self.known.get(id(region))
         if known is None:
             known = self.known[id(region)] = self._external(region)
@@ -246,6 +252,7 @@ class Walk:
         self.inside -= size.inside_bytes + (self.left_bytes(unit) if again else 0)
 
     def left_bytes(self, unit: int) -> int:
+        """Bytes of what a unit leaves with somebody else."""
         return sum(self.bytes[storage] for storage in self.sizes[unit].left)
 
     def has_backward(self, node: Keep | Region) -> bool:
@@ -255,6 +262,7 @@ class Walk:
     # ------------------------------------------------------------------------------------------------------ backward
 
     def backward(self) -> Iterator[Live | Ran]:
+        """Walk through the backward, with the recomputes that it asks for."""
         waiting = set(self.order)
         tops = {unit: node for node in self.tree for unit in range(node.first, node.last + 1)}
         # Released when the backward has come to a unit before the glue.
@@ -273,7 +281,8 @@ class Walk:
             self.drop(unit, again=bool(chain))
             waiting.discard(unit)
             for region in chain:
-                # The outermost region goes with its last node, and what it holds with it; inner ones have nothing by then.
+                # The outermost region goes with its last node, and what it holds with it; inner ones have nothing by
+                # then.
                 if waiting.isdisjoint(range(region.first, region.last + 1)):
                     self.release(self.slots.pop(id(region), ()))
                     self.inside -= self.states.pop(id(region), 0)
@@ -303,7 +312,8 @@ class Walk:
                 peak = size.truncated_peak_bytes if unit == last else size.full_peak_bytes
             else:
                 peak = size.drop_peak_bytes
-            # The generators' own states are set aside meanwhile, and each nested region keeps those that it starts from.
+            # The generators' own states are set aside meanwhile, and each nested region keeps those that it starts
+            # from.
             state = size.state_bytes * len(_regions_around(node, unit))
             yield Live(key, self.total(links), peak + state + size.state_bytes, f"recompute of {own.name}", unit)
             yield Ran(unit, truncated=unit == last and isinstance(node, Keep))

@@ -1,8 +1,10 @@
-"""Units taken apart into the calls that they make, some of them: a third thing to do with a unit beside keep and recompute.
+"""Units taken apart into the calls that they make, some of them: a third thing to do with a unit beside keep and
+recompute.
 
-Two watched steps are enough for every mixture. In the coarse one each unit is a region; in the fine one each call inside
-of the units that can be split is. What a unit's own code between those calls saves is no choice once the unit is split:
-it is the difference between what is live beside the plan in the fine step and in the coarse one, counted up unit by unit.
+Two watched steps are enough for every mixture. In the coarse one each unit is a region; in the fine one each call
+inside of the units that can be split is. What a unit's own code between those calls saves is no choice once the unit
+is split: it is the difference between what is live beside the plan in the fine step and in the coarse one, counted up
+unit by unit.
 
     extra(moment of a whole unit)      = coarse extra + what the split units before it save in their own code
     extra(moment of a call inside)     = fine extra - what the units before it that are not split would save in theirs
@@ -32,7 +34,9 @@ def divisible(grains: Grains) -> frozenset[int]:
         touching = [part for part in parts if part & inside]
         if touching and all(part <= inside for part in touching):
             result.add(call)
-    return frozenset(result)
+    calls = trace.calls
+    whole = {calls[call].name for unit in grains.coarse.units.units for call in unit.calls if call not in result}
+    return frozenset(call for call in result if calls[call].name not in whole)
 
 
 def mixed(grains: Grains, split: frozenset[int]) -> Profile:
@@ -80,7 +84,7 @@ class _Mixture:
             for unit, first in enumerate(self.first)
         ]
         beside.append(fine.extra_bytes[Moment.END, 0] - coarse.extra_bytes[Moment.END, 0])
-        return [after - before for before, after in zip(beside, beside[1:], strict=False)]
+        return [after - before for before, after in pairwise(beside)]
 
     def glue_before(self, unit: int, *, split: bool) -> int:
         return sum(size for i, size in enumerate(self.glue[:unit]) if (i in self.split) is split)
@@ -99,7 +103,8 @@ class _Mixture:
         order = self._order()
         extra[Moment.END, 0] = self.coarse.extra_bytes[Moment.END, 0] + self.glue_before(len(self.glue), split=True)
         after[Moment.END, 0] = self.origin[order[0] if order else 0][0].after_bytes[Moment.END, 0]
-        # What runs between two units belongs to a split one if either is: its own code before and after the calls inside.
+        # What runs between two units belongs to a split one if either is: its own code before and after the calls
+        # inside.
         for moment, fine_unit, neighbours in (
             (Moment.LEFT, self.last, pairwise(range(len(self.origin)))),
             (Moment.RELEASED, self.first, pairwise(order)),
@@ -122,7 +127,7 @@ class _Mixture:
         )
 
     def _order(self) -> list[int]:
-        """Units of the mixture in the order of backward: that of the coarse step, and within a split unit of the fine one."""
+        """Units of the mixture in the order of backward: that of the coarse step, inside a split unit that of the fine."""
         rank = {unit: place for place, unit in enumerate(self.coarse.order)}
         inner = {unit: place for place, unit in enumerate(self.fine.order)}
         ranked: list[tuple[int, int, int]] = []

@@ -1,4 +1,4 @@
-"""What `optimizer.step()` needs: state that is not there yet, and temporaries. Measured on the real thing, then undone."""
+"""What `optimizer.step()` needs: state that is not there yet, and temporaries. Measured, then undone."""
 
 from __future__ import annotations
 

@@ -125,14 +125,17 @@ class Planner:
         optimizer_peak = self.optimizer_peak_bytes or 0
         if optimizer_peak > self.fixed_bytes + floor.prediction.peak_bytes:
             return (
-                f"the budget is {format_bytes(size)} ({budget}){reserved}, but optimizer.step() alone peaks at {format_bytes(optimizer_peak)}, "
-                f"which no recomputation lowers. Smallest budget that works: {optimizer_peak + reserved_bytes} bytes. An optimizer with "
+                f"the budget is {format_bytes(size)} ({budget}){reserved}, but optimizer.step() alone peaks at "
+                f"{format_bytes(optimizer_peak)}, "
+                f"which no recomputation lowers. Smallest budget that works: {optimizer_peak + reserved_bytes} "
+                "bytes. An optimizer with "
                 "foreach=False or fused=True needs less."
             )
         slowdown = 1 + floor.prediction.seconds / self.profile.seconds
         return (
             f"no plan fits the budget of {format_bytes(size)} ({budget}){reserved}. Smallest budget that works: "
-            f"{self.floor_bytes + reserved_bytes} bytes ({format_bytes(self.floor_bytes + reserved_bytes)}), at {slowdown:.2f} x the plain time. "
+            f"{self.floor_bytes + reserved_bytes} bytes ({format_bytes(self.floor_bytes + reserved_bytes)}), at "
+            f"{slowdown:.2f} x the plain time. "
             f"{format_bytes(self.fixed_bytes)} of it lie there before a step; a smaller batch lowers the rest."
         )
 

@@ -130,10 +130,18 @@ class Plan:
         wrapped = [name for name, module in model.named_modules() if is_wrapped(module)]
         if wrapped:
             raise PlanError(
-                f"the model has wrapped modules already ({', '.join(wrapped[:3])}{', ...' if len(wrapped) > 3 else ''}). "
+                "the model has wrapped modules already "
+                f"({', '.join(wrapped[:3])}{', ...' if len(wrapped) > 3 else ''}). "
                 "Remove the plan that is applied, or unwrap it, first."
             )
-        install(model, self.calls, self.tree, Settings(), inputs=self.inputs, predicted_bytes=self.step_peak_bytes)
+        install(
+            model,
+            self.calls,
+            self.tree,
+            Settings(),
+            inputs=self.inputs,
+            rise_bytes=self.step_peak_bytes - sum(self.before_bytes.values()),
+        )
 
     def remove(self, model: nn.Module) -> None:
         """Take the plan off a model, which is then as it was before.
@@ -198,7 +206,8 @@ class Plan:
         share = f"{100 * self.peak_bytes / self.plain_peak_bytes:.0f}% of plain"
         lines = [
             f"budget     {format_bytes(self.budget_bytes)} ({self.budget}) on {self.device}",
-            f"peak       {format_bytes(self.peak_bytes)} predicted, {share} ({format_bytes(self.plain_peak_bytes)}, {self.plain_source}); "
+            f"peak       {format_bytes(self.peak_bytes)} predicted, {share} "
+            f"({format_bytes(self.plain_peak_bytes)}, {self.plain_source}); "
             f"highest during {self.where}",
             f"time       {self.slowdown:.2f} x plain predicted; {self.recomputed_flops / 1e9:.2f} GFLOP recomputed in "
             f"{self.recomputed_calls} calls, {100 * self.recomputed_flops / max(1, self.flops):.0f}% of a forward",
@@ -218,12 +227,11 @@ class Plan:
     def _rows(self) -> list[str]:
         width = max(6, *(len(unit.name) for unit in self.units))
         rows = [f"{'module':<{width}}  {'saves':>10}  {'inputs':>10}  {'forward':>9}  plan"]
-        for index, (unit, words) in enumerate(zip(self.units, described(self.tree), strict=True)):
+        for unit, words in zip(self.units, described(self.tree), strict=True):
             rows.append(
                 f"{unit.name:<{width}}  {format_bytes(unit.saved_bytes):>10}  {format_bytes(unit.input_bytes):>10}  "
                 f"{unit.seconds * 1e3:>6.2f} ms  {words}"
             )
-            assert index < len(self.units)
         return rows
 
 
@@ -249,8 +257,9 @@ def described(tree: Tree) -> list[str]:
             words.append(f"{brackets} recompute" if brackets else "keep")
             return
         for place, child in enumerate(node.children):
-            edge = "┌" if place == 0 and len(node.children) > 1 else "└" if place == len(node.children) - 1 else "│"
-            walk(child, brackets + ("─" if len(node.children) == 1 else edge))
+            last = len(node.children) - 1
+            edge = "─" if not last else "┌" if place == 0 else "└" if place == last else "│"
+            walk(child, brackets + edge)
 
     for node in tree:
         walk(node, "")

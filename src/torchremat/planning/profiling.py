@@ -1,8 +1,8 @@
 """What a plan is made from: a traced forward, and one watched step in which every unit is a region.
 
 Such a step needs little memory, less than any plan that keeps something, and still shows everything: the allocator's
-events of a unit's forward say what it would need if its saved tensors stayed (leave out their frees), or if it stopped at
-its last save (cut there). So one pass gives (full, truncated) x (seconds, bytes) of every unit.
+events of a unit's forward say what it would need if its saved tensors stayed (leave out their frees), or if it
+stopped at its last save (cut there). So one pass gives (full, truncated) x (seconds, bytes) of every unit.
 
     pass             shows
     1. traced        the order of calls, links, lifetimes, flops
@@ -33,11 +33,10 @@ from torchremat.planning.layout import calls_of, installed
 from torchremat.planning.memory import Key, Lifetimes, Live, Moment, UnitBytes, Walk
 from torchremat.planning.optimizers import OptimizerBytes, measure_optimizer
 from torchremat.planning.tracing import Step, trace
-from torchremat.planning.units import Units, find_units, splittable
+from torchremat.planning.units import Units, find_units, named, splittable
 from torchremat.planning.watching import Save, Watcher, every_unit
 from torchremat.regions.region import Settings
 from torchremat.schedules.chain import Tree
-
 
 # A fine step with more units than this is not watched: nobody could plan with so many.
 _MOST_UNITS = 2000
@@ -235,7 +234,8 @@ class _Reader:
         for unit, own in enumerate(watched):
             if own.begins < 0 or own.ends < 0:
                 raise StepError(
-                    f"`{units.units[unit].name}` was called in one run of the step and not in the next; a plan needs the same calls in the same order."
+                    f"{named(units.units[unit].name)} was called in one run of the step and not in the next; a plan "
+                    "needs the same calls in the same order."
                 )
         order = tuple(self.watcher.order)
         sizes = tuple(self.size(unit) for unit in range(len(watched)))

@@ -25,7 +25,8 @@ class InputSizes:
         if found > planned:
             self._warned.append(name)
             warnings.warn(
-                f"`{name or 'the model'}` is called with {found} input elements, the plan was made for {planned}; its budget holds for those "
+                f"`{name or 'the model'}` is called with {found} input elements, the plan was made for "
+                f"{planned}; its budget holds for those "
                 "shapes only. Plan again with the largest batch.",
                 ShapeWarning,
                 stacklevel=6,

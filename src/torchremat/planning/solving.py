@@ -4,7 +4,8 @@
     judge         `predict`: exact bytes by storage, the executor's own cost
     polish        regions of the best tree are dissolved as long as the limit allows
 
-The chain's scalars err to both sides, so the limit that is asked of the solver is searched: the highest whose tree fits.
+The chain's scalars err to both sides, so the limit that is asked of the solver is searched: the highest whose tree
+fits.
 """
 
 from __future__ import annotations
@@ -59,12 +60,18 @@ class Search:
     @cached_property
     def solvers(self) -> tuple[Solver, ...]:
         """One solver for each mixture."""
-        whole = sorted(divisible(self.grains))
+        calls = self.grains.coarse.units.trace.calls
+        # A module is split in all of its calls or in none: its wrapped forward could not tell one from the other.
+        by_name: dict[str, set[int]] = {}
+        for call in sorted(divisible(self.grains)):
+            by_name.setdefault(calls[call].name, set()).add(call)
+        whole = list(by_name.values())
         splits: dict[frozenset[int], None] = {}
         for share in _SHARES:
             count = round(share * len(whole))
-            if count:
-                splits[frozenset(whole[(2 * i + 1) * len(whole) // (2 * count)] for i in range(count))] = None
+            chosen = [whole[(2 * i + 1) * len(whole) // (2 * count)] for i in range(count)]
+            if chosen:
+                splits[frozenset[int]().union(*chosen)] = None
         mixtures = [mixed(self.grains, split) for split in splits]
         fitting = [mixture for mixture in mixtures if len(mixture.units.units) <= _MOST_UNITS]
         return (self.coarse, *(Solver(mixture, self.cost_unit) for mixture in fitting))
@@ -85,7 +92,7 @@ class Search:
 
 
 class Solver:
-    """Finds trees for one profile, under any limit. Limits and peaks are relative to the start of the step, in bytes."""
+    """Finds trees for one profile, under any limit; limits and peaks are bytes over those at the start of the step."""
 
     def __init__(self, profile: Profile, cost: Cost) -> None:
         self.profile = profile
@@ -151,7 +158,7 @@ class Solver:
             asked = min(max(asked, fits), above - 1)
 
     def polished(self, best: Candidate, limit_bytes: int) -> Candidate:
-        """Return a tree with regions dissolved, or their ends let out, where the limit allows; one pass over the tree."""
+        """Return a tree with regions dissolved, or their ends let out, where the limit allows; one pass."""
         place = 0
         while place < len(best.tree):
             loosened = [self.judged(tree) for tree in _loosened(best.tree, place)]
@@ -167,7 +174,9 @@ class Solver:
         """The tree with the lowest predicted peak that was found."""
         found = list(self.uniform)
         lowest, most = self.table.lowest_slots, self.table.most_slots
-        for asked in sorted({min(most, lowest + lowest * place // (2 * _FLOOR_STEPS)) for place in range(_FLOOR_STEPS)}):
+        for asked in sorted(
+            {min(most, lowest + lowest * place // (2 * _FLOOR_STEPS)) for place in range(_FLOOR_STEPS)}
+        ):
             if asked >= lowest:
                 found.append(self.judged(self.table.tree_at(asked)))
         return min(found, key=lambda one: (one.prediction.peak_bytes, one.cost))
@@ -179,7 +188,7 @@ def _is_simple(name: str) -> bool:
 
 
 def _loosened(tree: Tree, place: int) -> Iterator[Tree]:
-    """Yield the trees that keep a little more at one place: the region dissolved, or without its first or last child."""
+    """Yield trees that keep a little more at one place: the region dissolved, or without its first or last child."""
     node = tree[place]
     if isinstance(node, Region):
         before, after = tree[:place], tree[place + 1 :]

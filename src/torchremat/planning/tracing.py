@@ -1,4 +1,5 @@
-"""One forward of the user's step, traced: which modules are called in which order, with which tensors, and what they save.
+"""One forward of the user's step, traced: which modules are called in which order, with which tensors, and what they
+save.
 
 Nothing that autograd saves is kept meanwhile, so the forward needs about the memory of one without grad, and a tensor
 between two calls lives exactly as long as the Python code around holds it. Both are needed: the order of calls is seen,
@@ -145,7 +146,7 @@ class _Tracer:
         self.fixed = frozenset(self.storage(tensor) for tensor in tensors)
 
     def storage(self, tensor: Tensor, *, new: bool = False) -> int:
-        """Return the number of a tensor's storage; `new` if, seen for the first time, it was made after the last event."""
+        """Return the number of a tensor's storage; `new` says that one not seen before was made since the last event."""
         storage = _storage_of(tensor)
         if storage is None:
             return -1
@@ -241,7 +242,8 @@ class _Tracer:
 
 
 def trace(model: nn.Module, step: Step) -> Trace:
-    """Return a traced forward of `step(model)`; model, gradients, buffers, generators and hooks are as before afterwards.
+    """Return a traced forward of `step(model)`; model, gradients, buffers, generators and hooks are as before
+    afterwards.
 
     Raises:
         StepError: The step returns no loss, or one without grad.
@@ -304,7 +306,7 @@ def _intercepted(model: nn.Module, run: Callable[..., object]) -> Generator[None
 
 
 def visible_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the modules whose calls can be seen and replaced, with their names: not those inside compiled or scripted ones."""
+    """Return the modules whose calls can be seen, with their names: not those inside compiled or scripted ones."""
     result: list[tuple[str, nn.Module]] = []
     hidden: set[int] = set()
     for name, module in model.named_modules():

@@ -1,7 +1,8 @@
 """The flat order of calls that a plan chooses among, found in a trace.
 
-The calls of the root are taken apart into those that they make themselves as long as that loses nothing: a container or a
-wrapper model that saves next to nothing in its own code, and holds much of the whole. What is left, in order, are the
+The calls of the root are taken apart into those that they make themselves as long as that loses nothing: a container
+or a wrapper model that saves next to nothing in its own code, and holds much of the whole. What is left, in order,
+are the
 units: a transformer's blocks, a U-Net's, encoder before decoder, whatever the types are called.
 
     mutation          a call that writes to its input in place cannot start a region, for the recompute would find the
@@ -105,6 +106,11 @@ class Units:
         return any(self.trace.calls[inner].saved for inner in self.trace.descendants(call))
 
 
+def named(name: str) -> str:
+    """Return the words for a module in a message."""
+    return f"`{name}`" if name else "the model"
+
+
 def find_units(trace: Trace, split: frozenset[int] = frozenset()) -> Units:
     """Return the units of a traced forward.
 
@@ -123,7 +129,7 @@ def find_units(trace: Trace, split: frozenset[int] = frozenset()) -> Units:
     total = sum(_saved_bytes(trace, root) for root in roots)
     names: set[str] = set()
     chosen: list[tuple[int, int]] = []
-    for root, index in enumerate(roots):
+    for index in roots:
         names.update(_expanded_names(trace, index, total, is_root=True))
     for root, index in enumerate(roots):
         flat = _flat(trace, index, names)

@@ -68,7 +68,8 @@ class Report:
             rows.append(f"predicted  {format_bytes(self.predicted_bytes)}, measured {off:+.2f}%")
         if self.plain_seconds:
             rows.append(
-                f"time       {self.seconds / self.plain_seconds:.2f} x plain ({self.plain_seconds * 1e3:.0f} ms, one run each)"
+                f"time       {self.seconds / self.plain_seconds:.2f} x plain ({self.plain_seconds * 1e3:.0f} ms, "
+                "one run each)"
             )
         rows.append(f"recomputed {self.recomputed_flops / 1e9:.2f} GFLOP, {self.regions} wrapped modules")
         if self.no_effect:
@@ -111,7 +112,7 @@ def verify(
         differences=differences,
         peak_bytes=with_regions.peak_bytes,
         plain_peak_bytes=None if plain is None else plain.peak_bytes,
-        predicted_bytes=_predicted(model),
+        predicted_bytes=_predicted(model, with_regions.before_bytes),
         kept_bytes=with_regions.kept_bytes,
         plain_kept_bytes=None if plain is None else plain.kept_bytes,
         seconds=with_regions.seconds,
@@ -125,6 +126,7 @@ def verify(
 @dataclass(frozen=True, kw_only=True)
 class _Run:
     outcome: dict[str, Tensor]
+    before_bytes: int
     peak_bytes: int
     kept_bytes: int
     seconds: float
@@ -185,8 +187,10 @@ def _equal_with_nan(found: Tensor, expected: Tensor) -> bool:
     return bool(torch.all((found == expected) | ((found != found) & (expected != expected))))
 
 
-def _predicted(model: nn.Module) -> int | None:
-    return next((scope.predicted_bytes for scope in applied_scopes(model)), None)
+def _predicted(model: nn.Module, before_bytes: int) -> int | None:
+    """What the applied plan predicts for a step that begins with `before_bytes`, optimizer state there or not."""
+    rises = (scope.rise_bytes for scope in applied_scopes(model))
+    return next((before_bytes + rise for rise in rises if rise is not None), None)
 
 
 def _why_not(model: nn.Module, ours: _Run, plain: _Run | None, regions: int) -> str:
@@ -200,7 +204,8 @@ def _why_not(model: nn.Module, ours: _Run, plain: _Run | None, regions: int) -> 
         return "nothing was saved less; the model is in eval mode, does the step train it?"
     if ours.kept_bytes < plain.kept_bytes:
         return (
-            f"the peak is elsewhere: the forward keeps {format_bytes(plain.kept_bytes - ours.kept_bytes)} less, but the peak of the step "
+            f"the peak is elsewhere: the forward keeps {format_bytes(plain.kept_bytes - ours.kept_bytes)} less, "
+            "but the peak of the step "
             "is not where these are held"
         )
     return "the wrapped modules save nothing between forward and backward that their inputs do not hold"

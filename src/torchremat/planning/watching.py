@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import groupby
-from weakref import ReferenceType, ref
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -61,15 +61,31 @@ class Watcher:
         self.fixed = {address_of(tensor.untyped_storage()) for tensor in fixed}
         self.watched = [Watched(saved=units.saved(unit)) for unit in range(len(units.units))]
         self.order: list[int] = []
+        self.unit_by_region: WeakKeyDictionary[LiveRegion, int | None] = WeakKeyDictionary()
+        self.waiting: dict[tuple[tuple[str, int], ...], list[int]] = {}
+        for index, unit in enumerate(units.units):
+            self.waiting.setdefault(unit.keys, []).append(index)
         self.last_save = [-1] * len(units.units)
 
     def unit_of(self, region: LiveRegion) -> int | None:
-        place = region.label
-        if not isinstance(place, Place) or place.first != place.last:
-            return None
-        return place.first
+        """Return the unit that a region is, or None for one around several units."""
+        if region not in self.unit_by_region:
+            self.unit_by_region[region] = self.next_unit(region.label)
+        return self.unit_by_region[region]
+
+    def next_unit(self, label: object) -> int | None:
+        """Return the unit of a region that begins now: calls of one root have the same keys each time, and come in order."""
+        if isinstance(label, Place):
+            if label.first != label.last:
+                return None
+            keys = self.units.units[label.first].keys
+        else:  # a root that is a unit itself
+            keys = ((str(label), 0),)
+        waiting = self.waiting.get(keys, [])
+        return waiting.pop(0) if waiting else None
 
     def began(self, region: LiveRegion, call: int, tensors: list[Tensor]) -> None:
+        """See `Observer`."""
         unit = self.unit_of(region)
         if unit is None or self.watched[unit].recompute >= 0:
             return
@@ -82,10 +98,12 @@ class Watcher:
             own.begins = self.mark("begins")
 
     def released(self, unit: int) -> None:
+        """Note that the region of a unit is gone, and all that it held."""
         if self.watched[unit].released < 0:
             self.watched[unit].released = self.mark("released")
 
     def saved(self, region: LiveRegion, call: int, tensor: Tensor) -> None:
+        """See `Observer`."""
         unit = self.unit_of(region)
         if unit is None or self.watched[unit].recompute >= 0:
             return
@@ -104,6 +122,7 @@ class Watcher:
             own.saves.append(Save(unit, mark, storage.data_ptr(), number, StorageWeakRef(storage)))
 
     def ended(self, region: LiveRegion, call: int, output: object, state_bytes: int) -> None:
+        """See `Observer`."""
         unit = self.unit_of(region)
         if unit is None or self.watched[unit].recompute >= 0:
             return
@@ -117,12 +136,14 @@ class Watcher:
         own.ends = self.mark("ends")
 
     def recomputing(self, region: LiveRegion) -> None:
+        """See `Observer`."""
         unit = self.unit_of(region)
         if unit is not None and self.watched[unit].recompute < 0:
             self.order.append(unit)
             self.watched[unit].recompute = self.mark("recompute")
 
     def recomputed(self, region: LiveRegion) -> None:
+        """See `Observer`."""
         unit = self.unit_of(region)
         if unit is not None and self.watched[unit].recomputed < 0:
             self.watched[unit].recomputed = self.mark("recomputed")
@@ -143,6 +164,6 @@ def every_unit(units: Units, pieces: int | None = None) -> Tree:
     for _, group in groupby(range(len(singles)), key=lambda index: units.units[index].root):
         members = list(group)
         for start in range(0, len(members), size):
-            run = tuple(singles[index] for index in members[start : start + size])
-            tree.append(Region(run) if len(run) > 1 else run[0])
+            first, *rest = [singles[index] for index in members[start : start + size]]
+            tree.append(Region((first, *rest)) if rest else first)
     return tuple(tree)
