@@ -56,8 +56,9 @@ def calls_of(units: Units) -> Calls:
 
 
 def choices_of(calls: Calls, tree: Tree) -> dict[tuple[str, int], Choice]:
-    """Return the regions that each call runs in. A kept call has no entry, unless a module that has one is called
-    inside of it and would be counted.
+    """Return the regions that each call runs in.
+
+    A kept call has no entry, unless a module that has one is called inside of it and would be counted.
     """
     choices: dict[tuple[str, int], Choice] = {}
     kept = list(_choose(calls.units, tree, (), choices))

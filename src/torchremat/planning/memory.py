@@ -70,9 +70,7 @@ class UnitBytes:
 
 @dataclass(frozen=True, slots=True)
 class Live:
-    """The state of the walk at one moment: bytes held as the plan says, the peak of what runs then over them, and the
-    unit whose forward that is, if it is one's.
-    """
+    """The walk at one moment: bytes held, the peak of what runs then over them, and whose forward it is, if one's."""
 
     key: Key
     held_bytes: int

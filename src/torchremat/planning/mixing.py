@@ -1,5 +1,4 @@
-"""Units taken apart into the calls that they make, some of them: a third thing to do with a unit beside keep and
-recompute.
+"""Units taken apart into the calls that they make, some of them: a third choice beside keep and recompute.
 
 Two watched steps are enough for every mixture. In the coarse one each unit is a region; in the fine one each call
 inside of the units that can be split is. What a unit's own code between those calls saves is no choice once the unit
@@ -127,7 +126,7 @@ class _Mixture:
         )
 
     def _order(self) -> list[int]:
-        """Units of the mixture in the order of backward: that of the coarse step, inside a split unit that of the fine."""
+        """Units of the mixture in the order of backward: the coarse step's, inside a split unit the fine one's."""
         rank = {unit: place for place, unit in enumerate(self.coarse.order)}
         inner = {unit: place for place, unit in enumerate(self.fine.order)}
         ranked: list[tuple[int, int, int]] = []

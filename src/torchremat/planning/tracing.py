@@ -1,5 +1,4 @@
-"""One forward of the user's step, traced: which modules are called in which order, with which tensors, and what they
-save.
+"""One forward of the user's step, traced: which modules are called when, with which tensors, and what they save.
 
 Nothing that autograd saves is kept meanwhile, so the forward needs about the memory of one without grad, and a tensor
 between two calls lives exactly as long as the Python code around holds it. Both are needed: the order of calls is seen,
@@ -146,7 +145,7 @@ class _Tracer:
         self.fixed = frozenset(self.storage(tensor) for tensor in tensors)
 
     def storage(self, tensor: Tensor, *, new: bool = False) -> int:
-        """Return the number of a tensor's storage; `new` says that one not seen before was made since the last event."""
+        """Return the number of a tensor's storage; `new`: if not seen before, it was made since the last event."""
         storage = _storage_of(tensor)
         if storage is None:
             return -1
@@ -242,8 +241,7 @@ class _Tracer:
 
 
 def trace(model: nn.Module, step: Step) -> Trace:
-    """Return a traced forward of `step(model)`; model, gradients, buffers, generators and hooks are as before
-    afterwards.
+    """Return a traced forward of `step(model)`; model, gradients, buffers, generators and hooks stay as they are.
 
     Raises:
         StepError: The step returns no loss, or one without grad.

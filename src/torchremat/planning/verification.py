@@ -59,7 +59,8 @@ class Report:
         }
         rows = [f"exact      {exact[self.is_exact]}", *(f"           {line}" for line in self.differences[:10])]
         if self.plain_peak_bytes is not None:
-            share = f", {100 * self.peak_bytes / self.plain_peak_bytes:.0f}% of plain ({format_bytes(self.plain_peak_bytes)})"
+            percent = 100 * self.peak_bytes / self.plain_peak_bytes
+            share = f", {percent:.0f}% of plain ({format_bytes(self.plain_peak_bytes)})"
         else:
             share = ""
         rows.append(f"peak       {format_bytes(self.peak_bytes)}{share}")
@@ -155,7 +156,13 @@ def _run(subject: Subject, device: torch.device) -> _Run:
         for model in subject.models:
             for name, buffer in model.named_buffers():
                 outcome[f"the buffer `{name}`"] = buffer.detach().to("cpu", copy=True)
-    return _Run(outcome=outcome, peak_bytes=before + traced.peak_bytes, kept_bytes=traced.kept_bytes, seconds=seconds)
+    return _Run(
+        outcome=outcome,
+        before_bytes=before,
+        peak_bytes=before + traced.peak_bytes,
+        kept_bytes=traced.kept_bytes,
+        seconds=seconds,
+    )
 
 
 @contextmanager
