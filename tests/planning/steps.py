@@ -1,0 +1,188 @@
+"""What the tests of planning share: random trees, steps under a tree, and a fingerprint of all that is the user's."""
+
+import random
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from torchremat.measuring.runs import run_counted, run_traced, subject_of
+from torchremat.planning.layout import calls_of, installed
+from torchremat.planning.mixing import divisible, mixed
+from torchremat.planning.profiling import profile
+from torchremat.planning.solving import fitted
+from torchremat.regions.region import Settings
+from torchremat.schedules.chain import Keep, Region
+
+CPU = torch.device("cpu")
+
+
+# ----------------------------------------------------------------------------------------------- trees
+
+
+def random_tree(units, rng, *, depth=3):
+    """A random nested tree over the units, without regions across calls of a root."""
+
+    def nodes(first, last, levels):
+        result, place = [], first
+        while place <= last:
+            kind = rng.random()
+            if levels and kind < 0.6:
+                end = min(last, place + rng.randint(0, max(0, (last - first + 1) // 2)))
+                result.append(Region(tuple(nodes(place, end, levels - 1))))
+                place = end + 1
+            else:
+                result.append(Keep(place))
+                place += 1
+        return result
+
+    return fitted(units, tuple(nodes(0, len(units.units) - 1, depth)))
+
+
+def keep_all(count):
+    return tuple(Keep(unit) for unit in range(count))
+
+
+def each(count):
+    return tuple(Region((Keep(unit),)) for unit in range(count))
+
+
+def text(tree):
+    """A tree as one string: `0 (1 (2) 3)` keeps unit 0, and has a region with another inside."""
+    return " ".join(str(node.stage) if isinstance(node, Keep) else f"({text(node.children)})" for node in tree)
+
+
+# ----------------------------------------------------------------------------------------------- steps
+
+
+def outcome(model, step, *, seed=7):
+    """Loss, gradients and buffers of one step, by name; the model is as it was afterwards."""
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    grads = [parameter.grad for parameter in model.parameters()]
+    for parameter in model.parameters():
+        parameter.grad = None
+    torch.manual_seed(seed)
+    result = step(model)
+    loss = result if isinstance(result, torch.Tensor) else result["loss"] if isinstance(result, dict) else result.loss
+    loss.backward()
+    found = {"loss": loss.detach().clone()}
+    found |= {f"grad {name}": p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    found |= {f"buffer {name}": buffer.clone() for name, buffer in model.named_buffers()}
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            buffer.copy_(buffers[name])
+    for parameter, grad in zip(model.parameters(), grads, strict=True):
+        parameter.grad = grad
+    return found
+
+
+def differences(found, expected):
+    """Names of what is not equal bit for bit."""
+    return [
+        name
+        for name in sorted(found.keys() | expected.keys())
+        if name not in found or name not in expected or not torch.equal(found[name], expected[name])
+    ]
+
+
+def recomputed_flops(model, step):
+    """Flops that recomputes of the model as it is run."""
+    return run_counted(subject_of(step, model, None), CPU).recomputed_flops
+
+
+def traced_peak(model, step):
+    """The allocator's peak of the step, relative to its start."""
+    return run_traced(subject_of(step, model, None), CPU, before_bytes=0).peak_bytes
+
+
+def coarse(model, step):
+    """The profile in which every unit is one piece."""
+    return profile(model, step).coarse
+
+
+def mixtures(model, step, rng, count):
+    """The coarse profile, and some in which units are split into the calls inside of them, at random."""
+    grains = profile(model, step)
+    whole = sorted(divisible(grains))
+    chosen = [frozenset(), frozenset(whole)] + [
+        frozenset(call for call in whole if rng.random() < 0.5) for _ in range(count)
+    ]
+    return [mixed(grains, split) for split in dict.fromkeys(chosen)]
+
+
+def under(model, profile, tree):
+    """A block in which the tree is on the model."""
+    return installed(model, calls_of(profile.units), tree, Settings())
+
+
+# ----------------------------------------------------------------------------------------- fingerprint
+
+
+def _value(value):
+    if isinstance(value, torch.Tensor):
+        return (id(value), value._version, value.detach().clone())
+    if isinstance(value, dict):
+        return {key: _value(item) for key, item in value.items()}
+    return (id(value), value) if isinstance(value, (int, float, str, bool, type(None))) else id(value)
+
+
+@dataclass(eq=False)
+class Fingerprint:
+    """All that belongs to the user: objects by identity, tensors with versions and values, generators."""
+
+    parts: dict = field(default_factory=dict)
+
+    def changes(self, now):
+        """What is different, in words."""
+        return [name for name in sorted(self.parts.keys() | now.parts.keys()) if self._differs(name, now)]
+
+    def _differs(self, name, now):
+        missing = object()
+        return not _same(self.parts.get(name, missing), now.parts.get(name, missing))
+
+
+def _same(a, b):
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return a.shape == b.shape and a.dtype == b.dtype and bool(torch.equal(a, b))
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(_same(a[key], b[key]) for key in a)
+    if isinstance(a, tuple):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return a == b
+
+
+def fingerprint(model, *, optimizer=None, extra=()):
+    """All of a model that planning could touch, and the generators of torch, Python and NumPy."""
+    parts = {}
+    for name, module in model.named_modules():
+        for key, value in module.__dict__.items():
+            parts[f"{name}.{key}"] = _value(value)
+        parts[f"{name} keys"] = tuple(module.__dict__)
+        parts[f"{name} class"] = id(type(module))
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        parts[f"{name} value"] = _value(parameter)
+        parts[f"{name}.grad"] = _value(parameter.grad)
+        parts[f"{name} backward hooks"] = _value(parameter._backward_hooks)
+    for place, tensor in enumerate(extra):
+        parts[f"extra {place}"] = (_value(tensor), _value(tensor.grad))
+    if optimizer is not None:
+        parts["optimizer"] = tuple(optimizer.__dict__)
+        for place, (key, state) in enumerate(optimizer.state.items()):
+            parts[f"optimizer.state {place}"] = (id(key), id(state), _value(state))
+        for place, group in enumerate(optimizer.param_groups):
+            parts[f"optimizer.param_groups {place}"] = {
+                key: [id(one) for one in value] if key == "params" else _value(value) for key, value in group.items()
+            }
+    parts["torch generator"] = torch.get_rng_state()
+    parts["python generator"] = random.getstate()
+    kind, keys, *rest = np.random.get_state()
+    parts["numpy generator"] = (kind, keys.tobytes(), *rest)
+    parts["grad mode"] = torch.is_grad_enabled()
+    hooks = torch.nn.modules.module
+    parts["global hooks"] = tuple(
+        tuple(map(id, table.values()))
+        for table in (hooks._global_forward_hooks, hooks._global_forward_pre_hooks, hooks._global_backward_hooks)
+    )
+    return Fingerprint(parts)
