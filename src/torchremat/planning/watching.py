@@ -74,7 +74,7 @@ class Watcher:
         return self.unit_by_region[region]
 
     def next_unit(self, label: object) -> int | None:
-        """Return the unit of a region that begins now; units of equal keys, one in each call of a root, come in order."""
+        """Return the unit of a region that begins now; units of equal keys, one per call of the root, come in order."""
         if isinstance(label, Place):
             if label.first != label.last:
                 return None

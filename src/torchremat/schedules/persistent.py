@@ -97,7 +97,8 @@ class Persistent:
     def tree_at(self, slots: int) -> Tree:
         """Return the cheapest tree for a number of slots between `lowest_slots` and `most_slots`.
 
-        For those who judge trees by more than the chain: a tree for more slots than a limit has may fit it all the same.
+        For those who judge trees by more than the chain: a tree for more slots than a limit has may fit it all the
+        same.
         """
         return self._trees[slots].tree if slots in self._trees else self._tree(slots)
 
