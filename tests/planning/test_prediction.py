@@ -1,0 +1,230 @@
+"""What a tree needs, predicted and measured: bytes to the byte, flops exactly, and every run equal to the plain one."""
+
+import random
+
+import pytest
+import torch
+from torch import nn
+
+import models
+import zoo
+from planning.kinds import KINDS, block, inputs, square
+from planning.steps import (
+    coarse,
+    differences,
+    each,
+    keep_all,
+    mixtures,
+    outcome,
+    random_tree,
+    recomputed_flops,
+    text,
+    traced_peak,
+    under,
+)
+from torchremat.planning.prediction import predict
+from torchremat.schedules.chain import Keep, Region
+
+
+def off(model, step, profile, trees, expected, *, flops=True):
+    """For each tree: measured over predicted bytes, and the flops; asserts that all else is equal."""
+    result = {}
+    for tree in trees:
+        predicted = predict(profile, tree)
+        with under(model, profile, tree):
+            measured = traced_peak(model, step)
+            found = outcome(model, step)
+            counted = recomputed_flops(model, step) if flops else predicted.flops
+        assert differences(found, expected) == [], text(tree)
+        assert counted == predicted.flops, text(tree)
+        result[text(tree)] = (measured, predicted.peak_bytes)
+    return result
+
+
+def trees_over(profile, seed, count):
+    units, rng = profile.units, random.Random(seed)
+    total = len(units.units)
+    return [keep_all(total), each(total), *(random_tree(units, rng) for _ in range(count))]
+
+
+MODELS = {
+    "gpt": lambda: models.gpt_step(blocks=4, width=64, context=64, batch=2),
+    "gpt dropout": lambda: models.gpt_step(blocks=4, width=64, context=64, batch=2, dropout=0.1),
+    "unet": lambda: models.unet_step(batch=2, size=32),
+    "gpt2": lambda: zoo.gpt2(blocks=3, width=64, use_cache=False),
+    "gpt2 with a cache": lambda: zoo.gpt2(blocks=3, width=64, use_cache=True),
+    "llama": lambda: zoo.llama(blocks=3, width=64),
+    "llama dropout": lambda: zoo.llama(blocks=3, width=64, dropout=0.1),
+    "bert": lambda: zoo.bert(blocks=3, width=64),
+    "bert dropout": lambda: zoo.bert(blocks=3, width=64, dropout=0.1),
+    "t5": lambda: zoo.t5(blocks=3, width=64),
+    "t5 dropout": lambda: zoo.t5(blocks=3, width=64, dropout=0.1),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_predicted_is_measured_to_the_byte(name):
+    model, step = MODELS[name]()
+    profile = coarse(model, step)
+    plain = outcome(model, step)
+
+    found = off(model, step, profile, trees_over(profile, 0, 2), plain, flops="dropout" not in name)
+
+    assert {tree: measured - predicted for tree, (measured, predicted) in found.items()} == dict.fromkeys(found, 0)
+
+
+CLOSE = {
+    # BatchNorm: which buffers a region keeps is known after its first forward, and the profile saw that one.
+    "resnet": lambda: models.resnet_step(batch=8, size=16, width=8),
+    # The gradient of a bias (256 bytes) is there while the backward of its block frees what it saved, or not yet.
+    "vit": lambda: zoo.vit(blocks=3, width=64),
+    "vit dropout": lambda: zoo.vit(blocks=3, width=64, dropout=0.1),
+    # The mask of every drawing call is measured with one generator state around it.
+    "gpt2 dropout": lambda: zoo.gpt2(blocks=3, width=64, use_cache=False, dropout=0.1),
+}
+
+
+@pytest.mark.parametrize("name", CLOSE)
+def test_predicted_is_measured_within_a_thousandth(name):
+    model, step = CLOSE[name]()
+    profile = coarse(model, step)
+    plain = outcome(model, step)
+
+    found = off(model, step, profile, trees_over(profile, 0, 2), plain, flops="dropout" not in name)
+
+    assert {tree: both for tree, both in found.items() if abs(both[0] - both[1]) > 0.001 * both[1]} == {}
+
+
+MIXED = {
+    "gpt": MODELS["gpt"],
+    "gpt dropout": MODELS["gpt dropout"],
+    "unet": MODELS["unet"],
+    "resnet": CLOSE["resnet"],
+    "bert": MODELS["bert"],
+    "t5 dropout": MODELS["t5 dropout"],
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_units_split_and_whole_are_predicted_within_a_few_percent(name):
+    model, step = MIXED[name]()
+    plain = outcome(model, step)
+
+    found = {}
+    for number, profile in enumerate(mixtures(model, step, random.Random(1), 1)[1:]):
+        for tree, both in off(model, step, profile, trees_over(profile, 0, 1)[2:], plain, flops=False).items():
+            found[f"{number}: {tree}"] = both
+
+    # A split unit's own code is seen in one step, whatever the mixture is; fit and verify measure the plan.
+    assert {tree: both for tree, both in found.items() if abs(both[0] - both[1]) > 0.03 * both[1]} == {}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_kind_of_model_is_predicted_and_exact(name):
+    model, step = KINDS[name]()
+    profile = coarse(model, step)
+    plain = outcome(model, step)
+
+    found = off(model, step, profile, trees_over(profile, 0, 3), plain, flops=False)
+
+    # One boundary of these small models is 10% of the whole, and one that goes early is not always foreseen: only above
+    # the prediction there is no room.
+    assert {tree: both for tree, both in found.items() if not 0.9 * both[1] < both[0] < 1.001 * both[1]} == {}
+
+
+def test_flops_of_nested_regions_are_counted_by_hand():
+    model, step = KINDS["loop"]()
+    profile = coarse(model, step)
+    one = 2 * 256 * 64 * 64  # flops of one linear; a block has two, and its last save comes before the second
+
+    def flops(*tree):
+        return predict(profile, tree).flops // one
+
+    k0, k1, k2, k3 = map(Keep, range(4))
+    assert flops(k0, k1, k2, k3) == 0
+    assert flops(Region((k0,)), k1, k2, k3) == 1
+    assert flops(Region((k0, k1)), k2, k3) == 2 + 1
+    assert flops(Region((k0, k1, k2, k3))) == 6 + 1
+    # The outer region runs 0 and 1 to get the input of the inner one, which then runs 2 and 3.
+    assert flops(k0, Region((k1, Region((k2, k3))))) == 2 + 3
+    assert flops(Region((k0, Region((k1, Region((k2, Region((k3,))))))))) == (2) + (2) + (2) + 1
+
+
+def test_bytes_of_a_loop_are_counted_by_hand():
+    model, step = KINDS["loop"]()
+    profile = coarse(model, step)
+    boundary = 65536
+
+    plain = predict(profile, keep_all(4))
+    every = predict(profile, each(4))
+
+    # Kept by each block: its input, what the GELU and the second linear save; beside them the result, saved by `y ** 2`
+    # and by nobody else, and the loss. The first block's input is the step's own.
+    assert plain.kept_bytes == 4 * 2 * boundary + 3 * boundary + boundary + 4
+    assert every.kept_bytes == 3 * boundary + boundary + 4
+    assert plain.calls == 0
+    assert every.calls == 4
+
+
+def test_the_peak_names_the_module():
+    model, step = KINDS["loop"]()
+    profile = coarse(model, step)
+    deep = Region((Keep(0), Keep(1), Keep(2), Keep(3)))
+
+    assert predict(profile, keep_all(4)).where == "loss, between forward and backward"
+    assert predict(profile, (deep,)).where == "backward of layers.3"
+
+
+@pytest.mark.xfail(strict=True, reason="what an inner region holds, if without grad, makes the outer run one call more")
+def test_an_outer_region_stops_at_the_input_of_its_last_inner_one():
+    model, step = KINDS["loop"]()
+    profile = coarse(model, step)
+    tree = (Region((Region((Keep(0),)), Region((Keep(1),)))), Keep(2), Keep(3))
+
+    with under(model, profile, tree):
+        flops = recomputed_flops(model, step)
+
+    # Both linears of block 0, then the first linear of block 1 and of block 0.
+    assert flops == predict(profile, tree).flops == (2 + 1 + 1) * 2 * 256 * 64 * 64
+
+
+def test_autocast_to_bfloat16_is_predicted_to_the_byte():
+    torch.manual_seed(0)
+    model = nn.Sequential(*(block() for _ in range(4)))
+    x = inputs(1024, 64)
+
+    def step(m):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return square(m(x).float())
+
+    profile = coarse(model, step)
+    plain = outcome(model, step)
+
+    found = off(model, step, profile, trees_over(profile, 0, 2), plain)
+
+    assert {tree: both for tree, both in found.items() if abs(both[0] - both[1]) > 0.01 * both[1]} == {}
+
+
+@pytest.mark.xfail(strict=True, reason="blocks with a checkpoint inside are taken apart")
+def test_user_checkpoints_inside_a_plan_are_exact():
+    torch.manual_seed(0)
+    model, step = zoo.gpt2(blocks=3, width=64, use_cache=False)
+    plain = outcome(model, step)
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    profile = coarse(model, step)
+
+    for tree in trees_over(profile, 0, 3):
+        with under(model, profile, tree):
+            found = outcome(model, step)
+        assert differences(found, plain) == [], text(tree)
+
+
+def test_random_trees_differ_and_nest():
+    model, step = KINDS["sequential"]()
+    profile = coarse(model, step)
+    rng = random.Random(0)
+
+    found = {text(random_tree(profile.units, rng)) for _ in range(20)}
+
+    assert len(found) > 15
+    assert any("((" in tree or "(0 (" in tree for tree in found)
