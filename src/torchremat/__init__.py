@@ -22,8 +22,8 @@ from torchremat.planning.fitting import fit
 from torchremat.planning.planner import Planner, plan
 from torchremat.planning.plans import Plan
 from torchremat.planning.verification import Report, verify
-from torchremat.regions.checkpoint import checkpoint, checkpointed
-from torchremat.regions.session import Session, session
+from torchremat.regions.functions import checkpoint, checkpointed
+from torchremat.regions.sessions import Session, session
 from torchremat.regions.wrapping import unwrap, wrap
 
 __version__ = "0.1.0"

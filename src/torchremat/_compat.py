@@ -1,17 +1,21 @@
 """What exists only because of one torch version or of `torch.compile`.
 
-Every private name of torch that the library uses is bound here, once, so that a torch that lacks one says so when the part
-that needs it is imported, by name, and not in the middle of a training step.
+Every private name of torch that the library uses is bound here, once, so that a torch that lacks one says so when the
+part that needs it is imported, by name, and not in the middle of a training step.
 
 Supported: torch 2.11 and newer; developed and tested on 2.13.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar, cast
+from functools import wraps
+from typing import TYPE_CHECKING, NamedTuple, ParamSpec, Protocol, TypeVar, cast
 
 import torch
+import torch.utils._device
+import torch.utils._pytree
 
 from torchremat.errors import VersionError
 
@@ -23,6 +27,7 @@ if TYPE_CHECKING:
     Unpack = Callable[[object], Tensor]
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 
 def private(path: str, *, needed_for: str) -> object:
@@ -39,8 +44,8 @@ def private(path: str, *, needed_for: str) -> object:
     for name in path.split("."):
         if not hasattr(found, name):
             raise VersionError(
-                f"torch {torch.__version__} has no `torch.{path}`, which {needed_for} needs. torchremat supports torch 2.11 to 2.13; "
-                "install one of these."
+                f"torch {torch.__version__} has no `torch.{path}`, which {needed_for} needs. torchremat supports "
+                "torch 2.11 to 2.13; install one of these."
             )
         found = getattr(found, name)
     return found
@@ -60,17 +65,69 @@ top_saved_tensor_hooks = cast(
 )
 current_graph_task = cast("Callable[[], int]", private("_C._current_graph_task_id", needed_for=_REGIONS))
 current_node = cast("Callable[[], Node | None]", private("_C._current_autograd_node", needed_for=_REGIONS))
+set_grad_mode = cast("Callable[[bool], None]", private("_C._set_grad_enabled", needed_for=_REGIONS))
 stash_in_tls = cast("Callable[[str, object], None]", private("_C._stash_obj_in_tls", needed_for="a session"))
 get_from_tls = cast("Callable[[str], object]", private("_C._get_obj_in_tls", needed_for="a session"))
 is_in_tls = cast("Callable[[str], bool]", private("_C._is_key_in_tls", needed_for="a session"))
-is_python_node = cast("type", private("autograd.function.BackwardCFunction", needed_for=_REGIONS))
+python_node = cast("type", private("autograd.function.BackwardCFunction", needed_for=_REGIONS))
+function_modes = cast("Callable[[], int]", private("_C._len_torch_function_stack", needed_for="a default device"))
+
+
+class Registration(Protocol):
+    """How torch's pytree takes a container apart."""
+
+    flatten_fn: Callable[[object], tuple[list[object], object]]
+    unflatten_fn: Callable[[list[object], object], object]
+
+
+registered_containers = cast(
+    "dict[type, Registration]", private("utils._pytree.SUPPORTED_NODES", needed_for="finding tensors in containers")
+)
+
+private("utils._device.CURRENT_DEVICE", needed_for="a default device")
+
+
+def default_device() -> torch.device | None:
+    """Return the device that a `with torch.device(...)` or `torch.set_default_device` made the default, or None."""
+    return torch.utils._device.CURRENT_DEVICE
+
+
+class _Engine(NamedTuple):
+    queue_callback: Callable[[Callable[[], None]], None]
+
+
+_engine = cast("_Engine", private("autograd.Variable._execution_engine", needed_for=_REGIONS))
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Run `callback` when the backward that is running now has ended. Autograd drops it if the backward raises."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)  # pyright: ignore[reportAttributeAccessIssue]
+    _engine.queue_callback(callback)
 
 
-def outside_graphs(function: Callable[..., T]) -> Callable[..., T]:
-    """Keep dynamo out of `function`: inside `torch.compile` a call breaks the graph instead of being traced wrongly."""
-    return cast("Callable[..., T]", torch._disable_dynamo(function))  # pyright: ignore[reportAttributeAccessIssue]
+def is_hook_of_torch_checkpoint(pack: object) -> bool:
+    """Return whether a pack hook was put up by `torch.utils.checkpoint`, in its forward or its recompute."""
+    return getattr(pack, "__module__", None) == "torch.utils.checkpoint"
+
+
+_disable = cast(
+    "Callable[[Callable[..., object]], Callable[..., object]]", private("_disable_dynamo", needed_for=_REGIONS)
+)
+
+
+def outside_graphs(function: Callable[P, T]) -> Callable[P, T]:
+    """Keep dynamo out of `function`: inside `torch.compile` a call breaks the graph instead of being traced wrongly.
+
+    As long as nobody has imported dynamo, which takes a second, nothing can be compiled.
+    """
+    disabled = cast("Callable[P, T]", _disable(function))
+
+    @wraps(function)
+    def outside(*args: P.args, **kwargs: P.kwargs) -> T:
+        if _DYNAMO in sys.modules:
+            return disabled(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return outside
+
+
+_DYNAMO = "torch._dynamo"

@@ -1,47 +1,61 @@
 """A region: a piece of forward whose saved tensors are dropped and recomputed.
 
-The rules are design.md's 1-12; `# See Rule n` marks the lines that obey them. The mechanism in four sentences. While a call
-runs in a region, every tensor that autograd saves is replaced by a `Slot`, a number that knows its region. The region keeps
-what it needs to run its calls again, and only the slots, which autograd owns, keep the region. When a backward asks the
-first slot for its tensor, all calls run again and the n-th tensor saved then is the n-th that was saved before. The
-recomputed graph itself is thrown away: gradients flow through the first one.
+The rules are design.md's 1-12; `# See Rule n` marks the lines that obey them. The mechanism in four sentences. While a
+call runs in a region, every tensor that autograd saves is replaced by a `Slot`, a number that knows its region. The
+region keeps what it needs to run its calls again, and only the slots, which autograd owns, keep the region. When a
+backward asks the first slot for its tensor, all calls run again and the n-th tensor saved then is the n-th that was
+saved before. The recomputed graph itself is thrown away: gradients flow through the first one.
 
     forward    call 0 ─────── call 1 ──────       each `s` is a Slot; region ◄── every slot
                s0  s1  s2     s3  s4              region ──► inputs, functions, generator states
     backward                            s4 asked: run call 0, call 1 up to the save of s4, all five are here
 
-Missing on purpose: any list of live regions. Autograd owns the slots, so that what autograd would free is freed (rule 12).
+Missing on purpose: any list of live regions. Autograd owns the slots, so that what autograd would free is freed
+(rule 12).
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, Protocol, cast
+from typing import Literal, Protocol
 from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
+from torch.utils.hooks import RemovableHandle
 
 from torchremat import ambient
 from torchremat._compat import (
     at_end_of_backward,
     current_graph_task,
     current_node,
-    is_python_node,
     pop_saved_tensor_hooks,
     push_saved_tensor_hooks,
+    python_node,
 )
-from torchremat.errors import CheckpointError, MutationError, bug
-from torchremat.regions.guards import Buffers, Objects
-from torchremat.regions.session import Session, active_session
-from torchremat.saved.structure import join, place_of, split
+from torchremat.errors import CheckpointError, MutationError
+from torchremat.regions.guards import Objects
+from torchremat.regions.modules import ModuleState
+from torchremat.regions.recompute import Recompute, thread
+from torchremat.regions.sessions import Session, active_session
+from torchremat.saved.structure import split
 from torchremat.saved.tensor import SavedTensor
 
 Check = Literal["metadata", "none"]
+
+# A call's function with its positional and keyword arguments, called as body(args, kwargs). A body is run in a recompute
+# as in the forward, so it must look up nothing that may have changed since.
+Body = Callable[[tuple[object, ...], dict[str, object]], object]
+
+# Where an argument of a call comes from: an input that the region holds, by number, or the output of an earlier call.
+Source = int | tuple[int, int]
+
+# Recomputed tensors by the number of their slot, each with the version that it was saved at.
+Values = dict[int, tuple[Tensor, int]]
 
 
 class Observer(Protocol):
@@ -88,59 +102,49 @@ class Slot:
         self.index = index
 
 
-class _Stop(BaseException):
-    """Ends a recompute at its last needed tensor. No `Exception`: user code that swallows those must not swallow it."""
-
-    def __init__(self, recompute: _Recompute) -> None:
-        self.recompute = recompute
-
-
-class _Thread(threading.local):
-    def __init__(self) -> None:
-        self.recomputing = 0
-        self.scopes: list[object] = []  # kept by `runs`: the scopes that are open, innermost last
-
-
-thread = _Thread()
-
-
-def is_recomputing() -> bool:
-    """Return whether this thread is running the recompute of a region."""
-    return thread.recomputing > 0
-
-
-# Where an argument of a call comes from: an input that the region holds, by number, or the output of an earlier call.
-_Source = int | tuple[int, int]
-
-
-class _Call:
+class Call:
     """What one call needs to run again."""
 
-    __slots__ = ("autocast", "body", "buffers", "device", "generators", "objects", "slots", "sources", "template")
+    __slots__ = ("body", "generators", "modules", "objects", "slots", "sources", "surroundings", "template")
 
-    def __init__(self, body: Body, template: object, sources: list[_Source]) -> None:
+    def __init__(self, body: Body, template: object, sources: list[Source]) -> None:
         self.body = body
         self.template = template
         self.sources = sources
         self.slots = -1  # how many slots the region has after the call; negative while it runs for the first time
-        self.autocast = ()
-        self.device: torch.device | None = None
-        self.generators: tuple[tuple[torch.device, Tensor], ...] = ()
-        self.buffers: Buffers | None = None
+        self.surroundings: ambient.Surroundings
+        self.modules: ModuleState
+        self.generators: list[ambient.GeneratorState] = []
         self.objects: Objects | None = None
 
     @property
     def is_running(self) -> bool:
+        """Whether the call runs for the first time."""
         return self.slots < 0
+
+    def look(self, tensors: list[Tensor], modules: list[nn.Module], objects: list[object], preserve_rng: bool) -> None:
+        """Capture what the call is about to see and may change; all of it, as rule 6 may ask for it in the middle."""
+        devices = _devices(tensors, modules) if torch.cuda.is_initialized() else ()
+        self.surroundings = ambient.surroundings({device.type for device in devices})
+        self.modules = ModuleState(modules)
+        if objects:
+            self.objects = Objects(objects)
+        if preserve_rng:
+            generators = [one for one in objects if isinstance(one, torch.Generator)]
+            self.generators = ambient.generator_states(devices, generators)
+
+    def settle(self) -> None:
+        """Keep only what the call has changed."""
+        if self.generators:
+            self.generators = ambient.drawn(self.generators)
+        self.modules.settle()
+        if self.objects is not None:
+            self.objects.settle()
 
     @property
     def state_bytes(self) -> int:
-        return sum(state.nbytes for _, state in self.generators) + (self.buffers.nbytes if self.buffers else 0)
-
-
-# A call's function with its positional and keyword arguments, called as body(args, kwargs). A body is run in a recompute
-# as in the forward, so it must look up nothing that may have changed since.
-Body = Callable[[tuple[object, ...], dict[str, object]], object]
+        """Bytes of generator states and buffers."""
+        return sum(one.state.nbytes for one in self.generators) + self.modules.nbytes
 
 
 class Region:
@@ -148,49 +152,57 @@ class Region:
 
     __slots__ = (
         "__weakref__",
-        "_calls",
-        "_held",
         "_known",
-        "_last_use",
         "_lock",
-        "_metadata",
         "_pinned",
-        "_runs_backward",
-        "_slots",
         "_unpacked",
         "_values",
+        "fresh",
+        "held",
         "label",
+        "last_use",
+        "made",
+        "metadata",
+        "runs_backward",
         "settings",
+        "slots",
     )
 
     def __init__(self, settings: Settings, label: object = None) -> None:
         self.settings = settings
         self.label = label
-        self._calls: list[_Call] = []
-        self._held: list[SavedTensor] = []
-        self._slots: list[ReferenceType[Slot]] = []
-        self._metadata: list[tuple[torch.Size, torch.dtype, torch.device]] = []
-        # Tensors that have been seen, by id, with the version they had: outputs of calls and inputs that are held already.
-        self._known: dict[int, tuple[ReferenceType[Tensor], int, _Source]] = {}
-        self._last_use: dict[_Source, int] = {}
-        self._values: dict[object, dict[int, tuple[Tensor, int]]] = {}
+        self.made: list[Call] = []
+        self.held: list[SavedTensor] = []
+        self.slots: list[ReferenceType[Slot]] = []
+        self.metadata: list[tuple[torch.Size, torch.dtype, torch.device]] = []
+        self.fresh: set[int] = set()  # see NOTE [ What is written after it was saved ]
+        self.last_use: dict[Source, int] = {}
+        self.runs_backward = False
+        # Tensors that have been seen, by id, with the version they had: outputs of calls and inputs that are held.
+        self._known: dict[int, tuple[ReferenceType[Tensor], int, Source]] = {}
+        self._values: dict[int | Session, Values] = {}
         self._unpacked: dict[int, set[int]] = {}
-        self._pinned: tuple[object, dict[int, tuple[Tensor, int]]] | None = None
-        self._runs_backward = False
+        self._pinned: dict[int, Values] = {}
         self._lock = threading.RLock()
         session = active_session()
-        if session is not None:
+        if session is not None and not thread.recomputing:
             session.created(self)
 
     @property
     def calls(self) -> int:
         """How many calls have run in the region."""
-        return len(self._calls)
+        return len(self.made)
 
-    # ------------------------------------------------------------------------------------------------------- forward
+    # --------------------------------------------------------------------------------------------------- forward
 
     def call(
-        self, body: Body, args: tuple[object, ...], kwargs: dict[str, object], modules: list[nn.Module], *, last: bool = True
+        self,
+        body: Body,
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+        modules: list[nn.Module],
+        *,
+        last: bool = True,
     ) -> object:
         """Run `body` with its arguments as the next call of the region and return its result.
 
@@ -198,65 +210,53 @@ class Region:
             body: What runs, now and in every recompute.
             args: Its positional arguments.
             kwargs: Its keyword arguments.
-            modules: The modules that run in it, for their buffers and devices.
+            modules: The modules that run in it, for their state and devices.
             last: Whether no further call will join, so that outputs need not be remembered.
         """
-        settings = self.settings
         tensors: list[Tensor] = []
         objects: list[object] = []
         template = split((args, kwargs), tensors, objects)
-        number = len(self._calls)
-        call = _Call(body, template, [self._source(tensor, number) for tensor in tensors])
-        devices = _devices(tensors, modules)
-        call.autocast = ambient.autocast_states({device.type for device in devices})
-        call.device = ambient.default_device()
-        # All of the state is there from the start: a backward inside the call may ask for a recompute (rule 6).
-        call.generators = ambient.generator_states(devices) if settings.preserve_rng else ()
-        call.buffers = Buffers(modules)
-        call.objects = Objects(objects) if objects else None
-        first_slot = len(self._slots)
-        self._calls.append(call)
-        observer = settings.observer
+        number, first_slot = len(self.made), len(self.slots)
+        call = Call(body, template, [self._source(tensor, number) for tensor in tensors])
+        call.look(tensors, modules, objects, self.settings.preserve_rng)
+        observer = self.settings.observer
+        pack = self._pack
         if observer is not None:
             observer.began(self, number, tensors)
             pack = partial(self._pack_observed, observer, number)
-        else:
-            pack = self._pack
         del tensors, objects
-        push_saved_tensor_hooks(pack, unpack)  # See Rule 1
+        self.made.append(call)
         try:
-            output = body(args, kwargs)
+            push_saved_tensor_hooks(pack, unpack)  # See Rule 1
+            try:
+                output = body(args, kwargs)
+            finally:
+                pop_saved_tensor_hooks()
+            call.settle()
+            call.slots = len(self.slots)
+            if observer is not None:
+                observer.ended(self, number, output, call.state_bytes)
         except BaseException:
             # What was saved is dropped with the half-made graph; the next call, if any, takes this one's place.
-            del self._calls[number:], self._slots[first_slot:], self._metadata[first_slot:]
+            del self.made[number:], self.slots[first_slot:], self.metadata[first_slot:]
+            self.fresh = {index for index in self.fresh if index < first_slot}
             raise
-        finally:
-            pop_saved_tensor_hooks()
-        call.generators = ambient.drawn(call.generators)
-        if not call.buffers.settle():
-            call.buffers = None
-        if call.objects is not None and not call.objects.settle():
-            call.objects = None
-        call.slots = len(self._slots)
-        if observer is not None:
-            observer.ended(self, number, output, call.state_bytes)
-        if not last:
-            self._remember(output, number)
-        else:
+        if last:
             self._known.clear()
+        else:
+            self._remember(output, number)
         return output
 
-    def _source(self, tensor: Tensor, number: int) -> _Source:
+    def _source(self, tensor: Tensor, number: int) -> Source:
         known = self._known.get(id(tensor))
-        version = 0 if tensor.is_inference() else tensor._version
         # By identity *and* version: after `h.add_(1)` between two calls `h` is the same object and another value.
-        if known is not None and known[0]() is tensor and known[1] == version:
+        if known is not None and known[0]() is tensor and known[1] == _version(tensor):
             source = known[2]
         else:
-            source = len(self._held)
-            self._held.append(SavedTensor(tensor))  # See Rule 2
-            self._known[id(tensor)] = (ref(tensor), version, source)
-        self._last_use[source] = number
+            source = len(self.held)
+            self.held.append(SavedTensor(tensor))  # See Rule 2
+            self._known[id(tensor)] = (ref(tensor), _version(tensor), source)
+        self.last_use[source] = number
         return source
 
     def _remember(self, output: object, number: int) -> None:
@@ -267,285 +267,144 @@ class Region:
                 self._known[id(tensor)] = (ref(tensor), tensor._version, (number, place))
 
     def _pack(self, tensor: Tensor) -> object:
-        slot = Slot(self, len(self._slots))
-        self._slots.append(ref(slot))
-        self._metadata.append((tensor.shape, tensor.dtype, tensor.device))
+        slots = self.slots
+        index = len(slots)
+        slot = Slot(self, index)
+        slots.append(ref(slot))
+        self.metadata.append((tensor.shape, tensor.dtype, tensor.device))
+        if not tensor.requires_grad and tensor.is_floating_point() and _version(tensor) == 0:
+            self.fresh.add(index)
         return slot
 
     def _pack_observed(self, observer: Observer, number: int, tensor: Tensor) -> object:
         observer.saved(self, number, tensor)
         return self._pack(tensor)
 
-    # ------------------------------------------------------------------------------------------------------ backward
+    # -------------------------------------------------------------------------------------------------- backward
 
     def unpack(self, slot: Slot) -> Tensor:
         """Return the tensor of a slot, recomputing the region if it is not there."""
         index = slot.index
-        if index >= len(self._slots) or self._slots[index]() is not slot:
+        if index >= len(self.slots) or self.slots[index]() is not slot:
             raise CheckpointError(
-                "a tensor was asked for that a region saved in a forward which raised; run that forward again before its backward."
+                "a tensor was asked for that a region saved in a forward which raised; run that forward again before "
+                "its backward."
             )
         session = active_session()
         task = current_graph_task()
-        if session is None and task < 0:
+        key = task if session is None else session
+        if key == -1:
             # Outside any backward nothing is kept. See Rule 7
-            values: dict[int, tuple[Tensor, int]] = {}
+            values: Values = {}
             self._recompute(values, index)
-            return self._taken(values, index)
+            return self._checked(values[index], index)
         with self._lock:
-            if session is not None:
-                return self._unpack_in_session(session, task, index)
-            return self._unpack_in_task(task, index)
+            found = self._pinned[task].get(index) if task in self._pinned else None
+            if found is None:
+                found = self._found(key, task, index)
+            return self._checked(found, index)
 
-    def _unpack_in_task(self, task: int, index: int) -> Tensor:
+    def _found(self, key: int | Session, task: int, index: int) -> tuple[Tensor, int]:
+        values = self._values.get(key)
+        if values is None:
+            values = {}
+            self._recompute(values, None)
+            self._values[key] = values
+            if isinstance(key, Session):
+                key.owns(self)
+            else:
+                at_end_of_backward(partial(_forget, ref(self), key))
+        elif index not in values:
+            self._recompute(values, index)
+        found = values[index]
+        if isinstance(key, int) or self._is_last_pass(key, task, index):
+            # The node holds the tensor while it runs; nobody else needs it. See Rule 4
+            del values[index]
+            self._pin(task, index, found)
+        return found
+
+    def _is_last_pass(self, session: Session, task: int, index: int) -> bool:
+        if session.passes is None or task < 0:
+            return False
+        tasks = self._unpacked.setdefault(index, set())
+        tasks.add(task)
+        return len(tasks) >= session.passes
+
+    def _pin(self, task: int, index: int, found: tuple[Tensor, int]) -> None:
+        """Keep what a Python node has unpacked until it has run: it may read `ctx.saved_tensors` again."""
         node = current_node()
-        if self._pinned is not None:
-            pinned_for, pinned = self._pinned
-            if pinned_for == (task, id(node)) and index in pinned:
-                return self._taken(pinned, index)
-            if pinned_for != (task, id(node)):
-                self._pinned = None
-        values = self._values.get(task)
-        if values is None:
-            values = self._values[task] = {}
-            at_end_of_backward(partial(_forget, ref(self), task))
-            self._recompute(values, None)
-        elif index not in values:
-            self._recompute(values, index)
-        # The node holds the tensor while it runs; nobody else needs it. See Rule 4
-        value = values.pop(index)
-        if isinstance(node, is_python_node):
-            # A Python node may read `ctx.saved_tensors` again, so what it has unpacked stays until the next node asks.
-            if self._pinned is None:
-                self._pinned = ((task, id(node)), {})
-            self._pinned[1][index] = value
-        return self._taken({index: value}, index)
+        if thread.recomputing or not isinstance(node, python_node):
+            return
+        if task not in self._pinned:
+            self._pinned[task] = {}
+            _Unpin(ref(self), task).after(node)
+        self._pinned[task][index] = found
 
-    def _unpack_in_session(self, session: Session, task: int, index: int) -> Tensor:
-        values = self._values.get(session)
-        if values is None:
-            session.owns(self)
-            values = self._values[session] = {}
-            self._recompute(values, None)
-        elif index not in values:
-            self._recompute(values, index)
-        tensor = self._taken(values, index)
-        if session.passes is not None and task >= 0:
-            tasks = self._unpacked.setdefault(index, set())
-            tasks.add(task)
-            if len(tasks) >= session.passes:  # See Rule 4
-                del values[index], self._unpacked[index]
-        return tensor
-
-    def _taken(self, values: dict[int, tuple[Tensor, int]], index: int) -> Tensor:
-        tensor, version = values[index]
-        if tensor._version != version:
+    def _checked(self, found: tuple[Tensor, int], index: int) -> Tensor:
+        tensor, version = found
+        if _version(tensor) != version:
             raise MutationError(
-                f"{self.name(self._call_of(index))}: a tensor that autograd saved (number {index}, shape {tuple(tensor.shape)}) was written "
-                f"in place afterwards in the same region: it was at version {version} and is at {tensor._version} now. "
-                "Plain autograd refuses this as well; make the operation out of place."
+                f"{self.name(self.call_of(index))}: a tensor that autograd saved (number {index}, shape "
+                f"{tuple(tensor.shape)}) was written in place afterwards in the same region: it was at version "
+                f"{version} and is at {tensor._version} now. Plain autograd refuses this as well; make the operation "
+                "out of place."
             )
         return tensor
 
     def recompute_for(self, session: Session) -> bool:
-        """Recompute ahead of any backward on behalf of a session; return whether anything had to be done. See Rule 9."""
+        """Recompute ahead of any backward for a session; return whether anything had to be done. See Rule 9."""
         with self._lock:
-            if session in self._values or not any(slot() is not None for slot in self._slots):
+            if session in self._values or not any(slot() is not None for slot in self.slots):
                 return False
-            session.owns(self)
-            values = self._values[session] = {}
+            values: Values = {}
             self._recompute(values, None)
+            self._values[session] = values
+            session.owns(self)
             return True
 
-    def forget(self, key: object) -> None:
+    def forget(self, key: int | Session) -> None:
         """Drop the recomputed tensors that belong to a session or to a backward that has ended."""
         self._values.pop(key, None)
         if isinstance(key, Session):
             self._unpacked.clear()
-        elif self._pinned is not None and cast("tuple[int, int]", self._pinned[0])[0] == key:
-            self._pinned = None
+        else:
+            self._pinned.pop(key, None)
 
-    # ----------------------------------------------------------------------------------------------------- recompute
+    def unpin(self, task: int) -> None:
+        """Drop what a Python node has unpacked in a backward."""
+        self._pinned.pop(task, None)
 
-    def _recompute(self, values: dict[int, tuple[Tensor, int]], only: int | None) -> None:
-        if self._calls and self._calls[-1].is_running:
+    def _recompute(self, values: Values, only: int | None) -> None:
+        if self.made[-1].is_running:
             # A backward runs inside the region's own forward (rule 6), and will do so again in the recompute, whose
             # graph then has to be able to give back what it saves.
-            self._runs_backward = True
-        if only is not None:
-            wanted = {only}
+            self.runs_backward = True
+        if only is None:
+            wanted = {index for index, slot in enumerate(self.slots) if slot() is not None}
         else:
-            wanted = {i for i, slot in enumerate(self._slots) if slot() is not None}
-        recompute = _Recompute(self, values, wanted)
+            wanted = {only}
         observer = self.settings.observer
         if observer is not None:
             observer.recomputing(self)
-        recompute.run()
+        Recompute(self, values, wanted).run()
         if observer is not None:
             observer.recomputed(self)
 
-    def _call_of(self, index: int) -> int:
-        return next((i for i, call in enumerate(self._calls) if index < call.slots), len(self._calls) - 1)
+    def call_of(self, index: int) -> int:
+        """Return the number of the call that saved a tensor."""
+        return next((i for i, call in enumerate(self.made) if index < call.slots), len(self.made) - 1)
 
     def name(self, call: int) -> str:
         """Return the words for a call of this region in a message."""
-        return f"region {self.label}" if self.label is not None else f"region of {_name_of(self._calls[call].body)}"
-
-
-class _Recompute:
-    """One run of a region's calls for the tensors that they save."""
-
-    __slots__ = ("count", "last", "region", "values", "wanted")
-
-    def __init__(self, region: Region, values: dict[int, tuple[Tensor, int]], wanted: set[int]) -> None:
-        self.region = region
-        self.values = values
-        self.wanted = wanted
-        self.last = max(wanted, default=-1)
-        self.count = 0
-
-    def run(self) -> None:
-        region = self.region
-        tensors: dict[_Source, Tensor] = {}
-        with torch.enable_grad(), _as_if_no_region_were_active():
-            for number, call in enumerate(list(region._calls)):
-                if not self._run_call(call, number, tensors):
-                    break
-                for source in [source for source in tensors if region._last_use.get(source) == number]:
-                    del tensors[source]
-                self._check_count(number, call)
-        missing = self.wanted - self.values.keys()
-        if missing:
-            raise CheckpointError(self._too_few(len(region._calls) - 1))
-
-    def _run_call(self, call: _Call, number: int, tensors: dict[_Source, Tensor]) -> bool:
-        """Run one call again; return whether it ran to its end."""
-        region = self.region
-        for source in call.sources:
-            if source not in tensors:
-                if isinstance(source, tuple):
-                    raise bug(f"call {number} links to output {source}, which the recompute does not have")
-                held = region._held[source]
-                changed = held.is_changed()
-                if changed is not None:
-                    raise MutationError(self._changed_input(call, number, source, held.version, changed))
-                tensors[source] = held.unpack()
-        if call.objects is not None and (written := call.objects.written()):
-            raise MutationError(
-                f"{region.name(number)}: the forward wrote in place to the tensor `{written}` inside an argument, so it cannot be recomputed. "
-                "Keep this call out of the region, or pass the tensor as an argument of its own and write out of place."
-            )
-        arguments = join(call.template, [tensors[source] for source in call.sources])
-        args, kwargs = cast("tuple[tuple[object, ...], dict[str, object]]", arguments)
-        del arguments
-        surroundings = ambient.Ambient(call.autocast, call.device, call.generators)
-        push_saved_tensor_hooks(self.pack, self.unpack)
-        try:
-            with surroundings.around(), _guarded(call.buffers), _guarded(call.objects):
-                output = call.body(args, kwargs)
-        except _Stop as stop:
-            if stop.recompute is not self:
-                raise
-            return False
-        finally:
-            pop_saved_tensor_hooks()
-        del args, kwargs
-        outputs: list[Tensor] = []
-        split(output, outputs, [])
-        for place, tensor in enumerate(outputs):
-            # A link stays attached: a later call may write to it in place, which a leaf that requires grad refuses.
-            if region._last_use.get((number, place), -1) > number:
-                tensors[number, place] = tensor
-        return True
-
-    def pack(self, tensor: Tensor) -> object:
-        region = self.region
-        index = self.count
-        self.count += 1
-        if index >= len(region._slots):
-            return self._extra(index)
-        if region.settings.check == "metadata":
-            before = region._metadata[index]
-            now = (tensor.shape, tensor.dtype, tensor.device)
-            if before != now:
-                raise CheckpointError(self._differs(index, before, now))
-        if index in self.wanted:
-            value = tensor.detach()
-            self.values[index] = (value, 0 if value.is_inference() else value._version)
-            if index == self.last and (region.settings.early_stop or region._calls[-1].is_running):
-                raise _Stop(self)  # See Rule 5
-        return tensor.detach() if region._runs_backward else index  # See Rule 6
-
-    def unpack(self, packed: object) -> Tensor:
-        if isinstance(packed, Tensor):
-            return packed
-        raise bug(f"the graph of a recompute was asked for its saved tensor {packed}")
-
-    def _extra(self, index: int) -> object:
-        raise CheckpointError(
-            f"{self.region.name(self.region.calls - 1)}: the recompute saved more tensors than the forward, which saved {len(self.region._slots)}. "
-            "The function does not do the same twice: look for state that the forward changes (a cache, a counter, "
-            "train/eval, a random draw) or a branch on data."
-        )
-
-    def _check_count(self, number: int, call: _Call) -> None:
-        if self.count != call.slots:
-            raise CheckpointError(self._too_few(number))
-
-    def _too_few(self, number: int) -> str:
-        region = self.region
-        expected = region._calls[number].slots if region._calls else len(region._slots)
-        return (
-            f"{region.name(number)}: the recompute saved {self.count} tensors, the forward had saved {expected}. The function "
-            "does not do the same twice: look for state that the forward changes (a cache, a counter, train/eval, a "
-            "random draw) or a branch on data."
-        )
-
-    def _differs(self, index: int, before: object, now: object) -> str:
-        words = [
-            f"shape {tuple(shape)}, {dtype}, {device}"
-            for shape, dtype, device in cast("list[tuple[torch.Size, torch.dtype, torch.device]]", [before, now])
-        ]
-        return (
-            f"{self.region.name(self.region._call_of(index))}: saved tensor {index} of {len(self.region._slots)} differs. Forward: {words[0]}. "
-            f"Recompute: {words[1]}. The function does not do the same twice: look for state that the forward changes (a "
-            "cache, a counter, autocast, train/eval) or a branch on data."
-        )
-
-    def _changed_input(self, call: _Call, number: int, source: int, before: int | None, now: int) -> str:
-        place = place_of(call.template, call.sources.index(source)) or ""
-        where = f"args{place[3:]}" if place.startswith("[0]") else f"kwargs{place[3:]}"
-        return (
-            f"{self.region.name(number)}: its input {where} was changed in place between forward and recompute: version {before} then, "
-            f"{now} now. Recomputing would give wrong gradients. Make the change out of place, pass a clone, or "
-            "run backward before it."
-        )
-
-
-@contextmanager
-def _as_if_no_region_were_active() -> Generator[None]:
-    """See Rule 3. Hooks that are active are covered by those of the recompute; what is left are the open scopes."""
-    thread.recomputing += 1
-    own, thread.scopes = thread.scopes, []
-    try:
-        yield
-    finally:
-        thread.scopes = own
-        thread.recomputing -= 1
-
-
-@contextmanager
-def _nothing() -> Generator[None]:
-    yield
-
-
-def _guarded(guard: Buffers | Objects | None):
-    return guard.around() if guard is not None else _nothing()
+        if self.label is not None:
+            return f"region {self.label}"
+        return f"region of {_name_of(self.made[call].body)}"
 
 
 def unpack(slot: object) -> Tensor:
     """Return the tensor of a slot: the hook that autograd calls."""
-    return cast("Slot", slot).region.unpack(cast("Slot", slot))
+    assert isinstance(slot, Slot)
+    return slot.region.unpack(slot)
 
 
 def _forget(region: ReferenceType[Region], task: int) -> None:
@@ -554,10 +413,31 @@ def _forget(region: ReferenceType[Region], task: int) -> None:
         alive.forget(task)
 
 
+class _Unpin:
+    """Drops what a node has unpacked when the node has run."""
+
+    def __init__(self, region: ReferenceType[Region], task: int) -> None:
+        self.region = region
+        self.task = task
+        self.handle: RemovableHandle | None = None
+
+    def after(self, node: Node) -> None:
+        self.handle = node.register_hook(self)
+
+    def __call__(self, *_: object) -> None:
+        region = self.region()
+        if region is not None:
+            region.unpin(self.task)
+        if self.handle is not None:
+            self.handle.remove()
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def _devices(tensors: list[Tensor], modules: list[nn.Module]) -> list[torch.device]:
     """Return the devices, beside the CPU, that a call can draw random numbers on."""
-    if not torch.cuda.is_available() or not torch.cuda.is_initialized():
-        return []
     devices = {tensor.device for tensor in tensors}
     for module in modules:
         devices.update(parameter.device for parameter in module.parameters())

@@ -1,9 +1,9 @@
 """Several calls as one region, and regions inside regions, while the parent's code stays as it is.
 
-A `Scope` says for each call that is made while it is open in which regions the call runs, outermost first. The calls of
-one region enter it one by one: an input that is an output of an earlier call of the run, by identity and version, is
-recomputed; every other input is held. So the code between the calls (glue) is never run twice and needs no change, and a
-call that cannot be linked is simply not linked.
+A `Scope` says for each call that is made while it is open in which regions the call runs, outermost first. The calls
+of one region enter it one by one: an input that is an output of an earlier call of the run, by identity and version, is
+recomputed; every other input is held. So the code between the calls (glue) is never run twice and needs no change, and
+a call that cannot be linked is simply not linked.
 
     h = layer3(x)      region R: call 0, holds x
     h = layer4(h)      region R: call 1, its input is output 0 of call 0: linked, nothing held
@@ -23,8 +23,10 @@ from typing import cast
 
 from torch import nn
 
+from torchremat._compat import is_hook_of_torch_checkpoint, top_saved_tensor_hooks
 from torchremat.errors import OrderWarning
-from torchremat.regions.region import Body, Region, Settings, thread
+from torchremat.regions.recompute import thread
+from torchremat.regions.region import Body, Region, Settings
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,23 +75,19 @@ class Scope:
 
     def run(self, body: Body, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Run `body` with the scope open: the calls that it makes are counted from zero, and no region is open yet."""
-        scopes = thread.scopes
-        scopes.append(_Opened(self))
-        try:
-            return body(args, kwargs)
-        finally:
-            scopes.pop()
+        return _Opened(self).run(body, args, kwargs)
 
 
 class _Opened:
     """One run of a scope: the regions that wait for further calls. They go with it, also when the run raises."""
 
-    __slots__ = ("counts", "regions", "scope")
+    __slots__ = ("counts", "pack", "regions", "scope")
 
-    def __init__(self, scope: Scope) -> None:
+    def __init__(self, scope: Scope, counts: dict[str, int] | None = None) -> None:
         self.scope = scope
-        self.counts: dict[str, int] = {}
+        self.counts: dict[str, int] = {} if counts is None else counts
         self.regions: dict[Place, Region] = {}
+        self.pack = _pack_hook()
 
     def choice(self, name: str) -> Choice | None:
         """Return the choice for the next call of `name`; None if the scope does not know the name."""
@@ -100,13 +98,66 @@ class _Opened:
         found = self.scope.choices.get((name, count))
         if found is None:
             warnings.warn(
-                f"`{name}` was called {count + 1} times in one forward, more often than planned for; the additional calls are recomputed "
-                "one by one. Plan again if the model has changed.",
+                f"`{name}` was called {count + 1} times in one forward, more often than planned for; the additional "
+                "calls are recomputed one by one. Plan again if the model has changed.",
                 OrderWarning,
                 stacklevel=5,
             )
             found = Choice((Place(1, name),))
-        return found
+        return _PLAINLY if self.is_overruled() else found
+
+    def is_overruled(self) -> bool:
+        """Return whether `torch.utils.checkpoint` runs what is being called; see NOTE [ Checkpoints inside a scope ]."""
+        pack = _pack_hook()
+        return pack is not self.pack and is_hook_of_torch_checkpoint(pack)
+
+    def run(self, body: Body, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        """Run `body` with the scope open."""
+        scopes = thread.scopes
+        scopes.append(self)
+        try:
+            return body(args, kwargs)
+        finally:
+            scopes.pop()
+
+
+# NOTE [ Checkpoints inside a scope ]
+#
+# The code of a model that runs in a scope may itself use a checkpoint around calls that the scope has choices for. The
+# forward and the recompute of that checkpoint must make the same choices, though the scope is long closed when it is
+# recomputed:
+#
+#   ours      remembers the counts that it began with, and opens the scope again with these. No region spans its edge:
+#             the regions of the scope are others inside of it than outside, in the forward as in the recompute.
+#   torch's   tells us nothing when it recomputes, so the calls are plain ones, in the forward as in the recompute.
+
+
+class _Continued:
+    """The body of a checkpoint that was called in a scope: continues the scope. See NOTE [ Checkpoints inside a scope ]."""
+
+    __slots__ = ("body", "counts", "opened", "scope")
+
+    def __init__(self, opened: _Opened, body: Body) -> None:
+        self.opened: _Opened | None = opened
+        self.scope = opened.scope
+        self.counts = dict(opened.counts)
+        self.body = body
+
+    def __call__(self, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        opened, self.opened = self.opened, None
+        # In the forward the caller's own counts go on.
+        counts = opened.counts if opened is not None else dict(self.counts)
+        return _Opened(self.scope, counts).run(self.body, args, kwargs)
+
+
+def continued(body: Body) -> Body:
+    """Return `body` such that it sees, now and in a recompute, the scope that is open now."""
+    if not thread.scopes:
+        return body
+    opened = cast("_Opened", thread.scopes[-1])
+    if not opened.scope.names:
+        return body
+    return partial(_PLAIN.run, body) if opened.is_overruled() else _Continued(opened, body)
 
 
 def open_choice(name: str) -> Choice | None:
@@ -116,7 +167,11 @@ def open_choice(name: str) -> Choice | None:
 
 
 def run_choice(
-    choice: Choice, function: Callable[..., object], module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+    choice: Choice,
+    function: Callable[..., object],
+    module: nn.Module,
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
 ) -> object:
     """Run a call as chosen, in the regions that are open for it."""
     opened = cast("_Opened", thread.scopes[-1])
@@ -179,6 +234,11 @@ def _regions_of_recompute() -> dict[Place, Region]:
     return cast("_Opened", thread.scopes[-1]).regions
 
 
+def _pack_hook() -> object:
+    hooks = top_saved_tensor_hooks(True)
+    return hooks[0] if hooks is not None else None
+
+
 def call_plainly(function: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     """Call `function`: the body of a call in which nothing is nested."""
     return function(*args, **kwargs)
@@ -186,3 +246,4 @@ def call_plainly(function: Callable[..., object], args: tuple[object, ...], kwar
 
 # The scope in which every call is a plain call.
 _PLAIN = Scope({}, Settings())
+_PLAINLY = Choice()

@@ -1,7 +1,7 @@
 """Modules as regions, by name, type or predicate, without editing the model.
 
-A wrapped module has an instance attribute `forward`, a `WrappedForward`, and nothing else about it changes: its class, its
-parameters' names, its hooks and its `state_dict` are what they were, and hooks run outside of the region, once.
+A wrapped module has an instance attribute `forward`, a `WrappedForward`, and nothing else about it changes: its class,
+its parameters' names, its hooks and its `state_dict` are what they were, and hooks run outside of the region, once.
 
     attribute of the module               value                       removed by
     `forward`                             WrappedForward              `unwrap`
@@ -23,9 +23,9 @@ from torch import nn
 
 from torchremat._compat import outside_graphs
 from torchremat.errors import UnsupportedError, WrapError
-from torchremat.regions.checkpoint import settings_of
+from torchremat.regions.functions import settings_of
 from torchremat.regions.region import Check, Region, Settings
-from torchremat.regions.runs import Scope, call_plainly, open_choice, run_choice
+from torchremat.regions.runs import Scope, call_plainly, continued, open_choice, run_choice
 
 Pattern = str | type[nn.Module] | Callable[[str, nn.Module], bool]
 M = TypeVar("M", bound=nn.Module)
@@ -63,6 +63,7 @@ class WrappedForward:
         self.own = own
 
     def __call__(self, *args: object, **kwargs: object) -> object:
+        """Run the forward, as a region if grad mode is on."""
         if not torch.is_grad_enabled():
             return self.function(*args, **kwargs)
         return _run(self, args, kwargs)
@@ -116,15 +117,15 @@ def _run(forward: WrappedForward, args: tuple[object, ...], kwargs: dict[str, ob
         return run_choice(choice, function, forward.module, args, kwargs)
     if forward.settings is None:
         return function(*args, **kwargs)
-    return Region(forward.settings, forward.name).call(
-        partial(call_plainly, function), args, kwargs, [forward.module]
-    )
+    body = continued(partial(call_plainly, function))
+    return Region(forward.settings, forward.name).call(body, args, kwargs, [forward.module])
 
 
 def refuse_data_parallel(*_: object) -> object:
     """Raise: DataParallel copies a module's attributes, so its replicas would run the original's weights."""
     raise UnsupportedError(
-        "torch.nn.DataParallel cannot replicate a model that torchremat has wrapped; use DistributedDataParallel, or unwrap it first."
+        "torch.nn.DataParallel cannot replicate a model that torchremat has wrapped; use DistributedDataParallel, or "
+        "unwrap it first."
     )
 
 
@@ -133,12 +134,10 @@ def is_wrapped(module: nn.Module) -> bool:
     return isinstance(module.__dict__.get(_FORWARD), WrappedForward)
 
 
-def set_forward(
-    module: nn.Module, name: str, settings: Settings | None, scope: Scope | None = None
-) -> None:
+def set_forward(module: nn.Module, name: str, settings: Settings | None, scope: Scope | None = None) -> None:
     """Make the calls of one module regions, as `settings` or the scope that is open says."""
     if is_wrapped(module):
-        raise WrapError(f"`{name or type(module).__name__}` is wrapped already; unwrap it or remove its plan first.")
+        raise WrapError(_is_wrapped_already(name, module))
     if isinstance(module, torch.jit.ScriptModule):
         raise WrapError(f"`{name}` is a ScriptModule, whose forward cannot be replaced; wrap it before scripting.")
     own = cast("Callable[..., object] | None", module.__dict__.get(_FORWARD))
@@ -168,8 +167,8 @@ def wrap(
 
     Args:
         model: The model; only attributes of the instances named below change, see `unwrap`.
-        modules: A glob over names as `named_modules()` has them (`"layers.*"` means the children of `layers`, not theirs:
-            a `*` does not match a dot), a type, or a predicate of name and module.
+        modules: A glob over names as `named_modules()` has them (`"layers.*"` means the children of `layers`, not
+            theirs: a `*` does not match a dot), a type, or a predicate of name and module.
         every: Wrap the first of each `every` matches, in the order of `named_modules()`.
         check: See `checkpointed`.
         preserve_rng: See `checkpointed`.
@@ -184,7 +183,7 @@ def wrap(
     found = matching(model, modules)[::every]
     for name, module in found:
         if is_wrapped(module):
-            raise WrapError(f"`{name or type(module).__name__}` is wrapped already; unwrap it or remove its plan first.")
+            raise WrapError(_is_wrapped_already(name, module))
     for name, module in found:
         set_forward(module, name, settings)
     return model
@@ -220,6 +219,10 @@ def matching(model: nn.Module, pattern: Pattern) -> list[tuple[str, nn.Module]]:
     return matches
 
 
+def _is_wrapped_already(name: str, module: nn.Module) -> str:
+    return f"`{name or type(module).__name__}` is wrapped already; unwrap it or remove its plan first."
+
+
 def _glob(name: str, pattern: str) -> bool:
     parts, wanted = name.split("."), pattern.split(".")
     return len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))
@@ -229,11 +232,11 @@ def _no_match(pattern: Pattern, named: Iterable[tuple[str, nn.Module]]) -> str:
     if isinstance(pattern, str):
         names = [name for name, _ in named]
         close = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3)
-        return f"no module is named {pattern!r}. Closest names: {', '.join(close) or ', '.join(names[1:4]) or 'none, the model has no children'}."
+        found = close or names[1:4] or ["none, the model has no children"]
+        return f"no module is named {pattern!r}. Closest names: {', '.join(found)}."
     kinds = sorted({type(module).__name__ for _, module in named})
     if isinstance(pattern, type):
         close = difflib.get_close_matches(pattern.__name__, kinds, n=3, cutoff=0.3)
         return f"no module is a {pattern.__name__}. Closest types: {', '.join(close) or ', '.join(kinds[:3])}."
-    return f"the predicate {getattr(pattern, '__name__', pattern)!r} matched none of the model's modules, of types {', '.join(kinds)}."
-
-
+    name = getattr(pattern, "__name__", pattern)
+    return f"the predicate {name!r} matched none of the model's modules, of types {', '.join(kinds)}."

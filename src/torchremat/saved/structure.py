@@ -1,53 +1,63 @@
 """Arguments taken apart into tensors and a template, and put together again.
 
 Tensors in keyword arguments and nested containers are inputs of a region like any other, so a region has to find all of
-them. `torch.utils._pytree` does this and costs tens of microseconds per call; the built-in containers are handled here, and
+them. Torch's pytree does this and costs tens of microseconds per call; the built-in containers are handled here, and
 types that are registered with it (the outputs of `transformers`) are left to it.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import cast
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree
+
+from torchremat._compat import registered_containers
 
 _ATOMS = frozenset(
     {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type, slice}
 )
 
 
-@dataclass(frozen=True, slots=True)
 class Leaf:
     """The place of tensor number `index` in a template."""
 
-    index: int
+    __slots__ = ("index",)
+
+    def __init__(self, index: int) -> None:
+        self.index = index
 
 
-@dataclass(frozen=True, slots=True)
-class _Registered:
-    """A container of a type that is registered with torch's pytree."""
+# Leaves are made for every call of every region, so they are made once.
+_LEAVES = [Leaf(index) for index in range(64)]
 
-    kind: type
-    context: object
-    children: list[object]
+
+class _Node:
+    """A container that is no tuple, list or dict: of a type registered with torch, a named tuple or a dataclass."""
+
+    __slots__ = ("children", "context", "kind")
+
+    def __init__(self, kind: type, children: object, context: object = None) -> None:
+        self.kind = kind
+        self.children = children
+        self.context = context
 
 
 def split(value: object, tensors: list[Tensor], objects: list[object]) -> object:
     """Return `value` with a `Leaf` in the place of each tensor.
 
     Args:
-        value: Any nesting of tuples, lists, dicts, registered containers, tensors and other objects.
+        value: Any nesting of tuples, lists, dicts, registered containers, dataclasses, tensors and other objects.
         tensors: Gets the tensors, in order.
         objects: Gets what is neither a container, a tensor nor a plain value: things that could have state.
     """
-    if isinstance(value, Tensor):
-        tensors.append(value)
-        return Leaf(len(tensors) - 1)
     kind = type(value)
+    if kind is Tensor:
+        index = len(tensors)
+        tensors.append(cast("Tensor", value))
+        return _LEAVES[index] if index < 64 else Leaf(index)
     if kind in _ATOMS:
         return value
     if kind is tuple:
@@ -56,14 +66,31 @@ def split(value: object, tensors: list[Tensor], objects: list[object]) -> object
         return [split(item, tensors, objects) for item in cast("list[object]", value)]
     if kind is dict:
         return {key: split(item, tensors, objects) for key, item in cast("dict[object, object]", value).items()}
-    registered = _pytree.SUPPORTED_NODES.get(kind)
-    if registered is None and isinstance(value, tuple) and hasattr(value, "_fields"):
-        registered = _pytree.SUPPORTED_NODES.get(_pytree.namedtuple)  # pyright: ignore[reportArgumentType]
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return Leaf(len(tensors) - 1)
+    registered = registered_containers.get(kind)
     if registered is not None:
         children, context = registered.flatten_fn(value)
-        return _Registered(kind, context, [split(child, tensors, objects) for child in children])
+        return _Node(kind, [split(child, tensors, objects) for child in children], context)
+    if isinstance(value, tuple) and hasattr(kind, "_make"):
+        return _Node(kind, [split(item, tensors, objects) for item in cast("tuple[object, ...]", value)])
+    if hasattr(kind, "__dataclass_fields__"):
+        found = len(tensors)
+        inside: list[object] = []
+        children = {name: split(item, tensors, inside) for name, item in _attributes(value).items()}
+        if len(tensors) > found:
+            objects += inside
+            return _Node(kind, children)
+    # A dataclass without tensors is an object: whoever writes to it means that very one.
     objects.append(value)
     return value
+
+
+def _attributes(value: object) -> dict[str, object]:
+    names = [one.name for one in dataclasses.fields(value)]  # pyright: ignore[reportArgumentType]
+    own = {name: getattr(value, name) for name in names if hasattr(value, name)}
+    return {**own, **getattr(value, "__dict__", {})}
 
 
 def join(template: object, tensors: Sequence[Tensor]) -> object:
@@ -77,11 +104,22 @@ def join(template: object, tensors: Sequence[Tensor]) -> object:
         return [join(item, tensors) for item in cast("list[object]", template)]
     if kind is dict:
         return {key: join(item, tensors) for key, item in cast("dict[object, object]", template).items()}
-    if kind is _Registered:
-        node = cast("_Registered", template)
-        registered = _pytree.SUPPORTED_NODES.get(node.kind) or _pytree.SUPPORTED_NODES[_pytree.namedtuple]  # pyright: ignore[reportArgumentType]
-        return registered.unflatten_fn([join(child, tensors) for child in node.children], node.context)
+    if kind is _Node:
+        return _joined(cast("_Node", template), tensors)
     return template
+
+
+def _joined(node: _Node, tensors: Sequence[Tensor]) -> object:
+    children = join(node.children, tensors)
+    registered = registered_containers.get(node.kind)
+    if registered is not None:
+        return registered.unflatten_fn(cast("list[object]", children), node.context)
+    if issubclass(node.kind, tuple):
+        return tuple.__new__(node.kind, cast("list[object]", children))
+    value = object.__new__(node.kind)
+    for name, child in cast("dict[str, object]", children).items():
+        object.__setattr__(value, name, child)  # as `__init__` does where the dataclass is frozen
+    return value
 
 
 def tensors_in(value: object) -> list[Tensor]:
@@ -96,16 +134,25 @@ def place_of(template: object, index: int, prefix: str = "") -> str | None:
     kind = type(template)
     if kind is Leaf:
         return prefix if cast("Leaf", template).index == index else None
-    if kind is _Registered:
-        return place_of(cast("_Registered", template).children, index, prefix)
-    if kind is dict:
-        items = list(cast("dict[object, object]", template).items())
+    if kind is _Node:
+        node = cast("_Node", template)
+        fields = cast("tuple[str, ...] | None", getattr(node.kind, "_fields", None))
+        if isinstance(node.children, dict):
+            items = [(f".{name}", item) for name, item in cast("dict[str, object]", node.children).items()]
+        else:
+            children = cast("list[object]", node.children)
+            keys = node.context if isinstance(node.context, list) else range(len(children))
+            items = list(
+                zip([f".{name}" for name in fields or ()] or [f"[{key!r}]" for key in keys], children, strict=False)
+            )
+    elif kind is dict:
+        items = [(f"[{key!r}]", item) for key, item in cast("dict[object, object]", template).items()]
     elif kind is tuple or kind is list:
-        items = list(enumerate(cast("list[object]", template)))
+        items = [(f"[{number}]", item) for number, item in enumerate(cast("list[object]", template))]
     else:
         return None
-    for key, item in items:
-        found = place_of(item, index, f"{prefix}[{key!r}]")
+    for name, item in items:
+        found = place_of(item, index, prefix + name)
         if found is not None:
             return found
     return None

@@ -1,8 +1,8 @@
 """Whom recomputed tensors belong to, and how long they stay.
 
-By default each backward call is a session of its own: its recomputed tensors go when the node that unpacked them has run.
-An explicit session spans several backward calls, so that one recompute serves them all, and can start a recompute ahead
-of the gradient (rules 4, 8 and 9).
+By default each backward call is a session of its own: its recomputed tensors go when the node that unpacked them has
+run. An explicit session spans several backward calls, so that one recompute serves them all, and can start a recompute
+ahead of the gradient (rules 4, 8 and 9).
 """
 
 from __future__ import annotations
@@ -19,9 +19,12 @@ if TYPE_CHECKING:
     from torchremat.regions.region import Region
 
 # NOTE [ How a session reaches the autograd threads ]
-# Backward on a CUDA device runs in a thread of the engine, which sees neither thread-locals nor context variables of the
-# caller, but does see objects stashed in torch's own thread-local state: the engine carries those over.
+# Backward on a CUDA device runs in a thread of the engine, which sees neither thread-locals nor context variables of
+# the caller, but does see objects stashed in torch's own thread-local state: the engine carries those over.
 _KEY = "torchremat.session"
+
+# Sessions that are open in any thread: asking torch costs more than a region has to spare, and mostly there is none.
+_open: list[Session] = []
 
 
 class Session:
@@ -65,7 +68,7 @@ class Session:
 
 def active_session() -> Session | None:
     """Return the session that the running thread, or the backward it runs for, is in."""
-    return cast("Session | None", get_from_tls(_KEY)) if is_in_tls(_KEY) else None
+    return cast("Session | None", get_from_tls(_KEY)) if _open and is_in_tls(_KEY) else None
 
 
 @contextmanager
@@ -73,20 +76,24 @@ def session(passes: int | None = None) -> Generator[Session]:
     """Let one recompute of each region serve every backward call inside the block, overlapping ones too.
 
     Args:
-        passes: How many backward calls run each node at most. A recomputed tensor is dropped when that many have unpacked
-            it; without the number, and in nodes that fewer passes run, it stays until the block ends.
+        passes: How many backward calls run each node at most. A recomputed tensor is dropped when that many have
+            unpacked it; without the number, and in nodes that fewer passes run, it stays until the block ends.
 
     Raises:
         UnsupportedError: Another session is open in this thread, or `passes` is less than 1.
     """
     if passes is not None and passes < 1:
-        raise UnsupportedError(f"passes={passes}: a session needs at least 1 pass, or None to keep all until it closes.")
+        raise UnsupportedError(
+            f"passes={passes}: a session needs at least 1 pass, or None to keep all until it closes."
+        )
     if active_session() is not None:
         raise UnsupportedError("a session is open in this thread already; sessions do not nest. Close it first.")
     own = Session(passes)
+    _open.append(own)
     stash_in_tls(_KEY, own)  # See NOTE [ How a session reaches the autograd threads ]
     try:
         yield own
     finally:
         stash_in_tls(_KEY, None)
+        _open.remove(own)
         own.close()

@@ -11,9 +11,9 @@ import torch
 
 from torchremat._compat import outside_graphs
 from torchremat.errors import UnsupportedError
-from torchremat.regions.guards import modules_of
+from torchremat.regions.modules import modules_of
 from torchremat.regions.region import Check, Region, Settings
-from torchremat.regions.runs import call_plainly
+from torchremat.regions.runs import call_plainly, continued
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -22,12 +22,12 @@ R = TypeVar("R")
 def checkpoint(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     """Return `function(*args, **kwargs)`, to be recomputed in backward instead of keeping what autograd saves in it.
 
-    Gradients are those of the plain call, bit for bit. Every tensor in `args` and `kwargs`, in nested containers too, is
-    an input. Without grad mode it is a plain call. Options: see `checkpointed`.
+    Gradients are those of the plain call, bit for bit. Every tensor in `args` and `kwargs`, in nested containers too,
+    is an input. Without grad mode it is a plain call. Options: see `checkpointed`.
 
     Raises:
         CheckpointError: In backward, when the recompute differs from the forward.
-        MutationError: In backward, when an input was changed in place in between.
+        MutationError: In backward, when an input or parameter was changed in place in between.
 
     >>> import torch
     >>> x = torch.ones(3, requires_grad=True)
@@ -44,8 +44,8 @@ def checkpointed(
     """Return `function` as a function whose every call is a region. Usable as a decorator.
 
     Args:
-        function: Any callable; a module's buffers are looked after if the module is the function, the function's `self`,
-            or in its closure or arguments.
+        function: Any callable; a module's parameters and buffers are looked after if the module is the function, the
+            function's `self`, in its closure, one of its global names, or an argument.
         check: `"metadata"` compares number, shape, dtype and device of the saved tensors of forward and recompute;
             `"none"` compares the number alone.
         preserve_rng: Whether the recompute draws the random numbers that the forward drew.
@@ -76,15 +76,15 @@ def settings_of(*, check: str = "metadata", preserve_rng: bool = True, early_sto
     for name, value in (("preserve_rng", preserve_rng), ("early_stop", early_stop)):
         if not isinstance(value, bool):  # pyright: ignore[reportUnnecessaryIsInstance]: users are not type-checked
             raise UnsupportedError(f"{name}={value!r}: True or False is needed.")
-    return Settings(check=cast("Check", check), preserve_rng=preserve_rng, early_stop=early_stop)
+    return Settings(check=check, preserve_rng=preserve_rng, early_stop=early_stop)
 
 
 @outside_graphs
 def _run(function: Callable[..., R], settings: Settings, args: tuple[object, ...], kwargs: dict[str, object]) -> R:
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    region = Region(settings)
-    return cast("R", region.call(partial(call_plainly, function), args, kwargs, modules_of(function, args)))
+    body = continued(partial(call_plainly, function))
+    return cast("R", Region(settings).call(body, args, kwargs, modules_of(function, (*args, *kwargs.values()))))
 
 
 _DEFAULTS = Settings()

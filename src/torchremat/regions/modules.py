@@ -1,0 +1,253 @@
+"""What a region's forward sees of its modules: parameters, buffers, and whether they train.
+
+A recompute has to see the same. What the forward itself changes (BatchNorm statistics) is kept and shown to the
+recompute; what anybody replaces (`functional_call`, a new `Parameter`) is put back for it; what anybody writes in place
+is gone, and an error names it.
+
+    state                          between forward and recompute         the recompute
+    buffer                         changed by the forward                sees a clone from before
+    parameter or buffer            replaced by another tensor            sees the one from before
+    parameter or buffer            written in place                      raises MutationError
+    `training`                     flipped                               sees the flag from before
+
+Missing on purpose: parameters that a function reaches without any module. Native BatchNorm does not bump the versions of
+its buffers, so that a write by another forward is seen in training, where they are kept, and not in evaluation.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import types
+from collections.abc import Iterable
+from contextlib import ExitStack
+from typing import cast
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedTensorMixin
+
+_Holder = dict[str, Tensor | None]
+
+# Shared state of a module is exchanged for the time of a recompute: two recomputes in two threads must not put back each
+# other's.
+_EXCHANGING = threading.RLock()
+
+# NOTE [ Which buffers a forward changes ]
+# Versions cannot tell: native BatchNorm does not bump that of `running_mean`. So the first forward of a module in a
+# training state is watched by value, all of its buffers cloned and compared, and what it changed is remembered per
+# module; from then on only those are cloned.
+_changed: WeakKeyDictionary[nn.Module, dict[bool, frozenset[str]]] = WeakKeyDictionary()
+
+
+def modules_of(function: object, arguments: Iterable[object] = ()) -> list[nn.Module]:
+    """Return the modules that a call of `function` can be seen to run.
+
+    These are the function itself, its `self` or the attributes of that, what its closure and its global names mean, and
+    its arguments.
+    """
+    found: list[nn.Module] = []
+    seen: set[int] = set()
+    pending: list[object] = [*_reached(function), *arguments]
+    while pending:
+        item = pending.pop()
+        kind = type(item)
+        if kind is Tensor or id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, nn.Module):
+            found.append(item)
+        elif kind is types.FunctionType or kind is types.MethodType or isinstance(item, functools.partial):
+            pending += _reached(item)
+        elif kind is list or kind is tuple:
+            pending += [one for one in cast("list[object]", item) if isinstance(one, nn.Module)]
+    return found
+
+
+def _reached(function: object) -> Iterable[object]:
+    if isinstance(function, nn.Module):
+        return (function,)
+    if isinstance(function, functools.partial):
+        partial = cast("functools.partial[object]", function)
+        return (partial.func, *partial.args, *partial.keywords.values())
+    if isinstance(function, types.MethodType):
+        return (*_reached(function.__self__), *_reached(function.__func__))
+    if isinstance(function, types.FunctionType):
+        names = function.__code__.co_names
+        named = [function.__globals__[name] for name in names if name in function.__globals__]
+        return (*named, *_closed_over(function)) if function.__closure__ else named
+    # An object that is called, or whose method is.
+    return [one for one in getattr(function, "__dict__", {}).values() if isinstance(one, nn.Module)]
+
+
+def _closed_over(function: types.FunctionType) -> Iterable[object]:
+    for cell in function.__closure__ or ():
+        try:
+            content = cell.cell_contents
+        except ValueError:  # a cell that is not filled yet
+            continue
+        yield content
+
+
+class ChangedStateError(Exception):
+    """A parameter or buffer was written in place."""
+
+    def __init__(self, name: str, before: int, now: int) -> None:
+        super().__init__(name, before, now)
+        self.name = name
+        self.before = before
+        self.now = now
+
+
+class ModuleState:
+    """The state of some modules, as a forward saw it."""
+
+    __slots__ = ("_kept", "_modules", "_training", "_unknown", "_watched")
+
+    def __init__(self, modules: list[nn.Module]) -> None:
+        self._modules = modules
+        self._training: list[tuple[nn.Module, bool]] = []
+        self._watched: list[tuple[_Holder, str, Tensor, int]] = []
+        self._kept: list[tuple[nn.Module, str, Tensor, int, Tensor]] = []
+        self._unknown: list[nn.Module] = []
+        pending = list(modules)
+        seen: set[nn.Module] = set()
+        while pending:
+            module = pending.pop()
+            if module in seen:
+                continue
+            seen.add(module)
+            self._training.append((module, module.training))
+            if module._parameters:
+                self._watch(module._parameters)
+            if module._buffers:
+                self._keep(module)
+            if module._modules:
+                pending += [child for child in module._modules.values() if child is not None]
+        for module in modules:
+            # Weights that a hook computes are plain attributes (`weight_norm`), and the hooks of the outermost modules run
+            # outside of the region.
+            if module._forward_pre_hooks:
+                own = {name: one for name, one in module.__dict__.items() if isinstance(one, Tensor)}
+                self._watch(cast("_Holder", module.__dict__), own)
+
+    def _watch(self, holder: _Holder, tensors: _Holder | None = None) -> None:
+        watched = self._watched
+        for name, tensor in (holder if tensors is None else tensors).items():
+            if tensor is None:
+                continue
+            try:
+                watched.append((holder, name, tensor, tensor._version))
+            except RuntimeError:  # an inference tensor has no version, and cannot be written in a forward with grad
+                continue
+            if type(tensor) is not nn.Parameter and isinstance(tensor, UninitializedTensorMixin):
+                watched.pop()  # the forward is about to make it
+
+    def _keep(self, module: nn.Module) -> None:
+        names = _changed.get(module, {}).get(module.training)
+        if names is None:
+            self._unknown.append(module)
+        elif not names:
+            self._watch(module._buffers)
+            return
+        for name, buffer in module._buffers.items():
+            if buffer is None:
+                continue
+            if names is None or name in names:
+                version = 0 if buffer.is_inference() else buffer._version
+                self._kept.append((module, name, buffer, version, buffer.detach().clone()))
+            else:
+                self._watch(module._buffers, {name: buffer})
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what is kept."""
+        return sum(before.nbytes for *_, before in self._kept)
+
+    def settle(self) -> None:
+        """Keep only the buffers that the forward has changed."""
+        if not self._unknown:
+            return
+        # See NOTE [ Which buffers a forward changes ]
+        changed: dict[nn.Module, set[str]] = {module: set() for module in self._unknown}
+        kept, self._kept, self._unknown = self._kept, [], []
+        for module, name, buffer, version, before in kept:
+            now = module._buffers.get(name)
+            if module not in changed or now is not buffer or not _equal(now, before):
+                self._kept.append((module, name, buffer, version, before))
+                changed.get(module, set[str]()).add(name)
+            elif not buffer.is_inference():
+                self._watched.append((module._buffers, name, buffer, version))
+        for module, names in changed.items():
+            _changed.setdefault(module, {})[module.training] = frozenset(names)
+
+    def parameters(self) -> list[Tensor]:
+        """Return the parameters and watched buffers."""
+        return [tensor for _, _, tensor, _ in self._watched]
+
+    def check(self) -> None:
+        """Check that the forward's parameters and buffers were not written.
+
+        Raises:
+            ChangedStateError: One was written in place.
+        """
+        for holder, name, tensor, version in self._watched:
+            if tensor._version != version:
+                raise ChangedStateError(self._name(holder, name), version, tensor._version)
+
+    def is_here(self) -> bool:
+        """Return whether the modules are as the forward saw them, so that nothing has to be restored."""
+        if self._kept:
+            return False
+        for holder, name, tensor, _ in self._watched:
+            if holder.get(name) is not tensor:
+                return False
+        for module, flag in self._training:
+            if module.training is not flag:
+                return False
+        return True
+
+    def restore(self, stack: ExitStack) -> None:
+        """Let the modules be as the forward saw them until `stack` is closed.
+
+        Buffers are exchanged, not written: a `copy_` into a buffer makes every node that saved it raise.
+        """
+        stack.enter_context(_EXCHANGING)
+        for module, name, _, _, before in self._kept:
+            _exchange(stack, module._buffers, name, before.clone())
+        for holder, name, tensor, _ in self._watched:
+            now = holder.get(name)
+            if now is not tensor and _is_plain(now) and _is_plain(tensor):
+                _exchange(stack, holder, name, tensor)
+        for module, flag in self._training:
+            if module.training is not flag:
+                stack.callback(setattr, module, "training", module.training)
+                module.training = flag
+
+    def _name(self, holder: _Holder, name: str) -> str:
+        for outer in self._modules:
+            prefix = cast("str", getattr(outer.__dict__.get("forward"), "name", ""))  # of a wrapped module
+            for inner_name, module in outer.named_modules(prefix=prefix):
+                if any(one is holder for one in (module._parameters, module._buffers, module.__dict__)):
+                    return f"{inner_name}.{name}" if inner_name else name
+        return name
+
+
+def _equal(now: Tensor, before: Tensor) -> bool:
+    if now.device.type == "meta":
+        return False
+    return now.shape == before.shape and now.dtype == before.dtype and torch.equal(now, before)
+
+
+def _is_plain(tensor: Tensor | None) -> bool:
+    # Whoever exchanges sharded tensors for whole ones (FSDP) does so in the recompute as well.
+    return tensor is None or type(tensor) is Tensor or type(tensor) is nn.Parameter
+
+
+def _exchange(stack: ExitStack, holder: _Holder, name: str, tensor: Tensor) -> None:
+    if name in holder:
+        stack.callback(holder.__setitem__, name, holder[name])
+    else:
+        stack.callback(holder.pop, name, None)
+    holder[name] = tensor

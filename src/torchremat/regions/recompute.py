@@ -1,0 +1,266 @@
+"""One recompute: a region's calls run again, for the tensors that autograd saves in them."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, NoReturn, cast
+
+import torch
+from torch import Tensor
+
+from torchremat._compat import pop_saved_tensor_hooks, push_saved_tensor_hooks, set_grad_mode
+from torchremat.errors import CheckpointError, MutationError, bug
+from torchremat.regions.modules import ChangedStateError
+from torchremat.saved.structure import join, place_of, split
+from torchremat.saved.tensor import ChangedError
+
+if TYPE_CHECKING:
+    from torchremat.regions.region import Call, Region, Source, Values
+
+# NOTE [ What is written after it was saved ]
+# An operation may save a tensor first and fill it then, without a new version: `rrelu` saves its noise so, as the only
+# one of torch's own. A recompute that stops in the hook of such a save would hand out uninitialised memory. There is no
+# telling from the hook, so a recompute does not stop at a save which could be one, but at the next save of another
+# operation: at a tensor of floating point, never written, that no gradient flows to, and that is as large as the one
+# saved before or after it, to which a gradient flows (nor at that one, if it is saved after).
+
+
+class _Stop(BaseException):
+    """Ends a recompute at its last needed tensor.
+
+    No `Exception`: user code that swallows those must not swallow it.
+    """
+
+    def __init__(self, recompute: Recompute) -> None:
+        self.recompute = recompute
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.recomputing = 0
+        self.scopes: list[object] = []  # kept by `runs`: the scopes that are open, innermost last
+
+
+thread = _Thread()
+
+
+class Recompute:
+    """One run of a region's calls for the tensors that they save."""
+
+    __slots__ = ("count", "is_stopped", "last", "region", "values", "wanted")
+
+    def __init__(self, region: Region, values: Values, wanted: set[int]) -> None:
+        self.region = region
+        self.values = values
+        self.wanted = wanted
+        self.last = self._last(max(wanted, default=-1))
+        self.count = 0
+        self.is_stopped = False
+
+    def _last(self, last: int) -> int:
+        """Return the save to stop at, given the last one that is wanted; -2 to run to the end."""
+        region = self.region
+        if not region.settings.early_stop and not region.made[-1].is_running:
+            return -2
+        while region.fresh and self._may_be_filled_later(last):
+            last += 1
+        return last
+
+    def _may_be_filled_later(self, index: int) -> bool:
+        # See NOTE [ What is written after it was saved ]
+        fresh, metadata = self.region.fresh, self.region.metadata
+        pairs = [(index, index + 1), (index, index - 1), (index - 1, index)]
+        return any(
+            one in fresh and other not in fresh and 0 <= other < len(metadata) and metadata[one] == metadata[other]
+            for one, other in pairs
+        )
+
+    def run(self) -> None:
+        """Run the calls, and put what they save into `values`.
+
+        Raises:
+            CheckpointError: They save something else than in the forward.
+            MutationError: An input or parameter was changed in place since the forward.
+        """
+        region = self.region
+        links: dict[Source, Tensor] = {}
+        had_grad = torch.is_grad_enabled()
+        had_scopes, thread.scopes = thread.scopes, []  # See Rule 3; active hooks are covered by those of the recompute
+        thread.recomputing += 1
+        set_grad_mode(True)
+        try:
+            for number, call in enumerate(list(region.made)):
+                self._run_call(call, number, links)
+                if self.is_stopped:
+                    break
+                for source in [source for source in links if region.last_use.get(source) == number]:
+                    del links[source]
+                if self.count != call.slots:
+                    raise CheckpointError(self._too_few(number))
+        finally:
+            set_grad_mode(had_grad)
+            thread.recomputing -= 1
+            thread.scopes = had_scopes
+        if self.wanted - self.values.keys():
+            raise CheckpointError(self._too_few(len(region.made) - 1))
+
+    def _run_call(self, call: Call, number: int, links: dict[Source, Tensor]) -> None:
+        region = self.region
+        arguments = join(call.template, [self._input(call, number, i, links) for i in range(len(call.sources))])
+        args, kwargs = cast("tuple[tuple[object, ...], dict[str, object]]", arguments)
+        del arguments
+        unchanged = self._check_state(call, number)
+        output = None
+        push_saved_tensor_hooks(self.pack, self.unpack)
+        try:
+            if unchanged:
+                output = call.body(args, kwargs)
+            else:
+                with ExitStack() as stack:
+                    self._restore(call, stack)
+                    output = call.body(args, kwargs)
+        except _Stop as stop:
+            if stop.recompute is not self:
+                raise
+        finally:
+            pop_saved_tensor_hooks()
+        if number + 1 == len(region.made) or self.is_stopped:
+            return
+        del args, kwargs
+        outputs: list[Tensor] = []
+        split(output, outputs, [])
+        for place, tensor in enumerate(outputs):
+            # A link stays attached: a later call may write to it in place, which a leaf that requires grad refuses.
+            if region.last_use.get((number, place), -1) > number:
+                links[number, place] = tensor
+
+    def _input(self, call: Call, number: int, place: int, links: dict[Source, Tensor]) -> Tensor:
+        source = call.sources[place]
+        if source not in links:
+            if isinstance(source, tuple):
+                raise bug(f"call {number} links to output {source}, which the recompute does not have")
+            try:
+                links[source] = self.region.held[source].unpack()
+            except ChangedError as error:
+                raise MutationError(self._changed_input(call, number, place, error)) from None
+        return links[source]
+
+    def _check_state(self, call: Call, number: int) -> bool:
+        """Return whether all that the call may see besides its arguments is as in the forward.
+
+        Raises:
+            MutationError: It is not, and cannot be restored.
+        """
+        name = self.region.name(number)
+        try:
+            call.modules.check()
+        except ChangedStateError as error:
+            raise MutationError(
+                f"{name}: its parameter or buffer `{error.name}` was changed in place between forward and recompute: "
+                f"version {error.before} then, {error.now} now. Recomputing would give wrong gradients. Run backward "
+                "before `optimizer.step()` or whatever else writes to it."
+            ) from None
+        if call.objects is not None:
+            written = call.objects.written()
+            if written is not None:
+                raise MutationError(
+                    f"{name}: the tensor {written} inside an argument was written in place, in the forward or since, "
+                    "so the call cannot be recomputed. Keep it out of the region, or pass the tensor as an argument of "
+                    "its own and write out of place."
+                )
+            if call.objects.changed:
+                return False
+        return (
+            not call.generators
+            and not self.region.runs_backward
+            and call.modules.is_here()
+            and call.surroundings.are_here()
+        )
+
+    def _restore(self, call: Call, stack: ExitStack) -> None:
+        call.surroundings.restore(stack)
+        if not call.modules.is_here():
+            call.modules.restore(stack)
+        if call.objects is not None:
+            call.objects.restore(stack)
+        if self.region.runs_backward:
+            # The forward's own backward has left its gradients; those of the recompute are nobody's. See Rule 6
+            for tensor in call.modules.parameters():
+                if tensor.requires_grad:
+                    stack.callback(setattr, tensor, "grad", tensor.grad)
+                    tensor.grad = None
+        for generator in call.generators:
+            generator.restore(stack)
+
+    def pack(self, tensor: Tensor) -> object:
+        """Take the next saved tensor: the hook of a recompute."""
+        region = self.region
+        index = self.count
+        if self.is_stopped:
+            return index  # user code has swallowed the stop
+        self.count = index + 1
+        if index >= len(region.slots):
+            if region.made[-1].is_running:
+                self._stop()
+            raise CheckpointError(self._too_many())
+        if region.settings.check == "metadata":
+            now = (tensor.shape, tensor.dtype, tensor.device)
+            if region.metadata[index] != now:
+                raise CheckpointError(self._differs(index, now))
+        if index in self.wanted:
+            # Without its `grad_fn`, which would keep the recomputed graph.
+            value = tensor if tensor.grad_fn is None else tensor.detach()
+            self.values[index] = (value, 0 if value.is_inference() else value._version)
+        if index == self.last:
+            self._stop()
+        return tensor.detach() if region.runs_backward else index  # See Rule 6
+
+    def _stop(self) -> NoReturn:
+        self.is_stopped = True
+        raise _Stop(self)  # See Rule 5
+
+    def unpack(self, packed: object) -> Tensor:
+        """Give a saved tensor of the recomputed graph back, which only a backward inside the region asks for."""
+        if isinstance(packed, Tensor):
+            return packed
+        raise bug(f"the graph of a recompute was asked for its saved tensor {packed}")
+
+    # ------------------------------------------------------------------------------------------------------ words
+
+    def _too_many(self) -> str:
+        region = self.region
+        return (
+            f"{region.name(region.calls - 1)}: the recompute saved more tensors than the forward, which saved "
+            f"{len(region.slots)}. {_NOT_TWICE}"
+        )
+
+    def _too_few(self, number: int) -> str:
+        region = self.region
+        return (
+            f"{region.name(number)}: the recompute saved {self.count} tensors, the forward had saved "
+            f"{region.made[number].slots}. {_NOT_TWICE}"
+        )
+
+    def _differs(self, index: int, found: tuple[torch.Size, torch.dtype, torch.device]) -> str:
+        region = self.region
+        words = [f"shape {tuple(shape)}, {dtype}, {device}" for shape, dtype, device in (region.metadata[index], found)]
+        return (
+            f"{region.name(region.call_of(index))}: saved tensor {index} of {len(region.slots)} differs. Forward: "
+            f"{words[0]}. Recompute: {words[1]}. {_NOT_TWICE}"
+        )
+
+    def _changed_input(self, call: Call, number: int, place: int, error: ChangedError) -> str:
+        found = place_of(call.template, place) or ""
+        where = f"args{found[3:]}" if found.startswith("[0]") else f"kwargs{found[3:]}"
+        return (
+            f"{self.region.name(number)}: its input {where} was changed in place between forward and recompute: version "
+            f"{error.before} then, {error.now} now. Recomputing would give wrong gradients. Make the change out of "
+            "place, pass a clone, or run backward before it."
+        )
+
+
+_NOT_TWICE = (
+    "The function does not do the same twice: look for state that the forward changes (a cache, a counter, autocast, "
+    "train/eval, a random draw) or a branch on data."
+)
