@@ -14,8 +14,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, NamedTuple, ParamSpec, Protocol, TypeVar, cast
 
 import torch
-import torch.utils._device
-import torch.utils._pytree
+from torch.utils import _device, _pytree
 
 from torchremat.errors import VersionError
 
@@ -80,16 +79,14 @@ class Registration(Protocol):
     unflatten_fn: Callable[[list[object], object], object]
 
 
-registered_containers = cast(
-    "dict[type, Registration]", private("utils._pytree.SUPPORTED_NODES", needed_for="finding tensors in containers")
-)
+registered_containers = cast("dict[type, Registration]", _pytree.SUPPORTED_NODES)
 
 private("utils._device.CURRENT_DEVICE", needed_for="a default device")
 
 
 def default_device() -> torch.device | None:
     """Return the device that a `with torch.device(...)` or `torch.set_default_device` made the default, or None."""
-    return torch.utils._device.CURRENT_DEVICE
+    return _device.CURRENT_DEVICE
 
 
 class _Engine(NamedTuple):

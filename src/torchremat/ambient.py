@@ -93,12 +93,12 @@ def set_generator(generator: torch.Generator | torch.device, state: Tensor) -> N
 def generator_states(
     devices: Iterable[torch.device], generators: Iterable[torch.Generator] = ()
 ) -> list[GeneratorState]:
-    """Return the states of the default generators of the CPU and of `devices`, and of `generators`, before a forward."""
+    """Return the states of `generators` and of the default ones of the CPU and `devices`, before a forward."""
     states = [GeneratorState(torch.default_generator, torch.default_generator.get_state())]
     states += [GeneratorState(one, get_generator(one)) for one in (*devices, *generators)]
     return states
 
 
 def drawn(before: list[GeneratorState]) -> list[GeneratorState]:
-    """Return those of the states `before` whose generators have drawn since: 5 KB each on the CPU, so only they stay."""
+    """Return those of the states `before` whose generators have drawn since; the others, of 5 KB each, can go."""
     return [one for one in before if not torch.equal(get_generator(one.generator), one.state)]

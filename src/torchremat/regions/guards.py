@@ -3,7 +3,8 @@
 A forward that appends to a key-value cache would do so again when it is recomputed. What the objects held before is
 remembered by identity, the recompute sees it, and afterwards all is as before the recompute (rule 11).
 
-Missing on purpose: objects that are reached in other ways than through an argument (globals, closures), and NumPy arrays.
+Missing on purpose: objects that are reached in other ways than through an argument (globals, closures), and NumPy
+arrays.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ _MUTABLE = (list, dict, set, deque, bytearray)
 class Objects:
     """The mutable objects among a region's arguments, as the forward saw them.
 
-    Lists, dicts, sets, deques and attributes are remembered, to any depth. A tensor inside that is written in place cannot
-    be brought back; `written()` names it.
+    Lists, dicts, sets, deques and attributes are remembered, to any depth. A tensor inside that is written in place
+    cannot be brought back; `written()` names it.
     """
 
     __slots__ = ("_before", "_tensors", "_written")
@@ -49,8 +50,9 @@ class Objects:
                 continue
             seen.add(id(item))
             if len(seen) > _MOST_ITEMS:
+                kind = type(objects[0]).__name__
                 raise UnsupportedError(
-                    f"more than {_MOST_ITEMS:,} objects hang on a region's argument of type {type(objects[0]).__name__}; "
+                    f"more than {_MOST_ITEMS:,} objects hang on a region's argument of type {kind}; "
                     "whether the forward changes one cannot be watched. Pass what the function needs of it."
                 )
             if isinstance(item, Tensor):

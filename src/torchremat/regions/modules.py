@@ -10,8 +10,8 @@ is gone, and an error names it.
     parameter or buffer            written in place                      raises MutationError
     `training`                     flipped                               sees the flag from before
 
-Missing on purpose: parameters that a function reaches without any module. Native BatchNorm does not bump the versions of
-its buffers, so that a write by another forward is seen in training, where they are kept, and not in evaluation.
+Missing on purpose: parameters that a function reaches without any module. Native BatchNorm does not bump the versions
+of its buffers, so that a write by another forward is seen in training, where they are kept, and not in evaluation.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from __future__ import annotations
 import functools
 import threading
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, MutableMapping
 from contextlib import ExitStack
-from typing import cast
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-_Holder = dict[str, Tensor | None]
+_Holder = MutableMapping[str, Any]  # of tensors and None; a module's own attributes hold other things as well
 
-# Shared state of a module is exchanged for the time of a recompute: two recomputes in two threads must not put back each
-# other's.
+# Shared state of a module is exchanged for the time of a recompute: two recomputes in two threads must not put back
+# each other's.
 _EXCHANGING = threading.RLock()
 
 # NOTE [ Which buffers a forward changes ]
@@ -126,11 +126,11 @@ class ModuleState:
             if module._modules:
                 pending += [child for child in module._modules.values() if child is not None]
         for module in modules:
-            # Weights that a hook computes are plain attributes (`weight_norm`), and the hooks of the outermost modules run
-            # outside of the region.
+            # Weights that a hook computes are plain attributes (`weight_norm`), and the hooks of the outermost modules
+            # run outside of the region.
             if module._forward_pre_hooks:
                 own = {name: one for name, one in module.__dict__.items() if isinstance(one, Tensor)}
-                self._watch(cast("_Holder", module.__dict__), own)
+                self._watch(module.__dict__, own)
 
     def _watch(self, holder: _Holder, tensors: _Holder | None = None) -> None:
         watched = self._watched
@@ -141,7 +141,7 @@ class ModuleState:
                 watched.append((holder, name, tensor, tensor._version))
             except RuntimeError:  # an inference tensor has no version, and cannot be written in a forward with grad
                 continue
-            if type(tensor) is not nn.Parameter and isinstance(tensor, UninitializedTensorMixin):
+            if type(tensor) is not nn.Parameter and isinstance(tensor, UninitializedParameter | UninitializedBuffer):
                 watched.pop()  # the forward is about to make it
 
     def _keep(self, module: nn.Module) -> None:
@@ -174,7 +174,7 @@ class ModuleState:
         kept, self._kept, self._unknown = self._kept, [], []
         for module, name, buffer, version, before in kept:
             now = module._buffers.get(name)
-            if module not in changed or now is not buffer or not _equal(now, before):
+            if module not in changed or now is not buffer or not _equal(buffer, before):
                 self._kept.append((module, name, buffer, version, before))
                 changed.get(module, set[str]()).add(name)
             elif not buffer.is_inference():
@@ -203,10 +203,7 @@ class ModuleState:
         for holder, name, tensor, _ in self._watched:
             if holder.get(name) is not tensor:
                 return False
-        for module, flag in self._training:
-            if module.training is not flag:
-                return False
-        return True
+        return all(module.training is flag for module, flag in self._training)
 
     def restore(self, stack: ExitStack) -> None:
         """Let the modules be as the forward saw them until `stack` is closed.

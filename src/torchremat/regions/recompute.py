@@ -254,9 +254,9 @@ class Recompute:
         found = place_of(call.template, place) or ""
         where = f"args{found[3:]}" if found.startswith("[0]") else f"kwargs{found[3:]}"
         return (
-            f"{self.region.name(number)}: its input {where} was changed in place between forward and recompute: version "
-            f"{error.before} then, {error.now} now. Recomputing would give wrong gradients. Make the change out of "
-            "place, pass a clone, or run backward before it."
+            f"{self.region.name(number)}: its input {where} was changed in place between forward and recompute: "
+            f"version {error.before} then, {error.now} now. Recomputing would give wrong gradients. Make the change "
+            "out of place, pass a clone, or run backward before it."
         )
 
 

@@ -47,8 +47,8 @@ from torchremat.saved.tensor import SavedTensor
 
 Check = Literal["metadata", "none"]
 
-# A call's function with its positional and keyword arguments, called as body(args, kwargs). A body is run in a recompute
-# as in the forward, so it must look up nothing that may have changed since.
+# A call's function with its positional and keyword arguments, called as body(args, kwargs). A body is run in a
+# recompute as in the forward, so it must look up nothing that may have changed since.
 Body = Callable[[tuple[object, ...], dict[str, object]], object]
 
 # Where an argument of a call comes from: an input that the region holds, by number, or the output of an earlier call.
@@ -333,7 +333,7 @@ class Region:
     def _pin(self, task: int, index: int, found: tuple[Tensor, int]) -> None:
         """Keep what a Python node has unpacked until it has run: it may read `ctx.saved_tensors` again."""
         node = current_node()
-        if thread.recomputing or not isinstance(node, python_node):
+        if node is None or thread.recomputing or not isinstance(node, python_node):
             return
         if task not in self._pinned:
             self._pinned[task] = {}

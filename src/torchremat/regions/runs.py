@@ -107,7 +107,7 @@ class _Opened:
         return _PLAINLY if self.is_overruled() else found
 
     def is_overruled(self) -> bool:
-        """Return whether `torch.utils.checkpoint` runs what is being called; see NOTE [ Checkpoints inside a scope ]."""
+        """Return whether `torch.utils.checkpoint` runs what is called. See NOTE [ Checkpoints inside a scope ]."""
         pack = _pack_hook()
         return pack is not self.pack and is_hook_of_torch_checkpoint(pack)
 
@@ -133,7 +133,10 @@ class _Opened:
 
 
 class _Continued:
-    """The body of a checkpoint that was called in a scope: continues the scope. See NOTE [ Checkpoints inside a scope ]."""
+    """The body of a checkpoint that was called in a scope, which it continues.
+
+    See NOTE [ Checkpoints inside a scope ].
+    """
 
     __slots__ = ("body", "counts", "opened", "scope")
 
