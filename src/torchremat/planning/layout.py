@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from torchremat.errors import PlanError
 from torchremat.planning.shapes import InputSizes
 from torchremat.planning.units import Units
 from torchremat.regions.region import Body, Settings
@@ -129,6 +130,16 @@ def install(
         for module in done:
             restore_forward(module)
         raise
+
+
+def check_bare(model: nn.Module) -> None:
+    """Raise a PlanError if modules of a model are wrapped already."""
+    wrapped = [name or "the model" for name, module in model.named_modules() if is_wrapped(module)]
+    if wrapped:
+        raise PlanError(
+            f"the model has wrapped modules already ({', '.join(wrapped[:3])}{', ...' if len(wrapped) > 3 else ''}). "
+            "Remove the plan that is applied, or unwrap it, first."
+        )
 
 
 def applied_scopes(model: nn.Module) -> list[PlannedScope]:

@@ -14,10 +14,9 @@ from torchremat.measuring.curves import Curve, Phase, draw
 from torchremat.measuring.sizes import format_bytes
 from torchremat.planning.chains import Cost
 from torchremat.planning.files import from_json, to_json
-from torchremat.planning.layout import Calls, install, uninstall
+from torchremat.planning.layout import Calls, check_bare, install, uninstall
 from torchremat.planning.shapes import InputSizes
 from torchremat.regions.region import Settings
-from torchremat.regions.wrapping import is_wrapped
 from torchremat.schedules.chain import Keep, Region, Tree
 
 PlainSource = Literal["measured", "predicted"]
@@ -127,13 +126,7 @@ class Plan:
             PlanError: The plan was made for another model (all differences are listed), or one is applied already.
         """
         self.check(model)
-        wrapped = [name for name, module in model.named_modules() if is_wrapped(module)]
-        if wrapped:
-            raise PlanError(
-                "the model has wrapped modules already "
-                f"({', '.join(wrapped[:3])}{', ...' if len(wrapped) > 3 else ''}). "
-                "Remove the plan that is applied, or unwrap it, first."
-            )
+        check_bare(model)
         install(
             model,
             self.calls,

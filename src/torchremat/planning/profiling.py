@@ -29,11 +29,11 @@ from torchremat.measuring.before import BytesBefore
 from torchremat.measuring.runs import Subject, subject_of
 from torchremat.measuring.step import run_backward
 from torchremat.planning.budgets import free_on
-from torchremat.planning.layout import calls_of, installed
+from torchremat.planning.layout import calls_of, check_bare, installed
 from torchremat.planning.memory import Key, Lifetimes, Live, Moment, UnitBytes, Walk
 from torchremat.planning.optimizers import OptimizerBytes, measure_optimizer
-from torchremat.planning.tracing import Step, trace
-from torchremat.planning.units import Units, find_units, named, splittable
+from torchremat.planning.tracing import Step, named, trace
+from torchremat.planning.units import Units, find_units, splittable
 from torchremat.planning.watching import Save, Watcher, every_unit
 from torchremat.regions.region import Settings
 from torchremat.schedules.chain import Tree
@@ -121,8 +121,10 @@ def profile(
 
     Raises:
         StepError: The step returns no loss, calls no module of the model, or other modules each time.
-        UnsupportedError: A profiler is active, or the device has no allocation events.
+        PlanError: Modules of the model are wrapped already.
+        UnsupportedError: A profiler is active, the device has no allocation events, or the model checkpoints itself.
     """
+    check_bare(model)
     subject = subject_of(step, model, optimizer)
     place = subject.device() if device is None else torch.device(device)
     units = find_units(trace(model, step))

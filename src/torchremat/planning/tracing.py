@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from torchremat._compat import pop_saved_tensor_hooks, push_saved_tensor_hooks
-from torchremat.errors import bug
+from torchremat._compat import pop_saved_tensor_hooks, push_saved_tensor_hooks, top_saved_tensor_hooks
+from torchremat.errors import UnsupportedError, bug
 from torchremat.measuring.flops import FlopCounter
 from torchremat.measuring.step import loss_of
 from torchremat.measuring.untouched import untouched
@@ -201,6 +201,13 @@ class _Tracer:
         args: tuple[object, ...],
         kwargs: dict[str, object],
     ) -> object:
+        hooks = top_saved_tensor_hooks(True)
+        if hooks is None or hooks[0] != self.save:
+            raise UnsupportedError(
+                f"{named(name)} is called under saved-tensor hooks: the model checkpoints itself, or something like "
+                "`save_on_cpu` is active. What it saves there is out of a plan's reach; switch that off (in transformers "
+                "`gradient_checkpointing_disable()`), the plan decides what is recomputed."
+            )
         tensors: list[Tensor] = []
         objects: list[object] = []
         split((args, kwargs), tensors, objects)
@@ -238,6 +245,11 @@ class _Tracer:
         self.tick()
         call.left = self.time
         return output
+
+
+def named(name: str) -> str:
+    """Return the words for a module in a message."""
+    return f"`{name}`" if name else "the model"
 
 
 def trace(model: nn.Module, step: Step) -> Trace:

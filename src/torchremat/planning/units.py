@@ -106,11 +106,6 @@ class Units:
         return any(self.trace.calls[inner].saved for inner in self.trace.descendants(call))
 
 
-def named(name: str) -> str:
-    """Return the words for a module in a message."""
-    return f"`{name}`" if name else "the model"
-
-
 def find_units(trace: Trace, split: frozenset[int] = frozenset()) -> Units:
     """Return the units of a traced forward.
 
