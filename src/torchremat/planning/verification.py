@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import statistics
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,13 +10,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from torchremat.measuring.runs import Subject, run_counted, run_traced, subject_of
+from torchremat.measuring.runs import Subject, run_counted, run_plain, run_traced, subject_of
 from torchremat.measuring.sizes import format_bytes
 from torchremat.measuring.step import run_backward
 from torchremat.measuring.untouched import gradient_leaves
 from torchremat.planning.layout import applied_scopes
 from torchremat.planning.tracing import Step
 from torchremat.regions.wrapping import is_wrapped
+
+_TIMED_RUNS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +33,7 @@ class Report:
         predicted_bytes: What the applied plan predicted for it; None without a plan.
         kept_bytes: What the forward left for the backward, with the regions.
         plain_kept_bytes: The same without them; None if that step does not fit.
-        seconds: Of forward and backward with the regions.
+        seconds: Of forward and backward with the regions, a median.
         plain_seconds: The same without them.
         recomputed_flops: Recomputed with the regions.
         regions: Wrapped modules that a plan or `wrap` put there.
@@ -107,6 +109,7 @@ def verify(
             plain = _run(subject, place)
     except torch.OutOfMemoryError:
         plain = None
+    seconds, plain_seconds = _seconds(subject, model, place, plain_fits=plain is not None)
     differences = () if plain is None else tuple(_differences(with_regions.outcome, plain.outcome))
     return Report(
         is_exact=None if plain is None else not differences,
@@ -116,8 +119,8 @@ def verify(
         predicted_bytes=_predicted(model, with_regions.before_bytes),
         kept_bytes=with_regions.kept_bytes,
         plain_kept_bytes=None if plain is None else plain.kept_bytes,
-        seconds=with_regions.seconds,
-        plain_seconds=None if plain is None else plain.seconds,
+        seconds=seconds,
+        plain_seconds=plain_seconds,
         recomputed_flops=run_counted(subject, place).recomputed_flops,
         regions=regions,
         no_effect=_why_not(model, with_regions, plain, regions),
@@ -130,21 +133,16 @@ class _Run:
     before_bytes: int
     peak_bytes: int
     kept_bytes: int
-    seconds: float
 
 
 def _run(subject: Subject, device: torch.device) -> _Run:
-    """Run the step twice: for its bytes, then for its seconds and what it computes."""
+    """Run the step twice: for its bytes, then for what it computes."""
     with subject.untouched():
         before = subject.before(device).total_bytes
     traced = run_traced(subject, device, before_bytes=before)
     with subject.untouched():
-        start_s = time.perf_counter()
         loss = subject.forward()
         run_backward(loss)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        seconds = time.perf_counter() - start_s
         outcome = {"the loss": loss.detach().clone()}
         names = {id(parameter): name for model in subject.models for name, parameter in model.named_parameters()}
         leaves = gradient_leaves(subject.models, subject.optimizer, subject.inputs)
@@ -161,8 +159,21 @@ def _run(subject: Subject, device: torch.device) -> _Run:
         before_bytes=before,
         peak_bytes=before + traced.peak_bytes,
         kept_bytes=traced.kept_bytes,
-        seconds=seconds,
     )
+
+
+def _seconds(
+    subject: Subject, model: nn.Module, device: torch.device, *, plain_fits: bool
+) -> tuple[float, float | None]:
+    """Return the seconds of a step with the regions and of one without: each the median of some, run in turn."""
+    ours: list[float] = []
+    plain: list[float] = []
+    for _ in range(_TIMED_RUNS):
+        ours.append(run_plain(subject, device).seconds)
+        if plain_fits:
+            with _bare(model):
+                plain.append(run_plain(subject, device).seconds)
+    return statistics.median(ours), statistics.median(plain) if plain else None
 
 
 @contextmanager
