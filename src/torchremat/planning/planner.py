@@ -22,7 +22,8 @@ from torchremat.schedules.chain import Tree
 
 _COSTS = ("seconds", "flops")
 
-# Predictions are exact for most models; kernels that choose their workspace by alignment are off by some hundred bytes.
+# Predictions are exact for most models, and off by some hundred bytes where kernels choose their workspace by alignment.
+# So much of a budget is left free for that: bytes, or this share if it is more.
 _ROOM_BYTES = 4096
 _ROOM_SHARE = 4096
 
@@ -81,7 +82,7 @@ class Planner:
     def floor_bytes(self) -> int:
         """The smallest budget for which there is a plan, with a little room for what a prediction can be off."""
         peak = self.peak_of(self.solver.floor)
-        return peak + max(_ROOM_BYTES, peak // _ROOM_SHARE)
+        return peak + max(_ROOM_BYTES, peak // (_ROOM_SHARE - 1) + 1)
 
     def plain_peak(self) -> tuple[int, PlainSource]:
         """Return the peak of a plain training step, measured if it fits, else predicted."""
@@ -116,6 +117,8 @@ class Planner:
         margin_bytes = 0 if margin == 0 else parse_bytes(margin)
         target = size - margin_bytes - tighten_bytes
         optimizer_peak = self.optimizer_peak_bytes or 0
+        if self.peak_of(self.solver.plain) > target:
+            target -= max(_ROOM_BYTES, size // _ROOM_SHARE)
         found = self.solver.solve(target - self.fixed_bytes) if target >= optimizer_peak else None
         if found is None:
             raise BudgetError(self._nothing_fits(size, str(budget), margin_bytes + tighten_bytes))

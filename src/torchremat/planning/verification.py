@@ -72,7 +72,7 @@ class Report:
         if self.plain_seconds:
             rows.append(
                 f"time       {self.seconds / self.plain_seconds:.2f} x plain ({self.plain_seconds * 1e3:.0f} ms, "
-                "one run each)"
+                "medians)"
             )
         rows.append(f"recomputed {self.recomputed_flops / 1e9:.2f} GFLOP, {self.regions} wrapped modules")
         if self.no_effect:
