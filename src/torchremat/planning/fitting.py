@@ -67,6 +67,7 @@ def fit_with(
     """Apply a plan of a planner that is there already, see `fit`, and return it."""
     subject = subject_of(step, model, optimizer)
     device = planner.profile.device
+    margin_bytes = 0 if margin == 0 else parse_bytes(margin)
     over = 0
     for attempt in range(1, _MOST_ATTEMPTS + 1):
         plan = planner.plan(budget, margin=margin, tighten_bytes=over)
@@ -77,10 +78,11 @@ def fit_with(
             plan.remove(model)
             raise
         measured = max(planner.fixed_bytes + traced.peak_bytes, planner.optimizer_peak_bytes or 0)
-        if measured <= plan.budget_bytes:
+        limit = plan.budget_bytes - margin_bytes
+        if measured <= limit:
             return plan
         plan.remove(model)
-        over += measured - plan.budget_bytes
+        over += measured - limit
         if attempt == _MOST_ATTEMPTS:
             raise BudgetError(
                 f"after {attempt} plans for {format_bytes(plan.budget_bytes)} the measured peak is still "
