@@ -1,0 +1,213 @@
+"""At the peak of each of torch's ways plus 1%: does our plan recompute less than it does?"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+import _paths  # noqa: F401
+import torch
+import torch._functorch.config
+from _steps import Make, Step, computed, differing, ratio, seconds_in_turn, take, training_step
+from _tables import bar, markdown, mflop, mib, publish, yes
+from _torch_ways import OFFSETS, SELECTIVE, WAYS, Way
+
+import models
+import torchremat
+
+MODELS: dict[str, Make] = {
+    "GPT": lambda: models.gpt_step(vocabulary=1000),
+    "U-Net": models.unet_step,
+    "ResNet": models.resnet_step,
+}
+TINY: dict[str, Make] = {
+    "GPT": lambda: models.gpt_step(blocks=4, width=32, context=32, vocabulary=64),
+    "U-Net": lambda: models.unet_step(batch=1, size=16, width=8),
+    "ResNet": lambda: models.resnet_step(batch=2, size=16, width=8),
+}
+SLACK = 1.01  # of what the step needs beside the bytes that lie there before it
+ROUNDS = 5
+COMPILE_BUDGETS = (1.0, 0.5, 0.25, 0.1, 0.0)
+COMPILE_ROUNDS = 7
+
+
+def with_way(make: Make, way: Way) -> tuple[torch.nn.Module, Step]:
+    model, step = make()
+    way(model)
+    return model, step
+
+
+def with_plan(make: Make, plan: torchremat.Plan) -> tuple[torch.nn.Module, Step]:
+    model, step = make()
+    plan.apply(model)
+    return model, step
+
+
+def compare(make: Make, ways: dict[str, Way], planner: torchremat.Planner, rounds: int) -> list[dict[str, object]]:
+    """Measure each way, plan at its peak plus 1%, measure the plan; then time all of them in turn."""
+    plain = computed(*make())
+    runs = {"plain": training_step(*make())}
+    rows = []
+    for name, way in ways.items():
+        torchs = take(*with_way(make, way))
+        plan = planner.plan(torchs.before_bytes + int(SLACK * torchs.step_bytes))
+        ours = take(*with_plan(make, plan))
+        rows.append(
+            {
+                "way": name,
+                "torch": asdict(torchs) | {"differs": differing(computed(*with_way(make, way)), plain)},
+                "ours": asdict(ours) | {"differs": differing(computed(*with_plan(make, plan)), plain)},
+                "budget_bytes": plan.budget_bytes,
+                "predicted_bytes": plan.peak_bytes,
+            }
+        )
+        if rounds:
+            runs[name] = training_step(*with_way(make, way))
+            runs[f"ours, {name}"] = training_step(*with_plan(make, plan))
+    if rounds:
+        seconds = seconds_in_turn(runs, rounds)
+        for row in rows:
+            name = row["way"]
+            row["torch"]["time"] = asdict(ratio(seconds[name], seconds["plain"]))
+            row["ours"]["time"] = asdict(ratio(seconds[f"ours, {name}"], seconds["plain"]))
+    return rows
+
+
+def compiled(make: Make, planner: torchremat.Planner) -> list[dict[str, object]]:
+    """`torch.compile` of the whole model under each of its budgets, and our eager plan at the same peak plus 1%."""
+    rows = []
+    for budget in COMPILE_BUDGETS:
+        torch._dynamo.reset()
+        model, step = make()
+        model = torch.compile(model)
+        with torch._functorch.config.patch(activation_memory_budget=budget):
+            torch._inductor.config.force_disable_caches = True
+            start_s = time.perf_counter()
+            training_step(model, step)()
+            compile_s = time.perf_counter() - start_s
+            model.zero_grad()
+            theirs = take(model, step)
+            row = {"way": budget, "compile_s": compile_s, "torch": asdict(theirs)}
+            plan = planner.plan(theirs.before_bytes + int(SLACK * theirs.step_bytes))
+            row["ours"] = asdict(take(*with_plan(make, plan)))
+            runs = {
+                "plain": training_step(*make()),
+                "torch": training_step(model, step),
+                "ours": training_step(*with_plan(make, plan)),
+            }
+            seconds = seconds_in_turn(runs, COMPILE_ROUNDS)
+        for side in ("torch", "ours"):
+            row[side]["time"] = asdict(ratio(seconds[side], seconds["plain"]))
+        rows.append(row)
+        print(f"compiled at {budget}: {compile_s:.0f} s", file=sys.stderr)
+    return rows
+
+
+def run(smoke: bool) -> dict[str, object]:
+    found: dict[str, object] = {"models": {}, "compile": {}, "bars": []}
+    for name, make in (TINY if smoke else MODELS).items():
+        planner = torchremat.Planner(*make(), cost="flops")
+        plain = take(*make())
+        ways = dict(list(WAYS.items())[::3]) if smoke else WAYS
+        result = {
+            "plain": asdict(plain),
+            "floor_bytes": planner.floor_bytes,
+            "ways": compare(make, ways, planner, 1 if smoke else ROUNDS),
+            "offsets": [] if smoke else compare(make, OFFSETS, planner, 0),
+            "selective": [] if smoke else compare(make, SELECTIVE, planner, ROUNDS),
+        }
+        found["models"][name] = result
+        found["bars"].append(frontier_bar(name, result))
+        if f"--compile={name}" in sys.argv or (name == "GPT" and "--no-compile" not in sys.argv and not smoke):
+            found["compile"][name] = compiled(make, planner)
+    return found if smoke else with_earlier_compiled(found)
+
+
+def with_earlier_compiled(found: dict[str, object]) -> dict[str, object]:
+    """Take over what an earlier run compiled and this one did not: each row was timed in turn with a plain step."""
+    path = Path(__file__).with_name("results.json")
+    if path.exists():
+        found["compile"] = json.loads(path.read_text())["compile"] | found["compile"]
+    return found
+
+
+def frontier_bar(name: str, result: dict[str, object]) -> dict[str, object]:
+    rows = [*result["ways"], *result["offsets"]]
+    met = [
+        row["ours"]["recomputed_flops"] <= row["torch"]["recomputed_flops"]
+        and row["ours"]["peak_bytes"] <= row["budget_bytes"]
+        and not row["ours"]["differs"]
+        for row in rows
+    ]
+    claim = f"{name}: no more recomputed flops than torch at its peak + 1%, gradients and buffers equal"
+    return bar(claim, f"{sum(met)} of {len(met)} configurations", all(met))
+
+
+def step_bytes(taken: dict[str, int]) -> int:
+    return taken["peak_bytes"] - taken["before_bytes"]
+
+
+def spread(time: dict[str, float]) -> str:
+    return f"{time['median']:.2f} ({time['low']:.2f}-{time['high']:.2f})"
+
+
+COMPILE_HEAD = (
+    "`activation_memory_budget`",
+    "peak, Inductor",
+    "peak, ours",
+    "recomputed, ours",
+    "time, Inductor",
+    "time, ours",
+    "compiling",
+)
+HEAD = ("peak, torch", "peak, ours", "recomputed, torch", "recomputed, ours", "time, torch", "time, ours", "ours equal")
+
+
+def tables(results: dict[str, object]) -> dict[str, str]:
+    made = {}
+    for name, result in results["models"].items():
+        rows = [
+            ["plain", mib(step_bytes(result["plain"])), "", "0", "", "1", "", ""],
+            *(_row(row) for row in (*result["ways"], *result["selective"], *result["offsets"])),
+        ]
+        made[name] = markdown([name, *HEAD], rows)
+    rows = [
+        [
+            f"{name}, {row['way']}",
+            mib(step_bytes(row["torch"])),
+            mib(step_bytes(row["ours"])),
+            mflop(row["ours"]["recomputed_flops"]),
+            spread(row["torch"]["time"]),
+            spread(row["ours"]["time"]),
+            f"{row['compile_s']:.0f} s",
+        ]
+        for name, compiled_rows in results["compile"].items()
+        for row in compiled_rows
+    ]
+    if rows:
+        made["compile"] = markdown(COMPILE_HEAD, rows)
+    return made
+
+
+def _row(row: dict[str, object]) -> list[object]:
+    torchs, ours = row["torch"], row["ours"]
+    worse = ours["recomputed_flops"] > torchs["recomputed_flops"]
+    return [
+        row["way"],
+        mib(step_bytes(torchs)),
+        mib(step_bytes(ours)),
+        mflop(torchs["recomputed_flops"]),
+        f"**{mflop(ours['recomputed_flops'])}**" if worse else mflop(ours["recomputed_flops"]),
+        spread(torchs["time"]) if "time" in torchs else "",
+        spread(ours["time"]) if "time" in ours else "",
+        yes(not ours["differs"]),
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(publish(Path(__file__).parent, run, tables))
