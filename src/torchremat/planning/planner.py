@@ -22,7 +22,7 @@ from torchremat.schedules.chain import Tree
 
 _COSTS = ("seconds", "flops")
 
-# Predictions are exact for most models, and off by some hundred bytes where kernels choose their workspace by alignment.
+# Predictions are exact for most models, and off by some hundred bytes where kernels choose workspace by alignment.
 # So much of a budget is left free for that: bytes, or this share if it is more.
 _ROOM_BYTES = 4096
 _ROOM_SHARE = 4096
