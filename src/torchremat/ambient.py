@@ -6,8 +6,10 @@ so that a recompute leaves no trace in the thread that runs it.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterable
 from contextlib import ExitStack
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -38,7 +40,9 @@ class Surroundings(NamedTuple):
         if self.device is not None and (function_modes() == 0 or default_device() != self.device):
             # The default device is a mode of the thread that set it: a thread of autograd's has none.
             return False
-        return self == surroundings([one.device_type for one in self.autocast[1:]])
+        others = [one.device_type for one in self.autocast[1:]] if len(self.autocast) > 1 else ()
+        here = surroundings(others)
+        return here is self or here == self
 
     def restore(self, stack: ExitStack) -> None:
         """Restore them until `stack` is closed."""
@@ -65,14 +69,19 @@ class GeneratorState(NamedTuple):
 
 def autocast_state(kind: str) -> Autocast:
     """Return the autocast state of one device type."""
-    return Autocast(
+    return _autocast(
         kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
     )
 
 
 def surroundings(device_types: Iterable[str]) -> Surroundings:
     """Return what surrounds the caller; autocast for the CPU and `device_types`."""
-    return Surroundings((autocast_state("cpu"), *map(autocast_state, device_types)), default_device())
+    return _surroundings((autocast_state("cpu"), *map(autocast_state, device_types)), default_device())
+
+
+# There are few of them, and a region asks twice.
+_autocast = lru_cache(Autocast)
+_surroundings = lru_cache(Surroundings)
 
 
 def get_generator(generator: torch.Generator | torch.device) -> Tensor:
@@ -101,4 +110,9 @@ def generator_states(
 
 def drawn(before: list[GeneratorState]) -> list[GeneratorState]:
     """Return those of the states `before` whose generators have drawn since; the others, of 5 KB each, can go."""
-    return [one for one in before if not torch.equal(get_generator(one.generator), one.state)]
+    return [one for one in before if _bytes(get_generator(one.generator)) != _bytes(one.state)]
+
+
+def _bytes(state: Tensor) -> bytes:
+    # A state is a contiguous tensor of bytes on the CPU. Comparing two this way takes a fifth of the time of `torch.equal`.
+    return ctypes.string_at(state.data_ptr(), state.nbytes)

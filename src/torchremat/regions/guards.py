@@ -74,10 +74,11 @@ class Objects:
         """Return the tensors inside that are still alive."""
         return [tensor for _, alive, _ in self._tensors if (tensor := alive()) is not None]
 
-    def settle(self) -> None:
-        """Keep only what the forward has changed."""
+    def settle(self) -> bool:
+        """Keep only what the forward has changed; return whether there is still anything to restore or to watch."""
         self._before = [(own, before) for own, before in self._before if not _same(own, before)]
         self._written = self.written()
+        return bool(self._before or self._tensors)
 
     def written(self) -> str | None:
         """Return the words for a tensor inside that was written in place, or None."""
@@ -88,11 +89,6 @@ class Objects:
             if tensor is not None and tensor._version != version:
                 return f"`{name}`"
         return None
-
-    @property
-    def changed(self) -> bool:
-        """Whether the forward has changed any."""
-        return bool(self._before)
 
     def restore(self, stack: ExitStack) -> None:
         """Give the objects the contents that the forward saw, until `stack` is closed."""

@@ -47,13 +47,16 @@ def modules_of(function: object, arguments: Iterable[object] = ()) -> list[nn.Mo
     These are the function itself, its `self` or the attributes of that, what its closure and its global names mean, and
     its arguments.
     """
+    pending = [item for item in arguments if type(item) not in _ATOMS]
+    if not pending and isinstance(function, nn.Module):
+        return [function]
+    pending += _reached(function)
     found: list[nn.Module] = []
     seen: set[int] = set()
-    pending: list[object] = [*_reached(function), *arguments]
     while pending:
         item = pending.pop()
         kind = type(item)
-        if kind is Tensor or id(item) in seen:
+        if id(item) in seen:
             continue
         seen.add(id(item))
         if isinstance(item, nn.Module):
@@ -63,6 +66,9 @@ def modules_of(function: object, arguments: Iterable[object] = ()) -> list[nn.Mo
         elif kind is list or kind is tuple:
             pending += [one for one in cast("list[object]", item) if isinstance(one, nn.Module)]
     return found
+
+
+_ATOMS = frozenset({Tensor, nn.Parameter, type(None), bool, int, float, str})
 
 
 def _reached(function: object) -> Iterable[object]:
@@ -186,24 +192,22 @@ class ModuleState:
         """Return the parameters and watched buffers."""
         return [tensor for _, _, tensor, _ in self._watched]
 
-    def check(self) -> None:
-        """Check that the forward's parameters and buffers were not written.
+    def are_here(self) -> bool:
+        """Return whether the modules are as the forward saw them, so that nothing has to be restored.
 
         Raises:
-            ChangedStateError: One was written in place.
+            ChangedStateError: A parameter or buffer was written in place.
         """
+        same = not self._kept
         for holder, name, tensor, version in self._watched:
             if tensor._version != version:
                 raise ChangedStateError(self._name(holder, name), version, tensor._version)
-
-    def is_here(self) -> bool:
-        """Return whether the modules are as the forward saw them, so that nothing has to be restored."""
-        if self._kept:
-            return False
-        for holder, name, tensor, _ in self._watched:
             if holder.get(name) is not tensor:
-                return False
-        return all(module.training is flag for module, flag in self._training)
+                same = False
+        for module, flag in self._training:
+            if module.training is not flag:
+                same = False
+        return same
 
     def restore(self, stack: ExitStack) -> None:
         """Let the modules be as the forward saw them until `stack` is closed.

@@ -13,9 +13,10 @@ from torchremat._compat import pop_saved_tensor_hooks, push_saved_tensor_hooks, 
 from torchremat.errors import CheckpointError, MutationError, bug
 from torchremat.regions.modules import ChangedStateError
 from torchremat.saved.structure import join, place_of, split
-from torchremat.saved.tensor import ChangedError
+from torchremat.saved.tensor import ChangedError, version_of
 
 if TYPE_CHECKING:
+    from torchremat.regions.guards import Objects
     from torchremat.regions.region import Call, Region, Source, Values
 
 # NOTE [ What is written after it was saved ]
@@ -48,7 +49,7 @@ thread = _Thread()
 class Recompute:
     """One run of a region's calls for the tensors that they save."""
 
-    __slots__ = ("count", "is_stopped", "last", "region", "values", "wanted")
+    __slots__ = ("count", "is_stopped", "keeps", "last", "metadata", "region", "values", "wanted")
 
     def __init__(self, region: Region, values: Values, wanted: set[int]) -> None:
         self.region = region
@@ -56,6 +57,8 @@ class Recompute:
         self.wanted = wanted
         self.last = self._last(max(wanted, default=-1))
         self.count = 0
+        self.metadata = region.metadata if region.settings.check == "metadata" else None
+        self.keeps = region.runs_backward  # See Rule 6
         self.is_stopped = False
 
     def _last(self, last: int) -> int:
@@ -94,10 +97,10 @@ class Recompute:
                 self._run_call(call, number, links)
                 if self.is_stopped:
                     break
-                for source in [source for source in links if region.last_use.get(source) == number]:
-                    del links[source]
                 if self.count != call.slots:
                     raise CheckpointError(self._too_few(number))
+                for source in [source for source in links if region.last_use[source] == number]:
+                    del links[source]
         finally:
             set_grad_mode(had_grad)
             thread.recomputing -= 1
@@ -110,21 +113,18 @@ class Recompute:
         arguments = join(call.template, [self._input(call, number, i, links) for i in range(len(call.sources))])
         args, kwargs = cast("tuple[tuple[object, ...], dict[str, object]]", arguments)
         del arguments
-        unchanged = self._check_state(call, number)
         output = None
+        restored = self._restored(call, number)
         push_saved_tensor_hooks(self.pack, self.unpack)
         try:
-            if unchanged:
-                output = call.body(args, kwargs)
-            else:
-                with ExitStack() as stack:
-                    self._restore(call, stack)
-                    output = call.body(args, kwargs)
+            output = call.body(args, kwargs)
         except _Stop as stop:
             if stop.recompute is not self:
                 raise
         finally:
             pop_saved_tensor_hooks()
+            if restored is not None:
+                restored.close()
         if number + 1 == len(region.made) or self.is_stopped:
             return
         del args, kwargs
@@ -146,75 +146,69 @@ class Recompute:
                 raise MutationError(self._changed_input(call, number, place, error)) from None
         return links[source]
 
-    def _check_state(self, call: Call, number: int) -> bool:
-        """Return whether all that the call may see besides its arguments is as in the forward.
+    def _restored(self, call: Call, number: int) -> ExitStack | None:
+        """Restore what the call may see besides its arguments; return what puts it back, None if all is as it was.
 
         Raises:
-            MutationError: It is not, and cannot be restored.
+            MutationError: Something cannot be restored.
         """
-        name = self.region.name(number)
+        modules_are_here = self._modules_are_here(call, number)
+        if call.objects is not None:
+            self._check_objects(call.objects, number)
+        elif modules_are_here and not call.generators and not self.keeps and call.surroundings.are_here():
+            return None
+        with ExitStack() as stack:
+            call.surroundings.restore(stack)
+            if not modules_are_here:
+                call.modules.restore(stack)
+            if call.objects is not None:
+                call.objects.restore(stack)
+            if self.keeps:
+                # The forward's own backward has left its gradients; those of the recompute are nobody's. See Rule 6
+                for tensor in call.modules.parameters():
+                    if tensor.requires_grad:
+                        stack.callback(setattr, tensor, "grad", tensor.grad)
+                        tensor.grad = None
+            for generator in call.generators:
+                generator.restore(stack)
+            return stack.pop_all()
+
+    def _modules_are_here(self, call: Call, number: int) -> bool:
         try:
-            call.modules.check()
+            return call.modules.are_here()
         except ChangedStateError as error:
             raise MutationError(
-                f"{name}: its parameter or buffer `{error.name}` was changed in place between forward and recompute: "
-                f"version {error.before} then, {error.now} now. Recomputing would give wrong gradients. Run backward "
-                "before `optimizer.step()` or whatever else writes to it."
+                f"{self.region.name(number)}: its parameter or buffer `{error.name}` was changed in place between "
+                f"forward and recompute: version {error.before} then, {error.now} now. Recomputing would give wrong "
+                "gradients. Run backward before `optimizer.step()` or whatever else writes to it."
             ) from None
-        if call.objects is not None:
-            written = call.objects.written()
-            if written is not None:
-                raise MutationError(
-                    f"{name}: the tensor {written} inside an argument was written in place, in the forward or since, "
-                    "so the call cannot be recomputed. Keep it out of the region, or pass the tensor as an argument of "
-                    "its own and write out of place."
-                )
-            if call.objects.changed:
-                return False
-        return (
-            not call.generators
-            and not self.region.runs_backward
-            and call.modules.is_here()
-            and call.surroundings.are_here()
-        )
 
-    def _restore(self, call: Call, stack: ExitStack) -> None:
-        call.surroundings.restore(stack)
-        if not call.modules.is_here():
-            call.modules.restore(stack)
-        if call.objects is not None:
-            call.objects.restore(stack)
-        if self.region.runs_backward:
-            # The forward's own backward has left its gradients; those of the recompute are nobody's. See Rule 6
-            for tensor in call.modules.parameters():
-                if tensor.requires_grad:
-                    stack.callback(setattr, tensor, "grad", tensor.grad)
-                    tensor.grad = None
-        for generator in call.generators:
-            generator.restore(stack)
+    def _check_objects(self, objects: Objects, number: int) -> None:
+        written = objects.written()
+        if written is not None:
+            raise MutationError(
+                f"{self.region.name(number)}: the tensor {written} inside an argument was written in place, in the "
+                "forward or since, so the call cannot be recomputed. Keep it out of the region, or pass the tensor as "
+                "an argument of its own and write out of place."
+            )
 
     def pack(self, tensor: Tensor) -> object:
         """Take the next saved tensor: the hook of a recompute."""
-        region = self.region
-        index = self.count
         if self.is_stopped:
-            return index  # user code has swallowed the stop
+            return None  # user code has swallowed the stop
+        index = self.count
         self.count = index + 1
-        if index >= len(region.slots):
-            if region.made[-1].is_running:
-                self._stop()
-            raise CheckpointError(self._too_many())
-        if region.settings.check == "metadata":
-            now = (tensor.shape, tensor.dtype, tensor.device)
-            if region.metadata[index] != now:
-                raise CheckpointError(self._differs(index, now))
+        if index >= len(self.region.slots):
+            self._too_many()
+        if self.metadata is not None and self.metadata[index] != (tensor.shape, tensor.dtype, tensor.device):
+            raise CheckpointError(self._differs(index, (tensor.shape, tensor.dtype, tensor.device)))
         if index in self.wanted:
             # Without its `grad_fn`, which would keep the recomputed graph.
-            value = tensor if tensor.grad_fn is None else tensor.detach()
-            self.values[index] = (value, 0 if value.is_inference() else value._version)
+            value = tensor if tensor.is_leaf else tensor.detach()
+            self.values[index] = (value, version_of(value))
         if index == self.last:
             self._stop()
-        return tensor.detach() if region.runs_backward else index  # See Rule 6
+        return tensor.detach() if self.keeps else None  # See Rule 6
 
     def _stop(self) -> NoReturn:
         self.is_stopped = True
@@ -228,9 +222,11 @@ class Recompute:
 
     # ------------------------------------------------------------------------------------------------------ words
 
-    def _too_many(self) -> str:
+    def _too_many(self) -> NoReturn:
         region = self.region
-        return (
+        if region.made[-1].is_running:
+            self._stop()
+        raise CheckpointError(
             f"{region.name(region.calls - 1)}: the recompute saved more tensors than the forward, which saved "
             f"{len(region.slots)}. {_NOT_TWICE}"
         )

@@ -20,7 +20,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, Protocol
+from typing import Literal, Protocol, cast
 from weakref import ReferenceType, ref
 
 import torch
@@ -41,9 +41,9 @@ from torchremat.errors import CheckpointError, MutationError
 from torchremat.regions.guards import Objects
 from torchremat.regions.modules import ModuleState
 from torchremat.regions.recompute import Recompute, thread
-from torchremat.regions.sessions import Session, active_session
+from torchremat.regions.sessions import Session, active_session, open_sessions
 from torchremat.saved.structure import split
-from torchremat.saved.tensor import SavedTensor
+from torchremat.saved.tensor import SavedTensor, version_of
 
 Check = Literal["metadata", "none"]
 
@@ -56,6 +56,8 @@ Source = int | tuple[int, int]
 
 # Recomputed tensors by the number of their slot, each with the version that it was saved at.
 Values = dict[int, tuple[Tensor, int]]
+
+_LOST = -1  # the index of a slot whose call has raised
 
 
 class Observer(Protocol):
@@ -138,8 +140,8 @@ class Call:
         if self.generators:
             self.generators = ambient.drawn(self.generators)
         self.modules.settle()
-        if self.objects is not None:
-            self.objects.settle()
+        if self.objects is not None and not self.objects.settle():
+            self.objects = None
 
     @property
     def state_bytes(self) -> int:
@@ -156,7 +158,6 @@ class Region:
         "_lock",
         "_pinned",
         "_unpacked",
-        "_values",
         "fresh",
         "held",
         "label",
@@ -166,6 +167,7 @@ class Region:
         "runs_backward",
         "settings",
         "slots",
+        "values",
     )
 
     def __init__(self, settings: Settings, label: object = None) -> None:
@@ -180,7 +182,7 @@ class Region:
         self.runs_backward = False
         # Tensors that have been seen, by id, with the version they had: outputs of calls and inputs that are held.
         self._known: dict[int, tuple[ReferenceType[Tensor], int, Source]] = {}
-        self._values: dict[int | Session, Values] = {}
+        self.values: dict[int | Session, Values] = {}  # by the backward or session that they belong to
         self._unpacked: dict[int, set[int]] = {}
         self._pinned: dict[int, Values] = {}
         self._lock = threading.RLock()
@@ -238,6 +240,9 @@ class Region:
                 observer.ended(self, number, output, call.state_bytes)
         except BaseException:
             # What was saved is dropped with the half-made graph; the next call, if any, takes this one's place.
+            for alive in self.slots[first_slot:]:
+                if (slot := alive()) is not None:
+                    slot.index = _LOST
             del self.made[number:], self.slots[first_slot:], self.metadata[first_slot:]
             self.fresh = {index for index in self.fresh if index < first_slot}
             raise
@@ -250,12 +255,13 @@ class Region:
     def _source(self, tensor: Tensor, number: int) -> Source:
         known = self._known.get(id(tensor))
         # By identity *and* version: after `h.add_(1)` between two calls `h` is the same object and another value.
-        if known is not None and known[0]() is tensor and known[1] == _version(tensor):
+        if known is not None and known[0]() is tensor and known[1] == version_of(tensor):
             source = known[2]
         else:
             source = len(self.held)
-            self.held.append(SavedTensor(tensor))  # See Rule 2
-            self._known[id(tensor)] = (ref(tensor), _version(tensor), source)
+            held = SavedTensor(tensor)
+            self.held.append(held)  # See Rule 2
+            self._known[id(tensor)] = (ref(tensor), held.version, source)
         self.last_use[source] = number
         return source
 
@@ -263,8 +269,9 @@ class Region:
         tensors: list[Tensor] = []
         split(output, tensors, [])
         for place, tensor in enumerate(tensors):
-            if not tensor.is_inference():
-                self._known[id(tensor)] = (ref(tensor), tensor._version, (number, place))
+            version = version_of(tensor)
+            if version >= 0:
+                self._known[id(tensor)] = (ref(tensor), version, (number, place))
 
     def _pack(self, tensor: Tensor) -> object:
         slots = self.slots
@@ -272,7 +279,7 @@ class Region:
         slot = Slot(self, index)
         slots.append(ref(slot))
         self.metadata.append((tensor.shape, tensor.dtype, tensor.device))
-        if not tensor.requires_grad and tensor.is_floating_point() and _version(tensor) == 0:
+        if not tensor.requires_grad and tensor.is_floating_point() and version_of(tensor) == 0:
             self.fresh.add(index)
         return slot
 
@@ -285,7 +292,7 @@ class Region:
     def unpack(self, slot: Slot) -> Tensor:
         """Return the tensor of a slot, recomputing the region if it is not there."""
         index = slot.index
-        if index >= len(self.slots) or self.slots[index]() is not slot:
+        if index == _LOST:
             raise CheckpointError(
                 "a tensor was asked for that a region saved in a forward which raised; run that forward again before "
                 "its backward."
@@ -305,11 +312,11 @@ class Region:
             return self._checked(found, index)
 
     def _found(self, key: int | Session, task: int, index: int) -> tuple[Tensor, int]:
-        values = self._values.get(key)
+        values = self.values.get(key)
         if values is None:
             values = {}
             self._recompute(values, None)
-            self._values[key] = values
+            self.values[key] = values
             if isinstance(key, Session):
                 key.owns(self)
             else:
@@ -342,29 +349,32 @@ class Region:
 
     def _checked(self, found: tuple[Tensor, int], index: int) -> Tensor:
         tensor, version = found
-        if _version(tensor) != version:
-            raise MutationError(
-                f"{self.name(self.call_of(index))}: a tensor that autograd saved (number {index}, shape "
-                f"{tuple(tensor.shape)}) was written in place afterwards in the same region: it was at version "
-                f"{version} and is at {tensor._version} now. Plain autograd refuses this as well; make the operation "
-                "out of place."
-            )
+        if version_of(tensor) != version:
+            raise self.written_since(tensor, version, index)
         return tensor
+
+    def written_since(self, tensor: Tensor, version: int, index: int) -> MutationError:
+        """Return the error for a tensor that was written after autograd had saved it."""
+        return MutationError(
+            f"{self.name(self.call_of(index))}: a tensor that autograd saved (number {index}, shape "
+            f"{tuple(tensor.shape)}) was written in place afterwards in the same region: it was at version {version} "
+            f"and is at {tensor._version} now. Plain autograd refuses this as well; make the operation out of place."
+        )
 
     def recompute_for(self, session: Session) -> bool:
         """Recompute ahead of any backward for a session; return whether anything had to be done. See Rule 9."""
         with self._lock:
-            if session in self._values or not any(slot() is not None for slot in self.slots):
+            if session in self.values or not any(slot() is not None for slot in self.slots):
                 return False
             values: Values = {}
             self._recompute(values, None)
-            self._values[session] = values
+            self.values[session] = values
             session.owns(self)
             return True
 
     def forget(self, key: int | Session) -> None:
         """Drop the recomputed tensors that belong to a session or to a backward that has ended."""
-        self._values.pop(key, None)
+        self.values.pop(key, None)
         if isinstance(key, Session):
             self._unpacked.clear()
         else:
@@ -401,10 +411,18 @@ class Region:
         return f"region of {_name_of(self.made[call].body)}"
 
 
-def unpack(slot: object) -> Tensor:
+def unpack(packed: object) -> Tensor:
     """Return the tensor of a slot: the hook that autograd calls."""
-    assert isinstance(slot, Slot)
-    return slot.region.unpack(slot)
+    slot = cast("Slot", packed)
+    region, index = slot.region, slot.index
+    # What is recomputed already is handed out without any lock: no other node asks for it.
+    values = None if open_sessions else region.values.get(current_graph_task())
+    if values is None or index not in values or isinstance(current_node(), python_node):
+        return region.unpack(slot)
+    tensor, version = values.pop(index)  # See Rule 4
+    if version_of(tensor) != version:
+        raise region.written_since(tensor, version, index)
+    return tensor
 
 
 def _forget(region: ReferenceType[Region], task: int) -> None:
@@ -430,10 +448,6 @@ class _Unpin:
             region.unpin(self.task)
         if self.handle is not None:
             self.handle.remove()
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _devices(tensors: list[Tensor], modules: list[nn.Module]) -> list[torch.device]:

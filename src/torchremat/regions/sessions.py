@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _KEY = "torchremat.session"
 
 # Sessions that are open in any thread: asking torch costs more than a region has to spare, and mostly there is none.
-_open: list[Session] = []
+open_sessions: list[Session] = []
 
 
 class Session:
@@ -68,7 +68,7 @@ class Session:
 
 def active_session() -> Session | None:
     """Return the session that the running thread, or the backward it runs for, is in."""
-    return cast("Session | None", get_from_tls(_KEY)) if _open and is_in_tls(_KEY) else None
+    return cast("Session | None", get_from_tls(_KEY)) if open_sessions and is_in_tls(_KEY) else None
 
 
 @contextmanager
@@ -89,11 +89,11 @@ def session(passes: int | None = None) -> Generator[Session]:
     if active_session() is not None:
         raise UnsupportedError("a session is open in this thread already; sessions do not nest. Close it first.")
     own = Session(passes)
-    _open.append(own)
+    open_sessions.append(own)
     stash_in_tls(_KEY, own)  # See NOTE [ How a session reaches the autograd threads ]
     try:
         yield own
     finally:
         stash_in_tls(_KEY, None)
-        _open.remove(own)
+        open_sessions.remove(own)
         own.close()

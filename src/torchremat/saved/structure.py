@@ -65,7 +65,8 @@ def split(value: object, tensors: list[Tensor], objects: list[object]) -> object
     if kind is list:
         return [split(item, tensors, objects) for item in cast("list[object]", value)]
     if kind is dict:
-        return {key: split(item, tensors, objects) for key, item in cast("dict[object, object]", value).items()}
+        items = cast("dict[object, object]", value)
+        return {key: split(item, tensors, objects) for key, item in items.items()} if items else {}
     if isinstance(value, Tensor):
         tensors.append(value)
         return Leaf(len(tensors) - 1)
@@ -103,7 +104,8 @@ def join(template: object, tensors: Sequence[Tensor]) -> object:
     if kind is list:
         return [join(item, tensors) for item in cast("list[object]", template)]
     if kind is dict:
-        return {key: join(item, tensors) for key, item in cast("dict[object, object]", template).items()}
+        items = cast("dict[object, object]", template)
+        return {key: join(item, tensors) for key, item in items.items()} if items else {}
     if kind is _Node:
         return _joined(cast("_Node", template), tensors)
     return template

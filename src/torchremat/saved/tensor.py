@@ -16,6 +16,11 @@ from torch import Tensor, nn
 from torchremat._compat import set_grad_mode, top_saved_tensor_hooks
 
 
+def version_of(tensor: Tensor) -> int:
+    """Return how often a tensor was written in place, or -1 for one of inference mode, which does not count."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
 class SavedTensor:
     """A tensor at a version.
 
@@ -31,7 +36,7 @@ class SavedTensor:
 
     def __init__(self, tensor: Tensor) -> None:
         self.requires_grad = tensor.requires_grad
-        self.version: int | None = None if tensor.is_inference() else tensor._version
+        self.version = version_of(tensor)
         self._unpack = None
         self._alias = None
         if self.requires_grad and tensor.is_leaf and isinstance(tensor, nn.Parameter):
@@ -63,12 +68,10 @@ class SavedTensor:
                 tensor = self._unpack(self._kept)
             finally:
                 set_grad_mode(True)
-        if (
-            self.version is not None
-            and (self._alias is None or self._alias() is tensor)
-            and tensor._version != self.version
-        ):
-            raise ChangedError(self.version, tensor._version)
+        if self._alias is None or self._alias() is tensor:
+            now = version_of(tensor)
+            if now != self.version:
+                raise ChangedError(self.version, now)
         if type(tensor) is not Tensor and self._alias is None and isinstance(tensor, nn.Parameter):
             return tensor
         alias = tensor.detach()
