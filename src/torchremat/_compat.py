@@ -8,9 +8,7 @@ Supported: torch 2.11 and newer; developed and tested on 2.13.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from functools import wraps
 from typing import TYPE_CHECKING, NamedTuple, ParamSpec, Protocol, TypeVar, cast
 
 import torch
@@ -106,25 +104,9 @@ def is_hook_of_torch_checkpoint(pack: object) -> bool:
     return getattr(pack, "__module__", None) == "torch.utils.checkpoint"
 
 
-_disable = cast(
-    "Callable[[Callable[..., object]], Callable[..., object]]", private("_disable_dynamo", needed_for=_REGIONS)
-)
+_disable = cast("Callable[[Callable[..., object]], object]", private("_disable_dynamo", needed_for=_REGIONS))
 
 
 def outside_graphs(function: Callable[P, T]) -> Callable[P, T]:
-    """Keep dynamo out of `function`: inside `torch.compile` a call breaks the graph instead of being traced wrongly.
-
-    As long as nobody has imported dynamo, which takes a second, nothing can be compiled.
-    """
-    disabled = cast("Callable[P, T]", _disable(function))
-
-    @wraps(function)
-    def outside(*args: P.args, **kwargs: P.kwargs) -> T:
-        if _DYNAMO in sys.modules:
-            return disabled(*args, **kwargs)
-        return function(*args, **kwargs)
-
-    return outside
-
-
-_DYNAMO = "torch._dynamo"
+    """Keep dynamo out of `function`: inside `torch.compile` a call breaks the graph instead of being traced wrongly."""
+    return cast("Callable[P, T]", _disable(function))

@@ -19,6 +19,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+@outside_graphs
 def checkpoint(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     """Return `function(*args, **kwargs)`, to be recomputed in backward instead of keeping what autograd saves in it.
 
@@ -58,6 +59,7 @@ def checkpointed(
         raise UnsupportedError(f"function: a callable is needed, got {type(function).__name__}.")
     settings = settings_of(check=check, preserve_rng=preserve_rng, early_stop=early_stop)
 
+    @outside_graphs
     @functools.wraps(function)
     def region(*args: P.args, **kwargs: P.kwargs) -> R:
         return _run(function, settings, args, kwargs)
@@ -79,7 +81,6 @@ def settings_of(*, check: str = "metadata", preserve_rng: bool = True, early_sto
     return Settings(check=check, preserve_rng=preserve_rng, early_stop=early_stop)
 
 
-@outside_graphs
 def _run(function: Callable[..., R], settings: Settings, args: tuple[object, ...], kwargs: dict[str, object]) -> R:
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)

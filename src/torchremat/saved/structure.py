@@ -55,21 +55,21 @@ def split(value: object, tensors: list[Tensor], objects: list[object]) -> object
     """
     kind = type(value)
     if kind is Tensor:
-        index = len(tensors)
-        tensors.append(cast("Tensor", value))
-        return _LEAVES[index] if index < 64 else Leaf(index)
+        return _leaf(cast("Tensor", value), tensors)
     if kind in _ATOMS:
         return value
     if kind is tuple:
-        return tuple([split(item, tensors, objects) for item in cast("tuple[object, ...]", value)])
+        parts = cast("tuple[object, ...]", value)
+        return tuple(
+            [_leaf(item, tensors) if type(item) is Tensor else split(item, tensors, objects) for item in parts]
+        )
     if kind is list:
         return [split(item, tensors, objects) for item in cast("list[object]", value)]
     if kind is dict:
         items = cast("dict[object, object]", value)
         return {key: split(item, tensors, objects) for key, item in items.items()} if items else {}
     if isinstance(value, Tensor):
-        tensors.append(value)
-        return Leaf(len(tensors) - 1)
+        return _leaf(value, tensors)
     registered = registered_containers.get(kind)
     if registered is not None:
         children, context = registered.flatten_fn(value)
@@ -86,6 +86,12 @@ def split(value: object, tensors: list[Tensor], objects: list[object]) -> object
     # A dataclass without tensors is an object: whoever writes to it means that very one.
     objects.append(value)
     return value
+
+
+def _leaf(tensor: Tensor, tensors: list[Tensor]) -> Leaf:
+    index = len(tensors)
+    tensors.append(tensor)
+    return _LEAVES[index] if index < 64 else Leaf(index)
 
 
 def _attributes(value: object) -> dict[str, object]:

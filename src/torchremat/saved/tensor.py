@@ -39,7 +39,7 @@ class SavedTensor:
         self.version = version_of(tensor)
         self._unpack = None
         self._alias = None
-        if self.requires_grad and tensor.is_leaf and isinstance(tensor, nn.Parameter):
+        if type(tensor) is not Tensor and isinstance(tensor, nn.Parameter):
             self._kept: object = tensor  # See NOTE [ Why an alias ]
             return
         alias = tensor.detach()
