@@ -103,6 +103,12 @@ class Slot:
         self.region = region
         self.index = index
 
+    def __del__(self) -> None:
+        # Nobody can ask for it any more. Its recomputed tensor, if there is one that was not asked for (a nested region
+        # took it as an input and then stopped before its use), would wait for the end of the backward. See Rule 12
+        for values in self.region.values.values():
+            values.pop(self.index, None)
+
 
 class Call:
     """What one call needs to run again."""
