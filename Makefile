@@ -18,7 +18,7 @@ gpu: .venv/.stamp
 lint: .venv/.stamp
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/basedpyright
+	$(BIN)/basedpyright --project .
 	$(BIN)/towncrier build --draft --version next > /dev/null
 
 format: .venv/.stamp
