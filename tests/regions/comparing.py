@@ -1,0 +1,75 @@
+"""What the tests of regions share: a run beside its plain run, calls that are counted, storages that are watched."""
+
+import gc
+from weakref import WeakSet
+
+import torch
+from torch import nn
+
+from torchremat.regions.region import Region
+
+
+class Counted:
+    """A function that counts its calls."""
+
+    def __init__(self, function):
+        self.function = function
+        self.calls = 0
+
+    def __call__(self, *args, **kwargs):
+        self.calls += 1
+        return self.function(*args, **kwargs)
+
+
+def leaf(*shape, dtype=None):
+    return torch.randn(*shape, dtype=dtype, requires_grad=True)
+
+
+def result(run, leaves, modules=()):
+    """Seed, run, go backward; return the output, all gradients and all buffers."""
+    leaves = [*leaves, *(parameter for module in modules for parameter in module.parameters())]
+    for one in leaves:
+        one.grad = None
+    torch.manual_seed(1)
+    output = run()
+    output.sum().backward()
+    after = torch.rand(1)
+    buffers = [buffer.clone() for module in modules for buffer in module.buffers()]
+    return [output.detach(), after, *(one.grad for one in leaves), *buffers]
+
+
+def equal(ours, plain):
+    """Whether two results are equal bit for bit."""
+    return len(ours) == len(plain) and all(
+        a is b if a is None or b is None else a.dtype == b.dtype and torch.equal(a, b)
+        for a, b in zip(ours, plain, strict=True)
+    )
+
+
+def same(ours, plain, leaves, modules=()):
+    """Whether `ours` has the output, gradients, buffers and random numbers of `plain`; the buffers start the same."""
+    state = [{name: value.clone() for name, value in module.state_dict().items()} for module in modules]
+    expected = result(plain, leaves, modules)
+    for module, one in zip(modules, state, strict=True):
+        module.load_state_dict(one)
+    return equal(result(ours, leaves, modules), expected)
+
+
+def live_regions():
+    # By type: `isinstance` asks objects for their class, and some of them warn.
+    return [item for item in gc.get_objects() if type(item) is Region]
+
+
+class Watched(nn.Module):
+    """Passes a tensor on that saves itself, and knows which of these are alive."""
+
+    def __init__(self):
+        super().__init__()
+        self.alive = WeakSet()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        y = x.exp()
+        self.alive.add(y.untyped_storage())
+        return y * y.detach().clone()

@@ -1,0 +1,99 @@
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from torchremat.saved.tensor import ChangedError, SavedTensor, version_of
+
+
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_unpack_gives_a_leaf_of_its_own(requires_grad):
+    x = torch.ones(2, requires_grad=requires_grad)
+    h = x * 2
+
+    found = SavedTensor(h).unpack()
+
+    assert torch.equal(found, h)
+    assert found is not h and found.is_leaf and found.requires_grad is requires_grad
+    assert found.data_ptr() == h.data_ptr()
+
+
+def test_a_parameter_is_kept_as_it_is():
+    parameter = nn.Parameter(torch.ones(2))
+
+    assert SavedTensor(parameter).unpack() is parameter
+
+
+def test_the_graph_of_a_tensor_is_not_kept():
+    inner = torch.zeros(2, requires_grad=True).exp()  # which its own node saves
+    storage = weakref.ref(inner.untyped_storage())
+    h = inner + 1
+
+    saved = SavedTensor(h)
+    del h, inner
+
+    assert storage() is None
+    assert saved.unpack().tolist() == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("kind", [torch.Tensor, nn.Parameter])
+def test_a_write_is_an_error(kind):
+    tensor = torch.ones(2) if kind is torch.Tensor else nn.Parameter(torch.ones(2))
+    saved = SavedTensor(tensor)
+    with torch.no_grad():
+        tensor.add_(1)
+
+    with pytest.raises(ChangedError) as caught:
+        saved.unpack()
+
+    assert (caught.value.before, caught.value.now) == (0, 1)
+
+
+def test_hooks_see_the_tensor_once_and_give_it_back():
+    events = []
+
+    def pack(tensor):
+        events.append(("pack", tensor.requires_grad, torch.is_grad_enabled()))
+        return tensor.numpy(force=True).copy()
+
+    def unpack(array):
+        events.append(("unpack", torch.is_grad_enabled()))
+        return torch.from_numpy(array)
+
+    x = torch.ones(2, requires_grad=True)
+    with saved_tensors_hooks(pack, unpack):
+        saved = SavedTensor(x * 2)
+
+    found = saved.unpack()
+
+    assert found.tolist() == [2.0, 2.0] and found.requires_grad
+    assert events == [("pack", True, False), ("unpack", False)]
+
+
+def test_a_copy_that_hooks_have_made_may_outlive_a_write():
+    tensor = torch.ones(2)
+    with saved_tensors_hooks(torch.clone, lambda packed: packed):
+        saved = SavedTensor(tensor)
+    tensor.add_(1)
+
+    assert saved.unpack().tolist() == [1.0, 1.0]
+
+
+def test_a_write_is_an_error_if_hooks_hand_back_what_they_got():
+    tensor = torch.ones(2)
+    with saved_tensors_hooks(lambda tensor: tensor, lambda packed: packed):
+        saved = SavedTensor(tensor)
+    tensor.add_(1)
+
+    with pytest.raises(ChangedError):
+        saved.unpack()
+
+
+def test_inference_tensors_have_no_version():
+    with torch.inference_mode():
+        tensor = torch.ones(2)
+
+    assert version_of(tensor) == -1
+    assert SavedTensor(tensor).unpack().tolist() == [1.0, 1.0]
