@@ -56,11 +56,12 @@ def text(tree):
 
 
 def outcome(model, step, *, seed=7):
-    """Loss, gradients and buffers of one step, by name; the model is as it was afterwards."""
+    """Loss, gradients and buffers of one step, by name; model and generator are as before afterwards."""
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     grads = [parameter.grad for parameter in model.parameters()]
     for parameter in model.parameters():
         parameter.grad = None
+    generator = torch.get_rng_state()
     torch.manual_seed(seed)
     result = step(model)
     loss = result if isinstance(result, torch.Tensor) else result["loss"] if isinstance(result, dict) else result.loss
@@ -73,6 +74,7 @@ def outcome(model, step, *, seed=7):
             buffer.copy_(buffers[name])
     for parameter, grad in zip(model.parameters(), grads, strict=True):
         parameter.grad = grad
+    torch.set_rng_state(generator)
     return found
 
 

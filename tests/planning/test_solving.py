@@ -98,36 +98,28 @@ def uneven(seed, blocks):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_no_tree_is_much_cheaper_than_the_one_found(seed):
+def test_no_tree_is_cheaper_than_the_one_found(seed):
     own = coarse(*uneven(seed, 5))
     solver = Solver(own, "flops")
     judged = {tree: predict(own, tree) for tree in every_tree(0, len(own.units.units) - 1)}
     lowest = min(one.peak_bytes for one in judged.values())
     plain = solver.plain.prediction.peak_bytes
 
-    ratios = []
     for place in range(11):
         limit = lowest + (plain - lowest) * place // 10
-        best = min(one.flops for one in judged.values() if one.peak_bytes <= limit)
         found = solver.solve(limit)
-        if found is not None:
-            assert found.prediction.peak_bytes <= limit
-            ratios.append((found.cost + 1) / (best + 1))
-
-    # Uneven blocks and skips are what the chain of scalars does not see; what it finds is then judged exactly.
-    assert len(ratios) >= 10
-    assert max(ratios) <= 1.5
-    assert sum(ratios) / len(ratios) <= 1.1
+        assert found.prediction.peak_bytes <= limit
+        assert found.cost == min(one.flops for one in judged.values() if one.peak_bytes <= limit)
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_the_floor_is_near_the_lowest_of_all_trees(seed):
+def test_the_floor_is_the_lowest_of_all_trees(seed):
     own = coarse(*uneven(seed, 5))
     lowest = min(predict(own, tree).peak_bytes for tree in every_tree(0, len(own.units.units) - 1))
 
     floor = Solver(own, "flops").floor.prediction.peak_bytes
 
-    assert lowest <= floor <= 1.05 * lowest
+    assert floor == lowest
 
 
 @pytest.mark.parametrize(
