@@ -67,7 +67,6 @@ stash_in_tls = cast("Callable[[str, object], None]", private("_C._stash_obj_in_t
 get_from_tls = cast("Callable[[str], object]", private("_C._get_obj_in_tls", needed_for="a session"))
 is_in_tls = cast("Callable[[str], bool]", private("_C._is_key_in_tls", needed_for="a session"))
 python_node = cast("type", private("autograd.function.BackwardCFunction", needed_for=_REGIONS))
-function_modes = cast("Callable[[], int]", private("_C._len_torch_function_stack", needed_for="a default device"))
 
 
 class Registration(Protocol):
@@ -79,12 +78,23 @@ class Registration(Protocol):
 
 registered_containers = cast("dict[type, Registration]", _pytree.SUPPORTED_NODES)
 
-private("utils._device.CURRENT_DEVICE", needed_for="a default device")
+_DEFAULT_DEVICE = "a default device"
+
+_function_modes = cast("Callable[[], int]", private("_C._len_torch_function_stack", needed_for=_DEFAULT_DEVICE))
+_function_mode = cast("Callable[[int], object]", private("_C._get_function_stack_at", needed_for=_DEFAULT_DEVICE))
+private("utils._device.DeviceContext", needed_for=_DEFAULT_DEVICE)
 
 
 def default_device() -> torch.device | None:
-    """Return the device that a `with torch.device(...)` or `torch.set_default_device` made the default, or None."""
-    return _device.CURRENT_DEVICE
+    """Return the device that a `with torch.device(...)` or `torch.set_default_device` made the default, or None.
+
+    It is a mode of the thread that set it: a thread of autograd's has none.
+    """
+    for index in reversed(range(_function_modes())):
+        mode = _function_mode(index)
+        if isinstance(mode, _device.DeviceContext):
+            return mode.device
+    return None
 
 
 class _Engine(NamedTuple):

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchremat._compat import default_device, function_modes
+from torchremat._compat import default_device
 
 _CPU = torch.device("cpu")
 
@@ -37,9 +37,6 @@ class Surroundings(NamedTuple):
 
     def are_here(self) -> bool:
         """Return whether this is what surrounds the caller now, so that nothing has to be restored."""
-        if self.device is not None and (function_modes() == 0 or default_device() != self.device):
-            # The default device is a mode of the thread that set it: a thread of autograd's has none.
-            return False
         others = [one.device_type for one in self.autocast[1:]] if len(self.autocast) > 1 else ()
         here = surroundings(others)
         return here is self or here == self
@@ -51,7 +48,7 @@ class Surroundings(NamedTuple):
                 stack.enter_context(
                     torch.autocast(one.device_type, enabled=one.enabled, dtype=one.dtype, cache_enabled=one.cache)
                 )
-        if self.device != default_device() or (self.device is not None and function_modes() == 0):
+        if self.device != default_device():
             stack.enter_context(torch.device(self.device if self.device is not None else _CPU))
 
 

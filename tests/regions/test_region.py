@@ -34,7 +34,7 @@ class Twice(torch.autograd.Function):
         return grad * (a + b)
 
 
-# ------------------------------------------------------------------------------------------ rule 1: the innermost alone
+# ------------------------------------------------------------------------------------ rule 1: the innermost alone
 
 
 def test_what_is_saved_in_a_region_is_not_kept():
@@ -85,7 +85,7 @@ def test_hooks_inside_a_region_are_respected():
     assert same(lambda: checkpoint(body, x), lambda: body(x), [x])
 
 
-# ------------------------------------------------------------------------------------------ rule 2: inputs of the parent
+# ------------------------------------------------------------------------------------ rule 2: inputs of the parent
 
 
 def test_regions_inside_a_region_keep_nothing_outside_of_a_recompute():
@@ -118,8 +118,7 @@ def test_nested_three_deep_each_level_is_recomputed_once():
     assert (a.calls, b.calls, c.calls) == (1, 1, 1)
 
     y.sum().backward()
-    # To unpack in c, a runs again up to b's input; b up to c's; then c itself. `exp` of a is needed first, by which a runs
-    # to its end and with it b and c, which then saves again.
+    # `exp` of a is needed first, so a runs to its end, and with it b and c. Then `sin` of b: b, and with it c. Then c.
     assert (a.calls, b.calls, c.calls) == (2, 3, 4)
 
 
@@ -275,7 +274,7 @@ def test_a_second_reading_in_the_next_backward_recomputes():
     assert body.calls == 3
 
 
-# ---------------------------------------------------------------------------------------------------- rule 5: early stop
+# ------------------------------------------------------------------------------------------- rule 5: early stop
 
 
 def test_a_recompute_stops_at_the_last_tensor_needed():
@@ -328,6 +327,18 @@ def test_user_code_may_swallow_the_stop():
             return y.sin()
         except BaseException:  # noqa: BLE001
             return y.exp().exp()
+
+    x = leaf(4)
+
+    assert same(lambda: checkpoint(body, x), lambda: body(x), [x])
+
+
+def test_user_code_may_make_another_error_of_the_stop():
+    def body(x):
+        try:
+            return x.exp().sin()
+        except BaseException as error:
+            raise ValueError from error
 
     x = leaf(4)
 
@@ -409,7 +420,7 @@ def test_gradients_that_a_backward_inside_leaves_are_left_once():
     assert same(lambda: checkpoint(body, x), lambda: body(x), [x], [layer])
 
 
-# ------------------------------------------------------------------------------------------ rule 7: unpacked at any time
+# --------------------------------------------------------------------------------- rule 7: unpacked at any time
 
 
 def test_outside_of_backward_nothing_is_kept():
@@ -425,7 +436,7 @@ def test_outside_of_backward_nothing_is_kept():
     assert layer.calls == 4
 
 
-# ------------------------------------------------------------------------------------------------------ rule 12: lifetimes
+# -------------------------------------------------------------------------------------------- rule 12: lifetimes
 
 
 @pytest.mark.parametrize("end", ["backward", "dropped", "forward raises", "recompute raises", "backward raises"])
@@ -513,8 +524,7 @@ def test_backward_from_one_of_several_outputs():
     x = leaf(4)
 
     def run(call):
-        a, b, c = call(lambda x: (x.exp(), x.sin().cos(), [x.tanh()]), x)
-        return b
+        return call(lambda x: (x.exp(), x.sin().cos(), [x.tanh()]), x)[1]
 
     assert same(lambda: run(checkpoint), lambda: run(lambda f, x: f(x)), [x])
 
@@ -612,7 +622,7 @@ def test_regions_of_worker_threads():
         thread.start()
     for thread in threads:
         thread.join()
-    for x, y in found.values():
+    for _, y in found.values():
         y.backward()
 
     for x, _ in found.values():
@@ -691,7 +701,7 @@ def test_a_write_to_what_was_saved_is_refused_as_plain_autograd_does(early_stop)
     x = leaf(4)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         body(x).sum().backward()
-    with pytest.raises(MutationError, match="number 1, .*make the operation out of place"):
+    with pytest.raises(MutationError, match=r"number 1, .*make the operation out of place"):
         checkpointed(body, early_stop=early_stop)(x).sum().backward()
 
 

@@ -10,8 +10,10 @@ is gone, and an error names it.
     parameter or buffer            written in place                      raises MutationError
     `training`                     flipped                               sees the flag from before
 
-Missing on purpose: parameters that a function reaches without any module. Native BatchNorm does not bump the versions
-of its buffers, so that a write by another forward is seen in training, where they are kept, and not in evaluation.
+Missing on purpose: parameters that a function reaches without any module, and writes that bump no version: those of
+fused optimizers (of which plain autograd knows nothing either) and of `.data`. Native BatchNorm does not bump the
+versions of its buffers, so that a write by another forward is seen in training, where they are kept, and not in
+evaluation.
 """
 
 from __future__ import annotations
@@ -38,6 +40,11 @@ _EXCHANGING = threading.RLock()
 # Versions cannot tell: native BatchNorm does not bump that of `running_mean`. So the first forward of a module in a
 # training state is watched by value, all of its buffers cloned and compared, and what it changed is remembered per
 # module; from then on only those are cloned.
+#
+# NOTE [ Hooks that compute weights ]
+# The hooks of the outermost modules run outside of the region. Those of `weight_norm` and `spectral_norm` compute a
+# weight, a plain attribute then, and write to buffers that the forward itself does not read. So the attribute is the
+# forward's for the recompute, and all buffers are kept.
 _changed: WeakKeyDictionary[nn.Module, dict[bool, frozenset[str]]] = WeakKeyDictionary()
 
 
@@ -125,15 +132,19 @@ class ModuleState:
                 continue
             seen.add(module)
             self._training.append((module, module.training))
-            if module._parameters:
-                self._watch(module._parameters)
-            if module._buffers:
-                self._keep(module)
+            if isinstance(module, torch.jit.ScriptModule):
+                # Its state is C++'s: it can be watched, and not be exchanged.
+                self._watch(dict(module.named_parameters(recurse=False)))
+                self._watch(dict(module.named_buffers(recurse=False)))
+            else:
+                if module._parameters:
+                    self._watch(module._parameters)
+                if module._buffers:
+                    self._keep(module)
             if module._modules:
                 pending += [child for child in module._modules.values() if child is not None]
         for module in modules:
-            # Weights that a hook computes are plain attributes (`weight_norm`), and the hooks of the outermost modules
-            # run outside of the region.
+            # See NOTE [ Hooks that compute weights ]
             if module._forward_pre_hooks:
                 own = {name: one for name, one in module.__dict__.items() if isinstance(one, Tensor)}
                 self._watch(module.__dict__, own)
@@ -152,7 +163,9 @@ class ModuleState:
 
     def _keep(self, module: nn.Module) -> None:
         names = _changed.get(module, {}).get(module.training)
-        if names is None:
+        if module._forward_pre_hooks and module in self._modules:
+            names = module._buffers.keys()  # See NOTE [ Hooks that compute weights ]
+        elif names is None:
             self._unknown.append(module)
         elif not names:
             self._watch(module._buffers)

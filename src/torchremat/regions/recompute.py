@@ -33,9 +33,6 @@ class _Stop(BaseException):
     No `Exception`: user code that swallows those must not swallow it.
     """
 
-    def __init__(self, recompute: Recompute) -> None:
-        self.recompute = recompute
-
 
 class _Thread(threading.local):
     def __init__(self) -> None:
@@ -118,8 +115,9 @@ class Recompute:
         push_saved_tensor_hooks(self.pack, self.unpack)
         try:
             output = call.body(args, kwargs)
-        except _Stop as stop:
-            if stop.recompute is not self:
+        except BaseException as error:
+            # What arrives need not be the `_Stop`: TorchScript makes a RuntimeError of it, user code what it likes.
+            if not self.is_stopped or isinstance(error, KeyboardInterrupt | SystemExit):
                 raise
         finally:
             pop_saved_tensor_hooks()
@@ -212,7 +210,7 @@ class Recompute:
 
     def _stop(self) -> NoReturn:
         self.is_stopped = True
-        raise _Stop(self)  # See Rule 5
+        raise _Stop  # See Rule 5
 
     def unpack(self, packed: object) -> Tensor:
         """Give a saved tensor of the recomputed graph back, which only a backward inside the region asks for."""

@@ -1,0 +1,310 @@
+"""What a recompute sees of the modules: parameters, buffers, training flags."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils.parametrizations import spectral_norm
+
+from regions.comparing import leaf, same
+from torchremat import CheckpointError, MutationError, checkpoint, wrap
+from torchremat.regions.modules import ModuleState, modules_of
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.second = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.second(self.norm(self.first(x)).tanh()).exp()
+
+
+class Averaged(nn.Module):
+    """Has buffers that its forward writes, replaces and leaves alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("written", torch.zeros(4))
+        self.register_buffer("replaced", torch.zeros(4))
+        self.register_buffer("constant", torch.ones(4))
+        self.register_buffer("absent", None)
+
+    def forward(self, x):
+        self.written.mul_(0.5).add_(x.detach().mean(0))
+        self.replaced = self.replaced + 1
+        return (x * self.constant).exp() * (1 + self.written.clone()) * self.replaced
+
+
+_net = Net()
+
+
+def by_global_name(x):
+    return _net(x)
+
+
+def test_modules_of_a_call_are_found():
+    net, other, third = Net(), Net(), Net()
+
+    class Runner:
+        def __init__(self):
+            self.net = net
+
+        def run(self, x):
+            return self.net(x)
+
+        def __call__(self, x):
+            return other(self.net(x))
+
+    def inner(x):
+        return third(x)
+
+    found = {
+        "module": (modules_of(net, (torch.ones(1),)), [net]),
+        "method": (modules_of(net.forward), [net]),
+        "closure": (modules_of(lambda x: net(x)), [net]),
+        "list in closure": (modules_of(functools.partial(lambda nets, x: nets, [net])), [net]),
+        "partial": (modules_of(functools.partial(net, 1)), [net]),
+        "function in closure": (modules_of(lambda x: inner(x)), [third]),
+        "global": (modules_of(by_global_name), [_net]),
+        "argument": (modules_of(len, (1, net)), [net]),
+        "attribute of self": (modules_of(Runner().run), [net]),
+        "attribute of a callable": (modules_of(Runner()), [net]),
+        "none": (modules_of(torch.sin, (torch.ones(1),)), []),
+    }
+
+    assert {name: list(map(id, ours)) for name, (ours, _) in found.items()} == {
+        name: list(map(id, wanted)) for name, (_, wanted) in found.items()
+    }
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_batch_norm_ends_as_after_one_forward(momentum, early_stop):
+    net = Net()
+    net.norm.momentum = momentum
+    x = leaf(8, 4)
+    plain = net.forward
+    wrap(net, lambda name, module: module is net, early_stop=early_stop)
+
+    for _ in range(3):
+        before = int(net.norm.num_batches_tracked)
+        net.norm.num_batches_tracked.zero_().add_(before)
+        assert same(lambda: net(x), lambda: plain(x), [x], [net])
+        assert net.norm.num_batches_tracked == before + 1
+
+
+def test_batch_norm_in_nested_regions_and_microbatches():
+    net = Net()
+    batches = torch.randn(3, 8, 4)
+
+    def run(call):
+        return sum(call(lambda x: call(net, x.sin()), batch).sum() for batch in batches)
+
+    assert same(lambda: run(checkpoint), lambda: run(lambda f, x: f(x)), [], [net])
+    assert net.norm.num_batches_tracked == 3
+
+
+def test_buffers_written_and_replaced():
+    net = Averaged()
+    x = leaf(3, 4)
+
+    assert same(lambda: checkpoint(net, x), lambda: net(x), [x], [net])
+    assert net.replaced.tolist() == [1.0] * 4
+
+
+def test_what_a_second_forward_does_to_buffers_does_not_matter():
+    net = Averaged()
+    x = leaf(3, 4)
+    first = checkpoint(net, x).sum()
+    checkpoint(net, x * 3).sum()
+    first.backward()
+    ours = x.grad.clone()
+
+    net = Averaged()
+
+    assert torch.equal(ours, torch.autograd.grad(net(x).sum(), x)[0])
+
+
+def test_only_the_buffers_that_change_are_kept():
+    net = Averaged()
+    checkpoint(net, leaf(3, 4))
+
+    state = ModuleState([net])
+
+    # `written` and `replaced`, 4 numbers of 4 bytes each.
+    assert state.nbytes == 32
+
+
+@pytest.mark.parametrize("name", ["first.weight", "first.bias", "norm.weight", "norm.running_mean"])
+def test_a_write_between_forward_and_backward_is_an_error_that_names_it(name):
+    model = nn.ModuleDict({"body": Net().eval()})
+    wrap(model, "body")
+    y = model["body"](leaf(8, 4)).sum()
+    with torch.no_grad():
+        model["body"].get_parameter(name).mul_(2) if "running" not in name else model["body"].get_buffer(name).mul_(2)
+
+    with pytest.raises(MutationError, match=rf"region body: its parameter or buffer `body\.{name}` .* in place"):
+        y.backward()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize("options", [{}, {"foreach": True}], ids=str)
+def test_an_optimizer_step_before_backward_is_an_error(kind, options):
+    net = Net()
+    optimizer = kind(net.parameters(), lr=0.1, **options)
+    net(leaf(8, 4)).sum().backward()
+    y = checkpoint(net, leaf(8, 4)).sum()
+    optimizer.step()
+
+    with pytest.raises(MutationError, match=r"optimizer\.step"):
+        y.backward()
+
+
+def test_an_optimizer_that_steps_inside_backward_is_none():
+    def train(call):
+        torch.manual_seed(0)
+        net = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)])
+        for parameter in net.parameters():
+            optimizer = torch.optim.SGD([parameter], lr=0.1)
+            parameter.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step())
+        x = torch.randn(2, 4)
+        for _ in range(2):
+            h = x
+            for block in net:
+                h = call(block, h)
+            h.sum().backward()
+        return list(net.parameters())
+
+    assert all(map(torch.equal, train(checkpoint), train(lambda f, x: f(x))))
+
+
+def test_replaced_parameters_are_those_of_the_forward():
+    net = Net().eval()
+    x = leaf(8, 4)
+    others = {name: leaf(*value.shape) for name, value in net.named_parameters()}
+
+    def run(call):
+        # When backward comes, the module has its own parameters again.
+        return functional_call(call, others, (x,))
+
+    class Region(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = net
+
+        def forward(self, x):
+            return checkpoint(self.net, x)
+
+    others = {f"net.{name}": value for name, value in others.items()}
+    leaves = [x, *others.values()]
+    plain = nn.Module()
+    plain.net = net
+    plain.forward = lambda x: net(x)
+
+    assert same(lambda: run(Region()), lambda: run(plain), leaves)
+
+
+def test_a_new_parameter_is_not_taken_for_the_old_one():
+    net = nn.Linear(4, 4)
+    x = leaf(2, 4)
+    y = checkpoint(lambda x: net(x).exp(), x).sum()
+    expected = torch.autograd.grad(net(x).exp().sum(), x)[0]
+    new = nn.Parameter(torch.zeros(4, 4))
+    net.weight = new
+
+    y.backward()
+
+    assert torch.equal(x.grad, expected)
+    assert net.weight is new
+
+
+def test_a_flip_of_training_in_between_does_not_matter():
+    net = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Tanh())
+    x = leaf(8, 4)
+
+    def run(call):
+        y = call(net, x)
+        net.eval()
+        return y
+
+    def trained(call):
+        net.train()
+        return run(call)
+
+    assert same(lambda: trained(checkpoint), lambda: trained(lambda f, x: f(x)), [x], [net])
+    assert not net.training and not net[1].training
+
+
+@pytest.mark.parametrize("norm", ["weight_norm", "spectral_norm"])
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
+def test_weights_that_a_hook_computes(norm):
+    layer = getattr(nn.utils, norm)(nn.Linear(4, 4))
+    x = leaf(2, 4)
+
+    def run():
+        # The hook of the second call replaces the weight before the first is recomputed.
+        return layer(x).exp().sum() + layer(x * 2).exp().sum()
+
+    state = {name: value.clone() for name, value in layer.state_dict().items()}
+    run().backward()
+    plain = [x.grad.clone(), *(parameter.grad.clone() for parameter in layer.parameters())]
+    layer.load_state_dict(state)
+    layer.zero_grad()
+    x.grad = None
+    wrap(layer, nn.Linear)
+    run().backward()
+
+    assert all(map(torch.equal, [x.grad, *(parameter.grad for parameter in layer.parameters())], plain))
+
+
+@pytest.mark.parametrize("kind", [parametrizations.weight_norm, spectral_norm, parametrizations.orthogonal])
+def test_parametrizations(kind):
+    net = nn.Sequential(kind(nn.Linear(4, 4)), nn.Tanh())
+    x = leaf(2, 4)
+
+    assert same(lambda: checkpoint(net, x), lambda: net(x), [x], [net])
+
+
+def test_parametrizations_in_a_cache():
+    net = nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 4)), nn.Tanh())
+    x = leaf(2, 4)
+
+    with parametrize.cached():
+        net(x)
+        y = checkpoint(net, x).sum()
+
+    # The forward found the weight in the cache; the recompute, outside of it, computes the weight once more.
+    with pytest.raises(CheckpointError, match="does not do the same twice"):
+        y.backward()
+
+
+def test_lazy_modules():
+    net = nn.Sequential(nn.LazyLinear(4), nn.Tanh())
+    x = leaf(2, 4)
+    checkpoint(net, x).sum().backward()
+    first = x.grad.clone()
+
+    assert torch.equal(first, torch.autograd.grad(net(x).sum(), x)[0])
+
+
+def test_shared_parameters():
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    net[2].weight = net[0].weight
+    x = leaf(2, 4)
+
+    assert same(lambda: checkpoint(net, x), lambda: net(x), [x], [net])
+
+
+def test_a_script_module():
+    # Its interpreter turns the end of a recompute into an error of its own.
+    with pytest.warns(DeprecationWarning, match="jit"):
+        net = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+    x = leaf(2, 4)
+
+    assert same(lambda: checkpoint(net, x), lambda: net(x), [x], [net])

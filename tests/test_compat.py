@@ -1,0 +1,22 @@
+import pytest
+
+from torchremat import VersionError
+from torchremat._compat import private
+
+
+def test_a_name_that_torch_lacks_is_an_error_which_names_it():
+    with pytest.raises(
+        VersionError, match=r"has no `torch\._C\._no_such_thing`, which flying needs\. .*2\.11 to 2\.13"
+    ):
+        private("_C._no_such_thing", needed_for="flying")
+
+
+def test_it_is_an_import_error():
+    with pytest.raises(ImportError):
+        private("nothing", needed_for="anything")
+
+
+def test_a_name_that_is_there_is_found():
+    import torch
+
+    assert private("nn.Linear", needed_for="layers") is torch.nn.Linear
