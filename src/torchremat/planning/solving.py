@@ -27,7 +27,9 @@ from torchremat.schedules.uniform import candidates
 _SHARES = (0.25, 0.5, 0.75, 1.0)
 _MOST_UNITS = 80
 
-_FLOOR_STEPS = 24
+# How many trees are judged beside those that the search for a limit passes: fewer if there are many units, since each
+# takes longer then.
+_JUDGED_UNITS = 4000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,9 +74,11 @@ class Search:
             chosen = [whole[(2 * i + 1) * len(whole) // (2 * count)] for i in range(count)]
             if chosen:
                 splits[frozenset[int]().union(*chosen)] = None
-        mixtures = [mixed(self.grains, split) for split in splits]
-        fitting = [mixture for mixture in mixtures if len(mixture.units.units) <= _MOST_UNITS]
-        return (self.coarse, *(Solver(mixture, self.cost_unit) for mixture in fitting))
+        units, parts = self.grains.coarse.units, self.grains.coarse.units.trace.children
+        fitting = [
+            split for split in splits if len(units.units) + sum(len(parts(call)) - 1 for call in split) <= _MOST_UNITS
+        ]
+        return (self.coarse, *(Solver(mixed(self.grains, split), self.cost_unit) for split in fitting))
 
     def solve(self, limit_bytes: int) -> Candidate | None:
         """Return the cheapest tree found whose predicted peak is at most the limit; None if none fits."""
@@ -113,6 +117,11 @@ class Solver:
     def table(self) -> Persistent:
         """The optimal persistent schedules of the chain."""
         return Persistent(self.chain, max(1, int(1.1 * self.plain.prediction.peak_bytes)))
+
+    @property
+    def most_judged(self) -> int:
+        """How many trees may be judged for polish, and a third of it for the floor."""
+        return max(12, _JUDGED_UNITS // len(self.profile.units.units))
 
     @cached_property
     def uniform(self) -> tuple[Candidate, ...]:
@@ -159,8 +168,11 @@ class Solver:
 
     def polished(self, best: Candidate, limit_bytes: int) -> Candidate:
         """Return a tree with regions dissolved, or their ends let out, where the limit allows; one pass."""
-        place = 0
-        while place < len(best.tree):
+        units = len(self.profile.units.units)
+        if best.prediction.calls > 20 * units:
+            return best  # nested so deeply that the limit leaves no room
+        place, judged = 0, len(self._known)
+        while place < len(best.tree) and len(self._known) - judged < self.most_judged:
             loosened = [self.judged(tree) for tree in _loosened(best.tree, place)]
             fitting = [one for one in loosened if one.prediction.peak_bytes <= limit_bytes and one.cost < best.cost]
             if fitting:
@@ -174,9 +186,8 @@ class Solver:
         """The tree with the lowest predicted peak that was found."""
         found = list(self.uniform)
         lowest, most = self.table.lowest_slots, self.table.most_slots
-        for asked in sorted(
-            {min(most, lowest + lowest * place // (2 * _FLOOR_STEPS)) for place in range(_FLOOR_STEPS)}
-        ):
+        steps = min(24, self.most_judged // 3)
+        for asked in sorted({min(most, lowest + lowest * place // (2 * steps)) for place in range(steps)}):
             if asked >= lowest:
                 found.append(self.judged(self.table.tree_at(asked)))
         return min(found, key=lambda one: (one.prediction.peak_bytes, one.cost))
