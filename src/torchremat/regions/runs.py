@@ -101,7 +101,7 @@ class _Opened:
                 f"`{name}` was called {count + 1} times in one forward, more often than planned for; the additional "
                 "calls are recomputed one by one. Plan again if the model has changed.",
                 OrderWarning,
-                stacklevel=5,
+                stacklevel=9,  # the code that called the module
             )
             found = Choice((Place(1, name),))
         return _PLAINLY if self.is_overruled() else found
