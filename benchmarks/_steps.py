@@ -61,16 +61,13 @@ def differing(ours: dict[str, Tensor], plain: dict[str, Tensor]) -> list[str]:
 def seconds_in_turn(steps: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
     """Run each step once per round, and return the seconds of each; a round before them is not counted."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
-    gc.collect()
-    gc.freeze()  # the collections below have only what the steps leave to look at
     for turn in range(rounds + 1):
+        gc.collect()
         for name, run in steps.items():
-            gc.collect()
             start_s = time.perf_counter()
             run()
             if turn:
                 seconds[name].append(time.perf_counter() - start_s)
-    gc.unfreeze()
     return seconds
 
 

@@ -31,13 +31,14 @@ def publish(
     folder: Path,
     run: Callable[[bool], dict[str, object]],
     tables: Callable[[dict[str, object]], dict[str, str]],
+    arguments: Sequence[str] | None = None,
 ) -> int:
-    """Do what the command line asks for; returns the exit code."""
+    """Do what the command line, or `arguments` in its place, asks for; returns the exit code."""
     parser = argparse.ArgumentParser(description=sys.modules["__main__"].__doc__)
     parser.add_argument("--smoke", action="store_true", help="a few seconds on tiny models; writes nothing")
     parser.add_argument("--tables", action="store_true", help="make the tables again from results.json")
     parser.add_argument("--check", action="store_true", help="fail if README.md is not what results.json says")
-    options, _ = parser.parse_known_args()
+    options = parser.parse_args(arguments)
     path, readme = folder / "results.json", folder / "README.md"
 
     if options.check or options.tables:

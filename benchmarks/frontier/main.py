@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import time
@@ -109,7 +110,7 @@ def compiled(make: Make, planner: torchremat.Planner) -> list[dict[str, object]]
 
 
 def run(smoke: bool) -> dict[str, object]:
-    found: dict[str, object] = {"models": {}, "compile": {}, "bars": []}
+    found: dict[str, object] = {"models": {}, "compile": {} if smoke else earlier().get("compile", {}), "bars": []}
     for name, make in (TINY if smoke else MODELS).items():
         planner = torchremat.Planner(*make(), cost="flops")
         plain = take(*make())
@@ -123,16 +124,20 @@ def run(smoke: bool) -> dict[str, object]:
         }
         found["models"][name] = result
         found["bars"].append(frontier_bar(name, result))
-        if f"--compile={name}" in sys.argv or (name == "GPT" and "--no-compile" not in sys.argv and not smoke):
-            found["compile"][name] = compiled(make, planner)
-    return found if smoke else with_earlier_compiled(found)
+    return found
 
 
-def with_earlier_compiled(found: dict[str, object]) -> dict[str, object]:
-    """Take over what an earlier run compiled and this one did not: each row was timed in turn with a plain step."""
+def earlier() -> dict[str, object]:
+    """What is on disk: one run does either the eager ways or the compiled one, and leaves the other as it was."""
     path = Path(__file__).with_name("results.json")
-    if path.exists():
-        found["compile"] = json.loads(path.read_text())["compile"] | found["compile"]
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def with_compiled(names: list[str]) -> dict[str, object]:
+    found = earlier()
+    for name in names:
+        planner = torchremat.Planner(*MODELS[name](), cost="flops")
+        found["compile"][name] = compiled(MODELS[name], planner)
     return found
 
 
@@ -210,4 +215,8 @@ def _row(row: dict[str, object]) -> list[object]:
 
 
 if __name__ == "__main__":
-    sys.exit(publish(Path(__file__).parent, run, tables))
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--compile", nargs="*", choices=MODELS)
+    own, rest = parser.parse_known_args()
+    doing = run if own.compile is None else lambda smoke: with_compiled(own.compile or ["GPT"])
+    sys.exit(publish(Path(__file__).parent, doing, tables, rest))
