@@ -161,7 +161,7 @@ def fingerprint(model, *, optimizer=None, extra=()):
     for name, module in model.named_modules():
         for key, value in module.__dict__.items():
             parts[f"{name}.{key}"] = _value(value)
-        parts[f"{name} keys"] = tuple(module.__dict__)
+        parts[f"{name} keys"] = tuple(sorted(module.__dict__))
         parts[f"{name} class"] = id(type(module))
     for name, parameter in model.named_parameters(remove_duplicate=False):
         parts[f"{name} value"] = _value(parameter)

@@ -344,3 +344,12 @@ def test_every_kind_of_model_meets_a_tight_budget_and_is_given_back_as_it_was(na
     assert before.changes(fingerprint(model)) == []
     assert differences(found, plain) == []
     assert measured <= budget
+
+
+@pytest.mark.xfail(strict=True, reason="the plain peak is measured with the plan that is on the model")
+def test_a_percentage_is_of_the_plain_peak_also_while_a_plan_is_applied():
+    model, step = KINDS["loop"]()
+    planner = Planner(model, step)
+    planner.plan(planner.floor_bytes).apply(model)
+
+    assert planner.plan("100%").budget_bytes == planner.peak_of(planner.solver.plain)
