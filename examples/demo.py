@@ -84,7 +84,7 @@ class Run:
     plan: torchremat.Plan | None
     model: GPT
     optimizer: torch.optim.Optimizer
-    losses: list[Tensor] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     parameters: list[Tensor] = field(default_factory=list)
     measured: torchremat.Measurement | None = None
@@ -105,7 +105,7 @@ class Run:
         loss.backward()
         self.optimizer.step()
         self.seconds.append(time.perf_counter() - start_s)
-        self.losses.append(loss.detach())
+        self.losses.append(loss.item())  # a float holds all bits, and pins no memory between steps as a tensor would
 
     def finish(self, rows: Tensor) -> None:
         """Keep the parameters, then measure one step more: the optimizer has its state by now."""
@@ -153,7 +153,7 @@ def peak_problems(run: Run) -> list[str]:
 
 def bit_problems(run: Run, plain: Run) -> list[str]:
     """What a planned run computed that the plain run did not, in sentences."""
-    losses = [torch.equal(a, b) for a, b in zip(plain.losses, run.losses, strict=True)]
+    losses = [a == b for a, b in zip(plain.losses, run.losses, strict=True)]
     parameters = [torch.equal(a, b) for a, b in zip(plain.parameters, run.parameters, strict=True)]
     found = []
     if not all(losses):
@@ -202,7 +202,7 @@ def train_and_measure(sizes: Sizes, progress: Progress) -> list[Run]:
     for rows in batches:
         for run in runs:
             run.train(rows)
-            progress.update(task, advance=1, description=f"train, loss {run.losses[-1].item():.3f}")
+            progress.update(task, advance=1, description=f"train, loss {run.losses[-1]:.3f}")
     task = progress.add_task("measure", total=len(runs))
     for run in runs:
         run.finish(batches[0])
