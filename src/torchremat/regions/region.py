@@ -106,8 +106,10 @@ class Slot:
     def __del__(self) -> None:
         # Nobody can ask for it any more. Its recomputed tensor, if there is one that was not asked for (a nested region
         # took it as an input and then stopped before its use), would wait for the end of the backward. See Rule 12
-        for values in self.region.values.values():
-            values.pop(self.index, None)
+        values = self.region.values
+        if values:
+            for one in tuple(values.values()):  # another thread may add to them
+                one.pop(self.index, None)
 
 
 class Call:
