@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from regions.comparing import Counted, Watched, leaf, live_regions, same
-from torchremat import CheckpointError, MutationError, checkpoint, checkpointed
+from torchremat import CheckpointError, MutationError, checkpoint, checkpointed, session
 
 
 def three(x):
@@ -190,7 +190,8 @@ def test_a_recompute_is_called_with_leaves_as_if_no_region_were_active():
 # --------------------------------------------------------------------------------------------------- rule 4: who owns
 
 
-def test_recomputed_tensors_go_as_backward_passes_by():
+@pytest.mark.parametrize("retain_graph", [False, True])
+def test_recomputed_tensors_go_as_backward_passes_by(retain_graph):
     layers = [Watched() for _ in range(4)]
     alive = []
 
@@ -202,7 +203,7 @@ def test_recomputed_tensors_go_as_backward_passes_by():
     x = leaf(1000)
     for layer in layers:
         layer.register_full_backward_hook(lambda *_: alive.append([len(one.alive) for one in layers]))
-    checkpoint(body, x).sum().backward()
+    checkpoint(body, x).sum().backward(retain_graph=retain_graph)
 
     # A hook runs when the gradients of its layer are there: its own tensors, and those of the layers before, are alive.
     assert [row[i + 1 :] for i, row in zip((3, 2, 1, 0), alive, strict=True)] == [[], [0], [0, 0], [0, 0, 0]]
@@ -239,6 +240,41 @@ def test_what_a_partial_backward_leaves_goes_with_it():
     assert torch.equal(grad, layer(x).detach())
 
 
+def test_the_tensor_that_is_unpacked_first_goes_as_well():
+    alive, left = WeakSet(), []
+
+    def body(x):
+        y = x.sin().exp()
+        alive.add(y.untyped_storage())
+        return y
+
+    x = leaf(4)
+    h = x * 1
+    h.register_hook(lambda _: left.append(len(alive)))
+    y = checkpoint(body, h).sum()
+    del body
+    y.backward(retain_graph=True)
+
+    assert left == [0]
+
+
+def test_a_recomputed_tensor_goes_with_the_last_that_could_ask_for_it():
+    alive = WeakSet()
+
+    def body(x):
+        y = x.exp()
+        alive.add(y.untyped_storage())
+        return y.sin(), x.cos()
+
+    x = leaf(4)
+    first, second = checkpoint(body, x)
+    with session():
+        second.sum().backward()
+        assert len(alive) == 1
+        del first
+        assert len(alive) == 0
+
+
 def test_saved_tensors_read_twice_cost_one_recompute():
     body = Counted(lambda x: Twice.apply(x.exp()))
     x = leaf(4)
@@ -259,7 +295,8 @@ def test_what_a_python_node_has_unpacked_goes_when_it_has_run():
     x = leaf(4)
     h = x * 1
     h.register_hook(lambda _: left.append(len(alive)))
-    (checkpoint(body, h)).sum().backward()
+    y = checkpoint(body, h).sum()
+    y.backward(retain_graph=True)
 
     assert left == [0]
 
@@ -412,10 +449,8 @@ def test_gradients_that_a_backward_inside_leaves_are_left_once():
     x = leaf(2, 4)
 
     def body(x):
-        y = layer(x).tanh()
-        y.detach().requires_grad_().sum().backward()
         (layer(x.detach()).tanh() ** 2).sum().backward()
-        return y
+        return layer(x).tanh()
 
     assert same(lambda: checkpoint(body, x), lambda: body(x), [x], [layer])
 
@@ -432,6 +467,9 @@ def test_outside_of_backward_nothing_is_kept():
     del first, second
 
     assert len(layer.alive) == 0
+    with torch.no_grad():
+        assert y.grad_fn._saved_self is not None and not torch.is_grad_enabled()
+    layer.calls -= 1
     y.sum().backward()
     assert layer.calls == 4
 

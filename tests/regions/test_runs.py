@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from regions.comparing import equal, live_regions, result
-from torchremat import MutationError, OrderWarning, checkpoint, wrap
+from torchremat import CheckpointError, MutationError, OrderWarning, checkpoint, wrap
 from torchremat.regions.region import Settings
 from torchremat.regions.runs import Choice, Place, Scope
 from torchremat.regions.wrapping import set_forward
@@ -30,6 +30,14 @@ class Block(nn.Module):
         for other in (*others, *more.values()):
             x = x + other
         return F.dropout(self.norm(self.linear(x)).tanh(), 0.2).exp() * scale
+
+
+class Quiet(Block):
+    """No statistics: torch's own checkpoints update them twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(6)
 
 
 class Net(nn.Module):
@@ -337,7 +345,42 @@ def test_random_trees_over_random_forwards():
         assert trains_as_plain(planned(net(forward, blocks), *spans), net(forward, blocks)), (order, spans)
 
 
+def test_a_backward_in_the_middle_of_a_scope():
+    # See Rule 3: the scope is open, and no business of the recompute.
+    def forward(layers, x):
+        h = layers[0](x)
+        (grad,) = torch.autograd.grad(h.sum(), layers[0].linear.weight, retain_graph=True)
+        return layers[3](layers[2](layers[1](h))) * grad.sum()
+
+    model = planned(net(forward, kind=Quiet), (0, 3), (0, 2), (0, 1))
+
+    assert trains_as_plain(model, net(forward, kind=Quiet))
+
+
 # ---------------------------------------------------------------------------------------------------- errors
+
+
+def test_a_call_that_saves_less_is_named_though_a_later_one_saves_more():
+    class Uneven(nn.Module):
+        times = 2
+
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(6, 6)
+
+        def forward(self, x):
+            for _ in range(self.times):
+                x = x.sin()
+            return x
+
+    model = planned(net(blocks=2, kind=Uneven), (0, 1))
+    y = model(batch().requires_grad_()).sum()
+    model.layers[0].times, model.layers[1].times = 1, 3
+
+    with pytest.raises(
+        CheckpointError, match=r"region `0\.\.1`: the recompute saved 1 tensors, the forward had saved 2"
+    ):
+        y.backward()
 
 
 def test_an_error_in_the_middle_of_a_run_leaves_nothing_behind():
@@ -441,14 +484,6 @@ def torchs_in_ours(layers, x):
 
 def stateless(layers, x):
     return loop(layers, x)
-
-
-class Quiet(Block):
-    """No statistics: torch's own checkpoints update them twice."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(6)
 
 
 @pytest.mark.parametrize(
