@@ -1,9 +1,9 @@
 """Planning: from a traced and a watched step to the tree of regions that fits a budget.
 
-    tracing, units          the calls of a forward, and those that are planned
-    watching, profiling     what each needs, measured in one step
-    memory, prediction      the exact interpreter, and what it says of a tree
-    chains, mixing, solving candidates, judged
-    plans, files, planner   a plan as data, and how it is made
-    verification, fitting   one real step
+tracing, units          the calls of a forward, and those that are planned
+watching, profiling     what each needs, measured in one step
+memory, prediction      the exact interpreter, and what it says of a tree
+chains, mixing, solving candidates, judged
+plans, files, planner   a plan as data, and how it is made
+verification, fitting   one real step
 """
