@@ -79,13 +79,22 @@ def run(smoke: bool) -> dict[str, object]:
         for name, make in PROFILED.items()
         if not smoke or name == "vit"
     }
-    medians = {name: one["steps"]["median"] for name, one in found["profile"].items()}
-    worst = max(medians, key=medians.get)
-    claim = f"a profile costs at most {MOST_STEPS} plain steps"
-    found["bars"].append(
-        bar(claim, f"at most {medians[worst]:.1f} ({worst})", medians[worst] <= MOST_STEPS),
-    )
+    found["bars"] += profile_bars(found["profile"])
     return found
+
+
+def profile_bars(profiles: dict[str, dict[str, object]]) -> list[dict[str, object]]:
+    medians = {name: one["steps"]["median"] for name, one in profiles.items()}
+    worst = max(medians, key=medians.get)
+    first = next(iter(medians))
+    return [
+        bar(
+            f"a profile costs at most {MOST_STEPS} plain steps: {first}",
+            f"{medians[first]:.1f}",
+            medians[first] <= MOST_STEPS,
+        ),
+        bar("the same on every model here", f"at most {medians[worst]:.1f} ({worst})", medians[worst] <= MOST_STEPS),
+    ]
 
 
 def profile_steps(make: Make, rounds: int) -> dict[str, object]:
