@@ -9,7 +9,7 @@ Supported: torch 2.11 and newer; developed and tested on 2.13.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple, ParamSpec, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, Protocol, TypeVar, cast
 
 import torch
 from torch.utils import _device, _pytree
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch.autograd.graph import Node
 
     Pack = Callable[[Tensor], object]
-    Unpack = Callable[[object], Tensor]
+    Unpack = Callable[[Any], Tensor]
 
 T = TypeVar("T")
 P = ParamSpec("P")

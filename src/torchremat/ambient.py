@@ -7,7 +7,7 @@ so that a recompute leaves no trace in the thread that runs it.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import ExitStack
 from functools import lru_cache
 from typing import NamedTuple
@@ -71,9 +71,10 @@ def autocast_state(kind: str) -> Autocast:
     )
 
 
-def surroundings(device_types: Iterable[str]) -> Surroundings:
+def surroundings(device_types: Collection[str] = ()) -> Surroundings:
     """Return what surrounds the caller; autocast for the CPU and `device_types`."""
-    return _surroundings((autocast_state("cpu"), *map(autocast_state, device_types)), default_device())
+    states = (autocast_state("cpu"), *map(autocast_state, device_types)) if device_types else (autocast_state("cpu"),)
+    return _surroundings(states, default_device())
 
 
 # There are few of them, and a region asks twice.
@@ -100,27 +101,31 @@ def generator_states(
     devices: Iterable[torch.device], generators: Iterable[torch.Generator] = ()
 ) -> list[GeneratorState]:
     """Return the states of `generators` and of the default ones of the CPU and `devices`, before a forward."""
-    states = [GeneratorState(torch.default_generator, torch.default_generator.get_state())]
-    states += [GeneratorState(one, get_generator(one)) for one in (*devices, *generators)]
-    return states
+    all_of_them = (torch.default_generator, *devices, *generators)
+    return [GeneratorState(one, get_generator(one)) for one in all_of_them]
 
 
 def drawn(before: list[GeneratorState]) -> list[GeneratorState]:
     """Return those of the states `before` whose generators have drawn since; the others, of 5 KB each, can go."""
-    return [one for one in before if _ends(get_generator(one.generator)) != _ends(one.state)]
+    return [one for one in before if not _equal(get_generator(one.generator), one.state)]
 
 
-# NOTE [ Both ends of a state ]
-# A region compares states in every forward, and 5 KB take longer than all else that it does there. The CPU's generator
-# is a Mersenne Twister. A draw moves its position, in the first 24 bytes; the draw that wraps around rewrites all its
-# words, of which five lie in the first 64 bytes; and a normal number that comes from the cache changes the last 40.
-# States of other devices are small, and compared whole.
-_END_BYTES = 64
+def _equal(a: Tensor, b: Tensor) -> bool:
+    # States are contiguous tensors of bytes on the CPU. `torch.equal` takes 20 times as long as C does, which in a
+    # forward is longer than all else that a region does there.
+    if _memcmp is None or a.nbytes != b.nbytes:
+        return torch.equal(a, b)
+    return _memcmp(a.data_ptr(), b.data_ptr(), a.nbytes) == 0
 
 
-def _ends(state: Tensor) -> bytes:
-    # See NOTE [ Both ends of a state ]
-    start, size = state.data_ptr(), state.nbytes
-    if size <= 2 * _END_BYTES:
-        return ctypes.string_at(start, size)
-    return ctypes.string_at(start, _END_BYTES) + ctypes.string_at(start + size - _END_BYTES, _END_BYTES)
+def _find_memcmp() -> Callable[[int, int, int], int] | None:
+    try:
+        found = ctypes.CDLL(None).memcmp
+    except (AttributeError, OSError, TypeError):  # not on every system
+        return None
+    found.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+    found.restype = ctypes.c_int
+    return found
+
+
+_memcmp = _find_memcmp()

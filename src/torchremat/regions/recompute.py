@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, NoReturn, cast
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor
@@ -108,7 +108,7 @@ class Recompute:
     def _run_call(self, call: Call, number: int, links: dict[Source, Tensor]) -> None:
         region = self.region
         arguments = join(call.template, [self._input(call, number, i, links) for i in range(len(call.sources))])
-        args, kwargs = cast("tuple[tuple[object, ...], dict[str, object]]", arguments)
+        args, kwargs = arguments  # pyright: ignore[reportGeneralTypeIssues]: as the template was made
         del arguments
         output = None
         restored = self._restored(call, number)
@@ -203,7 +203,11 @@ class Recompute:
         if index in self.wanted:
             # Without its `grad_fn`, which would keep the recomputed graph.
             value = tensor if tensor.is_leaf else tensor.detach()
-            self.values[index] = (value, version_of(value))
+            try:
+                version = value._version
+            except RuntimeError:
+                version = version_of(value)
+            self.values[index] = (value, version)
         if index == self.last:
             self._stop()
         return tensor.detach() if self.keeps else None  # See Rule 6

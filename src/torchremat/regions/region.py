@@ -20,7 +20,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, Protocol, cast
+from typing import Literal, Protocol
 from weakref import ReferenceType, ref
 
 import torch
@@ -135,12 +135,12 @@ class Call:
     def look(self, tensors: list[Tensor], modules: list[nn.Module], objects: list[object], preserve_rng: bool) -> None:
         """Capture what the call is about to see and may change; all of it, as rule 6 may ask for it in the middle."""
         devices = _devices(tensors, modules) if torch.cuda.is_initialized() else ()
-        self.surroundings = ambient.surroundings({device.type for device in devices})
+        self.surroundings = ambient.surroundings({device.type for device in devices} if devices else ())
         self.modules = ModuleState(modules)
         if objects:
             self.objects = Objects(objects)
         if preserve_rng:
-            generators = [one for one in objects if isinstance(one, torch.Generator)]
+            generators = [one for one in objects if isinstance(one, torch.Generator)] if objects else ()
             self.generators = ambient.generator_states(devices, generators)
 
     def settle(self) -> None:
@@ -357,7 +357,7 @@ class Region:
 
     def _checked(self, found: tuple[Tensor, int], index: int) -> Tensor:
         tensor, version = found
-        if version_of(tensor) != version:
+        if version >= 0 and tensor._version != version:
             raise self.written_since(tensor, version, index)
         return tensor
 
@@ -419,16 +419,15 @@ class Region:
         return f"region of {_name_of(self.made[call].body)}"
 
 
-def unpack(packed: object) -> Tensor:
+def unpack(slot: Slot) -> Tensor:
     """Return the tensor of a slot: the hook that autograd calls."""
-    slot = cast("Slot", packed)
     region, index = slot.region, slot.index
     # What is recomputed already is handed out without any lock: no other node asks for it.
     values = None if open_sessions else region.values.get(current_graph_task())
     if values is None or index not in values or isinstance(current_node(), python_node):
         return region.unpack(slot)
     tensor, version = values.pop(index)  # See Rule 4
-    if version_of(tensor) != version:
+    if version >= 0 and tensor._version != version:
         raise region.written_since(tensor, version, index)
     return tensor
 

@@ -53,21 +53,20 @@ def split(value: object, tensors: list[Tensor], objects: list[object]) -> object
         tensors: Gets the tensors, in order.
         objects: Gets what is neither a container, a tensor nor a plain value: things that could have state.
     """
+    # `type(...) is` instead of `isinstance` and `cast`: this runs for every argument of every region.
+    if type(value) is Tensor:
+        return _leaf(value, tensors)
     kind = type(value)
-    if kind is Tensor:
-        return _leaf(cast("Tensor", value), tensors)
     if kind in _ATOMS:
         return value
-    if kind is tuple:
-        parts = cast("tuple[object, ...]", value)
+    if type(value) is tuple:
         return tuple(
-            [_leaf(item, tensors) if type(item) is Tensor else split(item, tensors, objects) for item in parts]
+            [_leaf(item, tensors) if type(item) is Tensor else split(item, tensors, objects) for item in value]
         )
-    if kind is list:
-        return [split(item, tensors, objects) for item in cast("list[object]", value)]
-    if kind is dict:
-        items = cast("dict[object, object]", value)
-        return {key: split(item, tensors, objects) for key, item in items.items()} if items else {}
+    if type(value) is list:
+        return [split(item, tensors, objects) for item in value]
+    if type(value) is dict:
+        return {key: split(item, tensors, objects) for key, item in value.items()} if value else {}
     if isinstance(value, Tensor):
         return _leaf(value, tensors)
     registered = registered_containers.get(kind)
@@ -102,18 +101,16 @@ def _attributes(value: object) -> dict[str, object]:
 
 def join(template: object, tensors: Sequence[Tensor]) -> object:
     """Return the value that `split` made `template` from, with `tensors` in their places."""
-    kind = type(template)
-    if kind is Leaf:
-        return tensors[cast("Leaf", template).index]
-    if kind is tuple:
-        return tuple([join(item, tensors) for item in cast("tuple[object, ...]", template)])
-    if kind is list:
-        return [join(item, tensors) for item in cast("list[object]", template)]
-    if kind is dict:
-        items = cast("dict[object, object]", template)
-        return {key: join(item, tensors) for key, item in items.items()} if items else {}
-    if kind is _Node:
-        return _joined(cast("_Node", template), tensors)
+    if type(template) is Leaf:
+        return tensors[template.index]
+    if type(template) is tuple:
+        return tuple([tensors[item.index] if type(item) is Leaf else join(item, tensors) for item in template])
+    if type(template) is list:
+        return [join(item, tensors) for item in template]
+    if type(template) is dict:
+        return {key: join(item, tensors) for key, item in template.items()} if template else {}
+    if type(template) is _Node:
+        return _joined(template, tensors)
     return template
 
 

@@ -1,0 +1,237 @@
+"""One real step with the regions and one without: what is compared, what is reported, and that nothing changes."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import models
+from planning.kinds import KINDS, Loop, block, inputs, square
+from planning.steps import each, fingerprint, keep_all, recomputed_flops
+from torchremat import Planner, StepError, plan, verify, wrap
+from torchremat.schedules.chain import Keep, Region
+
+
+def gpt(**options):
+    return models.gpt_step(blocks=4, width=64, context=128, batch=4, **options)
+
+
+def test_a_planned_model_is_exact_and_as_predicted():
+    model, step = gpt(dropout=0.1)
+    planner = Planner(model, step, cost="flops")
+    plain = planner.plain_peak()[0]
+    made = planner.plan(planner.floor_bytes)
+    made.apply(model)
+
+    report = verify(model, step)
+
+    assert report.is_exact is True
+    assert report.differences == ()
+    assert report.predicted_bytes == made.step_peak_bytes
+    assert abs(report.peak_bytes - made.step_peak_bytes) <= 0.01 * made.step_peak_bytes
+    assert report.plain_peak_bytes == plain
+    assert report.recomputed_flops == made.recomputed_flops > 0
+    assert report.kept_bytes < report.plain_kept_bytes
+    assert report.no_effect == ""
+    assert "loss, gradients and buffers equal bit for bit" in str(report)
+    assert "no effect" not in str(report)
+
+
+def test_the_report_reads_like_this():
+    model, step = KINDS["loop"]()
+    replace(plan(model, step, budget="100%"), tree=each(4)).apply(model)
+
+    report = replace(verify(model, step), seconds=0.015, plain_seconds=0.010, predicted_bytes=860_000)
+
+    lines = str(report).splitlines()
+    assert lines[0] == "exact      loss, gradients and buffers equal bit for bit"
+    assert lines[1] == "peak       836.01 KiB, 62% of plain (1.32 MiB)"
+    assert lines[2] == "predicted  839.84 KiB, measured -0.46%"
+    assert lines[3].startswith("time       1.50 x plain (10 ms")
+    assert lines[4] == "recomputed 0.01 GFLOP, 5 wrapped modules"
+
+
+def test_buffers_are_compared():
+    model, step = models.resnet_step(batch=8, size=16, width=8)
+    replace(made := plan(model, step, budget="100%"), tree=each(len(made.units))).apply(model)
+
+    assert verify(model, step).is_exact is True
+
+
+class Counts(nn.Module):
+    """Not the same twice: what it computes hangs on how often it ran, which is no buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = block()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.inner(x) * self.calls
+
+
+def test_a_model_that_is_not_the_same_twice_is_reported_as_not_equal():
+    torch.manual_seed(0)
+    model = nn.Sequential(Counts(), block(), block(), block())
+    x = inputs()
+    step = lambda m: square(m(x))  # noqa: E731
+    wrap(model, "0")
+
+    report = verify(model, step)
+
+    assert report.is_exact is False
+    assert any(line.startswith("the gradient of `0.inner.0.weight` differs by up to") for line in report.differences)
+    assert any(line.startswith("the loss differs by up to") for line in report.differences)
+    assert str(report).splitlines()[0] == "exact      NOT EQUAL"
+    assert str(report).splitlines()[1].startswith("           the loss differs")
+
+
+def test_without_any_region():
+    report = verify(*gpt())
+
+    assert report.regions == 0
+    assert report.is_exact is True
+    assert report.no_effect == "no module of the model is wrapped; apply a plan, or use wrap"
+    assert "no effect because no module of the model is wrapped" in str(report)
+
+
+def test_a_plan_that_keeps_everything():
+    model, step = gpt()
+    plan(model, step, budget="100%").apply(model)
+
+    report = verify(model, step)
+
+    assert report.no_effect == "the plan keeps everything: the plain step is within the budget"
+    assert report.peak_bytes == report.plain_peak_bytes == report.predicted_bytes
+
+
+def test_a_region_that_saves_nothing():
+    class Sum(nn.Module):
+        def forward(self, x):
+            return x + x
+
+    torch.manual_seed(0)
+    model = nn.Sequential(block(), Sum(), block())
+    x = inputs()
+    wrap(model, "1")
+
+    report = verify(model, lambda m: square(m(x)))
+
+    assert report.recomputed_flops == 0
+    assert "save nothing between forward and backward that their inputs do not hold" in report.no_effect
+
+
+def test_a_peak_elsewhere():
+    torch.manual_seed(0)
+    model = nn.Sequential(block(), block())
+    x = inputs()
+    wrap(model, "1")  # whose recompute comes before anything has been freed
+
+    report = verify(model, lambda m: m(x).sum())
+
+    assert report.no_effect.startswith("the peak is elsewhere: the forward keeps ")
+
+
+def test_a_model_in_eval_mode():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Dropout(0.5), block()).eval()
+    x = inputs()
+    wrap(model, "0")
+
+    report = verify(model, lambda m: square(m(x)))
+
+    assert report.is_exact is True
+    assert "eval mode" in report.no_effect
+
+
+def test_the_optimizer_counts_among_the_bytes():
+    model, step = gpt()
+    optimizer = torch.optim.AdamW(model.parameters())
+    without = verify(model, step)
+    step(model).backward()
+    optimizer.step()
+
+    report = verify(model, step, optimizer=optimizer)
+
+    state = sum(value.nbytes for values in optimizer.state.values() for value in values.values())
+    assert report.peak_bytes == without.peak_bytes + state
+
+
+@pytest.mark.parametrize("name", ["loop", "sequential in place", "siamese", "one linear", "tied", "encoder layers"])
+def test_nothing_changes(name):
+    model, step = KINDS[name]()
+    made = plan(model, step, budget="100%")
+    replace(made, tree=each(len(made.units))).apply(model)
+    step(model).backward()
+    before = fingerprint(model)
+
+    report = verify(model, step)
+
+    assert report.is_exact is True
+    assert before.changes(fingerprint(model)) == []
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize("run", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("place", ["forward", "backward"])
+def test_an_error_in_any_run_leaves_everything(error, run, place):
+    model, step = KINDS["loop"]()
+    replace(plan(model, step, budget="100%"), tree=(Region((Keep(0), Region((Keep(1),)))), Keep(2), Keep(3))).apply(
+        model
+    )
+    step(model).backward()
+    before = fingerprint(model)
+    runs = []
+
+    def raises(m):
+        runs.append(1)
+        loss = step(m)
+        if len(runs) == run:
+            if place == "forward":
+                raise error
+            loss.register_hook(lambda gradient: _raise(error))
+        return loss
+
+    with pytest.raises(error):
+        verify(model, raises)
+
+    assert before.changes(fingerprint(model)) == []
+    assert recomputed_flops(model, step) > 0
+
+
+def _raise(error):
+    raise error
+
+
+def test_a_step_without_a_loss():
+    model, _ = KINDS["loop"]()
+
+    with pytest.raises(StepError, match="returned None"):
+        verify(model, lambda m: None)
+
+
+def test_a_loss_of_nan_is_equal_to_itself():
+    model, _ = KINDS["loop"]()
+    wrap(model, "layers.*")
+
+    assert verify(model, lambda m: square(m(inputs())) * float("nan")).is_exact is True
+
+
+def test_a_step_that_cannot_run_plain_is_not_compared(monkeypatch):
+    model, step = Loop(), lambda m: square(m(inputs()))
+    wrap(model, "layers.*")
+
+    def checked(m):
+        if "forward" not in m.layers[0].__dict__:
+            raise torch.OutOfMemoryError
+        return step(m)
+
+    report = verify(model, checked)
+
+    assert report.is_exact is None
+    assert report.plain_peak_bytes is None
+    assert report.plain_seconds is None
+    assert "not compared, the plain step does not fit" in str(report)
+    assert keep_all(1) == (Keep(0),)
