@@ -14,7 +14,6 @@ tracker's bytes are those of the eager code, all else is its own.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ import torch
 from torch import nn
 
 from torchremat.errors import UnsupportedError
-from torchremat.measuring.allocator import profiler_is_active
+from torchremat.measuring.allocator import heap_set_aside, profiler_is_active
 from torchremat.measuring.curves import curve_of, draw
 from torchremat.measuring.runs import run_counted, run_plain, run_traced, subject_of
 from torchremat.measuring.sizes import format_bytes
@@ -146,14 +145,14 @@ def measure(
     """
     subject = subject_of(step, model, optimizer)
     place = _with_index(subject.device() if device is None else torch.device(device))
-    # Garbage of the caller's that dies in the middle would be taken for the step's.
-    gc.collect()
-    # Before any hook is set: code that dynamo compiles with our hooks in place would keep their graph breaks.
-    run_plain(subject, place)
-    counted = run_counted(subject, place)
-    before = counted.before
-    traced = None if profiler_is_active() else run_traced(subject, place, before_bytes=before.total_bytes)
-    plain = run_plain(subject, place)
+    foreign_profiler = profiler_is_active()
+    with heap_set_aside():
+        # Before any hook is set: code that dynamo compiles with our hooks in place would keep their graph breaks.
+        run_plain(subject, place)
+        counted = run_counted(subject, place)
+        before = counted.before
+        traced = None if foreign_profiler else run_traced(subject, place, before_bytes=before.total_bytes)
+        plain = run_plain(subject, place)
     source: Source = "tracker" if traced is None else "allocator"
     peak_bytes, kept_bytes = (traced or counted).peak_bytes, (traced or counted).kept_bytes
     if plain.peak_bytes is not None and plain.kept_bytes is not None:

@@ -14,7 +14,6 @@ stopped at its last save (cut there). So one pass gives (full, truncated) x (sec
 
 from __future__ import annotations
 
-import gc
 import math
 import time
 from dataclasses import dataclass, replace
@@ -24,7 +23,7 @@ import torch
 from torch import nn
 
 from torchremat.errors import StepError
-from torchremat.measuring.allocator import AllocationTrace, record_allocations
+from torchremat.measuring.allocator import AllocationTrace, check_no_profiler, heap_set_aside, record_allocations
 from torchremat.measuring.before import BytesBefore
 from torchremat.measuring.runs import Subject, subject_of
 from torchremat.measuring.step import run_backward
@@ -125,12 +124,18 @@ def profile(
         UnsupportedError: A profiler is active, the device has no allocation events, or the model checkpoints itself.
     """
     check_bare(model)
+    check_no_profiler()
     subject = subject_of(step, model, optimizer)
     place = subject.device() if device is None else torch.device(device)
+    with heap_set_aside():
+        return _grains(model, step, subject, place)
+
+
+def _grains(model: nn.Module, step: Step, subject: Subject, place: torch.device) -> Grains:
     units = find_units(trace(model, step))
     coarse = _measured_somehow(model, subject, units, place)
     seconds = _forward_seconds(subject, place)
-    own = None if optimizer is None else measure_optimizer(subject, optimizer, place)
+    own = None if subject.optimizer is None else measure_optimizer(subject, subject.optimizer, place)
     coarse = replace(_scaled(coarse, seconds), optimizer=own)
     split = splittable(units)
     if not split:
@@ -168,7 +173,6 @@ def _fits(units: Units, device: torch.device) -> bool:
 def _measured(model: nn.Module, subject: Subject, units: Units, device: torch.device, pieces: int | None) -> Profile:
     tree = every_unit(units, pieces)
     fixed = [*model.parameters(), *model.buffers()]
-    gc.collect()  # garbage of the caller's that dies in the middle would be taken for the step's
     with subject.untouched():
         before = subject.before(device)
         with record_allocations(device) as recorder:

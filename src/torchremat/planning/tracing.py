@@ -16,13 +16,13 @@ from typing import cast
 from weakref import ReferenceType, ref
 
 import torch
-from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch import Tensor, UntypedStorage, nn
 
 from torchremat._compat import pop_saved_tensor_hooks, push_saved_tensor_hooks, top_saved_tensor_hooks
 from torchremat.errors import UnsupportedError, bug
 from torchremat.measuring.flops import FlopCounter
 from torchremat.measuring.step import loss_of
+from torchremat.measuring.tracker import address_of
 from torchremat.measuring.untouched import untouched
 from torchremat.regions.guards import tensors_inside
 from torchremat.saved.structure import split, tensors_in
@@ -132,9 +132,9 @@ class _Tracer:
         self.time = 0
         self.open: list[int] = []
         self.counts: dict[str, int] = {}
-        self.storages: dict[int, tuple[int, StorageWeakRef]] = {}
+        # By address. An address cannot come back before the callback of its weak reference has taken the entry away.
+        self.storages: dict[int, tuple[int, ReferenceType[UntypedStorage]]] = {}
         self.storage_bytes: dict[int, int] = {}
-        self.alive: dict[int, StorageWeakRef] = {}
         self.born: dict[int, int] = {}
         self.died: dict[int, int] = {}
         self.objects_of: dict[int, list[object]] = {}
@@ -149,15 +149,18 @@ class _Tracer:
         storage = _storage_of(tensor)
         if storage is None:
             return -1
-        known = self.storages.get(storage._cdata)
-        if known is not None and not known[1].expired():
+        address = address_of(storage)
+        known = self.storages.get(address)
+        if known is not None:
             return known[0]
         number = len(self.storage_bytes)
-        # The weak reference keeps the address from being used again.
-        weak = StorageWeakRef(storage)
-        self.storages[storage._cdata] = (number, weak)
+
+        def dies(_: object) -> None:
+            del self.storages[address]
+            self.died[number] = self.time
+
+        self.storages[address] = (number, ref(storage, dies))
         self.storage_bytes[number] = storage.nbytes()
-        self.alive[number] = weak
         self.born[number] = self.time + new
         return number
 
@@ -170,11 +173,6 @@ class _Tracer:
         version = 0 if tensor.is_inference() else tensor._version
         return Seen(known[0], version, self.storage(tensor, new=new))
 
-    def tick(self) -> None:
-        for number in [number for number, weak in self.alive.items() if weak.expired()]:
-            self.died[number] = self.time
-            del self.alive[number]
-        self.time += 1
 
     def save(self, tensor: Tensor) -> object:
         number = self.storage(tensor, new=True)
@@ -211,7 +209,7 @@ class _Tracer:
         tensors: list[Tensor] = []
         objects: list[object] = []
         split((args, kwargs), tensors, objects)
-        self.tick()
+        self.time += 1
         index = len(self.calls)
         if objects:
             self.objects_of[index] = objects
@@ -242,7 +240,7 @@ class _Tracer:
         ]
         call.outputs = [self.seen(tensor, new=True) for tensor in tensors_in(output)]
         call.flops = self.flops.total - call.flops
-        self.tick()
+        self.time += 1
         call.left = self.time
         return output
 
@@ -260,14 +258,16 @@ def trace(model: nn.Module, step: Step) -> Trace:
     """
     with untouched(model), FlopCounter() as flops:
         tracer = _Tracer(model, flops)
-        with _intercepted(model, tracer.run):
-            push_saved_tensor_hooks(tracer.save, _never)
-            try:
-                result = step(model)
-            finally:
-                pop_saved_tensor_hooks()
-        tracer.look_into_objects()
-        tracer.tick()
+        try:
+            with _intercepted(model, tracer.run):
+                push_saved_tensor_hooks(tracer.save, _never)
+                try:
+                    result = step(model)
+                finally:
+                    pop_saved_tensor_hooks()
+            tracer.look_into_objects()
+        finally:
+            tracer.storages.clear()  # what dies from here on is not noted
         loss_of(result)
         del result
     return Trace(
@@ -277,7 +277,7 @@ def trace(model: nn.Module, step: Step) -> Trace:
         born=tracer.born,
         died=tracer.died,
         step_saved=tracer.step_saved,
-        end=tracer.time,
+        end=tracer.time + 1,
         flops=flops.total,
     )
 
@@ -339,7 +339,7 @@ def _signature(module: nn.Module, tensors: list[Tensor]) -> tuple[object, ...]:
     )
 
 
-def _storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
+def _storage_of(tensor: Tensor) -> UntypedStorage | None:
     try:
         return tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):  # sparse tensors and wrapper subclasses have none of their own
