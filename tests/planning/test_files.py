@@ -95,22 +95,14 @@ def test_other_options_of_a_kept_unit_are_written_out(path):
         ('{"schema": "torchremat.plan"}', '"version" is None, a number from 1 to 1 is needed'),
         ('{"schema": "torchremat.plan", "version": "1"}', "\"version\" is '1'"),
         ('{"schema": "torchremat.plan", "version": 0}', '"version" is 0'),
-        pytest.param(
-            '{"schema": "torchremat.plan", "version": true}',
-            '"version" is True',
-            marks=pytest.mark.xfail(strict=True, reason="a bool passes as a version"),
-        ),
+        ('{"schema": "torchremat.plan", "version": true}', '"version" is True'),
         ('{"schema": "torchremat.plan", "version": 1.5}', '"version" is 1.5'),
         (
             '{"schema": "torchremat.plan", "version": 7}',
             "the plan has version 7, this torchremat reads up to 1. Install a newer torchremat, or plan again",
         ),
         ('{"schema": "torchremat.plan", "version": 1}', "budget_bytes is missing; .*plain_curve is missing"),
-        pytest.param(
-            "[" * 100_000,
-            "no plan",
-            marks=pytest.mark.xfail(strict=True, reason="RecursionError", raises=RecursionError),
-        ),
+        ("[" * 100_000, "no plan, it is nested too deeply"),
     ],
     ids=lambda value: repr(value[:40]),
 )
@@ -197,7 +189,6 @@ def test_damaged_fields_are_named(path, change, said):
         Plan.load(changed(path, change))
 
 
-@pytest.mark.xfail(strict=True, reason="it is loaded")
 def test_a_unit_without_calls_is_an_error(path):
     with pytest.raises(PlanError):
         Plan.load(changed(path, _set("calls", "units", 1, value=[])))
@@ -207,7 +198,6 @@ def test_a_whole_number_is_a_float_as_well(path):
     assert Plan.load(changed(path, _set("plain_seconds", value=2))).plain_seconds == 2.0
 
 
-@pytest.mark.xfail(strict=True, reason="RecursionError", raises=RecursionError)
 @pytest.mark.parametrize("depth", [5_000, 100_000])
 def test_a_tree_that_nests_without_end_is_an_error(path, depth):
     text = path.read_text().replace('"tree": [0, [1, [2]], [3]]', '"tree": ' + "[" * depth + "0" + "]" * depth)

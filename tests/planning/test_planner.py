@@ -346,7 +346,6 @@ def test_every_kind_of_model_meets_a_tight_budget_and_is_given_back_as_it_was(na
     assert measured <= budget
 
 
-@pytest.mark.xfail(strict=True, reason="the plain peak is measured with the plan that is on the model")
 def test_a_percentage_is_of_the_plain_peak_also_while_a_plan_is_applied():
     model, step = KINDS["loop"]()
     planner = Planner(model, step)

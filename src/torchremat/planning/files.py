@@ -39,20 +39,25 @@ def from_json(text: str, kind: type[T], *, source: str) -> T:
         content = json.loads(text)
     except ValueError as error:
         raise PlanError(f"{source}: no plan, it is not JSON ({error}).") from error
+    except RecursionError:
+        raise PlanError(f"{source}: no plan, it is nested too deeply.") from None
     if not isinstance(content, dict) or cast("dict[str, object]", content).get("schema") != SCHEMA:
         raise PlanError(f'{source}: no plan, "schema" is not "{SCHEMA}".')
     values = dict(cast("dict[str, object]", content))
     version = values.pop("version", None)
     values.pop("schema")
-    if not isinstance(version, int) or version < 1:
+    if type(version) is not int or version < 1:
         raise PlanError(f'{source}: "version" is {version!r}, a number from 1 to {VERSION} is needed.')
     if version > VERSION:
         raise PlanError(
             f"{source}: the plan has version {version}, this torchremat reads up to {VERSION}. Install a newer "
             "torchremat, or plan again."
         )
-    plan = cast("T", _read(values, kind, source))
-    _check_tree(plan, source)
+    try:
+        plan = cast("T", _read(values, kind, source))
+        _check_tree(plan, source)
+    except RecursionError:
+        raise PlanError(f"{source}: no plan, its tree is nested too deeply.") from None
     return plan
 
 
@@ -66,6 +71,9 @@ def _check_tree(plan: object, source: str) -> None:
         raise PlanError(
             f"{source}: the tree covers the units {found}, the plan has {len(units)}, with calls for {len(calls)}."
         )
+    empty = [unit for unit, made in enumerate(calls) if not made]
+    if empty:
+        raise PlanError(f"{source}: the units {empty} have no calls.")
 
 
 def _stages(nodes: Tree) -> list[int]:

@@ -142,6 +142,20 @@ def check_bare(model: nn.Module) -> None:
         )
 
 
+@contextmanager
+def bare(model: nn.Module) -> Generator[None]:
+    """Take the forwards that were put on a model off for a block."""
+    aside = [(module, module.__dict__.pop("forward")) for module in model.modules() if is_wrapped(module)]
+    for module, forward in aside:
+        if forward.own is not None:
+            module.__dict__["forward"] = forward.own
+    try:
+        yield
+    finally:
+        for module, forward in aside:
+            module.__dict__["forward"] = forward
+
+
 def applied_scopes(model: nn.Module) -> list[PlannedScope]:
     """Return the scopes that `install` has put on a model."""
     forwards = [module.__dict__["forward"] for module in model.modules() if is_wrapped(module)]

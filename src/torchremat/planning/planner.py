@@ -10,7 +10,7 @@ from torchremat.measuring.runs import run_traced, subject_of
 from torchremat.measuring.sizes import format_bytes, parse_bytes
 from torchremat.planning.budgets import bytes_of, free_on, percentage_of
 from torchremat.planning.chains import Cost
-from torchremat.planning.layout import calls_of
+from torchremat.planning.layout import bare, calls_of
 from torchremat.planning.memory import Live, Moment, Walk
 from torchremat.planning.plans import PlainSource, Plan, PlannedUnit, Point
 from torchremat.planning.prediction import over_bytes
@@ -58,6 +58,7 @@ class Planner:
         grains = profile(model, step, optimizer=optimizer, device=device)
         self.profile: Profile = grains.coarse
         self.solver = Search(grains, cost)
+        self._model = model
         self._subject = subject_of(step, model, optimizer)
         self._parameters = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         self._plain: tuple[int, PlainSource] | None = None
@@ -95,7 +96,8 @@ class Planner:
         if free is not None and free < self.solver.plain.prediction.peak_bytes:
             return None
         try:
-            traced = run_traced(self._subject, self.profile.device, before_bytes=0)
+            with bare(self._model):
+                traced = run_traced(self._subject, self.profile.device, before_bytes=0)
         except torch.OutOfMemoryError:
             return None
         return max(self.fixed_bytes + traced.peak_bytes, self.optimizer_peak_bytes or 0), "measured"

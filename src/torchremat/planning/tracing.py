@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 
 from torchremat._compat import pop_saved_tensor_hooks, push_saved_tensor_hooks, top_saved_tensor_hooks
-from torchremat.errors import UnsupportedError, bug
+from torchremat.errors import StepError, UnsupportedError
 from torchremat.measuring.flops import FlopCounter
 from torchremat.measuring.step import loss_of
 from torchremat.measuring.tracker import address_of
@@ -173,7 +173,6 @@ class _Tracer:
         version = 0 if tensor.is_inference() else tensor._version
         return Seen(known[0], version, self.storage(tensor, new=new))
 
-
     def save(self, tensor: Tensor) -> object:
         number = self.storage(tensor, new=True)
         if self.open:
@@ -283,7 +282,10 @@ def trace(model: nn.Module, step: Step) -> Trace:
 
 
 def _never(_: object) -> Tensor:
-    raise bug("the backward of a traced forward was run")
+    raise StepError(
+        "the step has run backward itself. Return the loss without calling backward: it is run here, and with it the "
+        "plan."
+    )
 
 
 @contextmanager

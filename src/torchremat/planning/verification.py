@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Generator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +13,8 @@ from torchremat.measuring.runs import Subject, run_counted, run_plain, run_trace
 from torchremat.measuring.sizes import format_bytes
 from torchremat.measuring.step import run_backward
 from torchremat.measuring.untouched import gradient_leaves
-from torchremat.planning.layout import applied_scopes
+from torchremat.planning.layout import applied_scopes, bare
+from torchremat.planning.optimizers import measure_optimizer
 from torchremat.planning.tracing import Step
 from torchremat.regions.wrapping import is_wrapped
 
@@ -94,7 +94,7 @@ def verify(
     Args:
         model: The model, with a plan applied or modules wrapped.
         step: As for `plan`.
-        optimizer: Its state counts among the bytes.
+        optimizer: Its state counts among the bytes, as it is after the first step.
         device: Whose bytes count; that of the first parameter if not given.
 
     Raises:
@@ -103,10 +103,11 @@ def verify(
     subject = subject_of(step, model, optimizer)
     place = subject.device() if device is None else torch.device(device)
     regions = sum(map(is_wrapped, model.modules()))
-    with_regions = _run(subject, place)
+    state_bytes = 0 if optimizer is None else measure_optimizer(subject, optimizer, place).state_bytes
+    with_regions = _run(subject, place, state_bytes)
     try:
-        with _bare(model):
-            plain = _run(subject, place)
+        with bare(model):
+            plain = _run(subject, place, state_bytes)
     except torch.OutOfMemoryError:
         plain = None
     seconds, plain_seconds = _seconds(subject, model, place, plain_fits=plain is not None)
@@ -135,10 +136,10 @@ class _Run:
     kept_bytes: int
 
 
-def _run(subject: Subject, device: torch.device) -> _Run:
-    """Run the step twice: for its bytes, then for what it computes."""
+def _run(subject: Subject, device: torch.device, state_bytes: int) -> _Run:
+    """Run the step twice: for its bytes, `state_bytes` of an optimizer beside them, then for what it computes."""
     with subject.untouched():
-        before = subject.before(device).total_bytes
+        before = subject.before(device).total_bytes + state_bytes
     traced = run_traced(subject, device, before_bytes=before)
     with subject.untouched():
         loss = subject.forward()
@@ -171,23 +172,9 @@ def _seconds(
     for _ in range(_TIMED_RUNS):
         ours.append(run_plain(subject, device).seconds)
         if plain_fits:
-            with _bare(model):
+            with bare(model):
                 plain.append(run_plain(subject, device).seconds)
     return statistics.median(ours), statistics.median(plain) if plain else None
-
-
-@contextmanager
-def _bare(model: nn.Module) -> Generator[None]:
-    """Take the forwards that were put on a model off for a block."""
-    aside = [(module, module.__dict__.pop("forward")) for module in model.modules() if is_wrapped(module)]
-    for module, forward in aside:
-        if forward.own is not None:
-            module.__dict__["forward"] = forward.own
-    try:
-        yield
-    finally:
-        for module, forward in aside:
-            module.__dict__["forward"] = forward
 
 
 def _differences(ours: dict[str, Tensor], plain: dict[str, Tensor]) -> Generator[str]:

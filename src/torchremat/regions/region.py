@@ -43,7 +43,7 @@ from torchremat.regions.modules import ModuleState
 from torchremat.regions.recompute import Recompute, thread
 from torchremat.regions.sessions import Session, active_session, open_sessions
 from torchremat.saved.structure import split
-from torchremat.saved.tensor import SavedTensor, version_of
+from torchremat.saved.tensor import SavedTensor, holding, version_of
 
 Check = Literal["metadata", "none"]
 
@@ -287,7 +287,7 @@ class Region:
         slot = Slot(self, index)
         slots.append(ref(slot))
         self.metadata.append((tensor.shape, tensor.dtype, tensor.device))
-        if not tensor.requires_grad and tensor.is_floating_point() and version_of(tensor) == 0:
+        if not tensor.requires_grad and tensor.is_floating_point() and version_of(tensor) == 0 and not holding.now:
             self.fresh.add(index)
         return slot
 

@@ -7,6 +7,7 @@ together with its version, since with hooks around autograd's own version check 
 
 from __future__ import annotations
 
+import threading
 from typing import cast
 from weakref import ref
 
@@ -14,6 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from torchremat._compat import set_grad_mode, top_saved_tensor_hooks
+
+
+class _Holding(threading.local):
+    now = False
+
+
+# Whether hooks are handed a tensor that a region holds, in this thread, and not one that an operation saves.
+holding = _Holding()
 
 
 def version_of(tensor: Tensor) -> int:
@@ -52,8 +61,12 @@ class SavedTensor:
         # Hooks that hand back the tensor they were given are as good as none: then its version is still to be checked.
         self._alias = ref(alias)
         # Whatever a hook computes is none of the graph's business; autograd calls hooks without grad as well.
-        with torch.no_grad():
-            self._kept = pack(alias)
+        holding.now = True
+        try:
+            with torch.no_grad():
+                self._kept = pack(alias)
+        finally:
+            holding.now = False
 
     def unpack(self) -> Tensor:
         """Return the tensor for a recompute, a leaf of its own, or the same parameter; grad mode is on.
