@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+_ScriptModule = torch.jit.ScriptModule
 _Holder = MutableMapping[str, Any]  # of tensors and None; a module's own attributes hold other things as well
 
 # Shared state of a module is exchanged for the time of a recompute: two recomputes in two threads must not put back
@@ -126,13 +127,14 @@ class ModuleState:
         self._unknown: list[nn.Module] = []
         pending = list(modules)
         seen: set[nn.Module] = set()
+        training = self._training
         while pending:
             module = pending.pop()
             if module in seen:
                 continue
             seen.add(module)
-            self._training.append((module, module.training))
-            if isinstance(module, torch.jit.ScriptModule):
+            training.append((module, module.training))
+            if isinstance(module, _ScriptModule):
                 # Its state is C++'s: it can be watched, and not be exchanged.
                 self._watch(dict(module.named_parameters(recurse=False)))
                 self._watch(dict(module.named_buffers(recurse=False)))

@@ -13,7 +13,7 @@ from torchremat._compat import pop_saved_tensor_hooks, push_saved_tensor_hooks, 
 from torchremat.errors import CheckpointError, MutationError, bug
 from torchremat.regions.modules import ChangedStateError
 from torchremat.saved.structure import join, place_of, split
-from torchremat.saved.tensor import ChangedError, version_of
+from torchremat.saved.tensor import ChangedError
 
 if TYPE_CHECKING:
     from torchremat.regions.guards import Objects
@@ -203,11 +203,7 @@ class Recompute:
         if index in self.wanted:
             # Without its `grad_fn`, which would keep the recomputed graph.
             value = tensor if tensor.is_leaf else tensor.detach()
-            try:
-                version = value._version
-            except RuntimeError:
-                version = version_of(value)
-            self.values[index] = (value, version)
+            self.values[index] = (value, value._version)
         if index == self.last:
             self._stop()
         return tensor.detach() if self.keeps else None  # See Rule 6

@@ -54,7 +54,8 @@ Body = Callable[[tuple[object, ...], dict[str, object]], object]
 # Where an argument of a call comes from: an input that the region holds, by number, or the output of an earlier call.
 Source = int | tuple[int, int]
 
-# Recomputed tensors by the number of their slot, each with the version that it was saved at.
+# Recomputed tensors by the number of their slot, each with the version that it was saved at. All have one: autograd
+# saves no inference tensors.
 Values = dict[int, tuple[Tensor, int]]
 
 _LOST = -1  # the index of a slot whose call has raised
@@ -287,7 +288,7 @@ class Region:
         slot = Slot(self, index)
         slots.append(ref(slot))
         self.metadata.append((tensor.shape, tensor.dtype, tensor.device))
-        if not tensor.requires_grad and tensor.is_floating_point() and version_of(tensor) == 0 and not holding.now:
+        if not tensor.requires_grad and tensor.is_floating_point() and tensor._version == 0 and not holding.now:
             self.fresh.add(index)
         return slot
 
@@ -357,7 +358,7 @@ class Region:
 
     def _checked(self, found: tuple[Tensor, int], index: int) -> Tensor:
         tensor, version = found
-        if version >= 0 and tensor._version != version:
+        if tensor._version != version:
             raise self.written_since(tensor, version, index)
         return tensor
 
@@ -427,7 +428,7 @@ def unpack(slot: Slot) -> Tensor:
     if values is None or index not in values or isinstance(current_node(), python_node):
         return region.unpack(slot)
     tensor, version = values.pop(index)  # See Rule 4
-    if version >= 0 and tensor._version != version:
+    if tensor._version != version:
         raise region.written_since(tensor, version, index)
     return tensor
 
