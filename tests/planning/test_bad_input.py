@@ -98,7 +98,6 @@ def test_a_model_that_changes_its_calls_between_runs_is_an_error():
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-@pytest.mark.xfail(strict=True, reason="the plain step is predicted with the generator states of regions")
 def test_a_model_that_saves_nothing():
     class Sum(nn.Module):
         def forward(self, x):

@@ -322,10 +322,7 @@ def test_the_same_model_is_planned_alike_twice():
     assert first.recomputed_flops == second.recomputed_flops
 
 
-DEEP = pytest.mark.xfail(strict=True, reason="the generator states of nested levels are not counted in the forward")
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=DEEP if name == "tied" else ()) for name in KINDS])
+@pytest.mark.parametrize("name", KINDS)
 def test_every_kind_of_model_meets_a_tight_budget_and_is_given_back_as_it_was(name):
     model, step = KINDS[name]()
     plain = outcome(model, step)

@@ -53,8 +53,12 @@ class UnitBytes:
         drop_peak_bytes: Of a forward that saves nothing.
         full_peak_bytes: Of a forward that saves.
         truncated_peak_bytes: Of a forward that saves and ends at its last save.
-        state_bytes: What each region around it keeps for it beside tensors: generator states, buffers. On the host if
-            the device is another, and then not counted.
+        exit_bytes: Live when it returns, over what was when it began, if nothing is saved.
+        look_bytes: Copies of generator states and buffers that each region around it makes before, and holds while it
+            runs. Copies of generator states lie on the host, and count if that is the device.
+        state_bytes: Those of them that each region keeps, since the unit has drawn from the generator or changed the
+            buffer.
+        settle_bytes: What finding that out takes beside `look_bytes`.
         has_backward: Whether anything of it is needed in backward.
     """
 
@@ -64,8 +68,16 @@ class UnitBytes:
     drop_peak_bytes: int
     full_peak_bytes: int
     truncated_peak_bytes: int
+    exit_bytes: int
+    look_bytes: int
     state_bytes: int
+    settle_bytes: int
     has_backward: bool
+
+    def dropping_bytes(self, levels: int) -> int:
+        """Peak of a forward inside so many regions, all of which look before it and settle after it."""
+        settling = self.exit_bytes + self.settle_bytes
+        return max(self.drop_peak_bytes, settling) + levels * self.look_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,9 +197,8 @@ class Walk:
             self.hold(storage for storage, before in glue if before == unit)
             self.be_born(self.units.entered(unit))
             alive, node = self.lifetimes.entered[unit], top[unit]
-            peak = size.full_peak_bytes if isinstance(node, Keep) else size.drop_peak_bytes
-            # The measured peak has the state of one region around the unit.
-            peak += size.state_bytes * max(0, len(_regions_around(node, unit)) - 1)
+            levels = len(_regions_around(node, unit))
+            peak = size.dropping_bytes(levels) if levels else size.full_peak_bytes
             yield Live((Moment.FORWARD, unit), self.total(alive), peak, f"forward of {own.name}", unit)
             if isinstance(node, Keep):
                 self.keep(unit, again=False)
@@ -306,19 +317,20 @@ class Walk:
                 self.hold(held)
             if unit == last and not runs_last:
                 break
-            if isinstance(node, Keep):
-                peak = size.truncated_peak_bytes if unit == last else size.full_peak_bytes
+            levels = len(_regions_around(node, unit))
+            if levels:
+                peak = size.dropping_bytes(levels)
             else:
-                peak = size.drop_peak_bytes
-            # The generators' own states are set aside meanwhile, and each nested region keeps those that it starts
-            # from.
-            state = size.state_bytes * len(_regions_around(node, unit))
-            yield Live(key, self.total(links), peak + state + size.state_bytes, f"recompute of {own.name}", unit)
+                peak = size.truncated_peak_bytes if unit == last else size.full_peak_bytes
+            # The states of now are set aside meanwhile, and put back.
+            peak += size.state_bytes
+            yield Live(key, self.total(links), peak, f"recompute of {own.name}", unit)
             yield Ran(unit, truncated=unit == last and isinstance(node, Keep))
             if isinstance(node, Keep):
                 self.keep(unit, again=True)
                 available.add(unit)
-            states, self.inside = states + state, self.inside + state
+            states += size.state_bytes * levels
+            self.inside += size.state_bytes * levels
             links |= {s for s in own.outputs if linked.get(s, -1) > unit}
             links -= {s for s in links if linked[s] <= unit}
             if nested:

@@ -33,7 +33,7 @@ from torchremat.planning.memory import Key, Lifetimes, Live, Moment, UnitBytes, 
 from torchremat.planning.optimizers import OptimizerBytes, measure_optimizer
 from torchremat.planning.tracing import Step, named, trace
 from torchremat.planning.units import Units, find_units, splittable
-from torchremat.planning.watching import Save, Watcher, every_unit
+from torchremat.planning.watching import Save, Watched, Watcher, every_unit
 from torchremat.regions.region import Settings
 from torchremat.schedules.chain import Tree
 
@@ -222,11 +222,12 @@ class _Reader:
         self.units = units
         self.tree = tree
         self.watcher = watcher
-        self.trace = trace
         self.begins, self.forward, self.ends = marks
         self.freed_at = _frees(trace)
+        self.trace = _without_copies(trace, self.freed_at, watcher.copying)
         self.marks: dict[Key, tuple[int, int]] = {}
-        self.live = np.concatenate([[0], trace.live_bytes()])
+        self.live = np.concatenate([[0], self.trace.live_bytes()])
+        self.live_with_copies = np.concatenate([[0], trace.live_bytes()])
 
     def at(self, mark: int) -> int:
         return int(self.live[self.trace.marks[mark].position])
@@ -265,7 +266,7 @@ class _Reader:
             order=order,
             extra_bytes=extra,
             after_bytes=after,
-            start_bytes=self.over(self.begins, watched[0].begins, self.begins),
+            start_bytes=self.over(self.begins, watched[0].looks, self.begins),
             seconds=seconds,
             forward_seconds=self.time(self.forward) - self.time(self.begins),
             before=before,
@@ -280,8 +281,8 @@ class _Reader:
         watched = self.watcher.watched
         marks: dict[Key, tuple[int, int]] = {}
         for unit, own in enumerate(watched):
-            marks[Moment.FORWARD, unit] = (own.begins, own.ends)
-            following = watched[unit + 1].begins if unit + 1 < len(watched) else self.forward
+            marks[Moment.FORWARD, unit] = (own.looks, own.ends)
+            following = watched[unit + 1].looks if unit + 1 < len(watched) else self.forward
             marks[Moment.LEFT, unit] = (own.ends, following)
         first = watched[order[0]].recompute if order else self.ends
         marks[Moment.END, 0] = (self.forward, first)
@@ -331,9 +332,21 @@ class _Reader:
             drop_peak_bytes=int(live.max()),
             full_peak_bytes=int(kept.max()),
             truncated_peak_bytes=int(kept[: cut + 1].max()),
-            state_bytes=own.state_bytes if self.trace.device.type == "cpu" else 0,
+            exit_bytes=self.at(own.settles) - self.at(own.begins),
+            **self.copies(own),
             has_backward=own.recompute >= 0,
         )
+
+    def copies(self, own: Watched) -> dict[str, int]:
+        """What the unit's region copies of generator states and buffers; see `UnitBytes`."""
+        marks, live = self.trace.marks, self.live_with_copies
+        calls = [pair for pair in self.watcher.copying if own.looks <= pair[0] < own.ends]
+        settling = live[marks[own.settles].position : marks[own.ends].position + 1]
+        return {
+            "look_bytes": max(int(live[marks[b].position] - live[marks[a].position]) for a, b in calls),
+            "state_bytes": sum(self.at(b) - self.at(a) for a, b in calls),
+            "settle_bytes": int(settling.max() - settling[0]),
+        }
 
     def interval(self, save: Save) -> tuple[int | None, int]:
         """The events that allocated and freed a saved storage; None if it was there before its unit began."""
@@ -382,6 +395,24 @@ class _Reader:
             )
             for unit in range(len(watched))
         )
+
+
+def _without_copies(
+    trace: AllocationTrace, freed_at: dict[int, list[tuple[int, int]]], copying: list[tuple[int, int]]
+) -> AllocationTrace:
+    """Return the trace without what regions copy before a call and drop after it, between the marks `copying`.
+
+    In another tree there are more or fewer regions around the call; what they keep for longer is left.
+    """
+    of_copies = np.zeros(len(trace.delta_bytes) + 2, np.bool_)
+    for begin, end in copying:
+        of_copies[trace.marks[begin].position : trace.marks[end].position] = True
+    delta = trace.delta_bytes.copy()
+    for intervals in freed_at.values():
+        for allocated, freed in intervals:
+            if of_copies[allocated] and of_copies[freed]:
+                delta[[allocated, freed]] = 0
+    return replace(trace, delta_bytes=delta)
 
 
 def _frees(trace: AllocationTrace) -> dict[int, list[tuple[int, int]]]:

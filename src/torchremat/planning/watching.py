@@ -36,7 +36,9 @@ class Save:
 class Watched:
     """What is noted of one unit while the step runs."""
 
+    looks: int = -1
     begins: int = -1
+    settles: int = -1
     ends: int = -1
     inputs: dict[int, int] = field(default_factory=dict[int, int])  # address of a storage -> number in the trace
     outputs: dict[int, int] = field(default_factory=dict[int, int])
@@ -45,7 +47,6 @@ class Watched:
     saves: list[Save] = field(default_factory=list[Save])
     saved: list[int] = field(default_factory=list[int])  # storages of all saves in the trace, in order
     position: int = 0
-    state_bytes: int = 0
     recompute: int = -1
     recomputed: int = -1
     released: int = -1
@@ -66,6 +67,9 @@ class Watcher:
         for index, unit in enumerate(units.units):
             self.waiting.setdefault(unit.keys, []).append(index)
         self.last_save = [-1] * len(units.units)
+        # The marks between which regions copy generator states and buffers, or drop the copies.
+        self.copying: list[tuple[int, int]] = []
+        self.since = -1
 
     def unit_of(self, region: LiveRegion) -> int | None:
         """Return the unit that a region is, or None for one around several units."""
@@ -84,8 +88,14 @@ class Watcher:
         waiting = self.waiting.get(keys, [])
         return waiting.pop(0) if waiting else None
 
+    def looks(self, region: LiveRegion) -> None:
+        """See `Observer`."""
+        self.since = self.mark("looks")
+
     def began(self, region: LiveRegion, call: int, tensors: list[Tensor]) -> None:
         """See `Observer`."""
+        begins = self.mark("begins")
+        self.copying.append((self.since, begins))
         unit = self.unit_of(region)
         if unit is None or self.watched[unit].recompute >= 0:
             return
@@ -95,7 +105,7 @@ class Watcher:
             own.inputs.setdefault(address_of(tensor.untyped_storage()), was.storage)
         if call == 0:
             own.region = ref(region, lambda _: self.released(unit))
-            own.begins = self.mark("begins")
+            own.looks, own.begins = self.since, begins
 
     def released(self, unit: int) -> None:
         """Note that the region of a unit is gone, and all that it held."""
@@ -121,8 +131,14 @@ class Watcher:
             number = own.saved[position] if position < len(own.saved) else -1
             own.saves.append(Save(unit, mark, storage.data_ptr(), number, StorageWeakRef(storage)))
 
-    def ended(self, region: LiveRegion, call: int, output: object, state_bytes: int) -> None:
+    def settles(self, region: LiveRegion) -> None:
         """See `Observer`."""
+        self.since = self.mark("settles")
+
+    def ended(self, region: LiveRegion, call: int, output: object) -> None:
+        """See `Observer`."""
+        ends = self.mark("ends")
+        self.copying.append((self.since, ends))
         unit = self.unit_of(region)
         if unit is None or self.watched[unit].recompute >= 0:
             return
@@ -132,8 +148,7 @@ class Watcher:
             storage = tensor.untyped_storage()
             own.outputs[address_of(storage)] = was.storage
             own.output_refs.append(StorageWeakRef(storage))
-        own.state_bytes += state_bytes
-        own.ends = self.mark("ends")
+        own.settles, own.ends = self.since, ends
 
     def recomputing(self, region: LiveRegion) -> None:
         """See `Observer`."""

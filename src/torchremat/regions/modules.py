@@ -181,11 +181,6 @@ class ModuleState:
             else:
                 self._watch(module._buffers, {name: buffer})
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of what is kept."""
-        return sum(before.nbytes for *_, before in self._kept)
-
     def settle(self) -> None:
         """Keep only the buffers that the forward has changed."""
         if not self._unknown:

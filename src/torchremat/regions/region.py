@@ -64,16 +64,24 @@ _LOST = -1  # the index of a slot whose call has raised
 class Observer(Protocol):
     """Is told what happens to a region; made for the profiler."""
 
+    def looks(self, region: Region) -> None:
+        """The region is about to capture what a call will see: it copies generator states and buffers."""
+        ...
+
     def began(self, region: Region, call: int, tensors: list[Tensor]) -> None:
-        """A call begins to run in the region, for the first time, with these inputs."""
+        """It has, and the call begins to run in the region, for the first time, with these inputs."""
         ...
 
     def saved(self, region: Region, call: int, tensor: Tensor) -> None:
         """Autograd saves a tensor in the first run of a call."""
         ...
 
-    def ended(self, region: Region, call: int, output: object, state_bytes: int) -> None:
-        """A call has run; the region keeps so many bytes of generator states and buffers for it."""
+    def settles(self, region: Region) -> None:
+        """A call has run; the region is about to drop the copies of what has not changed."""
+        ...
+
+    def ended(self, region: Region, call: int, output: object) -> None:
+        """It has."""
         ...
 
     def recomputing(self, region: Region) -> None:
@@ -152,11 +160,6 @@ class Call:
         if self.objects is not None and not self.objects.settle():
             self.objects = None
 
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of generator states and buffers."""
-        return sum(one.state.nbytes for one in self.generators) + self.modules.nbytes
-
 
 class Region:
     """Calls that are recomputed together, in the order in which they ran."""
@@ -229,8 +232,10 @@ class Region:
         template = split((args, kwargs), tensors, objects)
         number, first_slot = len(self.made), len(self.slots)
         call = Call(body, template, [self._source(tensor, number) for tensor in tensors])
-        call.look(tensors, modules, objects, self.settings.preserve_rng)
         observer = self.settings.observer
+        if observer is not None:
+            observer.looks(self)
+        call.look(tensors, modules, objects, self.settings.preserve_rng)
         pack = self._pack
         if observer is not None:
             observer.began(self, number, tensors)
@@ -243,10 +248,12 @@ class Region:
                 output = body(args, kwargs)
             finally:
                 pop_saved_tensor_hooks()
+            if observer is not None:
+                observer.settles(self)
             call.settle()
             call.slots = len(self.slots)
             if observer is not None:
-                observer.ended(self, number, output, call.state_bytes)
+                observer.ended(self, number, output)
         except BaseException:
             # What was saved is dropped with the half-made graph; the next call, if any, takes this one's place.
             for alive in self.slots[first_slot:]:
