@@ -23,8 +23,9 @@ from torchremat.schedules.chain import Chain, Keep, Region, Tree
 from torchremat.schedules.persistent import Persistent
 from torchremat.schedules.uniform import candidates
 
-# Which shares of the units that can be split are, and up to how many units.
+# Which shares of the units that can be split are, how many at the end, and up to how many units.
 _SHARES = (0.25, 0.5, 0.75, 1.0)
+_AT_THE_END = (1, 2, -1)
 _MOST_UNITS = 80
 
 # How many trees are judged beside those that the search for a limit passes: fewer if there are many units, since each
@@ -46,7 +47,9 @@ class Search:
     """Finds trees under any limit, with whole units and with some of them taken apart.
 
     Blocks are mostly alike, so how many are taken apart matters more than which: the mixtures tried have a quarter, a
-    half, three quarters and all of them split, evenly spread, as long as the units stay few enough to plan in a second.
+    half, three quarters and all of them split, evenly spread. The last ones are special, since all that is kept is live
+    together with what they save: there are mixtures with the last one, the last two and all but the first as well. All
+    of this as long as the units stay few enough to plan in a second.
     """
 
     def __init__(self, grains: Grains, cost: Cost) -> None:
@@ -72,13 +75,16 @@ class Search:
         for share in _SHARES:
             count = round(share * len(whole))
             chosen = [whole[(2 * i + 1) * len(whole) // (2 * count)] for i in range(count)]
-            if chosen:
-                splits[frozenset[int]().union(*chosen)] = None
+            splits[frozenset[int]().union(*chosen)] = None
+        for count in _AT_THE_END:
+            splits[frozenset[int]().union(*whole[-count:])] = None
+        splits.pop(frozenset(), None)
         units, parts = self.grains.coarse.units, self.grains.coarse.units.trace.children
         fitting = [
             split for split in splits if len(units.units) + sum(len(parts(call)) - 1 for call in split) <= _MOST_UNITS
         ]
-        return (self.coarse, *(Solver(mixed(self.grains, split), self.cost_unit) for split in fitting))
+        mixtures = [mixed(self.grains, split) for split in fitting]
+        return (self.coarse, *(Solver(mixture, self.cost_unit, hand_made=False) for mixture in mixtures))
 
     def solve(self, limit_bytes: int) -> Candidate | None:
         """Return the cheapest tree found whose predicted peak is at most the limit; None if none fits."""
@@ -96,11 +102,18 @@ class Search:
 
 
 class Solver:
-    """Finds trees for one profile, under any limit; limits and peaks are bytes over those at the start of the step."""
+    """Finds trees for one profile, under any limit; limits and peaks are bytes over those at the start of the step.
 
-    def __init__(self, profile: Profile, cost: Cost) -> None:
+    Args:
+        profile: The profile.
+        cost: What to minimise.
+        hand_made: Whether uniform trees, as people write them by hand, are candidates. In mixtures they win nothing.
+    """
+
+    def __init__(self, profile: Profile, cost: Cost, *, hand_made: bool = True) -> None:
         self.profile = profile
         self.cost_unit: Cost = cost
+        self.hand_made = hand_made
         self._known: dict[Tree, Candidate] = {}
 
     @cached_property
@@ -126,7 +139,7 @@ class Solver:
     @cached_property
     def uniform(self) -> tuple[Candidate, ...]:
         """The uniform trees, every one for few units, those with few regions or long strides for many."""
-        trees = candidates(self.chain)
+        trees = candidates(self.chain) if self.hand_made else {}
         chosen = [tree for name, tree in trees.items() if len(trees) <= 120 or _is_simple(name)]
         return tuple(self.judged(tree) for tree in chosen)
 
