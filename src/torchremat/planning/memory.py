@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
+from itertools import accumulate
 
 from torchremat.planning.units import Units
 from torchremat.schedules.chain import Keep, Region, Tree
@@ -148,6 +149,12 @@ class Walk:
         self.lifetimes = lifetimes
         self.tree = tree
         self.bytes = units.trace.storage_bytes
+        # The regions around each unit, outermost first, and how many there are around and with a region, by its id.
+        self.around: list[tuple[Region, ...]] = [()] * len(sizes)
+        self.depth: dict[int, int] = {}
+        self._look_around(tree, ())
+        # How many units before each have something that backward needs.
+        self.needed = [0, *accumulate(size.has_backward for size in sizes)]
         self.held: Counter[int] = Counter()
         self.held_bytes = 0
         self.unborn: list[int] = []  # held by way of an object that will get them later
@@ -155,6 +162,15 @@ class Walk:
         self.states: dict[int, int] = {}  # by id of the region, the state that it keeps
         self.slots: dict[int, list[int]] = {}  # by id of the region, what it holds
         self.known: dict[int, list[list[int]]] = {}  # by id of the region, what it begins to hold at each of its units
+
+    def _look_around(self, nodes: Iterable[Keep | Region], around: tuple[Region, ...]) -> None:
+        for node in nodes:
+            if isinstance(node, Keep):
+                self.around[node.stage] = around
+            else:
+                inside = (*around, node)
+                self.depth[id(node)] = len(inside)
+                self._look_around(node.children, inside)
 
     def __iter__(self) -> Iterator[Live | Ran]:
         yield from self.forward()
@@ -192,18 +208,16 @@ class Walk:
     def forward(self) -> Iterator[Live]:
         """Walk through the first forward."""
         glue = self.lifetimes.glue
-        top: dict[int, Keep | Region] = {unit: node for node in self.tree for unit in range(node.first, node.last + 1)}
         for unit, (size, own) in enumerate(zip(self.sizes, self.units.units, strict=True)):
             self.hold(storage for storage, before in glue if before == unit)
             self.be_born(self.units.entered(unit))
-            alive, node = self.lifetimes.entered[unit], top[unit]
-            levels = len(_regions_around(node, unit))
+            alive, levels = self.lifetimes.entered[unit], len(self.around[unit])
             peak = size.dropping_bytes(levels) if levels else size.full_peak_bytes
             yield Live((Moment.FORWARD, unit), self.total(alive), peak, f"forward of {own.name}", unit)
-            if isinstance(node, Keep):
-                self.keep(unit, again=False)
+            if levels:
+                self.enter(unit)
             else:
-                self.enter(node, unit)
+                self.keep(unit, again=False)
             self.be_born(self.units.left(unit))
             yield Live((Moment.LEFT, unit), self.total(self.lifetimes.left[unit]), 0, f"forward after {own.name}")
         self.hold(storage for storage, before in glue if before == len(self.sizes))
@@ -211,8 +225,9 @@ class Walk:
         yield Live((Moment.END, 0), self.total(self.lifetimes.end), 0, "loss, between forward and backward")
         self.hold(self.lifetimes.end)  # what the step's caller holds stays
 
-    def enter(self, region: Region, unit: int) -> None:
+    def enter(self, unit: int) -> None:
         """Hold what the top-level region around a unit holds for it, and the states that all regions around it keep."""
+        region = self.around[unit][0]
         if not self.has_backward(region):
             return
         own = self.units.units[unit]
@@ -220,7 +235,7 @@ class Walk:
         self.slots.setdefault(id(region), []).extend((*held, *own.carried))
         self.hold(held)
         self.unborn += own.carried
-        for around in _regions_around(region, unit):
+        for around in self.around[unit]:
             if self.has_backward(around):
                 state = self.sizes[unit].state_bytes
                 self.states[id(around)] = self.states.get(id(around), 0) + state
@@ -266,22 +281,21 @@ class Walk:
 
     def has_backward(self, node: Keep | Region) -> bool:
         """Whether anything in a node is needed in backward; a region without such a unit holds nothing."""
-        return any(self.sizes[unit].has_backward for unit in range(node.first, node.last + 1))
+        return self.needed[node.last + 1] > self.needed[node.first]
 
     # ------------------------------------------------------------------------------------------------------ backward
 
     def backward(self) -> Iterator[Live | Ran]:
         """Walk through the backward, with the recomputes that it asks for."""
         waiting = set(self.order)
-        tops = {unit: node for node in self.tree for unit in range(node.first, node.last + 1)}
         # Released when the backward has come to a unit before the glue.
         glue = sorted(self.lifetimes.glue, key=lambda one: -one[1])
         done: set[int] = set()
-        available: set[int] = {node.stage for node in self.tree if isinstance(node, Keep)}
+        available = {unit for unit, around in enumerate(self.around) if not around}
         for unit in self.order:
             while glue and glue[0][1] > unit:
                 self.release([glue.pop(0)[0]])
-            chain = _regions_around(tops[unit], unit)
+            chain = self.around[unit]
             for depth, region in enumerate(chain):
                 if unit not in available and id(region) not in done:
                     done.add(id(region))
@@ -317,7 +331,7 @@ class Walk:
                 self.hold(held)
             if unit == last and not runs_last:
                 break
-            levels = len(_regions_around(node, unit))
+            levels = len(self.around[unit]) - self.depth[id(region)]
             if levels:
                 peak = size.dropping_bytes(levels)
             else:
@@ -356,11 +370,3 @@ class Walk:
             elif self.has_backward(node) and self.external(node, unit):
                 return unit, False
         return until, True
-
-
-def _regions_around(node: Keep | Region, unit: int) -> list[Region]:
-    regions: list[Region] = []
-    while isinstance(node, Region):
-        regions.append(node)
-        node = next(child for child in node.children if child.first <= unit <= child.last)
-    return regions

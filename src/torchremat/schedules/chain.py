@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import TypeAlias
 
 from torchremat.errors import ScheduleError
@@ -108,10 +108,10 @@ def _problems(chain: Chain) -> Iterator[str]:
 
 
 def _negative(where: str, owner: Chain | Stage | Option) -> Iterator[str]:
-    for field in fields(owner):
-        value = getattr(owner, field.name)
+    for one in fields(owner):
+        value = getattr(owner, one.name)
         if isinstance(value, int | float) and not (value >= 0 and math.isfinite(value)):
-            yield f"{where}: {field.name}={value} is negative or not finite"
+            yield f"{where}: {one.name}={value} is negative or not finite"
 
 
 @dataclass(frozen=True)
@@ -134,29 +134,23 @@ class Keep:
 
 @dataclass(frozen=True)
 class Region:
-    """A run of stages that is recomputed in backward, as its children say; at least one child."""
+    """A run of stages that is recomputed in backward, as its children say.
+
+    Attributes:
+        children: At least one.
+        first: The first stage.
+        last: The last stage.
+    """
 
     children: tuple[Keep | Region, ...]
+    first: int = field(init=False, repr=False, compare=False)
+    last: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not self.children:
             raise ScheduleError("a region without children covers no stage")
-
-    @property
-    def first(self) -> int:
-        """The first stage."""
-        node: Keep | Region = self
-        while isinstance(node, Region):
-            node = node.children[0]
-        return node.stage
-
-    @property
-    def last(self) -> int:
-        """The last stage."""
-        node: Keep | Region = self
-        while isinstance(node, Region):
-            node = node.children[-1]
-        return node.stage
+        object.__setattr__(self, "first", self.children[0].first)
+        object.__setattr__(self, "last", self.children[-1].last)
 
 
 Tree: TypeAlias = tuple[Keep | Region, ...]
