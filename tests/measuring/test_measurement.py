@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 
 import numpy as np
@@ -346,8 +347,9 @@ def test_under_a_profiler_the_tracker_measures_alone_and_the_profiler_keeps_its_
     assert any(event.name == "aten::ones" for event in users.events())
 
 
+@pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("compiled_before", [False, True])
-def test_compiled_code_stays_compiled(compiled_before: bool):
+def test_compiled_code_stays_compiled(compiled_before: bool, in_place: bool):
     # dynamo never compiles code again that it has once met under a dispatch mode, and breaks graphs at hooks.
     compiled, ran = [], []
 
@@ -355,9 +357,22 @@ def test_compiled_code_stays_compiled(compiled_before: bool):
         compiled.append(len(graph.graph.nodes))
         return lambda *args: ran.append(1) or graph.forward(*args)
 
-    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+    class Net(nn.Module):  # dynamo does not compile a Sequential in place
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+
+        def forward(self, x):
+            return self.body(x)
+
+    model = Net()
     torch._dynamo.reset()
-    fast, x = torch.compile(model, backend=backend), torch.randn(4, 8)
+    x = torch.randn(4, 8)
+    if in_place:
+        fast = copy.deepcopy(model)
+        fast.compile(backend=backend)
+    else:
+        fast = torch.compile(model, backend=backend)
 
     def step(model):
         return model(x).sum()

@@ -3,8 +3,9 @@
 In forward (and in a recompute) it is the module whose call is innermost. In backward no module runs; there it is the
 module whose output received its gradient last, which is where the nodes come from that run until the next one's does.
 
-Missing on purpose: modules called by `.forward(...)` instead of `model(...)`, since hooks do not run for them, and the
-inside of scripted modules.
+Missing on purpose: modules called by `.forward(...)` instead of `model(...)`, since hooks do not run for them, the
+inside of scripted and compiled modules, and modules compiled in place (`module.compile()`), whose hooks would be
+compiled as well.
 """
 
 from __future__ import annotations
@@ -76,8 +77,8 @@ def module_stack(
     roots = [models] if isinstance(models, nn.Module) else list(models)
     names: dict[nn.Module, str] = {}
     for root in roots:
-        for name, module in root.named_modules():
-            if not isinstance(module, torch.jit.ScriptModule):
+        for name, module in visible_modules(root):
+            if not _is_compiled_in_place(module):
                 names.setdefault(module, name or type(root).__name__)
     stack = ModuleStack(on_change)
     with ExitStack() as hooks:
@@ -87,6 +88,23 @@ def module_stack(
             hooks.callback(module.register_forward_pre_hook(enter, prepend=True).remove)
             hooks.callback(module.register_forward_hook(leave, always_call=True).remove)
         yield stack
+
+
+def visible_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the modules whose calls can be seen, with their names: not those inside compiled or scripted ones."""
+    result: list[tuple[str, nn.Module]] = []
+    hidden: set[int] = set()
+    for name, module in model.named_modules():
+        if id(module) in hidden or isinstance(module, torch.jit.ScriptModule):
+            continue
+        result.append((name, module))
+        if type(module).__name__ == "OptimizedModule" or _is_compiled_in_place(module):
+            hidden.update(id(inner) for inner in module.modules() if inner is not module)
+    return result
+
+
+def _is_compiled_in_place(module: nn.Module) -> bool:
+    return getattr(module, "_compiled_call_impl", None) is not None
 
 
 def _hooks(

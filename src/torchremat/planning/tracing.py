@@ -21,6 +21,7 @@ from torch import Tensor, UntypedStorage, nn
 from torchremat._compat import pop_saved_tensor_hooks, push_saved_tensor_hooks, top_saved_tensor_hooks
 from torchremat.errors import StepError, UnsupportedError
 from torchremat.measuring.flops import FlopCounter
+from torchremat.measuring.modules import visible_modules
 from torchremat.measuring.step import loss_of
 from torchremat.measuring.tracker import address_of
 from torchremat.measuring.untouched import untouched
@@ -315,19 +316,6 @@ def _intercepted(model: nn.Module, run: Callable[..., object]) -> Generator[None
                 module.__dict__.pop("forward", None)
             else:
                 module.__dict__["forward"] = own
-
-
-def visible_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the modules whose calls can be seen, with their names: not those inside compiled or scripted ones."""
-    result: list[tuple[str, nn.Module]] = []
-    hidden: set[int] = set()
-    for name, module in model.named_modules():
-        if id(module) in hidden or isinstance(module, torch.jit.ScriptModule):
-            continue
-        result.append((name, module))
-        if type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None:
-            hidden.update(id(inner) for inner in module.modules() if inner is not module)
-    return result
 
 
 def _signature(module: nn.Module, tensors: list[Tensor]) -> tuple[object, ...]:
