@@ -11,7 +11,7 @@ from torchremat.planning.layout import calls_of, installed
 from torchremat.planning.mixing import divisible, mixed
 from torchremat.planning.profiling import profile
 from torchremat.planning.solving import fitted
-from torchremat.regions.region import Settings
+from torchremat.regions.settings import Settings
 from torchremat.schedules.chain import Keep, Region
 
 CPU = torch.device("cpu")

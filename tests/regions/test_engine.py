@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 import torchremat
-from torchremat.regions.region import Region, Settings
+from torchremat.regions.region import Region
 from torchremat.regions.runs import Choice, Place, Scope
+from torchremat.regions.settings import Settings
 from torchremat.regions.wrapping import set_forward
 
 

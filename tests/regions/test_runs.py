@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from regions.comparing import equal, live_regions, result
 from torchremat import CheckpointError, MutationError, OrderWarning, checkpoint, wrap
-from torchremat.regions.region import Settings
 from torchremat.regions.runs import Choice, Place, Scope
+from torchremat.regions.settings import Settings
 from torchremat.regions.wrapping import set_forward
 
 

@@ -11,8 +11,9 @@ from torch import nn
 from torchremat.errors import PlanError
 from torchremat.planning.shapes import InputSizes
 from torchremat.planning.units import Units
-from torchremat.regions.region import Body, Settings
+from torchremat.regions.calls import Body
 from torchremat.regions.runs import Choice, Place, Scope
+from torchremat.regions.settings import Settings
 from torchremat.regions.wrapping import is_wrapped, restore_forward, set_forward
 from torchremat.schedules.chain import Keep, Region, Tree
 

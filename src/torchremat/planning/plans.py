@@ -16,7 +16,7 @@ from torchremat.planning.chains import Cost
 from torchremat.planning.files import from_json, to_json
 from torchremat.planning.layout import Calls, check_bare, install, uninstall
 from torchremat.planning.shapes import InputSizes
-from torchremat.regions.region import Settings
+from torchremat.regions.settings import Settings
 from torchremat.schedules.chain import Keep, Region, Tree
 
 PlainSource = Literal["measured", "predicted"]

@@ -34,7 +34,7 @@ from torchremat.planning.optimizers import OptimizerBytes, measure_optimizer
 from torchremat.planning.tracing import Step, named, trace
 from torchremat.planning.units import Units, find_units, splittable
 from torchremat.planning.watching import Save, Watched, Watcher, every_unit
-from torchremat.regions.region import Settings
+from torchremat.regions.settings import Settings
 from torchremat.schedules.chain import Tree
 
 # A fine step with more units than this is not watched: nobody could plan with so many.

@@ -12,8 +12,9 @@ import torch
 from torchremat._compat import outside_graphs
 from torchremat.errors import UnsupportedError
 from torchremat.regions.modules import modules_of
-from torchremat.regions.region import Check, Region, Settings
+from torchremat.regions.region import Region
 from torchremat.regions.runs import call_plainly, continued
+from torchremat.regions.settings import Check, Settings
 
 P = ParamSpec("P")
 R = TypeVar("R")

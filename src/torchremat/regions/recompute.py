@@ -16,8 +16,9 @@ from torchremat.saved.structure import join, place_of, split
 from torchremat.saved.tensor import ChangedError
 
 if TYPE_CHECKING:
+    from torchremat.regions.calls import Call, Source
     from torchremat.regions.guards import Objects
-    from torchremat.regions.region import Call, Region, Source, Values
+    from torchremat.regions.region import Region, Values
 
 # NOTE [ What is written after it was saved ]
 # An operation may save a tensor first and fill it then, without a new version: `rrelu` saves its noise so, as the only

@@ -17,10 +17,7 @@ Missing on purpose: any list of live regions. Autograd owns the slots, so that w
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Literal, Protocol
 from weakref import ReferenceType, ref
 
 import torch
@@ -28,7 +25,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
-from torchremat import ambient
 from torchremat._compat import (
     at_end_of_backward,
     current_graph_task,
@@ -38,69 +34,18 @@ from torchremat._compat import (
     python_node,
 )
 from torchremat.errors import CheckpointError, MutationError
-from torchremat.regions.guards import Objects
-from torchremat.regions.modules import ModuleState
+from torchremat.regions.calls import Body, Call, Source
 from torchremat.regions.recompute import Recompute, thread
 from torchremat.regions.sessions import Session, active_session, open_sessions
+from torchremat.regions.settings import Observer, Settings
 from torchremat.saved.structure import split
 from torchremat.saved.tensor import SavedTensor, holding, version_of
-
-Check = Literal["metadata", "none"]
-
-# A call's function with its positional and keyword arguments, called as body(args, kwargs). A body is run in a
-# recompute as in the forward, so it must look up nothing that may have changed since.
-Body = Callable[[tuple[object, ...], dict[str, object]], object]
-
-# Where an argument of a call comes from: an input that the region holds, by number, or the output of an earlier call.
-Source = int | tuple[int, int]
 
 # Recomputed tensors by the number of their slot, each with the version that it was saved at. All have one: autograd
 # saves no inference tensors.
 Values = dict[int, tuple[Tensor, int]]
 
 _LOST = -1  # the index of a slot whose call has raised
-
-
-class Observer(Protocol):
-    """Is told what happens to a region; made for the profiler."""
-
-    def looks(self, region: Region) -> None:
-        """The region is about to capture what a call will see: it copies generator states and buffers."""
-        ...
-
-    def began(self, region: Region, call: int, tensors: list[Tensor]) -> None:
-        """It has, and the call begins to run in the region, for the first time, with these inputs."""
-        ...
-
-    def saved(self, region: Region, call: int, tensor: Tensor) -> None:
-        """Autograd saves a tensor in the first run of a call."""
-        ...
-
-    def settles(self, region: Region) -> None:
-        """A call has run; the region is about to drop the copies of what has not changed."""
-        ...
-
-    def ended(self, region: Region, call: int, output: object) -> None:
-        """It has."""
-        ...
-
-    def recomputing(self, region: Region) -> None:
-        """A recompute begins."""
-        ...
-
-    def recomputed(self, region: Region) -> None:
-        """A recompute has ended."""
-        ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """How a region behaves."""
-
-    check: Check = "metadata"
-    preserve_rng: bool = True
-    early_stop: bool = True
-    observer: Observer | None = None
 
 
 class Slot:
@@ -119,46 +64,6 @@ class Slot:
         if values:
             for one in tuple(values.values()):  # another thread may add to them
                 one.pop(self.index, None)
-
-
-class Call:
-    """What one call needs to run again."""
-
-    __slots__ = ("body", "generators", "modules", "objects", "slots", "sources", "surroundings", "template")
-
-    def __init__(self, body: Body, template: object, sources: list[Source]) -> None:
-        self.body = body
-        self.template = template
-        self.sources = sources
-        self.slots = -1  # how many slots the region has after the call; negative while it runs for the first time
-        self.surroundings: ambient.Surroundings
-        self.modules: ModuleState
-        self.generators: list[ambient.GeneratorState] = []
-        self.objects: Objects | None = None
-
-    @property
-    def is_running(self) -> bool:
-        """Whether the call runs for the first time."""
-        return self.slots < 0
-
-    def look(self, tensors: list[Tensor], modules: list[nn.Module], objects: list[object], preserve_rng: bool) -> None:
-        """Capture what the call is about to see and may change; all of it, as rule 6 may ask for it in the middle."""
-        devices = _devices(tensors, modules) if torch.cuda.is_initialized() else ()
-        self.surroundings = ambient.surroundings({device.type for device in devices} if devices else ())
-        self.modules = ModuleState(modules)
-        if objects:
-            self.objects = Objects(objects)
-        if preserve_rng:
-            generators = [one for one in objects if isinstance(one, torch.Generator)] if objects else ()
-            self.generators = ambient.generator_states(devices, generators)
-
-    def settle(self) -> None:
-        """Keep only what the call has changed."""
-        if self.generators:
-            self.generators = ambient.drawn(self.generators)
-        self.modules.settle()
-        if self.objects is not None and not self.objects.settle():
-            self.objects = None
 
 
 class Region:
@@ -463,15 +368,6 @@ class _Unpin:
             region.unpin(self.task)
         if self.handle is not None:
             self.handle.remove()
-
-
-def _devices(tensors: list[Tensor], modules: list[nn.Module]) -> list[torch.device]:
-    """Return the devices, beside the CPU, that a call can draw random numbers on."""
-    devices = {tensor.device for tensor in tensors}
-    for module in modules:
-        devices.update(parameter.device for parameter in module.parameters())
-    devices.add(torch.device("cuda", torch.cuda.current_device()))
-    return [device for device in devices if device.type not in ("cpu", "meta")]
 
 
 def _name_of(body: object) -> str:

@@ -25,8 +25,10 @@ from torch import nn
 
 from torchremat._compat import is_hook_of_torch_checkpoint, top_saved_tensor_hooks
 from torchremat.errors import OrderWarning
+from torchremat.regions.calls import Body
 from torchremat.regions.recompute import thread
-from torchremat.regions.region import Body, Region, Settings
+from torchremat.regions.region import Region
+from torchremat.regions.settings import Settings
 
 
 @dataclass(frozen=True, slots=True, eq=False)

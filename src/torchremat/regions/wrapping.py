@@ -24,8 +24,9 @@ from torch import nn
 from torchremat._compat import outside_graphs
 from torchremat.errors import UnsupportedError, WrapError
 from torchremat.regions.functions import settings_of
-from torchremat.regions.region import Check, Region, Settings
+from torchremat.regions.region import Region
 from torchremat.regions.runs import Scope, call_plainly, continued, open_choice, run_choice
+from torchremat.regions.settings import Check, Settings
 
 Pattern = str | type[nn.Module] | Callable[[str, nn.Module], bool]
 M = TypeVar("M", bound=nn.Module)
