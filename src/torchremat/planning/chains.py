@@ -10,7 +10,7 @@ from typing import Literal
 
 from torchremat.planning.memory import Moment
 from torchremat.planning.prediction import extra_at
-from torchremat.planning.profiling import Profile
+from torchremat.planning.reading import Profile
 from torchremat.schedules.chain import Chain, Option, Stage
 
 Cost = Literal["seconds", "flops"]

@@ -15,7 +15,8 @@ from dataclasses import replace
 from itertools import pairwise
 
 from torchremat.planning.memory import Key, Lifetimes, Moment
-from torchremat.planning.profiling import Grains, Profile
+from torchremat.planning.profiling import Grains
+from torchremat.planning.reading import Profile
 from torchremat.planning.units import find_units, splittable
 
 _UNIT_MOMENTS = (Moment.FORWARD, Moment.LEFT, Moment.RECOMPUTE, Moment.BACKWARD, Moment.RELEASED)

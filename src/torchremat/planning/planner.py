@@ -14,7 +14,8 @@ from torchremat.planning.layout import bare, calls_of
 from torchremat.planning.memory import Live, Moment, Walk
 from torchremat.planning.plans import PlainSource, Plan, PlannedUnit, Point
 from torchremat.planning.prediction import over_bytes
-from torchremat.planning.profiling import Profile, profile
+from torchremat.planning.profiling import profile
+from torchremat.planning.reading import Profile
 from torchremat.planning.shapes import InputSizes
 from torchremat.planning.solving import Candidate, Search
 from torchremat.planning.tracing import Step

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torchremat.planning.memory import Key, Live, Moment, Walk
-from torchremat.planning.profiling import Profile
+from torchremat.planning.reading import Profile
 from torchremat.schedules.chain import Tree
 
 

@@ -18,81 +18,23 @@ import math
 import time
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from torch import nn
 
-from torchremat.errors import StepError
-from torchremat.measuring.allocator import AllocationTrace, check_no_profiler, heap_set_aside, record_allocations
-from torchremat.measuring.before import BytesBefore
+from torchremat.measuring.allocator import check_no_profiler, heap_set_aside, record_allocations
 from torchremat.measuring.runs import Subject, subject_of
 from torchremat.measuring.step import run_backward
 from torchremat.planning.budgets import free_on
 from torchremat.planning.layout import calls_of, check_bare, installed
-from torchremat.planning.memory import Key, Lifetimes, Live, Moment, UnitBytes, Walk
-from torchremat.planning.optimizers import OptimizerBytes, measure_optimizer
-from torchremat.planning.tracing import Step, named, trace
+from torchremat.planning.optimizers import measure_optimizer
+from torchremat.planning.reading import Profile, read_profile
+from torchremat.planning.tracing import Step, trace
 from torchremat.planning.units import Units, find_units, splittable
-from torchremat.planning.watching import Save, Watched, Watcher, every_unit
+from torchremat.planning.watching import Watcher, every_unit
 from torchremat.regions.settings import Settings
-from torchremat.schedules.chain import Tree
 
 # A fine step with more units than this is not watched: nobody could plan with so many.
 _MOST_UNITS = 2000
-
-
-@dataclass(frozen=True, kw_only=True)
-class UnitCosts:
-    """What running a unit's forward once more costs, and what its backward takes.
-
-    Attributes:
-        seconds: Of the whole forward.
-        seconds_truncated: Of a recompute that ends at the unit's last save, what the region itself takes included.
-        seconds_backward: Of its backward.
-        flops: Of the whole forward.
-        flops_truncated: Of the forward up to its last save.
-    """
-
-    seconds: float
-    seconds_truncated: float
-    seconds_backward: float
-    flops: int
-    flops_truncated: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Profile:
-    """What a plan is made from.
-
-    Attributes:
-        units: The units, with the trace.
-        sizes: Bytes, by unit.
-        lifetimes: What lives whatever the plan is.
-        costs: Seconds and flops, by unit.
-        order: Units in the order in which backward comes to them.
-        extra_bytes: Bytes live at each moment that do not depend on the plan, relative to the start of the step.
-        after_bytes: Highest live bytes between a moment and the next one, over those live at the moment.
-        start_bytes: Highest live bytes before the first unit is entered.
-        seconds: Of a step without any recompute, estimated.
-        forward_seconds: Of a forward.
-        before: What lies in memory before the step, gradients included.
-        device: Whose bytes these are.
-        optimizer: What `optimizer.step()` needs; None if no optimizer was given.
-    """
-
-    units: Units
-    sizes: tuple[UnitBytes, ...]
-    lifetimes: Lifetimes
-    costs: tuple[UnitCosts, ...]
-    order: tuple[int, ...]
-    extra_bytes: dict[Key, int]
-    after_bytes: dict[Key, int]
-    start_bytes: int
-    seconds: float
-    forward_seconds: float
-    before: BytesBefore
-    device: torch.device
-    optimizer: OptimizerBytes | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,7 +126,7 @@ def _measured(model: nn.Module, subject: Subject, units: Units, device: torch.de
                 run_backward(loss)
                 ends = recorder.mark("end")
             del loss
-    return _Reader(units, tree, watcher, recorder.trace, (begins, forward, ends)).profile(before)
+    return read_profile(units, tree, watcher, recorder.trace, before, marks=(begins, forward, ends))
 
 
 def _forward_seconds(subject: Subject, device: torch.device) -> float:
@@ -211,219 +153,3 @@ def _scaled(profile: Profile, forward_seconds: float) -> Profile:
         for cost in profile.costs
     )
     return replace(profile, costs=costs, seconds=profile.seconds * factor, forward_seconds=forward_seconds)
-
-
-class _Reader:
-    """Reads the profile out of the allocator's events."""
-
-    def __init__(
-        self, units: Units, tree: Tree, watcher: Watcher, trace: AllocationTrace, marks: tuple[int, int, int]
-    ) -> None:
-        self.units = units
-        self.tree = tree
-        self.watcher = watcher
-        self.begins, self.forward, self.ends = marks
-        self.freed_at = _frees(trace)
-        self.trace = _without_copies(trace, self.freed_at, watcher.copying)
-        self.marks: dict[Key, tuple[int, int]] = {}
-        self.live = np.concatenate([[0], self.trace.live_bytes()])
-        self.live_with_copies = np.concatenate([[0], trace.live_bytes()])
-
-    def at(self, mark: int) -> int:
-        return int(self.live[self.trace.marks[mark].position])
-
-    def over(self, first: int, last: int, base: int) -> int:
-        """Highest live bytes between two marks over those at the mark `base`."""
-        return max(0, self.trace.peak_bytes_between(first, last) - self.at(base))
-
-    def profile(self, before: BytesBefore) -> Profile:
-        watched, units = self.watcher.watched, self.units
-        for unit, own in enumerate(watched):
-            if own.begins < 0 or own.ends < 0:
-                raise StepError(
-                    f"{named(units.units[unit].name)} was called in one run of the step and not in the next; a plan "
-                    "needs the same calls in the same order."
-                )
-        order = tuple(self.watcher.order)
-        sizes = tuple(self.size(unit) for unit in range(len(watched)))
-        self.marks = self.moments(order)
-        extra, after = dict[Key, int](), dict[Key, int]()
-        lifetimes = Lifetimes(units, sizes)
-        for state in Walk(units, sizes, order, lifetimes, self.tree):
-            if isinstance(state, Live) and state.key in self.marks and state.key not in extra:
-                begin, end = self.marks[state.key]
-                extra[state.key] = self.at(begin) - state.held_bytes
-                after[state.key] = self.over(begin, end, begin)
-        recompute_s = sum(
-            (self.time(own.recomputed) - self.time(own.recompute)) for own in watched if own.recomputed >= 0
-        )
-        seconds = self.time(self.ends) - self.time(self.begins) - recompute_s
-        return Profile(
-            units=units,
-            sizes=sizes,
-            lifetimes=lifetimes,
-            costs=self.costs(),
-            order=order,
-            extra_bytes=extra,
-            after_bytes=after,
-            start_bytes=self.over(self.begins, watched[0].looks, self.begins),
-            seconds=seconds,
-            forward_seconds=self.time(self.forward) - self.time(self.begins),
-            before=before,
-            device=self.trace.device,
-        )
-
-    def time(self, mark: int) -> float:
-        return self.trace.marks[mark].time_ns * 1e-9
-
-    def moments(self, order: tuple[int, ...]) -> dict[Key, tuple[int, int]]:
-        """The marks at which the moments begin, and those until which what comes after them lasts."""
-        watched = self.watcher.watched
-        marks: dict[Key, tuple[int, int]] = {}
-        for unit, own in enumerate(watched):
-            marks[Moment.FORWARD, unit] = (own.looks, own.ends)
-            following = watched[unit + 1].looks if unit + 1 < len(watched) else self.forward
-            marks[Moment.LEFT, unit] = (own.ends, following)
-        first = watched[order[0]].recompute if order else self.ends
-        marks[Moment.END, 0] = (self.forward, first)
-        for place, unit in enumerate(order):
-            own = watched[unit]
-            following = watched[order[place + 1]].recompute if place + 1 < len(order) else self.ends
-            released = min(own.released if own.released >= 0 else following, following)
-            marks[Moment.RECOMPUTE, unit] = (own.recompute, own.recomputed)
-            marks[Moment.BACKWARD, unit] = (own.recomputed, released)
-            marks[Moment.RELEASED, unit] = (released, following)
-        return marks
-
-    def size(self, unit: int) -> UnitBytes:
-        own = self.watcher.watched[unit]
-        begin, end = (self.trace.marks[mark].position for mark in (own.begins, own.ends))
-        live = self.live[begin : end + 1] - self.live[begin]
-        boundary, left = set(own.boundary), set[int]()
-        inside: dict[tuple[int, int], int] = {}
-        stays = np.zeros(end - begin + 1, np.int64)
-        for save in own.saves:
-            address = save.storage.cdata
-            if address in own.outputs:
-                boundary.add(own.outputs[address])
-            allocated, freed = self.interval(save)
-            if address not in own.outputs and save.number >= 0:
-                if allocated is None:  # it was there before the unit and is none of its inputs
-                    boundary.add(save.number)
-                    continue
-                if self.units.outlives(save.number, unit):
-                    left.add(save.number)
-                    continue
-            if allocated is None:
-                continue
-            if (save.pointer, allocated) in inside:
-                continue
-            inside[save.pointer, allocated] = 0 if address in own.outputs else int(self.trace.delta_bytes[allocated])
-            if freed <= end:
-                # From its free on it would still be there.
-                stays[max(freed - begin, 0) + 1 :] += int(self.trace.delta_bytes[allocated])
-        last = self.watcher.last_save[unit]
-        cut = self.trace.marks[last].position - begin if last >= 0 else 0
-        kept = live + stays
-        return UnitBytes(
-            saved=frozenset(boundary),
-            left=frozenset(left),
-            inside_bytes=sum(inside.values()),
-            drop_peak_bytes=int(live.max()),
-            full_peak_bytes=int(kept.max()),
-            truncated_peak_bytes=int(kept[: cut + 1].max()),
-            exit_bytes=self.at(own.settles) - self.at(own.begins),
-            **self.copies(own),
-            has_backward=own.recompute >= 0,
-        )
-
-    def copies(self, own: Watched) -> dict[str, int]:
-        """What the unit's region copies of generator states and buffers; see `UnitBytes`."""
-        marks, live = self.trace.marks, self.live_with_copies
-        calls = [pair for pair in self.watcher.copying if own.looks <= pair[0] < own.ends]
-        settling = live[marks[own.settles].position : marks[own.ends].position + 1]
-        return {
-            "look_bytes": max(int(live[marks[b].position] - live[marks[a].position]) for a, b in calls),
-            "state_bytes": sum(self.at(b) - self.at(a) for a, b in calls),
-            "settle_bytes": int(settling.max() - settling[0]),
-        }
-
-    def interval(self, save: Save) -> tuple[int | None, int]:
-        """The events that allocated and freed a saved storage; None if it was there before its unit began."""
-        position = self.trace.marks[save.mark].position
-        begin = self.trace.marks[self.watcher.watched[save.unit].begins].position
-        candidates = self.freed_at.get(save.pointer, [])
-        for allocated, freed in candidates:
-            if begin <= allocated < position <= freed:
-                return allocated, freed
-        return None, 0
-
-    def backward_seconds(self, unit: int) -> float:
-        key = (Moment.RELEASED, unit)
-        if key not in self.marks:
-            return 0.0
-        return self.time(self.marks[key][1]) - self.time(self.marks[Moment.BACKWARD, unit][0])
-
-    def costs(self) -> tuple[UnitCosts, ...]:
-        watched = self.watcher.watched
-        groups: dict[tuple[object, ...], list[int]] = {}
-        for unit in range(len(watched)):
-            signature = tuple(self.units.trace.calls[call].signature for call in self.units.units[unit].calls)
-            groups.setdefault(signature, []).append(unit)
-        full, truncated = [0.0] * len(watched), [0.0] * len(watched)
-        for members in groups.values():
-            whole = float(np.median([self.time(watched[u].ends) - self.time(watched[u].begins) for u in members]))
-            cuts = [max(self.watcher.last_save[unit], watched[unit].begins) for unit in members]
-            begins = [watched[unit].begins for unit in members]
-            cut = float(np.median([self.time(a) - self.time(b) for a, b in zip(cuts, begins, strict=True)]))
-            for unit in members:
-                full[unit], truncated[unit] = whole, cut
-        # A recompute costs its unit's truncated forward and what the region itself takes, once in each recompute.
-        overhead = [
-            self.time(own.recomputed) - self.time(own.recompute) - truncated[unit]
-            for unit, own in enumerate(watched)
-            if own.recomputed >= 0
-        ]
-        region_seconds = max(0.0, float(np.median(overhead))) if overhead else 0.0
-        return tuple(
-            UnitCosts(
-                seconds=full[unit],
-                seconds_truncated=truncated[unit] + region_seconds,
-                seconds_backward=self.backward_seconds(unit),
-                flops=self.units.flops(unit),
-                flops_truncated=self.units.flops_truncated(unit),
-            )
-            for unit in range(len(watched))
-        )
-
-
-def _without_copies(
-    trace: AllocationTrace, freed_at: dict[int, list[tuple[int, int]]], copying: list[tuple[int, int]]
-) -> AllocationTrace:
-    """Return the trace without what regions copy before a call and drop after it, between the marks `copying`.
-
-    In another tree there are more or fewer regions around the call; what they keep for longer is left.
-    """
-    of_copies = np.zeros(len(trace.delta_bytes) + 2, np.bool_)
-    for begin, end in copying:
-        of_copies[trace.marks[begin].position : trace.marks[end].position] = True
-    delta = trace.delta_bytes.copy()
-    for intervals in freed_at.values():
-        for allocated, freed in intervals:
-            if of_copies[allocated] and of_copies[freed]:
-                delta[[allocated, freed]] = 0
-    return replace(trace, delta_bytes=delta)
-
-
-def _frees(trace: AllocationTrace) -> dict[int, list[tuple[int, int]]]:
-    """For each address the events that allocated and freed it; a storage that stays is freed after the last event."""
-    intervals: dict[int, list[tuple[int, int]]] = {}
-    open_at: dict[int, int] = {}
-    for event, (pointer, delta) in enumerate(zip(trace.ptr.tolist(), trace.delta_bytes.tolist(), strict=True)):
-        if delta > 0:
-            open_at[pointer] = event
-        elif pointer in open_at:
-            intervals.setdefault(pointer, []).append((open_at.pop(pointer), event))
-    for pointer, event in open_at.items():
-        intervals.setdefault(pointer, []).append((event, len(trace.ptr) + 1))
-    return intervals

@@ -17,7 +17,8 @@ from functools import cached_property
 from torchremat.planning.chains import Cost, chain_of
 from torchremat.planning.mixing import divisible, mixed
 from torchremat.planning.prediction import Prediction, predict
-from torchremat.planning.profiling import Grains, Profile
+from torchremat.planning.profiling import Grains
+from torchremat.planning.reading import Profile
 from torchremat.planning.units import Units
 from torchremat.schedules.chain import Chain, Keep, Region, Tree
 from torchremat.schedules.persistent import Persistent
