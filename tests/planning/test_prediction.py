@@ -23,6 +23,8 @@ from planning.steps import (
     under,
 )
 from torchremat.errors import UnsupportedError
+from torchremat.planning import profiling
+from torchremat.planning.mixing import divisible, mixed
 from torchremat.planning.prediction import predict
 from torchremat.schedules.chain import Keep, Region
 
@@ -119,6 +121,51 @@ def test_units_split_and_whole_are_predicted_within_a_few_percent(name):
 
     # A split unit's own code is seen in one step, whatever the mixture is; fit and verify measure the plan.
     assert {tree: both for tree, both in found.items() if abs(both[0] - both[1]) > 0.03 * both[1]} == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "split"),
+    # Its own code saves keys and values, which the next layer's arguments hold too; its result is a variable between.
+    [("gpt2 with a cache", "transformer.h.0.attn"), ("unet", "middle.1"), ("unet", "up2.1")],
+)
+def test_one_split_unit_is_predicted_to_the_byte(name, split):
+    model, step = MODELS[name]()
+    grains = profiling.profile(model, step)
+    calls = grains.coarse.units.trace.calls
+    profile = mixed(grains, frozenset(call for call in divisible(grains) if calls[call].name == split))
+
+    found = off(model, step, profile, trees_over(profile, 0, 2), outcome(model, step))
+
+    assert {tree: measured - predicted for tree, (measured, predicted) in found.items()} == dict.fromkeys(found, 0)
+
+
+def kept_by_links():
+    return [
+        # A nested region that stops at once, at the input of one nested in it, has taken its own input nevertheless.
+        ("attention", (Keep(0), Region((Keep(1), Region((Region((Keep(2),)),)))))),
+        ("encoder and decoder", (Region((Keep(0), Region((Region((Keep(1),)),)))), Keep(2), Keep(3))),
+        # The result of 16 is a link to 17, and its graph has the nested region's input as a leaf.
+        ("encoder layers", nest(24, (13, 18), (16, 18))),
+        # What 14 returns is no link: glue follows. Its graph goes, and with it the nested region with its states.
+        ("encoder layers", nest(24, (10, 19), (12, 15))),
+    ]
+
+
+def nest(count, outer, inner):
+    """All kept but a region of the units in the range `outer`, with one of those in `inner` inside."""
+    parts = tuple(map(Keep, range(count)))
+    inside = (*parts[outer[0] : inner[0]], Region(parts[slice(*inner)]), *parts[inner[1] : outer[1]])
+    return (*parts[: outer[0]], Region(inside), *parts[outer[1] :])
+
+
+@pytest.mark.parametrize(("name", "tree"), kept_by_links())
+def test_what_a_nested_recompute_holds_is_predicted_to_the_byte(name, tree):
+    model, step = KINDS[name]()
+    profile = coarse(model, step)
+
+    found = off(model, step, profile, [tree], outcome(model, step))
+
+    assert {tree: measured - predicted for tree, (measured, predicted) in found.items()} == {text(tree): 0}
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -104,19 +104,20 @@ class Lifetimes:
     """What of the boundary storages lives in a step whatever the plan is. Computed once for many walks.
 
     Attributes:
-        entered: For each unit the boundary storages that are alive when it is entered, in variables around the units.
+        boundary: The boundary storages.
+        entered: For each unit those that are alive when it is entered, in variables around the units.
         left: The same when it has returned.
         end: Those alive when the forward has.
         glue: Storages that code between the units saves, with the number of units that ran before.
     """
 
-    def __init__(self, units: Units, sizes: tuple[UnitBytes, ...]) -> None:
+    def __init__(self, units: Units, sizes: tuple[UnitBytes, ...], others: Iterable[int] = ()) -> None:
         self._trace = units.trace
-        self._boundary = {
+        self.boundary = {
             storage
             for unit, size in zip(units.units, sizes, strict=True)
             for storage in (*unit.inputs, *unit.outputs, *unit.carried, *size.saved, *size.left)
-        }
+        }.union(others)
         count = len(units.units)
         self.entered = [self._alive(units.entered(unit)) for unit in range(count)]
         self.left = [self._alive(units.left(unit)) for unit in range(count)]
@@ -125,7 +126,7 @@ class Lifetimes:
 
     def _alive(self, time: int) -> list[int]:
         born, died = self._trace.born, self._trace.died
-        return [s for s in self._boundary if born[s] <= time <= died.get(s, time)]
+        return [s for s in self.boundary if born[s] <= time <= died.get(s, time)]
 
     def _glue(self, units: Units) -> list[tuple[int, int]]:
         inside: set[int] = set()
@@ -134,7 +135,7 @@ class Lifetimes:
                 inside.update(self._trace.descendants(call))
         saved = [one for i, call in enumerate(self._trace.calls) if i not in inside for one in call.saved]
         ends = [units.left(unit) for unit in range(len(units.units))]
-        return [(s, sum(end <= t for end in ends)) for s, t in (*saved, *self._trace.step_saved) if s in self._boundary]
+        return [(s, sum(end <= t for end in ends)) for s, t in (*saved, *self._trace.step_saved) if s in self.boundary]
 
 
 class Walk:
@@ -321,8 +322,11 @@ class Walk:
             for storage, producer in self.units.units[unit].links:
                 if producer >= region.first:
                     linked[storage] = unit
-        links: set[int] = set()
-        states = 0  # of the new nested regions, which go with the recompute's graph
+        # What links keep alive by way of their graphs as long as they are needed: inputs that the recompute has
+        # unpacked, which are leaves there, and nested regions of the recompute, by id and negative, with their states.
+        graphs: dict[int, set[int]] = {}
+        states: dict[int, int] = {}
+        ends: dict[int, int] = {}
         for unit in range(region.first, last + 1):
             node, size, own = children[unit], self.sizes[unit], self.units.units[unit]
             if isinstance(node, Region):
@@ -331,29 +335,42 @@ class Walk:
                 self.hold(held)
             if unit == last and not runs_last:
                 break
-            levels = len(self.around[unit]) - self.depth[id(region)]
-            if levels:
-                peak = size.dropping_bytes(levels)
+            inner = self.around[unit][self.depth[id(region)] :]
+            if inner:
+                peak = size.dropping_bytes(len(inner))
             else:
                 peak = size.truncated_peak_bytes if unit == last else size.full_peak_bytes
             # The states of now are set aside meanwhile, and put back.
             peak += size.state_bytes
-            yield Live(key, self.total(links), peak, f"recompute of {own.name}", unit)
+            yield Live(key, self.total(graphs), peak, f"recompute of {own.name}", unit)
             yield Ran(unit, truncated=unit == last and isinstance(node, Keep))
             if isinstance(node, Keep):
                 self.keep(unit, again=True)
                 available.add(unit)
-            states += size.state_bytes * levels
-            self.inside += size.state_bytes * levels
-            links |= {s for s in own.outputs if linked.get(s, -1) > unit}
-            links -= {s for s in links if linked[s] <= unit}
+            for one in inner:
+                states[id(one)] = states.get(id(one), 0) + size.state_bytes
+                ends[id(one)] = one.last
+                self.inside += size.state_bytes
+            reached = {-id(one) for one in inner}.union(*(graphs.get(s, (s,)) for s in own.inputs))
+            graphs.update(dict.fromkeys(own.outputs, reached))
+            graphs = {s: kept for s, kept in graphs.items() if linked.get(s, -1) > unit}
+            kept = set[int]().union(*graphs.values())
+            for one in [one for one in states if ends[one] <= unit and -one not in kept]:
+                self.inside -= states.pop(one)
             if nested:
                 # A nested region's inputs are values of its parent's recompute, and go with their last use in its own.
-                slots = self.slots.get(id(region), [])
-                used = [storage for storage in slots if self.last_use(region, storage) <= unit]
-                self.release(used)
-                self.slots[id(region)] = [storage for storage in slots if storage not in used]
-        self.inside -= states
+                slots = self.slots.get(id(region), ())
+                self.let_go(region, {s for s in slots if self.last_use(region, s) <= unit and s not in kept})
+        self.inside -= sum(states.values())
+        if nested:
+            # The call at which it stops has taken its inputs too, and then all that was taken goes.
+            self.let_go(region, {s for unit in range(region.first, last + 1) for s in self.external(region, unit)})
+
+    def let_go(self, region: Region, gone: set[int]) -> None:
+        """Release what a nested region has held and holds no longer."""
+        slots = self.slots.get(id(region), [])
+        self.slots[id(region)] = [storage for storage in slots if storage not in gone]
+        self.release(storage for storage in slots if storage in gone)
 
     def last_use(self, region: Region, storage: int) -> int:
         """The last unit of a region that takes a storage."""

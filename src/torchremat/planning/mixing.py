@@ -14,10 +14,11 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 
-from torchremat.planning.memory import Key, Lifetimes, Moment
+from torchremat.planning.memory import Key, Lifetimes, Live, Moment, Walk
 from torchremat.planning.profiling import Grains
 from torchremat.planning.reading import Profile
 from torchremat.planning.units import find_units, splittable
+from torchremat.planning.watching import every_unit
 
 _UNIT_MOMENTS = (Moment.FORWARD, Moment.LEFT, Moment.RECOMPUTE, Moment.BACKWARD, Moment.RELEASED)
 
@@ -46,10 +47,27 @@ def mixed(grains: Grains, split: frozenset[int]) -> Profile:
     return _Mixture(grains.coarse, grains.fine, split).profile()
 
 
+def _with_boundary(profile: Profile, boundary: set[int]) -> Profile:
+    """Return the profile with more boundary storages, which are then no longer in what is live beside the plan."""
+    lifetimes = Lifetimes(profile.units, profile.sizes, boundary)
+    now, before = (
+        Walk(profile.units, profile.sizes, profile.order, one, every_unit(profile.units))
+        for one in (lifetimes, profile.lifetimes)
+    )
+    extra = dict(profile.extra_bytes)
+    for a, b in zip(now, before, strict=True):
+        if isinstance(a, Live) and isinstance(b, Live) and a.key in extra:
+            extra[a.key] = profile.extra_bytes[a.key] + b.held_bytes - a.held_bytes
+    return replace(profile, lifetimes=lifetimes, extra_bytes=extra)
+
+
 class _Mixture:
     def __init__(self, coarse: Profile, fine: Profile, split: frozenset[int]) -> None:
-        self.coarse = coarse
-        self.fine = fine
+        # What is a boundary storage in one of the two has to be one in both, and in the mixture: else a variable that
+        # is alive for a while, or what a unit's own code saves, would count beside the plan here and in it there.
+        self.boundary = coarse.lifetimes.boundary | fine.lifetimes.boundary
+        self.coarse = coarse = _with_boundary(coarse, self.boundary)
+        self.fine = fine = _with_boundary(fine, self.boundary)
         self.units = find_units(coarse.units.trace, split)
         self.coarse_index = {unit.calls: index for index, unit in enumerate(coarse.units.units)}
         self.fine_index = {unit.calls: index for index, unit in enumerate(fine.units.units)}
@@ -119,7 +137,7 @@ class _Mixture:
             self.coarse,
             units=self.units,
             sizes=sizes,
-            lifetimes=Lifetimes(self.units, sizes),
+            lifetimes=Lifetimes(self.units, sizes, self.boundary),
             costs=tuple(source.costs[place] for source, place, _ in self.origin),
             order=tuple(order),
             extra_bytes=extra,
