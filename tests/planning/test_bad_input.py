@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity
 
 from planning.kinds import KINDS, Loop, block, inputs, linear, square
 from planning.steps import differences, fingerprint, outcome, recomputed_flops
-from torchremat import Planner, StepError, UnsupportedError, plan
+from torchremat import PlanError, Planner, StepError, UnsupportedError, WrapError, fit, measure, plan, verify, wrap
 
 
 def step(model):
@@ -200,3 +200,58 @@ def test_a_step_that_raises_in_the_recompute_alone_leaves_everything():
 
     changed = before.changes(fingerprint(model))
     assert changed == ["1.runs"]
+
+
+CALLS = {
+    "plan": lambda model, own, **options: plan(model, own, budget="80%", **options),
+    "fit": lambda model, own, **options: fit(model, own, budget="80%", **options),
+    "verify": lambda model, own, **options: verify(model, own, **options),
+    "measure": lambda model, own, **options: measure(own, model, **options),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"model": [Loop]}, r"model: a torch.nn.Module is needed, got list"),
+        ({"model": Loop}, r"model: a torch.nn.Module is needed, got type"),
+        ({"own": None}, r"step: a function that returns the loss is needed, got NoneType"),
+        ({"own": lambda: None}, r"step: it is called as `step\(model\)`, which .* does not take: too many positional"),
+        ({"own": lambda m, x: None}, r"step: it is called as `step\(model\)`, .*: missing a required argument: 'x'"),
+        ({"optimizer": torch.optim.SGD}, r"optimizer: a torch.optim.Optimizer is needed, got type"),
+    ],
+)
+def test_arguments_of_another_kind_are_named(call, change, said):
+    # These ended in an AttributeError from within: 'list' object has no attribute 'named_parameters'.
+    with pytest.raises(StepError, match=said):
+        call(**{"model": Loop(), "own": step, **change})
+
+
+def test_what_is_no_model_is_named_where_plans_and_regions_go():
+    made = plan(Loop(), step, budget="100%")
+
+    with pytest.raises(StepError, match="got NoneType"):
+        verify(None, step)
+    with pytest.raises(PlanError, match=r"model: a torch.nn.Module is needed, got NoneType"):
+        made.apply(None)
+    with pytest.raises(PlanError, match=r"model: a torch.nn.Module is needed, got function"):
+        made.remove(step)
+    with pytest.raises(WrapError, match=r"model: a torch.nn.Module is needed, got NoneType"):
+        wrap(None, "*")
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize(
+    ("device", "said"),
+    [
+        ("gpu", r"device='gpu' is no device, like \"cpu\" or \"cuda:0\""),
+        (object(), r"device=<object .* is no device"),
+        (f"cuda:{torch.cuda.device_count()}", r"torch finds \d+ CUDA devices here"),
+        ("meta", r"on cpu and cuda, not on meta"),
+    ],
+)
+def test_devices_that_are_not_there_are_named(call, device, said):
+    # Without CUDA, torch raises an AssertionError here, which the documentation calls a bug of the library.
+    with pytest.raises(UnsupportedError, match=said):
+        call(Loop(), step, device=device)

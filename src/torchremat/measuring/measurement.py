@@ -144,7 +144,7 @@ def measure(
         UnsupportedError: The device is neither a CPU nor a CUDA device.
     """
     subject = subject_of(step, model, optimizer)
-    place = _with_index(subject.device() if device is None else torch.device(device))
+    place = _with_index(subject.device(device))
     foreign_profiler = profiler_is_active()
     with heap_set_aside():
         # Before any hook is set: code that dynamo compiles with our hooks in place would keep their graph breaks.

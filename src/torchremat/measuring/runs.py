@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from torchremat._compat import top_saved_tensor_hooks
+from torchremat.errors import UnsupportedError
 from torchremat.measuring.allocator import record_allocations
 from torchremat.measuring.before import BytesBefore, bytes_before
 from torchremat.measuring.flops import FlopCounter
 from torchremat.measuring.modules import module_stack
-from torchremat.measuring.step import check_materialised, holdings_of, loss_of, run_backward
+from torchremat.measuring.step import check_arguments, check_materialised, holdings_of, loss_of, run_backward
 from torchremat.measuring.timeline import Change, Timeline, timeline_of
 from torchremat.measuring.tracker import StorageTracker
 from torchremat.measuring.untouched import gradient_leaves, untouched
@@ -56,10 +57,26 @@ class Subject:
             device=device,
         )
 
-    def device(self) -> torch.device:
-        """Return the device of the first parameter, or else of the first input; the CPU if there is neither."""
+    def device(self, wanted: torch.device | str | None = None) -> torch.device:
+        """Return the device wanted; if none is, that of the first parameter or else input, or the CPU.
+
+        Raises:
+            UnsupportedError: There is no such device.
+        """
+        if wanted is not None:
+            return _existing(wanted)
         parameters = [parameter for model in self.models for parameter in model.parameters()]
         return next((tensor.device for tensor in [*parameters, *self.inputs]), torch.device("cpu"))
+
+
+def _existing(wanted: torch.device | str) -> torch.device:
+    try:
+        place = torch.device(wanted)
+    except (RuntimeError, TypeError) as error:
+        raise UnsupportedError(f'device={wanted!r} is no device, like "cpu" or "cuda:0".') from error
+    if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
+        raise UnsupportedError(f"device={wanted!r}: torch finds {torch.cuda.device_count()} CUDA devices here.")
+    return place
 
 
 def subject_of(
@@ -68,8 +85,9 @@ def subject_of(
     """Return the step together with the modules and tensors that it holds.
 
     Raises:
-        StepError: A parameter has no values to run with.
+        StepError: One of the arguments is no model, step or optimizer, or a parameter has no values to run with.
     """
+    check_arguments(step, model, optimizer)
     holdings = holdings_of(step)
     models = {id(root): root for root in (*(() if model is None else (model,)), *holdings.modules)}
     for root in models.values():

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import CodeType, FunctionType, MethodType
@@ -153,6 +154,29 @@ def _global_names(code: CodeType) -> Iterator[str]:
     for constant in code.co_consts:  # lambdas and comprehensions written inside the step
         if isinstance(constant, CodeType):
             yield from _global_names(constant)
+
+
+def check_arguments(step: object, model: object, optimizer: object) -> None:
+    """Raise where what should be a step, a model or an optimizer is something else.
+
+    Raises:
+        StepError: The step cannot be called with the model, or without arguments if there is none.
+    """
+    if model is not None and not isinstance(model, nn.Module):
+        raise StepError(f"model: a torch.nn.Module is needed, got {type(model).__name__}.")
+    if not callable(step):
+        raise StepError(f"step: a function that returns the loss is needed, got {type(step).__name__}.")
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise StepError(f"optimizer: a torch.optim.Optimizer is needed, got {type(optimizer).__name__}.")
+    try:
+        signature = inspect.signature(step)
+    except (TypeError, ValueError):  # some callables of C have none
+        return
+    try:
+        signature.bind(*(() if model is None else (model,)))
+    except TypeError as error:
+        call = "step()" if model is None else "step(model)"
+        raise StepError(f"step: it is called as `{call}`, which {step!r:.80} does not take: {error}.") from error
 
 
 def check_materialised(model: nn.Module) -> None:

@@ -56,11 +56,11 @@ class Planner:
             raise BudgetError(f"cost={cost!r}: allowed are 'seconds' and 'flops'.")
         if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]: users are not type-checked
             raise StepError(f"model: a torch.nn.Module is needed, got {type(model).__name__}.")
-        grains = profile(model, step, optimizer=optimizer, device=device)
+        self._subject = subject_of(step, model, optimizer)
+        grains = profile(model, step, optimizer=optimizer, device=self._subject.device(device))
         self.profile: Profile = grains.coarse
         self.solver = Search(grains, cost)
         self._model = model
-        self._subject = subject_of(step, model, optimizer)
         self._parameters = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         self._plain: tuple[int, PlainSource] | None = None
 

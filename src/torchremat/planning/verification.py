@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from torchremat.errors import StepError
 from torchremat.measuring.runs import Subject, run_counted, run_plain, run_traced, subject_of
 from torchremat.measuring.sizes import format_bytes
 from torchremat.measuring.step import run_backward
@@ -100,8 +101,10 @@ def verify(
     Raises:
         StepError: The step returns no loss.
     """
+    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]: users are not type-checked
+        raise StepError(f"model: a torch.nn.Module is needed, got {type(model).__name__}.")
     subject = subject_of(step, model, optimizer)
-    place = subject.device() if device is None else torch.device(device)
+    place = subject.device(device)
     regions = sum(map(is_wrapped, model.modules()))
     state_bytes = 0 if optimizer is None else measure_optimizer(subject, optimizer, place).state_bytes
     with_regions = _run(subject, place, state_bytes)

@@ -204,6 +204,8 @@ def matching(model: nn.Module, pattern: Pattern) -> list[tuple[str, nn.Module]]:
     Raises:
         WrapError: None does.
     """
+    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]: users are not type-checked
+        raise WrapError(f"model: a torch.nn.Module is needed, got {type(model).__name__}.")
     named = list(model.named_modules())
     if isinstance(pattern, str):
         matches = [(name, module) for name, module in named if _glob(name, pattern)]
