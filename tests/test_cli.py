@@ -28,6 +28,10 @@ def with_optimizer():
     model, step = build()
     return model, step, torch.optim.AdamW(model.parameters())
 
+def with_lbfgs():
+    model, step = build()
+    return model, step, torch.optim.LBFGS(model.parameters())
+
 def no_loss():
     return nn.Linear(2, 2), lambda model: None
 
@@ -167,6 +171,8 @@ def test_a_wrong_option_is_refused(arguments, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["measure", "factories:with_lbfgs"], "UnsupportedError: LBFGS.step() has to run by itself"),
+        (["plan", "factories:with_lbfgs", "--budget", "60%"], "UnsupportedError: LBFGS.step() has to run by itself"),
         (["measure", "factories:no_loss"], "StepError: the step returned None"),
         (["plan", "factories:build", "--budget", "6GB/s"], "BudgetError: '6GB/s' is not a size"),
         (["plan", "factories:build", "--budget", "0"], "BudgetError: a size must be at least 1 B"),

@@ -28,6 +28,7 @@ from torchremat.measuring.step import loss_of, run_backward
 from torchremat.planning.budgets import percentage_of
 from torchremat.planning.chains import Cost
 from torchremat.planning.fitting import fit_with
+from torchremat.planning.optimizers import step_alone
 from torchremat.planning.planner import Planner
 from torchremat.planning.plans import Plan
 from torchremat.planning.tracing import Step
@@ -60,7 +61,7 @@ class Subject:
         """Run one training step if there is an optimizer, so that its state is there, and counted, from now on."""
         if self.optimizer is not None:
             run_backward(loss_of(self.step(self.model)))
-            self.optimizer.step()
+            step_alone(self.optimizer, self.optimizer.step)
             self.optimizer.zero_grad()
 
 

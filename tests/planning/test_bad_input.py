@@ -255,3 +255,35 @@ def test_devices_that_are_not_there_are_named(call, device, said):
     # Without CUDA, torch raises an AssertionError here, which the documentation calls a bug of the library.
     with pytest.raises(UnsupportedError, match=said):
         call(Loop(), step, device=device)
+
+
+class Sparse(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.rest = nn.Embedding(100, 64, sparse=True), Loop()
+
+    def forward(self, words):
+        return self.rest(self.words(words))
+
+
+def sparse_step(model):
+    return square(model(torch.arange(32)))
+
+
+@pytest.mark.parametrize("call", [CALLS["plan"], CALLS["fit"], CALLS["verify"]], ids=["plan", "fit", "verify"])
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda model: torch.optim.LBFGS(model.parameters()), r"LBFGS.step\(\) has to run by itself .*'closure'"),
+        (lambda model: torch.optim.SparseAdam(model.words.parameters()), r"SparseAdam.step\(\) .* dense gradients"),
+    ],
+)
+def test_optimizers_that_cannot_step_by_themselves_are_named(call, make, said):
+    model = Sparse()
+    optimizer = make(model)
+    before = fingerprint(model, optimizer=optimizer)
+
+    with pytest.raises(UnsupportedError, match=said + ".*Leave the optimizer out"):
+        call(model, sparse_step, optimizer=optimizer)
+
+    assert before.changes(fingerprint(model, optimizer=optimizer)) == []

@@ -11,6 +11,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from torchremat.errors import UnsupportedError
 from torchremat.measuring.allocator import record_allocations
 from torchremat.measuring.before import bytes_before
 from torchremat.measuring.runs import Subject
@@ -37,6 +38,9 @@ def measure_optimizer(subject: Subject, optimizer: torch.optim.Optimizer, device
 
     Copies lie in host memory meanwhile. The hooks of the optimizer are not run, and a scheduler that counts its steps
     does not see this one.
+
+    Raises:
+        UnsupportedError: See `step_alone`.
     """
     leaves = gradient_leaves(subject.models, optimizer, subject.inputs)
 
@@ -50,11 +54,28 @@ def measure_optimizer(subject: Subject, optimizer: torch.optim.Optimizer, device
     with subject.untouched(), written_back(leaves), _state_put_back(optimizer):
         before = state_bytes()
         with record_allocations(device) as recorder:
-            unwrapped(optimizer)
+            step_alone(optimizer, lambda: unwrapped(optimizer))
         after = state_bytes()
     return OptimizerBytes(
         name=type(optimizer).__name__, state_bytes=after - before, peak_bytes=recorder.trace.peak_bytes
     )
+
+
+def step_alone(optimizer: torch.optim.Optimizer, step: Callable[[], object]) -> None:
+    """Run the step of an optimizer, given as `step`, without a closure.
+
+    Raises:
+        UnsupportedError: It cannot run like that: LBFGS needs a closure, SparseAdam wants other gradients than zeros.
+    """
+    try:
+        step()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        raise UnsupportedError(
+            f"{type(optimizer).__name__}.step() has to run by itself for its bytes to be counted, and it cannot: "
+            f"{error}. Leave the optimizer out, and leave room for its bytes in the budget."
+        ) from error
 
 
 @contextmanager
