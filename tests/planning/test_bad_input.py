@@ -287,3 +287,62 @@ def test_optimizers_that_cannot_step_by_themselves_are_named(call, make, said):
         call(model, sparse_step, optimizer=optimizer)
 
     assert before.changes(fingerprint(model, optimizer=optimizer)) == []
+
+
+class Unusual(torch.optim.SGD):
+    """Keeps what it counts in places where torch's own optimizers keep nothing."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.state["steps"] = 0
+        self.rates = [torch.zeros(())]
+
+    def step(self, closure=None):
+        self.state["steps"] += 1
+        self.rates.append(torch.ones(()))
+        self.rates[0].add_(1)
+        self.last = self.rates[-1]
+        for group in self.param_groups:
+            group["seen"] = True
+            for parameter in group["params"]:
+                self.state[parameter].setdefault("history", []).append(parameter.grad.clone())
+        super().step()
+
+
+@pytest.mark.parametrize("ran", [False, True])
+def test_an_optimizer_with_a_state_of_its_own_kind_is_left_as_it_was(ran):
+    # A number among the state ended in a TypeError, attributes and options stayed as the step had left them, and a list
+    # in the state kept what the step had appended.
+    model = Loop()
+    optimizer = Unusual(model.parameters(), lr=0.1)
+    if ran:
+        step(model).backward()
+        optimizer.step()
+    first = next(model.parameters())
+
+    def told():
+        history = [one.clone() for one in optimizer.state[first]["history"]] if ran else None
+        return (
+            sorted(vars(optimizer)),
+            optimizer.state["steps"],
+            optimizer.rates[0].item(),
+            len(optimizer.rates),
+            history,
+        )
+
+    before, same = told(), fingerprint(model, optimizer=optimizer)
+
+    plan(model, step, budget="100%", optimizer=optimizer)
+
+    assert same.changes(fingerprint(model, optimizer=optimizer)) == []
+    assert str(told()) == str(before)
+
+
+def test_the_tensor_of_a_learning_rate_stays_the_same_object():
+    model = Loop()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-3))
+    rate = optimizer.param_groups[0]["lr"]
+
+    plan(model, step, budget="100%", optimizer=optimizer)
+
+    assert optimizer.param_groups[0]["lr"] is rate

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -51,7 +50,7 @@ def measure_optimizer(subject: Subject, optimizer: torch.optim.Optimizer, device
     step = type(optimizer).step
     # `Optimizer` wraps the step of each subclass in one that runs hooks and counts.
     unwrapped = cast("Callable[[torch.optim.Optimizer], object]", getattr(step, "__wrapped__", step))
-    with subject.untouched(), written_back(leaves), _state_put_back(optimizer):
+    with subject.untouched(), written_back(leaves), _put_back(optimizer):
         before = state_bytes()
         with record_allocations(device) as recorder:
             step_alone(optimizer, lambda: unwrapped(optimizer))
@@ -79,21 +78,39 @@ def step_alone(optimizer: torch.optim.Optimizer, step: Callable[[], object]) -> 
 
 
 @contextmanager
-def _state_put_back(optimizer: torch.optim.Optimizer) -> Generator[None]:
-    state = cast("dict[Tensor, dict[str, object]]", optimizer.state)
-    groups = cast("list[dict[str, object]]", optimizer.param_groups)
-    before = {key: dict(value) for key, value in state.items()}
-    options = [{name: copy.copy(value) for name, value in group.items() if name != "params"} for group in groups]
-    tensors = [value for values in before.values() for value in values.values() if isinstance(value, Tensor)]
+def _put_back(optimizer: torch.optim.Optimizer) -> Generator[None]:
+    """Put back what an optimizer's attributes hold: dicts and lists with their items, tensors with their values.
+
+    Not of its parameters. Each object stays the one that it is: a schedule may hold the tensor of a learning rate.
+    """
+    dicts: list[tuple[dict[object, object], dict[object, object]]] = []
+    lists: list[tuple[list[object], list[object]]] = []
+    tensors: list[Tensor] = []
+    groups = cast("list[dict[str, list[object]]]", optimizer.param_groups)
+    seen = {id(parameter) for group in groups for parameter in group["params"]}
+    waiting: list[object] = [vars(optimizer)]
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, Tensor):
+            tensors.append(value)
+        elif isinstance(value, dict):
+            table = cast("dict[object, object]", value)
+            dicts.append((table, dict(table)))
+            waiting += table.values()
+        elif isinstance(value, list):
+            items = cast("list[object]", value)
+            lists.append((items, list(items)))
+            waiting += items
     try:
         with written_back(tensors):
             yield
     finally:
-        for key in list(state):
-            if key in before:
-                state[key].clear()
-                state[key].update(before[key])
-            else:
-                del state[key]
-        for group, values in zip(groups, options, strict=True):
-            group.update(values)
+        for table, before in dicts:
+            for key in table.keys() - before.keys():
+                del table[key]
+            table.update(before)
+        for items, was in lists:
+            items[:] = was
