@@ -346,3 +346,41 @@ def test_the_tensor_of_a_learning_rate_stays_the_same_object():
     plan(model, step, budget="100%", optimizer=optimizer)
 
     assert optimizer.param_groups[0]["lr"] is rate
+
+
+def test_sparse_gradients_that_are_there_are_compared():
+    # A gradient from an earlier step makes those of the runs sparse, and torch.equal knows no sparse tensors.
+    model = Sparse()
+    sparse_step(model).backward()
+    grad = model.words.weight.grad
+    made = plan(model, sparse_step, budget="90%")
+    made.apply(model)
+
+    report = verify(model, sparse_step)
+
+    assert report.is_exact is True
+    assert model.words.weight.grad is grad
+    assert grad.is_sparse
+
+
+def test_complex_gradients_are_compared_in_both_parts():
+    class Turns(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.runs = nn.Parameter(torch.ones(4, dtype=torch.cfloat)), 0
+
+        def forward(self, x):
+            self.runs += 1
+            return (self.weight * x * (1 if self.runs <= 2 else 1j)).real.sum()
+
+    report = verify(Turns(), lambda model: model(torch.ones(4)))
+
+    assert "the gradient of `weight` differs by up to 1.41" in report.differences
+
+
+def test_a_complex_loss_is_named():
+    model = nn.Linear(4, 4, dtype=torch.cfloat)
+
+    for call in CALLS.values():
+        with pytest.raises(StepError, match=r"a complex loss \(torch.complex64\).*real part"):
+            call(model, lambda m: m(torch.ones(2, 4, dtype=torch.cfloat)).sum())

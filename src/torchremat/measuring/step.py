@@ -32,7 +32,7 @@ def loss_of(result: object) -> Tensor:
     """Return the loss in what a step returned: a scalar tensor, an object with a `.loss`, or a dict with a `"loss"`.
 
     Raises:
-        StepError: There is no tensor there, or it has more than one element, or it does not require grad.
+        StepError: There is no tensor there, or it has more than one element, is complex, or does not require grad.
     """
     loss: object = result
     if isinstance(result, Mapping):
@@ -45,6 +45,11 @@ def loss_of(result: object) -> Tensor:
         raise StepError(
             f"the step returned a loss of shape {tuple(loss.shape)}, which backward cannot start from. "
             f"{_ALLOWED}; reduce it, for example with `.mean()`."
+        )
+    if loss.is_complex():
+        raise StepError(
+            f"the step returned a complex loss ({loss.dtype}), which backward cannot start from. {_ALLOWED}; "
+            "take its real part or its absolute value."
         )
     if not loss.requires_grad:
         raise StepError(

@@ -152,18 +152,22 @@ def _run(subject: Subject, device: torch.device, state_bytes: int) -> _Run:
         leaves = gradient_leaves(subject.models, subject.optimizer, subject.inputs)
         for place, leaf in enumerate(leaves):
             if leaf.grad is not None:
-                outcome[f"the gradient of `{names.get(id(leaf), f'input {place}')}`"] = leaf.grad.detach().to(
-                    "cpu", copy=True
-                )
+                outcome[f"the gradient of `{names.get(id(leaf), f'input {place}')}`"] = _copied(leaf.grad)
         for model in subject.models:
             for name, buffer in model.named_buffers():
-                outcome[f"the buffer `{name}`"] = buffer.detach().to("cpu", copy=True)
+                outcome[f"the buffer `{name}`"] = _copied(buffer)
     return _Run(
         outcome=outcome,
         before_bytes=before,
         peak_bytes=before + traced.peak_bytes,
         kept_bytes=traced.kept_bytes,
     )
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    """Return a copy in host memory; a dense one of a sparse tensor, since those cannot be compared."""
+    copied = tensor.detach().to("cpu", copy=True)
+    return copied if copied.layout is torch.strided else copied.to_dense()
 
 
 def _seconds(
@@ -186,7 +190,8 @@ def _differences(ours: dict[str, Tensor], plain: dict[str, Tensor]) -> Generator
         if found is None or found.shape != expected.shape or found.dtype != expected.dtype:
             yield f"{name} is missing or has another shape"
         elif not torch.equal(found, expected) and not _equal_with_nan(found, expected):
-            distance = (found.double() - expected.double()).abs().max().item()
+            wide = torch.complex128 if expected.is_complex() else torch.float64
+            distance = (found.to(wide) - expected.to(wide)).abs().max().item()
             yield f"{name} differs by up to {distance:.3g}"
     yield from (f"{name} exists with the regions alone" for name in ours if name not in plain)
 
