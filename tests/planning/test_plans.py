@@ -360,8 +360,9 @@ def test_a_larger_input_warns_once_and_is_exact():
     def step(m):
         return square(m(larger))
 
-    with pytest.warns(ShapeWarning, match="the model.* is called with 19200 input elements, .* for 16384"):
+    with pytest.warns(ShapeWarning, match="the model.* is called with 19200 input elements, .* for 16384") as caught:
         first = outcome(model, step)
+    assert caught[0].filename == __file__  # it pointed at a line of the library
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         second = outcome(model, step)

@@ -29,5 +29,5 @@ class InputSizes:
                 f"{planned}; its budget holds for those "
                 "shapes only. Plan again with the largest batch.",
                 ShapeWarning,
-                stacklevel=6,
+                stacklevel=9,  # the code that called the root
             )
