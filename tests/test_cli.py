@@ -39,6 +39,7 @@ def broken():
     raise RuntimeError("of the user's own")
 
 def nothing(): pass
+def with_a_width(width): return nothing()
 def only_a_model(): return nn.Linear(2, 2)
 def no_model(): return 1, 2
 def no_step(): return nn.Linear(2, 2), 2
@@ -96,6 +97,10 @@ def test_a_budget_of_digits_is_bytes():
     assert "10000000" in run("plan", "factories:build", "--budget", "10000000").stdout
 
 
+def test_no_margin_can_be_said():
+    run("plan", "factories:build", "--budget", "100%", "--margin", "0")
+
+
 def test_a_margin_is_part_of_the_budget(folder):
     run("plan", "factories:build", "--budget", "1MB", "--margin", "400kB", "--out", "p.json")
 
@@ -133,6 +138,8 @@ def test_fit_confirms_and_writes(folder):
         ("factories", "`module:factory` is needed"),
         ("factories:", "`module:factory` is needed"),
         ("factories.py:build", "the name of a module is needed"),
+        (".factories:build", "the name of a module is needed"),
+        ("factories:with_a_width", "is called without arguments, which it does not take: missing a required argument"),
         ("no.such.thing:build", "there is no module 'no'"),
         ("factories.inner:build", "there is no module 'factories.inner'"),
         ("factories:bild", "module 'factories' has no 'bild'. It defines build, with_optimizer"),
@@ -157,6 +164,7 @@ def test_a_wrong_target_is_refused(target, message):
         (["measure", "factories:build", "--device", "gpu7"], "'gpu7' is no device"),
         (["measure", "factories:build", "--plot", "no/such/folder.png"], "cannot be written"),
         (["plan", "factories:build", "--budget", "60%", "--out", "."], "cannot be written"),
+        (["plan", "factories:build", "--budget", "60%", "--out", "/dev/full"], "cannot be written: [Errno 28]"),
         (["plan", "factories:build"], "--budget"),
         (["plan", "factories:build", "--budget", "60%", "--cost", "money"], "money"),
     ],
@@ -173,6 +181,11 @@ def test_a_wrong_option_is_refused(arguments, message):
     [
         (["measure", "factories:with_lbfgs"], "UnsupportedError: LBFGS.step() has to run by itself"),
         (["plan", "factories:with_lbfgs", "--budget", "60%"], "UnsupportedError: LBFGS.step() has to run by itself"),
+        (["measure", "factories:build", "--plot", "step"], "UnsupportedError: step: the ending says which kind"),
+        (
+            ["measure", "factories:build", "--plot", "step.bmb"],
+            "UnsupportedError: step.bmb: the ending",
+        ),
         (["measure", "factories:no_loss"], "StepError: the step returned None"),
         (["plan", "factories:build", "--budget", "6GB/s"], "BudgetError: '6GB/s' is not a size"),
         (["plan", "factories:build", "--budget", "0"], "BudgetError: a size must be at least 1 B"),

@@ -8,6 +8,7 @@ step, the budget or the plan, 2 if something is wrong with the command.
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Callable, Generator
@@ -74,7 +75,7 @@ def load(target: str) -> Subject:
     module_name, colon, path = target.partition(":")
     if not colon or not module_name or not path:
         raise TargetError(f"{target!r}: `module:factory` is needed, like `train:build`.")
-    if module_name.endswith(".py") or "/" in module_name:
+    if module_name.endswith(".py") or "/" in module_name or module_name.startswith("."):
         raise TargetError(f"{module_name!r}: the name of a module is needed, like `train`, not of a file.")
     found: object = _imported(module_name)
     for name in path.split("."):
@@ -83,6 +84,12 @@ def load(target: str) -> Subject:
         found = getattr(found, name)
     if not callable(found):
         raise TargetError(f"{target} is no function but a {type(found).__name__}; it has to return {_SHAPE}.")
+    try:
+        inspect.signature(found).bind()
+    except TypeError as error:
+        raise TargetError(f"{target} is called without arguments, which it does not take: {error}.") from error
+    except ValueError:  # some callables of C have no signature
+        pass
     return _subject(target, cast("Callable[[], object]", found)())
 
 
@@ -172,9 +179,7 @@ def measure_command(target: Target, plot: Plot = None, device: Device = None) ->
         found = measure(own.step, own.model, optimizer=own.optimizer, device=place)
     _show(found)
     with _working("drawing"):
-        if plot is not None:
-            found.plot(plot)
-            _say(f"wrote {plot}")
+        _write(plot, found.plot)
 
 
 @app.command("plan")
@@ -248,7 +253,8 @@ def _budget(text: str) -> int | str:
 
 
 def _margin(text: str) -> int | str:
-    return parse_bytes(_number(text)) if text else 0
+    size = _number(text or "0")
+    return parse_bytes(size) if size != 0 else 0
 
 
 def _number(text: str) -> int | str:
@@ -274,12 +280,18 @@ def _check_files(*paths: Path | None) -> None:
 
 def _keep(found: Plan, out: Path | None, plot: Path | None) -> None:
     with _working("writing"):
-        if out is not None:
-            found.save(out)
-            _say(f"wrote {out}")
-        if plot is not None:
-            found.plot(plot)
-            _say(f"wrote {plot}")
+        _write(out, found.save)
+        _write(plot, found.plot)
+
+
+def _write(path: Path | None, write: Callable[[Path], None]) -> None:
+    if path is None:
+        return
+    try:
+        write(path)
+    except OSError as error:
+        raise TargetError(f"{path} cannot be written: {error}.") from error
+    _say(f"wrote {path}")
 
 
 def _judge(plan: Plan, report: Report) -> None:

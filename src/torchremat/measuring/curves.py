@@ -77,7 +77,7 @@ def draw(curves: Sequence[Curve], path: str | Path) -> None:
     """Draw the curves side by side into an image file; its ending says which kind.
 
     Raises:
-        UnsupportedError: matplotlib is not installed.
+        UnsupportedError: matplotlib is not installed, or knows no pictures with such an ending.
     """
     try:
         from matplotlib.figure import Figure
@@ -94,6 +94,10 @@ def draw(curves: Sequence[Curve], path: str | Path) -> None:
     figure = Figure(
         figsize=(min(wide, narrow + 3.0 * (len(curves) - 1)), _HEIGHT_INCHES), dpi=160, layout="constrained"
     )
+    kinds = figure.canvas.get_supported_filetypes()
+    ending = Path(path).suffix.removeprefix(".").lower()
+    if ending not in kinds:  # without one, matplotlib would write a file of another name
+        raise UnsupportedError(f"{path}: the ending says which kind of picture, one of {', '.join(sorted(kinds))}.")
     panels = figure.subplots(1, len(curves), sharey=True, squeeze=False, width_ratios=widths)[0]
     for panel, curve in zip(panels, curves, strict=True):
         _draw_panel(panel, curve, size)
