@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from torchremat.measuring.tracker import tensors_in
+from torchremat.regions.modules import only_watches
 
 OUTSIDE = ""
 _NODE_KEY = "torchremat.module"
@@ -85,7 +86,7 @@ def module_stack(
         for module, name in names.items():
             enter, leave = _hooks(stack, name)
             # First in, last out: other hooks of the module run inside its own turn.
-            hooks.callback(module.register_forward_pre_hook(enter, prepend=True).remove)
+            hooks.callback(module.register_forward_pre_hook(only_watches(enter), prepend=True).remove)
             hooks.callback(module.register_forward_hook(leave, always_call=True).remove)
         yield stack
 

@@ -117,14 +117,26 @@ class _Reader:
         self.trace = _without_copies(trace, self.freed_at, watcher.copying)
         self.marks: dict[Key, tuple[int, int]] = {}
         self.live = np.concatenate([[0], self.trace.live_bytes()])
+        self.position = [mark.position for mark in self.trace.marks]
+        for own in watcher.watched:
+            if own.released >= 0:
+                self.position[own.released] = self.freed_after(own.released)
         self.live_with_copies = np.concatenate([[0], trace.live_bytes()])
 
-    def at(self, mark: int) -> int:
-        return int(self.live[self.trace.marks[mark].position])
+    def freed_after(self, mark: int) -> int:
+        """The position after the frees that follow a mark: a region's is made just before what it holds goes."""
+        position, end = self.position[mark], self.position[mark + 1]
+        while position < end and self.trace.delta_bytes[position] <= 0:
+            position += 1
+        return position
 
-    def over(self, first: int, last: int, base: int) -> int:
-        """Highest live bytes between two marks over those at the mark `base`."""
-        return max(0, self.trace.peak_bytes_between(first, last) - self.at(base))
+    def at(self, mark: int) -> int:
+        return int(self.live[self.position[mark]])
+
+    def over(self, first: int, last: int) -> int:
+        """Highest live bytes between two marks over those at the first."""
+        between = self.live[self.position[first] : self.position[last] + 1]
+        return int(between.max()) - self.at(first) if len(between) else 0
 
     def profile(self, before: BytesBefore) -> Profile:
         watched, units = self.watcher.watched, self.units
@@ -143,7 +155,7 @@ class _Reader:
             if isinstance(state, Live) and state.key in self.marks and state.key not in extra:
                 begin, end = self.marks[state.key]
                 extra[state.key] = self.at(begin) - state.held_bytes
-                after[state.key] = self.over(begin, end, begin)
+                after[state.key] = self.over(begin, end)
         recompute_s = sum(
             (self.time(own.recomputed) - self.time(own.recompute)) for own in watched if own.recomputed >= 0
         )
@@ -156,7 +168,7 @@ class _Reader:
             order=order,
             extra_bytes=extra,
             after_bytes=after,
-            start_bytes=self.over(self.begins, watched[0].looks, self.begins),
+            start_bytes=self.over(self.begins, watched[0].looks),
             seconds=seconds,
             forward_seconds=self.time(self.forward) - self.time(self.begins),
             before=before,
@@ -187,7 +199,7 @@ class _Reader:
 
     def size(self, unit: int) -> UnitBytes:
         own = self.watcher.watched[unit]
-        begin, end = (self.trace.marks[mark].position for mark in (own.begins, own.ends))
+        begin, end = self.position[own.begins], self.position[own.ends]
         live = self.live[begin : end + 1] - self.live[begin]
         boundary, left = set(own.boundary), set[int]()
         inside: dict[tuple[int, int], int] = {}
@@ -213,7 +225,7 @@ class _Reader:
                 # From its free on it would still be there.
                 stays[max(freed - begin, 0) + 1 :] += int(self.trace.delta_bytes[allocated])
         last = self.watcher.last_save[unit]
-        cut = self.trace.marks[last].position - begin if last >= 0 else 0
+        cut = self.position[last] - begin if last >= 0 else 0
         kept = live + stays
         return UnitBytes(
             saved=frozenset(boundary),
@@ -229,19 +241,19 @@ class _Reader:
 
     def copies(self, own: Watched) -> dict[str, int]:
         """What the unit's region copies of generator states and buffers; see `UnitBytes`."""
-        marks, live = self.trace.marks, self.live_with_copies
+        position, live = self.position, self.live_with_copies
         calls = [pair for pair in self.watcher.copying if own.looks <= pair[0] < own.ends]
-        settling = live[marks[own.settles].position : marks[own.ends].position + 1]
+        settling = live[position[own.settles] : position[own.ends] + 1]
         return {
-            "look_bytes": max(int(live[marks[b].position] - live[marks[a].position]) for a, b in calls),
+            "look_bytes": max(int(live[position[b]] - live[position[a]]) for a, b in calls),
             "state_bytes": sum(self.at(b) - self.at(a) for a, b in calls),
             "settle_bytes": int(settling.max() - settling[0]),
         }
 
     def interval(self, save: Save) -> tuple[int | None, int]:
         """The events that allocated and freed a saved storage; None if it was there before its unit began."""
-        position = self.trace.marks[save.mark].position
-        begin = self.trace.marks[self.watcher.watched[save.unit].begins].position
+        position = self.position[save.mark]
+        begin = self.position[self.watcher.watched[save.unit].begins]
         candidates = self.freed_at.get(save.pointer, [])
         for allocated, freed in candidates:
             if begin <= allocated < position <= freed:

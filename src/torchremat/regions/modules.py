@@ -23,7 +23,7 @@ import threading
 import types
 from collections.abc import Iterable, MutableMapping
 from contextlib import ExitStack
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -31,6 +31,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 _ScriptModule = torch.jit.ScriptModule
+T = TypeVar("T")
+_WATCHES = "_torchremat_only_watches"
+
 _Holder = MutableMapping[str, Any]  # of tensors and None; a module's own attributes hold other things as well
 
 # Shared state of a module is exchanged for the time of a recompute: two recomputes in two threads must not put back
@@ -147,7 +150,7 @@ class ModuleState:
                 pending += [child for child in module._modules.values() if child is not None]
         for module in modules:
             # See NOTE [ Hooks that compute weights ]
-            if module._forward_pre_hooks:
+            if _computes_weights(module):
                 own = {name: one for name, one in module.__dict__.items() if isinstance(one, Tensor)}
                 self._watch(module.__dict__, own)
 
@@ -165,7 +168,7 @@ class ModuleState:
 
     def _keep(self, module: nn.Module) -> None:
         names = _changed.get(module, {}).get(module.training)
-        if module._forward_pre_hooks and module in self._modules:
+        if module in self._modules and _computes_weights(module):
             names = module._buffers.keys()  # See NOTE [ Hooks that compute weights ]
         elif names is None:
             self._unknown.append(module)
@@ -243,6 +246,18 @@ class ModuleState:
                 if any(one is holder for one in (module._parameters, module._buffers, module.__dict__)):
                     return f"{inner_name}.{name}" if inner_name else name
         return name
+
+
+def only_watches(hook: T) -> T:
+    """Return a forward pre-hook, which from now on no region takes for one that computes weights."""
+    setattr(hook, _WATCHES, True)
+    return hook
+
+
+def _computes_weights(module: nn.Module) -> bool:
+    # See NOTE [ Hooks that compute weights ]
+    hooks = module._forward_pre_hooks
+    return bool(hooks) and not all(hasattr(hook, _WATCHES) for hook in hooks.values())
 
 
 def _equal(now: Tensor, before: Tensor) -> bool:
