@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import random
+import signal
+import threading
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from torchremat.measuring.untouched import gradient_leaves, untouched
+from torchremat.measuring.bindings import set_version
+from torchremat.measuring.untouched import gradient_leaves, uninterrupted, untouched
 
 
 def net() -> nn.Sequential:
@@ -141,3 +144,43 @@ def test_a_buffer_made_in_inference_mode():
         module.made.add_(1)
 
     assert module.made.tolist() == [1, 1]
+
+
+def test_an_interrupt_waits_until_all_is_put_back(monkeypatch):
+    # One that came between two buffers left the statistics of the second, and of all after it, as the step had them.
+    model = nn.Sequential(*(nn.BatchNorm1d(4) for _ in range(3))).eval()
+    before = [buffer.clone() for buffer in model.buffers()]
+
+    def interrupted(*args):
+        signal.raise_signal(signal.SIGINT)
+        set_version(*args)
+
+    monkeypatch.setattr("torchremat.measuring.untouched.set_version", interrupted)
+
+    with pytest.raises(KeyboardInterrupt), untouched(model):
+        train(model.train())
+
+    assert all(map(torch.equal, model.buffers(), before))
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not any(module.training for module in model.modules())
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_other_threads_and_handlers_are_let_be():
+    seen = []
+    usual = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with uninterrupted():
+            seen.append(signal.getsignal(signal.SIGINT))
+    finally:
+        signal.signal(signal.SIGINT, usual)
+
+    def elsewhere():
+        with uninterrupted():
+            seen.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+
+    assert seen == [signal.SIG_IGN, usual]

@@ -1,6 +1,7 @@
 """Models and steps out of the ordinary: each works, or gets an error that names it, and nothing has changed."""
 
 import random
+import signal
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from torch.profiler import ProfilerActivity
 from planning.kinds import KINDS, Loop, block, inputs, linear, square
 from planning.steps import differences, fingerprint, outcome, recomputed_flops
 from torchremat import PlanError, Planner, StepError, UnsupportedError, WrapError, fit, measure, plan, verify, wrap
+from torchremat.measuring.bindings import set_version
 
 
 def step(model):
@@ -384,3 +386,23 @@ def test_a_complex_loss_is_named():
     for call in CALLS.values():
         with pytest.raises(StepError, match=r"a complex loss \(torch.complex64\).*real part"):
             call(model, lambda m: m(torch.ones(2, 4, dtype=torch.cfloat)).sum())
+
+
+def test_an_interrupt_while_the_optimizer_is_put_back_waits(monkeypatch):
+    # The step of AdamW decays weights. Ctrl-C between two of them left those after it decayed.
+    model = Loop()
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.5)
+    step(model).backward()
+    optimizer.step()
+    before = fingerprint(model, optimizer=optimizer)
+
+    def interrupted(*args):
+        signal.raise_signal(signal.SIGINT)
+        set_version(*args)
+
+    monkeypatch.setattr("torchremat.measuring.untouched.set_version", interrupted)
+
+    with pytest.raises(KeyboardInterrupt):
+        plan(model, step, budget="100%", optimizer=optimizer)
+
+    assert before.changes(fingerprint(model, optimizer=optimizer)) == []

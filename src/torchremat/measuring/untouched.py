@@ -1,6 +1,6 @@
 """`untouched`: run somebody's training step and leave no sign of it.
 
-Put back, whether the block ends or raises (KeyboardInterrupt included):
+Put back, whether the block ends or raises (KeyboardInterrupt included, and one that comes meanwhile waits):
 
     gradients        the same `.grad` objects with the same values; during the block there are zeros in their place
     buffers          the same objects, values and versions; those assigned or registered in the block are dropped
@@ -14,8 +14,11 @@ that are no buffers (a cache in `self.cache`), generators that the step made its
 from __future__ import annotations
 
 import random
+import signal
+import threading
 from collections.abc import Generator, Iterable
 from contextlib import ExitStack, contextmanager
+from types import FrameType
 from typing import cast
 
 import numpy as np
@@ -51,7 +54,28 @@ def untouched(
         stack.enter_context(_training_flags(modules))
         stack.enter_context(_buffers(modules))
         stack.enter_context(_gradients(leaves))
+        try:
+            yield
+        finally:
+            with uninterrupted():
+                stack.close()
+
+
+@contextmanager
+def uninterrupted() -> Generator[None]:
+    """Let Ctrl-C wait for the end of the block: what is put back by half would be neither the user's state nor ours."""
+    usual = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(usual):
+        yield  # signals arrive in the main thread alone, and only it may say what becomes of them
+        return
+    came: list[FrameType | None] = []
+    signal.signal(signal.SIGINT, lambda _, frame: came.append(frame))
+    try:
         yield
+    finally:
+        signal.signal(signal.SIGINT, usual)
+        if came:
+            usual(signal.SIGINT, came[0])
 
 
 def gradient_leaves(
@@ -146,7 +170,8 @@ def written_back(tensors: Iterable[Tensor]) -> Generator[None]:
     try:
         yield
     finally:
-        for tensor, copied, version in copies:
-            tensor.data.copy_(copied)
-            if version is not None:
-                set_version(tensor, version)
+        with uninterrupted():
+            for tensor, copied, version in copies:
+                tensor.data.copy_(copied)
+                if version is not None:
+                    set_version(tensor, version)

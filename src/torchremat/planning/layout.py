@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from torchremat.errors import PlanError
+from torchremat.measuring.untouched import uninterrupted
 from torchremat.planning.shapes import InputSizes
 from torchremat.planning.units import Units
 from torchremat.regions.calls import Body
@@ -153,8 +154,9 @@ def bare(model: nn.Module) -> Generator[None]:
     try:
         yield
     finally:
-        for module, forward in aside:
-            module.__dict__["forward"] = forward
+        with uninterrupted():
+            for module, forward in aside:
+                module.__dict__["forward"] = forward
 
 
 def applied_scopes(model: nn.Module) -> list[PlannedScope]:
@@ -177,4 +179,5 @@ def installed(model: nn.Module, calls: Calls, tree: Tree, settings: Settings) ->
     try:
         yield
     finally:
-        uninstall(model)
+        with uninterrupted():
+            uninstall(model)

@@ -14,7 +14,7 @@ from torchremat.errors import UnsupportedError
 from torchremat.measuring.allocator import record_allocations
 from torchremat.measuring.before import bytes_before
 from torchremat.measuring.runs import Subject
-from torchremat.measuring.untouched import gradient_leaves, written_back
+from torchremat.measuring.untouched import gradient_leaves, uninterrupted, written_back
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,9 +108,10 @@ def _put_back(optimizer: torch.optim.Optimizer) -> Generator[None]:
         with written_back(tensors):
             yield
     finally:
-        for table, before in dicts:
-            for key in table.keys() - before.keys():
-                del table[key]
-            table.update(before)
-        for items, was in lists:
-            items[:] = was
+        with uninterrupted():
+            for table, before in dicts:
+                for key in table.keys() - before.keys():
+                    del table[key]
+                table.update(before)
+            for items, was in lists:
+                items[:] = was
