@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 import threading
 import weakref
 
@@ -14,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from torchremat.errors import UnsupportedError
 from torchremat.measuring.allocator import _matched, profiler_is_active, record_allocations
+from torchremat.measuring.bindings import start_profiler
 
 CPU = torch.device("cpu")
 KIB = torch.empty  # KIB(256) is 1 KiB of float32
@@ -167,6 +169,24 @@ def test_an_error_goes_through_and_the_profiler_is_closed(error: type[BaseExcept
     with record_allocations(CPU) as recorder:
         kept = KIB(256)
     assert recorder.trace.peak_bytes == kept.nbytes
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_interrupt_of_the_start_leaves_no_profiler(monkeypatch, when: str):
+    # Starting takes milliseconds. Ctrl-C in them left a profiler behind, and planning was refused from then on.
+    def interrupted():
+        if when == "before":
+            signal.raise_signal(signal.SIGINT)
+        start_profiler()
+        if when == "after":
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr("torchremat.measuring.allocator.start_profiler", interrupted)
+
+    with pytest.raises(KeyboardInterrupt), record_allocations(CPU):
+        pass
+
+    assert not profiler_is_active()
 
 
 def test_an_active_profiler_is_refused_and_keeps_its_events():

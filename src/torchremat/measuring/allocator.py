@@ -50,6 +50,7 @@ from torchremat.measuring.bindings import (
     start_profiler,
     stop_profiler,
 )
+from torchremat.measuring.untouched import uninterrupted
 
 _MARK = "torchremat.mark:"
 _BLOCK = -1  # the id of the mark that tells whether the profiler was ours to the end
@@ -195,12 +196,14 @@ def record_allocations(device: torch.device) -> Generator[AllocationRecorder]:
         device = torch.empty(0, device=device).device  # with its index
     recorder = AllocationRecorder(device)
     start_ns = time.time_ns()
-    start_profiler()
     try:
+        with uninterrupted():  # in the midst of it, nobody could say whether there is one to stop
+            start_profiler()
         _emit(_BLOCK)
         yield recorder
     finally:
-        events = stop_profiler()
+        with uninterrupted():
+            events = stop_profiler() if a_profiler_runs() else ()
     recorder._finish(_walk(events), start_ns)
 
 
