@@ -124,7 +124,7 @@ def test_bytes_that_are_no_text(tmp_path):
         Plan.load(path)
 
 
-@pytest.mark.parametrize("name", ["absent.json", "."])
+@pytest.mark.parametrize("name", ["absent.json", ".", "nul\0"])
 def test_files_that_cannot_be_read(tmp_path, name):
     with pytest.raises(PlanError, match="cannot be read as a plan"):
         Plan.load(tmp_path / name)
@@ -196,6 +196,10 @@ def test_a_unit_without_calls_is_an_error(path):
 
 def test_a_whole_number_is_a_float_as_well(path):
     assert Plan.load(changed(path, _set("plain_seconds", value=2))).plain_seconds == 2.0
+
+
+def test_a_file_without_a_plain_peak_can_be_printed(path):
+    assert "predicted, " in str(Plan.load(changed(path, _set("plain_peak_bytes", value=0))))
 
 
 @pytest.mark.parametrize("depth", [5_000, 100_000])

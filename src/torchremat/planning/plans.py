@@ -179,7 +179,7 @@ class Plan:
         """
         try:
             text = Path(path).read_text()
-        except (OSError, UnicodeDecodeError) as error:
+        except (OSError, ValueError) as error:  # no text, or no name of a file
             raise PlanError(f"{path}: cannot be read as a plan: {error}.") from error
         return from_json(text, Plan, source=str(path))
 
@@ -198,7 +198,7 @@ class Plan:
         return "\n".join([*self._summary(), "", *self._rows()])
 
     def _summary(self) -> list[str]:
-        share = f"{100 * self.peak_bytes / self.plain_peak_bytes:.0f}% of plain"
+        share = f"{100 * self.peak_bytes / max(1, self.plain_peak_bytes):.0f}% of plain"
         lines = [
             f"budget     {format_bytes(self.budget_bytes)} ({self.budget}) on {self.device}",
             f"peak       {format_bytes(self.peak_bytes)} predicted, {share} "
