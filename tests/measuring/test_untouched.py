@@ -184,3 +184,16 @@ def test_other_threads_and_handlers_are_let_be():
     thread.join()
 
     assert seen == [signal.SIG_IGN, usual]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated")
+def test_a_script_module():
+    # The table of its buffers cannot be cleared, which ended in an AttributeError.
+    model = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    before = [buffer.clone() for buffer in model.buffers()]
+
+    with untouched(model):
+        train(model)
+
+    assert all(map(torch.equal, model.buffers(), before))
+    assert all(parameter.grad is None for parameter in model.parameters())

@@ -104,8 +104,9 @@ def _gradients(leaves: list[Tensor]) -> Generator[None]:
 
 @contextmanager
 def _buffers(modules: list[nn.Module]) -> Generator[None]:
-    tables = [(module, dict(module._buffers)) for module in modules]  # with the non-persistent ones
-    buffers = list({id(b): b for _, table in tables for b in table.values() if b is not None}.values())
+    # With the non-persistent ones. The table of a ScriptModule is C++'s: nobody can assign to it from here either.
+    tables = [(module, dict(module._buffers)) for module in modules if not isinstance(module, torch.jit.ScriptModule)]
+    buffers = list({id(buffer): buffer for module in modules for buffer in module.buffers(recurse=False)}.values())
     copies = [(buffer, buffer.detach().clone(), _version(buffer)) for buffer in buffers]
     try:
         yield
