@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from torchremat.planning.memory import Moment
+from torchremat.planning.moments import Moment
 from torchremat.planning.prediction import extra_at
 from torchremat.planning.reading import Profile
 from torchremat.schedules.chain import Chain, Option, Stage

@@ -2,10 +2,9 @@
 
 Bytes are counted by storage. At each moment of a step a set of *boundary* storages (inputs and outputs of units) is
 held: by regions, by kept units that saved them, by links of a recompute that is under way, by local variables of the
-    code
-between the units, by what that code saved. Beside them each kept unit holds what it saved inside. All else that is live
-at that moment does not depend on the plan; it is known from the one profiled step, as live bytes minus what this same
-interpreter says was held in it.
+code between the units, by what that code saved. Beside them each kept unit holds what it saved inside. All else that is
+live at that moment does not depend on the plan; it is known from the one profiled step, as live bytes minus what this
+same interpreter says was held in it.
 
     live = extra[moment] + bytes of the boundary storages held + bytes saved inside + the unit's own peak over that
 
@@ -17,125 +16,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from enum import Enum
 from itertools import accumulate
 
-from torchremat.planning.units import Units
+from torchremat.planning.moments import Lifetimes, Live, Moment, Ran, UnitBytes
+from torchremat.planning.units import Unit, Units
 from torchremat.schedules.chain import Keep, Region, Tree
-
-
-class Moment(Enum):
-    """When in a step; each but the last is a moment of one unit.
-
-    Source of the times: the profiled step, in which every unit is a region.
-    """
-
-    FORWARD = "forward"  # a unit is entered in the first forward
-    LEFT = "left"  # it has returned; code between it and the unit after runs
-    RECOMPUTE = "recompute"  # before a recompute that ends with the unit
-    BACKWARD = "backward"  # all that the unit saved is there, its backward begins
-    RELEASED = "released"  # all that the unit saved is gone; code between it and the unit before runs its backward
-    END = "end"  # the step's forward has returned
-
-
-Key = tuple[Moment, int]
-
-
-@dataclass(frozen=True, kw_only=True)
-class UnitBytes:
-    """What one unit needs, measured. All peaks are over what is live when they begin.
-
-    Attributes:
-        saved: Boundary storages that it saves if it is kept: inputs, outputs, others that were there before.
-        left: Storages that it makes, saves, and leaves with somebody else: a key-value cache. A recompute makes new
-            ones.
-        inside_bytes: Bytes that it saves beside those.
-        drop_peak_bytes: Of a forward that saves nothing.
-        full_peak_bytes: Of a forward that saves.
-        truncated_peak_bytes: Of a forward that saves and ends at its last save.
-        exit_bytes: Live when it returns, over what was when it began, if nothing is saved.
-        look_bytes: Copies of generator states and buffers that each region around it makes before, and holds while it
-            runs. Copies of generator states lie on the host, and count if that is the device.
-        state_bytes: Those of them that each region keeps, since the unit has drawn from the generator or changed the
-            buffer.
-        settle_bytes: What finding that out takes beside `look_bytes`.
-        has_backward: Whether anything of it is needed in backward.
-    """
-
-    saved: frozenset[int]
-    left: frozenset[int]
-    inside_bytes: int
-    drop_peak_bytes: int
-    full_peak_bytes: int
-    truncated_peak_bytes: int
-    exit_bytes: int
-    look_bytes: int
-    state_bytes: int
-    settle_bytes: int
-    has_backward: bool
-
-    def dropping_bytes(self, levels: int) -> int:
-        """Peak of a forward inside so many regions, all of which look before it and settle after it."""
-        settling = self.exit_bytes + self.settle_bytes
-        return max(self.drop_peak_bytes, settling) + levels * self.look_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Live:
-    """The walk at one moment: bytes held, the peak of what runs then over them, and whose forward it is, if one's."""
-
-    key: Key
-    held_bytes: int
-    over_bytes: int
-    what: str
-    unit: int = -1
-
-
-@dataclass(frozen=True, slots=True)
-class Ran:
-    """A unit's forward that a recompute ran, whole or up to its last save."""
-
-    unit: int
-    truncated: bool
-
-
-class Lifetimes:
-    """What of the boundary storages lives in a step whatever the plan is. Computed once for many walks.
-
-    Attributes:
-        boundary: The boundary storages.
-        entered: For each unit those that are alive when it is entered, in variables around the units.
-        left: The same when it has returned.
-        end: Those alive when the forward has.
-        glue: Storages that code between the units saves, with the number of units that ran before.
-    """
-
-    def __init__(self, units: Units, sizes: tuple[UnitBytes, ...], others: Iterable[int] = ()) -> None:
-        self._trace = units.trace
-        self.boundary = {
-            storage
-            for unit, size in zip(units.units, sizes, strict=True)
-            for storage in (*unit.inputs, *unit.outputs, *unit.carried, *size.saved, *size.left)
-        }.union(others)
-        count = len(units.units)
-        self.entered = [self._alive(units.entered(unit)) for unit in range(count)]
-        self.left = [self._alive(units.left(unit)) for unit in range(count)]
-        self.end = self._alive(units.trace.end)
-        self.glue = self._glue(units)
-
-    def _alive(self, time: int) -> list[int]:
-        born, died = self._trace.born, self._trace.died
-        return [s for s in self.boundary if born[s] <= time <= died.get(s, time)]
-
-    def _glue(self, units: Units) -> list[tuple[int, int]]:
-        inside: set[int] = set()
-        for unit in units.units:
-            for call in unit.calls:
-                inside.update(self._trace.descendants(call))
-        saved = [one for i, call in enumerate(self._trace.calls) if i not in inside for one in call.saved]
-        ends = [units.left(unit) for unit in range(len(units.units))]
-        return [(s, sum(end <= t for end in ends)) for s, t in (*saved, *self._trace.step_saved) if s in self.boundary]
 
 
 class Walk:
@@ -317,16 +202,8 @@ class Walk:
         key = (Moment.RECOMPUTE, until)
         children = {unit: node for node in region.children for unit in range(node.first, node.last + 1)}
         last, runs_last = self.last_needed(region, children, until)
-        linked: dict[int, int] = {}  # storage -> last unit of the region that takes it
-        for unit in range(region.first, region.last + 1):
-            for storage, producer in self.units.units[unit].links:
-                if producer >= region.first:
-                    linked[storage] = unit
-        # What links keep alive by way of their graphs as long as they are needed: inputs that the recompute has
-        # unpacked, which are leaves there, and nested regions of the recompute, by id and negative, with their states.
-        graphs: dict[int, set[int]] = {}
-        states: dict[int, int] = {}
-        ends: dict[int, int] = {}
+        links = _Links(self.units, region)
+        states: dict[int, int] = {}  # of the nested regions that the recompute makes, by id
         for unit in range(region.first, last + 1):
             node, size, own = children[unit], self.sizes[unit], self.units.units[unit]
             if isinstance(node, Region):
@@ -342,25 +219,22 @@ class Walk:
                 peak = size.truncated_peak_bytes if unit == last else size.full_peak_bytes
             # The states of now are set aside meanwhile, and put back.
             peak += size.state_bytes
-            yield Live(key, self.total(graphs), peak, f"recompute of {own.name}", unit)
+            yield Live(key, self.total(links.storages), peak, f"recompute of {own.name}", unit)
             yield Ran(unit, truncated=unit == last and isinstance(node, Keep))
             if isinstance(node, Keep):
                 self.keep(unit, again=True)
                 available.add(unit)
-            for one in inner:
+            links.pass_on(unit, own, inner)
+            for one in inner if size.state_bytes else ():
                 states[id(one)] = states.get(id(one), 0) + size.state_bytes
-                ends[id(one)] = one.last
                 self.inside += size.state_bytes
-            reached = {-id(one) for one in inner}.union(*(graphs.get(s, (s,)) for s in own.inputs))
-            graphs.update(dict.fromkeys(own.outputs, reached))
-            graphs = {s: kept for s, kept in graphs.items() if linked.get(s, -1) > unit}
-            kept = set[int]().union(*graphs.values())
-            for one in [one for one in states if ends[one] <= unit and -one not in kept]:
-                self.inside -= states.pop(one)
+            for one in links.ended & states.keys() if states else ():
+                if one not in links.regions:
+                    self.inside -= states.pop(one)
             if nested:
                 # A nested region's inputs are values of its parent's recompute, and go with their last use in its own.
-                slots = self.slots.get(id(region), ())
-                self.let_go(region, {s for s in slots if self.last_use(region, s) <= unit and s not in kept})
+                slots, leaves = self.slots.get(id(region), ()), links.leaves
+                self.let_go(region, {s for s in slots if self.last_use(region, s) <= unit and s not in leaves})
         self.inside -= sum(states.values())
         if nested:
             # The call at which it stops has taken its inputs too, and then all that was taken goes.
@@ -387,3 +261,47 @@ class Walk:
             elif self.has_backward(node) and self.external(node, unit):
                 return unit, False
         return until, True
+
+
+class _Links:
+    """The outputs that a recompute passes on to its later units, and what they keep alive by way of their graphs.
+
+    Attributes:
+        ended: Ids of the nested regions of the recompute whose last unit has run.
+    """
+
+    def __init__(self, units: Units, region: Region) -> None:
+        self._last_use: dict[int, int] = {}
+        for unit in range(region.first, region.last + 1):
+            for storage, producer in units.units[unit].links:
+                if producer >= region.first:
+                    self._last_use[storage] = unit
+        # By output: inputs that the recompute has unpacked, which are leaves of its graph, and ids of nested regions.
+        self._leaves: dict[int, set[int]] = {}
+        self._regions: dict[int, set[int]] = {}
+        self.ended: set[int] = set()
+
+    @property
+    def storages(self) -> Iterable[int]:
+        """The outputs that are still needed."""
+        return self._leaves
+
+    @property
+    def leaves(self) -> set[int]:
+        """Storages that they keep."""
+        return set[int]().union(*self._leaves.values())
+
+    @property
+    def regions(self) -> set[int]:
+        """Ids of the nested regions that they keep."""
+        return set[int]().union(*self._regions.values())
+
+    def pass_on(self, unit: int, own: Unit, inner: Iterable[Region]) -> None:
+        """Note the outputs of a unit that has run in the regions `inner`, and forget what is needed no longer."""
+        leaves = set[int]().union(*(self._leaves.get(storage, (storage,)) for storage in own.inputs))
+        regions = {id(one) for one in inner}.union(*(self._regions.get(storage, ()) for storage in own.inputs))
+        self.ended.update(id(one) for one in inner if one.last <= unit)
+        for storage in own.outputs:
+            self._leaves[storage], self._regions[storage] = leaves, regions
+        for storage in [one for one in self._leaves if self._last_use.get(one, -1) <= unit]:
+            del self._leaves[storage], self._regions[storage]

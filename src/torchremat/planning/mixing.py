@@ -14,7 +14,8 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 
-from torchremat.planning.memory import Key, Lifetimes, Live, Moment, Walk
+from torchremat.planning.memory import Walk
+from torchremat.planning.moments import Key, Lifetimes, Live, Moment
 from torchremat.planning.profiling import Grains
 from torchremat.planning.reading import Profile
 from torchremat.planning.units import find_units, splittable

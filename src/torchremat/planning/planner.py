@@ -11,7 +11,8 @@ from torchremat.measuring.sizes import format_bytes, parse_bytes
 from torchremat.planning.budgets import bytes_of, free_on, percentage_of
 from torchremat.planning.chains import Cost
 from torchremat.planning.layout import bare, calls_of
-from torchremat.planning.memory import Live, Moment, Walk
+from torchremat.planning.memory import Walk
+from torchremat.planning.moments import Live, Moment
 from torchremat.planning.plans import PlainSource, Plan, PlannedUnit, Point
 from torchremat.planning.prediction import over_bytes
 from torchremat.planning.profiling import profile

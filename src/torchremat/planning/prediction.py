@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torchremat.planning.memory import Key, Live, Moment, Walk
+from torchremat.planning.memory import Walk
+from torchremat.planning.moments import Key, Live, Moment
 from torchremat.planning.reading import Profile
 from torchremat.schedules.chain import Tree
 

@@ -16,7 +16,8 @@ import torch
 from torchremat.errors import StepError
 from torchremat.measuring.allocator import AllocationTrace
 from torchremat.measuring.before import BytesBefore
-from torchremat.planning.memory import Key, Lifetimes, Live, Moment, UnitBytes, Walk
+from torchremat.planning.memory import Walk
+from torchremat.planning.moments import Key, Lifetimes, Live, Moment, UnitBytes
 from torchremat.planning.optimizers import OptimizerBytes
 from torchremat.planning.tracing import named
 from torchremat.planning.units import Units

@@ -27,7 +27,7 @@ from torchremat.schedules.uniform import candidates
 # Which shares of the units that can be split are, how many at the end, and up to how many units.
 _SHARES = (0.25, 0.5, 0.75, 1.0)
 _AT_THE_END = (1, 2, -1)
-_MOST_UNITS = 80
+_MOST_UNITS = 61
 
 # How many trees are judged beside those that the search for a limit passes: fewer if there are many units, since each
 # takes longer then.
@@ -200,7 +200,7 @@ class Solver:
         """The tree with the lowest predicted peak that was found."""
         found = list(self.uniform)
         lowest, most = self.table.lowest_slots, self.table.most_slots
-        steps = min(24, self.most_judged // 3)
+        steps = min(16, self.most_judged // 3)
         for asked in sorted({min(most, lowest + lowest * place // (2 * steps)) for place in range(steps)}):
             if asked >= lowest:
                 found.append(self.judged(self.table.tree_at(asked)))
