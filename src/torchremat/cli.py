@@ -26,7 +26,7 @@ from torchremat.errors import TorchrematError
 from torchremat.measuring.measurement import measure
 from torchremat.measuring.sizes import format_bytes, parse_bytes
 from torchremat.measuring.step import loss_of, run_backward
-from torchremat.planning.budgets import percentage_of
+from torchremat.planning.budgets import margin_of, percentage_of
 from torchremat.planning.chains import Cost
 from torchremat.planning.fitting import fit_with
 from torchremat.planning.optimizers import step_alone
@@ -189,13 +189,13 @@ def plan_command(
     out: Out = None,
     plot: Plot = None,
     cost: Costs = "seconds",
-    margin: Margin = "",
+    margin: Margin = "0",
     device: Device = None,
 ) -> None:
     """Print the fastest plan found that is predicted to stay within a budget."""
     with _working("planning"):
         _check_files(out, plot)
-        size, free = _budget(budget), _margin(margin)
+        size, free = _budget(budget), margin_of(_number(margin))
         own, place = load(target), _device(device)
         planner = Planner(own.model, own.step, optimizer=own.optimizer, device=place, cost=cost)
         found = planner.plan(size, margin=free)
@@ -212,7 +212,6 @@ def verify_command(
         found = Plan.load(plan)
         own, place = load(target), _device(device)
         found.apply(own.model)
-        own.train_once()
         report = verify(own.model, own.step, optimizer=own.optimizer, device=place)
     _show(report)
     _judge(found, report)
@@ -225,17 +224,16 @@ def fit_command(
     out: Out = None,
     plot: Plot = None,
     cost: Costs = "seconds",
-    margin: Margin = "",
+    margin: Margin = "0",
     device: Device = None,
 ) -> None:
     """Plan, and confirm the plan by real steps with and without it; exit code 1 as in verify."""
     with _working("fitting"):
         _check_files(out, plot)
-        size, free = _budget(budget), _margin(margin)
+        size, free = _budget(budget), margin_of(_number(margin))
         own, place = load(target), _device(device)
         planner = Planner(own.model, own.step, optimizer=own.optimizer, device=place, cost=cost)
         found = fit_with(planner, own.model, own.step, budget=size, optimizer=own.optimizer, margin=free)
-        own.train_once()
         report = verify(own.model, own.step, optimizer=own.optimizer, device=place)
     _show(found)
     _show("")
@@ -252,14 +250,9 @@ def _budget(text: str) -> int | str:
     return budget
 
 
-def _margin(text: str) -> int | str:
-    size = _number(text or "0")
-    return parse_bytes(size) if size != 0 else 0
-
-
 def _number(text: str) -> int | str:
     """Return digits as the number that they are; all else is for the library to read."""
-    return int(text) if text.isascii() and text.isdigit() else text
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 40 else text
 
 
 def _device(text: str | None) -> torch.device | None:

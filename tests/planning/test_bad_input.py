@@ -11,7 +11,19 @@ from torch.profiler import ProfilerActivity
 
 from planning.kinds import KINDS, Loop, block, inputs, linear, square
 from planning.steps import differences, fingerprint, outcome, recomputed_flops
-from torchremat import PlanError, Planner, StepError, UnsupportedError, WrapError, fit, measure, plan, verify, wrap
+from torchremat import (
+    BudgetError,
+    PlanError,
+    Planner,
+    StepError,
+    UnsupportedError,
+    WrapError,
+    fit,
+    measure,
+    plan,
+    verify,
+    wrap,
+)
 from torchremat.measuring.bindings import set_version
 
 
@@ -406,3 +418,23 @@ def test_an_interrupt_while_the_optimizer_is_put_back_waits(monkeypatch):
         plan(model, step, budget="100%", optimizer=optimizer)
 
     assert before.changes(fingerprint(model, optimizer=optimizer)) == []
+
+
+@pytest.mark.parametrize(
+    "budget", ["9" * 5000 + "B", 10**5000, "100000TiB", 2**70], ids=["digits", "a long int", "TiB", "2**70"]
+)
+def test_a_budget_beyond_all_sizes_is_refused_before_any_work(budget):
+    ran = []
+    model = block()
+
+    with pytest.raises(BudgetError):
+        plan(model, lambda m: ran.append(1) or step(m), budget=budget)
+    assert not ran
+
+
+@pytest.mark.parametrize("margin", [False, 0.0, None, "", "0"])
+def test_a_margin_is_a_size_or_the_number_0(margin):
+    planner = Planner(block(), step)
+
+    with pytest.raises(BudgetError):
+        planner.plan("100%", margin=margin)

@@ -234,24 +234,6 @@ def check_no_profiler() -> None:
         )
 
 
-@contextmanager
-def heap_set_aside() -> Generator[None]:
-    """Keep the garbage collector from all that lies on the heap already, for the block.
-
-    Garbage of the caller's that died in the middle would be taken for the block's, and to collect it all before takes
-    longer than the step of a small model. `profiler_is_active` finds none of what is set aside either: ask before.
-    """
-    if gc.get_freeze_count():  # the caller has done so, and for longer: what is thawed is thawed at once
-        gc.collect()
-        yield
-        return
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-
-
 def _emit(mark: int) -> None:
     emit(f"{_MARK}{mark}")
 

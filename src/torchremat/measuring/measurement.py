@@ -23,8 +23,9 @@ import torch
 from torch import nn
 
 from torchremat.errors import UnsupportedError
-from torchremat.measuring.allocator import heap_set_aside, profiler_is_active
+from torchremat.measuring.allocator import profiler_is_active
 from torchremat.measuring.curves import curve_of, draw
+from torchremat.measuring.heap import heap_set_aside
 from torchremat.measuring.runs import run_counted, run_plain, run_traced, subject_of
 from torchremat.measuring.sizes import format_bytes
 from torchremat.measuring.timeline import Timeline

@@ -24,6 +24,8 @@ _UNITS = {
     "GiB": 2**30,
     "TiB": 2**40,
 }
+# Beyond this nothing is a size, and Python refuses to print or read numbers that are much longer.
+_MOST_BITS = 128
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([A-Za-z]+)\s*", re.ASCII)
 _ALLOWED = f'Give an int of bytes, at least 1, or a number and one of {", ".join(_UNITS)}: "6GiB", "1.5 GiB", "800MB".'
 
@@ -44,8 +46,12 @@ def parse_bytes(size: int | str) -> int:
     if isinstance(size, bool) or not isinstance(size, int | str):  # pyright: ignore[reportUnnecessaryIsInstance]  user input
         raise BudgetError(f"a size cannot be {size!r} ({type(size).__name__}). {_ALLOWED}")
     if isinstance(size, int):
+        if size.bit_length() > _MOST_BITS:
+            raise BudgetError(f"a size of 2**{size.bit_length() - 1} B or more cannot be meant. {_ALLOWED}")
         count = size
     else:
+        if len(size) > _MOST_BITS:
+            raise BudgetError(f"{size[:20]!r}..., {len(size)} characters long, is not a size. {_ALLOWED}")
         match = _SIZE.fullmatch(size)
         if match is None or match[2] not in _UNITS:
             raise BudgetError(f"{size!r} is not a size. {_ALLOWED}")

@@ -44,6 +44,25 @@ def bytes_of(budget: int | str, device: torch.device) -> int:
     return size
 
 
+def check_budget(budget: int | str, device: torch.device) -> None:
+    """Raise where a budget cannot be met on a device, before any work is done.
+
+    Raises:
+        BudgetError: It is no size and no percentage, or more than the device has.
+    """
+    if percentage_of(budget) is None:
+        bytes_of(budget, device)
+
+
+def margin_of(margin: int | str) -> int:
+    """Return the bytes of a margin, which unlike a budget may be 0.
+
+    Raises:
+        BudgetError: It is no size.
+    """
+    return 0 if type(margin) is int and margin == 0 else parse_bytes(margin)
+
+
 def capacity_of(device: torch.device) -> int | None:
     """Return the bytes that a device has in all; None if that cannot be known."""
     if device.type == "cuda":

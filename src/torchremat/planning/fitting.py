@@ -9,10 +9,10 @@ from torch import nn
 
 from torchremat.errors import BudgetError, bug
 from torchremat.measuring.runs import run_traced, subject_of
-from torchremat.measuring.sizes import format_bytes, parse_bytes
-from torchremat.planning.budgets import percentage_of
+from torchremat.measuring.sizes import format_bytes
+from torchremat.planning.budgets import check_budget, margin_of
 from torchremat.planning.chains import Cost
-from torchremat.planning.planner import Planner
+from torchremat.planning.planner import Planner, subject_for
 from torchremat.planning.plans import Plan
 from torchremat.planning.tracing import Step
 
@@ -48,8 +48,7 @@ def fit(
         BudgetError: No plan fits, by prediction or by measurement; the model is as it was.
         StepError: See `plan`.
     """
-    if percentage_of(budget) is None:
-        parse_bytes(budget)
+    check_budget(budget, subject_for(model, step, optimizer).device(device))
     planner = Planner(model, step, optimizer=optimizer, device=device, cost=cost)
     fit_with(planner, model, step, budget=budget, optimizer=optimizer, margin=margin)
     return model
@@ -67,7 +66,7 @@ def fit_with(
     """Apply a plan of a planner that is there already, see `fit`, and return it."""
     subject = subject_of(step, model, optimizer)
     device = planner.profile.device
-    margin_bytes = 0 if margin == 0 else parse_bytes(margin)
+    margin_bytes = margin_of(margin)
     over = 0
     for attempt in range(1, _MOST_ATTEMPTS + 1):
         plan = planner.plan(budget, margin=margin, tighten_bytes=over)

@@ -6,9 +6,10 @@ import torch
 from torch import nn
 
 from torchremat.errors import BudgetError, StepError
-from torchremat.measuring.runs import run_traced, subject_of
-from torchremat.measuring.sizes import format_bytes, parse_bytes
-from torchremat.planning.budgets import bytes_of, free_on, percentage_of
+from torchremat.measuring.heap import heap_set_aside
+from torchremat.measuring.runs import Subject, run_traced, subject_of
+from torchremat.measuring.sizes import format_bytes
+from torchremat.planning.budgets import bytes_of, check_budget, free_on, margin_of, percentage_of
 from torchremat.planning.chains import Cost
 from torchremat.planning.layout import bare, calls_of
 from torchremat.planning.memory import Walk
@@ -55,9 +56,7 @@ class Planner:
     ) -> None:
         if cost not in _COSTS:
             raise BudgetError(f"cost={cost!r}: allowed are 'seconds' and 'flops'.")
-        if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]: users are not type-checked
-            raise StepError(f"model: a torch.nn.Module is needed, got {type(model).__name__}.")
-        self._subject = subject_of(step, model, optimizer)
+        self._subject = subject_for(model, step, optimizer)
         grains = profile(model, step, optimizer=optimizer, device=self._subject.device(device))
         self.profile: Profile = grains.coarse
         self.solver = Search(grains, cost)
@@ -118,15 +117,16 @@ class Planner:
         percent = percentage_of(budget)
         plain_bytes, source = self.plain_peak() if percent is not None else self._known_plain()
         size = int(plain_bytes * percent / 100) if percent is not None else bytes_of(budget, self.profile.device)
-        margin_bytes = 0 if margin == 0 else parse_bytes(margin)
+        margin_bytes = margin_of(margin)
         target = size - margin_bytes - tighten_bytes
         optimizer_peak = self.optimizer_peak_bytes or 0
         if self.peak_of(self.solver.plain) > target:
             target -= max(_ROOM_BYTES, size // _ROOM_SHARE)
-        found = self.solver.solve(target - self.fixed_bytes) if target >= optimizer_peak else None
-        if found is None:
-            raise BudgetError(self._nothing_fits(size, str(budget), margin_bytes + tighten_bytes))
-        return self._plan(found, size, str(budget), (plain_bytes, source))
+        with heap_set_aside():
+            found = self.solver.solve(target - self.fixed_bytes) if target >= optimizer_peak else None
+            if found is None:
+                raise BudgetError(self._nothing_fits(size, str(budget), margin_bytes + tighten_bytes))
+            return self._plan(found, size, str(budget), (plain_bytes, source))
 
     def _known_plain(self) -> tuple[int, PlainSource]:
         return self._plain or (self.peak_of(self.solver.plain), "predicted")
@@ -219,10 +219,19 @@ def plan(
         StepError: The step returns no loss, or calls other modules each time.
         UnsupportedError: A profiler is active, or the device has no allocation events.
     """
-    percentage = percentage_of(budget)
-    if percentage is None:
-        parse_bytes(budget)  # an error now rather than after the profile
+    check_budget(budget, subject_for(model, step, optimizer).device(device))
     return Planner(model, step, optimizer=optimizer, device=device, cost=cost).plan(budget, margin=margin)
+
+
+def subject_for(model: nn.Module, step: Step, optimizer: torch.optim.Optimizer | None) -> Subject:
+    """Return what can be planned for: as `subject_of`, and there is a model.
+
+    Raises:
+        StepError: There is none, or see `subject_of`.
+    """
+    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]: users are not type-checked
+        raise StepError(f"model: a torch.nn.Module is needed, got {type(model).__name__}.")
+    return subject_of(step, model, optimizer)
 
 
 def planned_unit(own: Profile, unit: int) -> PlannedUnit:

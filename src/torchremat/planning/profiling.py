@@ -21,7 +21,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from torchremat.measuring.allocator import check_no_profiler, heap_set_aside, record_allocations
+from torchremat.measuring.allocator import check_no_profiler, record_allocations
+from torchremat.measuring.heap import heap_set_aside
 from torchremat.measuring.runs import Subject, subject_of
 from torchremat.measuring.step import run_backward
 from torchremat.planning.budgets import free_on
@@ -68,7 +69,7 @@ def profile(
     check_bare(model)
     check_no_profiler()
     subject = subject_of(step, model, optimizer)
-    place = subject.device() if device is None else torch.device(device)
+    place = subject.device(device)
     with heap_set_aside():
         return _grains(model, step, subject, place)
 

@@ -1,0 +1,61 @@
+"""The collector keeps from what lay on the heap before a block, and comes back to it afterwards."""
+
+import gc
+from weakref import ref
+
+import pytest
+
+from torchremat.measuring.heap import heap_set_aside
+
+
+class Knot:
+    def __init__(self):
+        self.itself = self
+
+
+@pytest.fixture(autouse=True)
+def nothing_frozen():
+    gc.collect()
+    yield
+    gc.unfreeze()
+
+
+def garbage():
+    return ref(Knot())
+
+
+def test_garbage_from_before_stays_for_the_block():
+    before = garbage()
+
+    with heap_set_aside():
+        inside = garbage()
+        gc.collect()
+        assert before() is not None
+        assert inside() is None
+
+    gc.collect()
+    assert before() is None
+
+
+def test_an_error_ends_it_too():
+    before = garbage()
+
+    with pytest.raises(KeyboardInterrupt), heap_set_aside():
+        raise KeyboardInterrupt
+
+    gc.collect()
+    assert before() is None
+    assert gc.get_freeze_count() == 0
+
+
+def test_a_heap_that_the_caller_has_frozen_stays_frozen():
+    frozen = garbage()
+    gc.freeze()
+    later = garbage()
+
+    with heap_set_aside():
+        assert later() is None
+
+    assert gc.get_freeze_count() > 0
+    gc.collect()
+    assert frozen() is not None
