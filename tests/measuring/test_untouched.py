@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from torchremat.measuring.bindings import set_version
-from torchremat.measuring.untouched import gradient_leaves, uninterrupted, untouched
+from torchremat.measuring.interrupts import uninterrupted
+from torchremat.measuring.untouched import gradient_leaves, untouched
 
 
 def net() -> nn.Sequential:

@@ -50,7 +50,7 @@ from torchremat.measuring.bindings import (
     start_profiler,
     stop_profiler,
 )
-from torchremat.measuring.untouched import uninterrupted
+from torchremat.measuring.interrupts import uninterrupted
 
 _MARK = "torchremat.mark:"
 _BLOCK = -1  # the id of the mark that tells whether the profiler was ours to the end

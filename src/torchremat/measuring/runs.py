@@ -80,14 +80,18 @@ def _existing(wanted: torch.device | str) -> torch.device:
 
 
 def subject_of(
-    step: Callable[..., object], model: nn.Module | None, optimizer: torch.optim.Optimizer | None
+    step: Callable[..., object],
+    model: nn.Module | None,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    needs_model: bool = False,
 ) -> Subject:
-    """Return the step together with the modules and tensors that it holds.
+    """Return the step together with the modules and tensors that it holds; `needs_model`: None is no model.
 
     Raises:
         StepError: One of the arguments is no model, step or optimizer, or a parameter has no values to run with.
     """
-    check_arguments(step, model, optimizer)
+    check_arguments(step, model, optimizer, needs_model=needs_model)
     holdings = holdings_of(step)
     models = {id(root): root for root in (*(() if model is None else (model,)), *holdings.modules)}
     for root in models.values():

@@ -161,13 +161,13 @@ def _global_names(code: CodeType) -> Iterator[str]:
             yield from _global_names(constant)
 
 
-def check_arguments(step: object, model: object, optimizer: object) -> None:
+def check_arguments(step: object, model: object, optimizer: object, *, needs_model: bool) -> None:
     """Raise where what should be a step, a model or an optimizer is something else.
 
     Raises:
         StepError: The step cannot be called with the model, or without arguments if there is none.
     """
-    if model is not None and not isinstance(model, nn.Module):
+    if not isinstance(model, nn.Module) and (needs_model or model is not None):
         raise StepError(f"model: a torch.nn.Module is needed, got {type(model).__name__}.")
     if not callable(step):
         raise StepError(f"step: a function that returns the loss is needed, got {type(step).__name__}.")

@@ -14,11 +14,8 @@ that are no buffers (a cache in `self.cache`), generators that the step made its
 from __future__ import annotations
 
 import random
-import signal
-import threading
 from collections.abc import Generator, Iterable
 from contextlib import ExitStack, contextmanager
-from types import FrameType
 from typing import cast
 
 import numpy as np
@@ -26,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from torchremat.measuring.bindings import set_version
+from torchremat.measuring.interrupts import uninterrupted
 
 
 @contextmanager
@@ -59,23 +57,6 @@ def untouched(
         finally:
             with uninterrupted():
                 stack.close()
-
-
-@contextmanager
-def uninterrupted() -> Generator[None]:
-    """Let Ctrl-C wait for the end of the block: what is put back by half would be neither the user's state nor ours."""
-    usual = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(usual):
-        yield  # signals arrive in the main thread alone, and only it may say what becomes of them
-        return
-    came: list[FrameType | None] = []
-    signal.signal(signal.SIGINT, lambda _, frame: came.append(frame))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, usual)
-        if came:
-            usual(signal.SIGINT, came[0])
 
 
 def gradient_leaves(

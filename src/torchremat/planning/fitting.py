@@ -12,7 +12,7 @@ from torchremat.measuring.runs import run_traced, subject_of
 from torchremat.measuring.sizes import format_bytes
 from torchremat.planning.budgets import check_budget, margin_of
 from torchremat.planning.chains import Cost
-from torchremat.planning.planner import Planner, subject_for
+from torchremat.planning.planner import Planner
 from torchremat.planning.plans import Plan
 from torchremat.planning.tracing import Step
 
@@ -48,7 +48,7 @@ def fit(
         BudgetError: No plan fits, by prediction or by measurement; the model is as it was.
         StepError: See `plan`.
     """
-    check_budget(budget, subject_for(model, step, optimizer).device(device))
+    check_budget(budget, subject_of(step, model, optimizer, needs_model=True).device(device))
     planner = Planner(model, step, optimizer=optimizer, device=device, cost=cost)
     fit_with(planner, model, step, budget=budget, optimizer=optimizer, margin=margin)
     return model

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from torchremat.errors import PlanError
-from torchremat.measuring.untouched import uninterrupted
+from torchremat.measuring.interrupts import uninterrupted
 from torchremat.planning.shapes import InputSizes
 from torchremat.planning.units import Units
 from torchremat.regions.calls import Body

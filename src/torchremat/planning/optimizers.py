@@ -13,8 +13,9 @@ from torch import Tensor
 from torchremat.errors import UnsupportedError
 from torchremat.measuring.allocator import record_allocations
 from torchremat.measuring.before import bytes_before
+from torchremat.measuring.interrupts import uninterrupted
 from torchremat.measuring.runs import Subject
-from torchremat.measuring.untouched import gradient_leaves, uninterrupted, written_back
+from torchremat.measuring.untouched import gradient_leaves, written_back
 
 
 @dataclass(frozen=True, kw_only=True)

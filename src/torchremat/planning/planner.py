@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from torchremat.errors import BudgetError, StepError
+from torchremat.errors import BudgetError
 from torchremat.measuring.heap import heap_set_aside
-from torchremat.measuring.runs import Subject, run_traced, subject_of
+from torchremat.measuring.runs import run_traced, subject_of
 from torchremat.measuring.sizes import format_bytes
 from torchremat.planning.budgets import bytes_of, check_budget, free_on, margin_of, percentage_of
 from torchremat.planning.chains import Cost
@@ -56,7 +56,7 @@ class Planner:
     ) -> None:
         if cost not in _COSTS:
             raise BudgetError(f"cost={cost!r}: allowed are 'seconds' and 'flops'.")
-        self._subject = subject_for(model, step, optimizer)
+        self._subject = subject_of(step, model, optimizer, needs_model=True)
         grains = profile(model, step, optimizer=optimizer, device=self._subject.device(device))
         self.profile: Profile = grains.coarse
         self.solver = Search(grains, cost)
@@ -219,19 +219,8 @@ def plan(
         StepError: The step returns no loss, or calls other modules each time.
         UnsupportedError: A profiler is active, or the device has no allocation events.
     """
-    check_budget(budget, subject_for(model, step, optimizer).device(device))
+    check_budget(budget, subject_of(step, model, optimizer, needs_model=True).device(device))
     return Planner(model, step, optimizer=optimizer, device=device, cost=cost).plan(budget, margin=margin)
-
-
-def subject_for(model: nn.Module, step: Step, optimizer: torch.optim.Optimizer | None) -> Subject:
-    """Return what can be planned for: as `subject_of`, and there is a model.
-
-    Raises:
-        StepError: There is none, or see `subject_of`.
-    """
-    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]: users are not type-checked
-        raise StepError(f"model: a torch.nn.Module is needed, got {type(model).__name__}.")
-    return subject_of(step, model, optimizer)
 
 
 def planned_unit(own: Profile, unit: int) -> PlannedUnit:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from torchremat.errors import StepError
 from torchremat.measuring.runs import Subject, run_counted, run_plain, run_traced, subject_of
 from torchremat.measuring.sizes import format_bytes
 from torchremat.measuring.step import run_backward
@@ -101,9 +100,7 @@ def verify(
     Raises:
         StepError: The step returns no loss.
     """
-    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]: users are not type-checked
-        raise StepError(f"model: a torch.nn.Module is needed, got {type(model).__name__}.")
-    subject = subject_of(step, model, optimizer)
+    subject = subject_of(step, model, optimizer, needs_model=True)
     place = subject.device(device)
     regions = sum(map(is_wrapped, model.modules()))
     state_bytes = 0 if optimizer is None else measure_optimizer(subject, optimizer, place).state_bytes
