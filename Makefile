@@ -4,7 +4,7 @@ BIN := .venv/bin
 
 .PHONY: demo test gpu lint format docs benchmarks lock clean
 
-demo: .venv/.stamp
+demo: .venv/.stamp-demo
 	$(BIN)/python examples/demo.py
 
 test: lint .venv/.stamp
@@ -39,11 +39,16 @@ lock: .venv/.stamp
 	sed -i.bak -E -e 's|^(torch==[0-9.]+)\+[a-z0-9]+|\1|' -e '/^# The following packages|^# pip$$|^$$/d' requirements.lock
 	rm requirements.lock.bak
 
-.venv/.stamp: requirements.lock pyproject.toml
+# What the demo needs is half of everything.
+.venv/.stamp-demo: requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed: make PYTHON=...")'
 	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint requirements.lock hatchling
+	$(BIN)/python -m pip install --quiet --constraint requirements.lock --no-build-isolation --editable '.[cli,plot]'
+	touch $@
+
+.venv/.stamp: .venv/.stamp-demo
 	$(BIN)/python -m pip install --quiet --requirement requirements.lock
-	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@
 
 clean:

@@ -149,7 +149,8 @@ def measure(
     foreign_profiler = profiler_is_active()
     with heap_set_aside():
         # Before any hook is set: code that dynamo compiles with our hooks in place would keep their graph breaks.
-        run_plain(subject, place)
+        with subject.untouched():
+            subject.forward()
         counted = run_counted(subject, place)
         before = counted.before
         traced = None if foreign_profiler else run_traced(subject, place, before_bytes=before.total_bytes)
