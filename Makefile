@@ -43,8 +43,9 @@ lock: .venv/.stamp
 .venv/.stamp-demo: requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed: make PYTHON=...")'
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint requirements.lock hatchling
-	$(BIN)/python -m pip install --quiet --constraint requirements.lock --no-build-isolation --editable '.[cli,plot]'
+	$(BIN)/python -m pip install --quiet --no-compile --constraint requirements.lock hatchling
+	$(BIN)/python -m pip install --quiet --no-compile --constraint requirements.lock --no-build-isolation \
+		--editable '.[cli,plot]'
 	touch $@
 
 .venv/.stamp: .venv/.stamp-demo

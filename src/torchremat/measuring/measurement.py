@@ -1,6 +1,6 @@
 """`measure`: one training step, its bytes, seconds, flops and timeline, and no sign of it afterwards.
 
-The step runs four times, each time from the same gradients, buffers and generators:
+The step runs four times, the first time its forward alone, each time from the same gradients, buffers and generators:
 
     run         under                                 gives
     1. warm     nothing                               nothing: compiles, fills caches and workspaces
