@@ -1,5 +1,6 @@
 """What a tree needs, predicted and measured: bytes to the byte, flops exactly, and every run equal to the plain one."""
 
+import math
 import random
 
 import pytest
@@ -26,6 +27,7 @@ from torchremat.errors import UnsupportedError
 from torchremat.planning import profiling
 from torchremat.planning.mixing import divisible, mixed
 from torchremat.planning.prediction import predict
+from torchremat.planning.watching import every_unit
 from torchremat.schedules.chain import Keep, Region
 
 
@@ -271,3 +273,21 @@ def test_random_trees_differ_and_nest():
 
     assert len(found) > 15
     assert any("((" in tree or "(0 (" in tree for tree in found)
+
+
+@pytest.mark.parametrize("name", ["loop", "tied", "encoder and decoder", "transformer", "siamese"])
+def test_a_step_that_is_watched_in_pieces_tells_the_same(name, monkeypatch):
+    model, step = KINDS[name]()
+    whole = profiling.profile(model, step).coarse
+    pieces = []
+    monkeypatch.setattr(profiling, "_fits", lambda units, device: False)
+    monkeypatch.setattr(profiling, "every_unit", lambda units, count: pieces.append(count) or every_unit(units, count))
+
+    grains = profiling.profile(model, step)
+
+    assert pieces == [max(2, math.isqrt(len(whole.units.units)))]
+    assert grains.fine is None
+    assert grains.coarse.sizes == whole.sizes
+    assert grains.coarse.order == whole.order
+    for tree in trees_over(whole, 0, 3):
+        assert predict(grains.coarse, tree).peak_bytes == predict(whole, tree).peak_bytes, text(tree)

@@ -16,7 +16,7 @@ from torchremat.planning.memory import Walk
 from torchremat.planning.moments import Live, Moment
 from torchremat.planning.plans import PlainSource, Plan, PlannedUnit, Point
 from torchremat.planning.prediction import over_bytes
-from torchremat.planning.profiling import profile
+from torchremat.planning.profiling import profile_subject
 from torchremat.planning.reading import Profile
 from torchremat.planning.shapes import InputSizes
 from torchremat.planning.solving import Candidate, Search
@@ -57,7 +57,7 @@ class Planner:
         if cost not in _COSTS:
             raise BudgetError(f"cost={cost!r}: allowed are 'seconds' and 'flops'.")
         self._subject = subject_of(step, model, optimizer, needs_model=True)
-        grains = profile(model, step, optimizer=optimizer, device=self._subject.device(device))
+        grains = profile_subject(model, self._subject, self._subject.device(device))
         self.profile: Profile = grains.coarse
         self.solver = Search(grains, cost)
         self._model = model

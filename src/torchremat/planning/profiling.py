@@ -66,16 +66,20 @@ def profile(
         PlanError: Modules of the model are wrapped already.
         UnsupportedError: A profiler is active, the device has no allocation events, or the model checkpoints itself.
     """
+    subject = subject_of(step, model, optimizer, needs_model=True)
+    return profile_subject(model, subject, subject.device(device))
+
+
+def profile_subject(model: nn.Module, subject: Subject, place: torch.device) -> Grains:
+    """Profile the step of a subject, which is one of `model`; see `profile`."""
     check_bare(model)
     check_no_profiler()
-    subject = subject_of(step, model, optimizer)
-    place = subject.device(device)
     with heap_set_aside():
-        return _grains(model, step, subject, place)
+        return _grains(model, subject, place)
 
 
-def _grains(model: nn.Module, step: Step, subject: Subject, place: torch.device) -> Grains:
-    units = find_units(trace(model, step))
+def _grains(model: nn.Module, subject: Subject, place: torch.device) -> Grains:
+    units = find_units(trace(model, subject.step))
     coarse = _measured_somehow(model, subject, units, place)
     seconds = _forward_seconds(subject, place)
     own = None if subject.optimizer is None else measure_optimizer(subject, subject.optimizer, place)
