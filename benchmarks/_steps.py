@@ -6,7 +6,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +56,27 @@ def differing(ours: dict[str, Tensor], plain: dict[str, Tensor]) -> list[str]:
     """Return the names of all that is not equal bit for bit."""
     assert ours.keys() == plain.keys()
     return [name for name, expected in plain.items() if not torch.equal(ours[name], expected)]
+
+
+def under_budgets(
+    make: Make, planner: torchremat.Planner, budgets: list[int], plain: dict[str, Tensor]
+) -> list[dict[str, object]]:
+    """Return what a step takes under the plan for each budget, and for the smallest that works, and what differs."""
+    floor = planner.floor_bytes
+    rows: list[dict[str, object]] = []
+    for budget in [*(budget for budget in budgets if budget > floor), floor]:
+        plan = planner.plan(budget)
+        model, step = make()
+        plan.apply(model)
+        rows.append(
+            {
+                "budget_bytes": budget,
+                "predicted_bytes": plan.peak_bytes,
+                "ours": asdict(take(model, step)),
+                "differs": differing(computed(model, step), plain),
+            }
+        )
+    return rows
 
 
 def seconds_in_turn(steps: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:

@@ -38,8 +38,6 @@ LADDER = [
 # The doors of the house stand outside the ladder, and nothing inside it imports them.
 DOORS = {"torchremat", "torchremat.extend", "torchremat.__main__"}
 
-surface = pytest.mark.skipif(not hasattr(torchremat, "__all__"), reason="the package has no surface yet")
-
 
 def module_name(path):
     parts = path.relative_to(SOURCE).with_suffix("").parts
@@ -139,7 +137,6 @@ def test_private_names_of_torch_are_used_in_compat_alone(name):
     assert list(private_names(TREES[name])) == []
 
 
-@surface
 def test_all_agrees_with_the_imports():
     tree = TREES["torchremat"]
     names = [
@@ -149,7 +146,6 @@ def test_all_agrees_with_the_imports():
     assert torchremat.__all__ == sorted(set(names) - {"annotations"})
 
 
-@surface
 def test_no_name_is_both_a_module_and_a_function():
     functions = {name for name in torchremat.__all__ if inspect.isfunction(getattr(torchremat, name))}
 
@@ -168,7 +164,6 @@ def test_errors_are_drawn():
     assert all(issubclass(cls, errors.TorchrematError | Warning) for cls in classes)
 
 
-@surface
 def test_errors_are_exported():
     names = {name for name, value in vars(errors).items() if inspect.isclass(value)}
 

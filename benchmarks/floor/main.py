@@ -9,7 +9,7 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 import _paths  # noqa: F401
-from _steps import Make, computed, differing, take
+from _steps import Make, computed, take, under_budgets
 from _tables import bar, markdown, mflop, mib, publish, yes
 from _torch_ways import every
 
@@ -39,19 +39,7 @@ def run(smoke: bool) -> dict[str, object]:
         torchs = take(model, step)
         floor = planner.floor_bytes
         budgets = [torchs.before_bytes + int(share * torchs.step_bytes) for share in (SHARES[::7] if smoke else SHARES)]
-        rows = []
-        for budget in [*(budget for budget in budgets if budget > floor), floor]:
-            plan = planner.plan(budget)
-            model, step = make()
-            plan.apply(model)
-            rows.append(
-                {
-                    "budget_bytes": budget,
-                    "predicted_bytes": plan.peak_bytes,
-                    "ours": asdict(take(model, step)),
-                    "differs": differing(computed(model, step), values),
-                }
-            )
+        rows = under_budgets(make, planner, budgets, values)
         result = {
             "plain": asdict(plain),
             "torch": asdict(torchs),

@@ -9,7 +9,7 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 import _paths  # noqa: F401
-from _steps import Make, computed, differing, take
+from _steps import Make, computed, take, under_budgets
 from _tables import bar, markdown, mib, publish, yes
 
 import models
@@ -35,20 +35,7 @@ def run(smoke: bool) -> dict[str, object]:
         plain, values = take(*make()), computed(*make())
         planner = torchremat.Planner(*make())
         budgets = [plain.before_bytes + int(share * plain.step_bytes) for share in SHARES]
-        budgets = [*(budget for budget in budgets if budget > planner.floor_bytes), planner.floor_bytes]
-        rows = []
-        for budget in budgets:
-            plan = planner.plan(budget)
-            model, step = make()
-            plan.apply(model)
-            rows.append(
-                {
-                    "budget_bytes": budget,
-                    "predicted_bytes": plan.peak_bytes,
-                    "ours": asdict(take(model, step)),
-                    "differs": differing(computed(model, step), values),
-                }
-            )
+        rows = under_budgets(make, planner, budgets, values)
         found["models"][name] = {
             "plain": asdict(plain),
             "plain_predicted_bytes": planner.peak_of(planner.solver.plain),

@@ -21,6 +21,25 @@ class Counted:
         return self.function(*args, **kwargs)
 
 
+def three(x):
+    return x.exp().sin().tanh()
+
+
+class Twice(torch.autograd.Function):
+    """Reads what it saved twice."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        (a,) = ctx.saved_tensors
+        (b,) = ctx.saved_tensors
+        return grad * (a + b)
+
+
 def leaf(*shape, dtype=None):
     return torch.randn(*shape, dtype=dtype, requires_grad=True)
 

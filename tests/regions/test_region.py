@@ -11,28 +11,8 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from regions.comparing import Counted, Watched, leaf, live_regions, same
+from regions.comparing import Counted, Twice, Watched, leaf, live_regions, same, three
 from torchremat import CheckpointError, MutationError, checkpoint, checkpointed, session
-
-
-def three(x):
-    return x.exp().sin().tanh()
-
-
-class Twice(torch.autograd.Function):
-    """Reads what it saved twice."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x * x
-
-    @staticmethod
-    def backward(ctx, grad):
-        (a,) = ctx.saved_tensors
-        (b,) = ctx.saved_tensors
-        return grad * (a + b)
-
 
 # ------------------------------------------------------------------------------------ rule 1: the innermost alone
 

@@ -8,26 +8,8 @@ import torch
 from torch import nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-from regions.comparing import Counted, Watched, leaf, live_regions
+from regions.comparing import Counted, Twice, Watched, leaf, live_regions, three
 from torchremat import UnsupportedError, checkpoint, session
-
-
-def three(x):
-    return x.exp().sin().tanh()
-
-
-class Twice(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x * x
-
-    @staticmethod
-    def backward(ctx, grad):
-        (a,) = ctx.saved_tensors
-        (b,) = ctx.saved_tensors
-        return grad * (a + b)
-
 
 # ----------------------------------------------------------------------------------------------------- rule 8
 

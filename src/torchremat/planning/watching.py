@@ -42,7 +42,7 @@ class Watched:
     ends: int = -1
     inputs: dict[int, int] = field(default_factory=dict[int, int])  # address of a storage -> number in the trace
     outputs: dict[int, int] = field(default_factory=dict[int, int])
-    output_refs: list[StorageWeakRef] = field(default_factory=list[StorageWeakRef])
+    output_refs: list[StorageWeakRef] = field(default_factory=list[StorageWeakRef])  # so that no address comes back
     boundary: set[int] = field(default_factory=set[int])
     saves: list[Save] = field(default_factory=list[Save])
     saved: list[int] = field(default_factory=list[int])  # storages of all saves in the trace, in order
