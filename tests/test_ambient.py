@@ -6,7 +6,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from regions.comparing import leaf, live_regions, same
-from torchremat import ambient, checkpoint, checkpointed
+from torchremat import checkpoint, checkpointed
+from torchremat.ambient.generators import drawn, generator_states
 
 
 def test_dropout_draws_the_same_again():
@@ -46,10 +47,10 @@ def test_the_state_is_kept_only_where_the_region_draws():
 def test_every_draw_is_noticed(draw):
     # 624 numbers turn the whole state of the CPU's generator once; one normal number leaves the second in a cache.
     for _ in range(3):
-        before = ambient.generator_states([])
-        assert ambient.drawn(before) == []
+        before = generator_states([])
+        assert drawn(before) == []
         draw()
-        assert len(ambient.drawn(before)) == 1
+        assert len(drawn(before)) == 1
 
 
 def test_a_generator_among_the_arguments():

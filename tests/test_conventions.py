@@ -157,8 +157,8 @@ def test_errors_are_drawn():
     classes = [
         value for value in vars(errors).values() if inspect.isclass(value) and value is not errors.TorchrematError
     ]
-    builtin = {name: value for name, value in vars(builtins).items() if inspect.isclass(value)}
-    bases = [(cls.__name__, base.__name__) for cls in classes for base in cls.__bases__ if base in builtin.values()]
+    builtin = [value for value in vars(builtins).values() if inspect.isclass(value)]
+    bases = [(cls.__name__, next(base.__name__ for base in cls.__mro__ if base in builtin)) for cls in classes]
 
     assert drawn == bases
     assert all(issubclass(cls, errors.TorchrematError | Warning) for cls in classes)

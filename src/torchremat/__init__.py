@@ -23,6 +23,7 @@ from torchremat.planning.planner import Planner, plan
 from torchremat.planning.plans import Plan
 from torchremat.planning.verification import Report, verify
 from torchremat.regions.functions import checkpoint, checkpointed
+from torchremat.regions.inside import frozen, is_checkpointing, is_recomputing, run_once
 from torchremat.regions.sessions import Session, session
 from torchremat.regions.wrapping import unwrap, wrap
 
@@ -49,8 +50,12 @@ __all__ = [
     "checkpoint",
     "checkpointed",
     "fit",
+    "frozen",
+    "is_checkpointing",
+    "is_recomputing",
     "measure",
     "plan",
+    "run_once",
     "session",
     "unwrap",
     "verify",

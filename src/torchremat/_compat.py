@@ -9,10 +9,11 @@ Supported: torch 2.11 and newer; developed and tested on 2.13.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, Protocol, TypeVar, cast
 
 import torch
-from torch.utils import _device, _pytree
+from torch.utils import _pytree
 
 from torchremat.errors import VersionError
 
@@ -78,23 +79,115 @@ class Registration(Protocol):
 
 registered_containers = cast("dict[type, Registration]", _pytree.SUPPORTED_NODES)
 
-_DEFAULT_DEVICE = "a default device"
-
-_function_modes = cast("Callable[[], int]", private("_C._len_torch_function_stack", needed_for=_DEFAULT_DEVICE))
-_function_mode = cast("Callable[[int], object]", private("_C._get_function_stack_at", needed_for=_DEFAULT_DEVICE))
-private("utils._device.DeviceContext", needed_for=_DEFAULT_DEVICE)
+_AMBIENT = "restoring what surrounds a recompute"
 
 
-def default_device() -> torch.device | None:
-    """Return the device that a `with torch.device(...)` or `torch.set_default_device` made the default, or None.
+class _GlobalState(Protocol):
+    def check(self) -> bool: ...
 
-    It is a mode of the thread that set it: a thread of autograd's has none.
-    """
-    for index in reversed(range(_function_modes())):
-        mode = _function_mode(index)
-        if isinstance(mode, _device.DeviceContext):
-            return mode.device
-    return None
+
+# Autocast, default dtype, determinism and more, as they are in the thread that makes it; `check()` tells whether they
+# still are, at a tenth of the price of asking for each.
+GlobalState = cast("type[_GlobalState]", private("_C._dynamo.guards.GlobalStateGuard", needed_for=_AMBIENT))
+
+
+class NumericFlag(NamedTuple):
+    """A setting of the whole process, or of a thread, that decides by which kernel a number is computed."""
+
+    read: Callable[[], object]
+    write: Callable[[Any], None]
+
+
+def _flag(name: str, setter: str | None = None) -> NumericFlag:
+    getter = cast("Callable[[], object]", private(f"_C._get_{name}", needed_for=_AMBIENT))
+    return NumericFlag(getter, cast("Callable[[Any], None]", private(f"_C._set_{setter or name}", needed_for=_AMBIENT)))
+
+
+def _precision(backend: str, operation: str) -> NumericFlag:
+    getter = cast("Callable[[str, str], object]", private("_C._get_fp32_precision_getter", needed_for=_AMBIENT))
+    setter = cast("Callable[[str, str, Any], None]", private("_C._set_fp32_precision_setter", needed_for=_AMBIENT))
+    return NumericFlag(partial(getter, backend, operation), partial(setter, backend, operation))
+
+
+def _set_deterministic(value: bool) -> None:
+    torch.use_deterministic_algorithms(value, warn_only=torch.is_deterministic_algorithms_warn_only_enabled())
+
+
+def _set_warn_only(value: bool) -> None:
+    torch.use_deterministic_algorithms(torch.are_deterministic_algorithms_enabled(), warn_only=value)
+
+
+_BACKENDS = ("mkldnn", "cuda") if torch.backends.cuda.is_built() else ("mkldnn",)
+_CUDA_FLAGS = (
+    ("cudnn_enabled", None),
+    ("cudnn_benchmark", None),
+    ("cudnn_deterministic", None),
+    ("cublas_allow_fp16_reduced_precision_reduction", None),
+    ("cublas_allow_bf16_reduced_precision_reduction", None),
+    ("cublas_allow_fp16_accumulation", None),
+    ("mem_efficient_sdp_enabled", "sdp_use_mem_efficient"),
+    ("cudnn_sdp_enabled", "sdp_use_cudnn"),
+    ("sdp_priority_order", None),
+)
+
+# Those that `GlobalState` knows of.
+known_flags = (
+    NumericFlag(torch.get_default_dtype, torch.set_default_dtype),
+    NumericFlag(torch.are_deterministic_algorithms_enabled, _set_deterministic),
+    NumericFlag(torch.is_deterministic_algorithms_warn_only_enabled, _set_warn_only),
+)
+# The others that this build of torch can make use of.
+other_flags = (
+    _flag("deterministic_fill_uninitialized_memory"),
+    _flag("mkldnn_enabled"),
+    _flag("mkldnn_deterministic"),
+    _flag("flash_sdp_enabled", "sdp_use_flash"),
+    _flag("math_sdp_enabled", "sdp_use_math"),
+    _flag("overrideable_sdp_enabled", "sdp_use_overrideable"),
+    _flag("math_sdp_allow_fp16_bf16_reduction"),
+    *(_precision(backend, operation) for backend in _BACKENDS for operation in ("matmul", "conv", "rnn")),
+    *(_flag(name, setter) for name, setter in (_CUDA_FLAGS if torch.backends.cuda.is_built() else ())),
+)
+
+_count_function_modes = cast("Callable[[], int]", private("_C._len_torch_function_stack", needed_for=_AMBIENT))
+_function_mode = cast("Callable[[int], object]", private("_C._get_function_stack_at", needed_for=_AMBIENT))
+push_function_mode = cast("Callable[[object], None]", private("_C._push_on_torch_function_stack", needed_for=_AMBIENT))
+pop_function_mode = cast("Callable[[], object]", private("_C._pop_torch_function_stack", needed_for=_AMBIENT))
+_count_dispatch_modes = cast("Callable[[], int]", private("_C._len_torch_dispatch_stack", needed_for=_AMBIENT))
+_dispatch_mode = cast("Callable[[int], object]", private("_C._get_dispatch_stack_at", needed_for=_AMBIENT))
+push_dispatch_mode = cast("Callable[[object], None]", private("_C._push_on_torch_dispatch_stack", needed_for=_AMBIENT))
+_pop_dispatch_mode = cast("Callable[[object], object]", private("_C._pop_torch_dispatch_stack", needed_for=_AMBIENT))
+_mode_of_key = cast("Callable[[object], object]", private("_C._get_dispatch_mode", needed_for=_AMBIENT))
+set_infrastructure_mode = cast("Callable[[object], None]", private("_C._set_dispatch_mode", needed_for=_AMBIENT))
+unset_infrastructure_mode = cast("Callable[[object], object]", private("_C._unset_dispatch_mode", needed_for=_AMBIENT))
+_KEYS = tuple(cast("dict[str, object]", private("_C._TorchDispatchModeKey.__members__", needed_for=_AMBIENT)).values())
+
+
+def has_modes() -> bool:
+    """Return whether any function or dispatch mode is on."""
+    return _count_function_modes() > 0 or _count_dispatch_modes() > 0
+
+
+def function_modes() -> list[object]:
+    """Return the function modes that are on in this thread, outermost first; a default device is one."""
+    return [_function_mode(index) for index in range(_count_function_modes())]
+
+
+def infrastructure_modes() -> dict[object, object]:
+    """Return the dispatch modes that torch keeps apart, by key: those that fake, trace and functionalize."""
+    return {key: mode for key in _KEYS if (mode := _mode_of_key(key)) is not None}
+
+
+def dispatch_modes() -> list[object]:
+    """Return the other dispatch modes that are on in this thread, outermost first."""
+    kept_apart = list(map(id, infrastructure_modes().values()))
+    modes = [_dispatch_mode(index) for index in range(_count_dispatch_modes())]
+    return [mode for mode in modes if id(mode) not in kept_apart]
+
+
+def pop_dispatch_mode() -> object:
+    """Take the innermost dispatch mode off, not one that torch keeps apart."""
+    return _pop_dispatch_mode(None)
 
 
 class _Engine(NamedTuple):

@@ -2,7 +2,7 @@
 
     TorchrematError
     ├── BudgetError        (ValueError)    a budget that is no size, or that no plan fits
-    ├── CheckpointError    (RuntimeError)  a recompute differs from its forward
+    ├── CheckpointError    (RuntimeError)  a recompute differs from its forward; torch's error of that name as well
     ├── MutationError      (RuntimeError)  an input or buffer changed between forward and recompute
     ├── PlanError          (ValueError)    a plan that does not belong to this model, or a file that is none
     ├── ScheduleError      (ValueError)    a schedule that breaks its own rules
@@ -19,6 +19,8 @@
 
 from __future__ import annotations
 
+from torch.utils import checkpoint as _torch_checkpoint
+
 
 class TorchrematError(Exception):
     """The base of every error that torchremat raises."""
@@ -28,8 +30,8 @@ class BudgetError(TorchrematError, ValueError):
     """A budget that is no size, or that no plan fits."""
 
 
-class CheckpointError(TorchrematError, RuntimeError):
-    """A recompute that differs from its forward."""
+class CheckpointError(TorchrematError, _torch_checkpoint.CheckpointError):
+    """A recompute that differs from its forward. It is torch's error of that name as well."""
 
 
 class MutationError(TorchrematError, RuntimeError):

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from contextvars import Context, copy_context
 
 import torch
 from torch import Tensor, nn
 
-from torchremat import ambient
+from torchremat.ambient.generators import GeneratorState, drawn, generator_states
+from torchremat.ambient.registry import Captured, entries
+from torchremat.ambient.surroundings import Surroundings, surroundings
+from torchremat.errors import MutationError
 from torchremat.regions.guards import Objects
-from torchremat.regions.modules import ModuleState
+from torchremat.regions.modules import ModuleState, tensors_reached
+from torchremat.regions.settings import Settings
+from torchremat.regions.threads import thread
+from torchremat.saved.tensor import version_of
 
 # A call's function with its positional and keyword arguments, called as body(args, kwargs). A body is run in a
 # recompute as in the forward, so it must look up nothing that may have changed since.
@@ -22,47 +30,159 @@ Source = int | tuple[int, int]
 class Call:
     """What one call needs to run again."""
 
-    __slots__ = ("body", "generators", "modules", "objects", "slots", "sources", "surroundings", "template")
+    __slots__ = (
+        "_captured",
+        "_context",
+        "_frozen",
+        "_surroundings",
+        "body",
+        "generators",
+        "modules",
+        "objects",
+        "slots",
+        "sources",
+        "template",
+    )
 
     def __init__(self, body: Body, template: object, sources: list[Source]) -> None:
         self.body = body
         self.template = template
         self.sources = sources
         self.slots = -1  # how many slots the region has after the call; negative while it runs for the first time
-        self.surroundings: ambient.Surroundings
         self.modules: ModuleState
-        self.generators: list[ambient.GeneratorState] = []
+        self.generators: list[GeneratorState] = []
         self.objects: Objects | None = None
+        self._surroundings: Surroundings
+        self._context: Context
+        self._captured: Captured | None = None
+        self._frozen: dict[str, list[Frozen]] | None = None
 
     @property
     def is_running(self) -> bool:
         """Whether the call runs for the first time."""
         return self.slots < 0
 
-    def look(self, tensors: list[Tensor], modules: list[nn.Module], objects: list[object], preserve_rng: bool) -> None:
-        """Capture what the call is about to see and may change; all of it, as rule 6 may ask for it in the middle."""
-        devices = _devices(tensors, modules) if torch.cuda.is_initialized() else ()
-        self.surroundings = ambient.surroundings({device.type for device in devices} if devices else ())
+    def look(self, tensors: list[Tensor], modules: list[nn.Module], objects: list[object], settings: Settings) -> None:
+        """Capture what the call is about to see and may change; all of it, as rule 6 may ask for it in the middle.
+
+        Args:
+            tensors: The tensors among its arguments.
+            modules: The modules that run in it.
+            objects: What else is among its arguments and could have state.
+            settings: What to look at beside.
+        """
+        self._surroundings = surroundings()
+        self._context = copy_context()
+        if settings.guard:
+            modules = [*modules, *(one for one in settings.guard if isinstance(one, nn.Module))]
         self.modules = ModuleState(modules)
-        if objects:
-            self.objects = Objects(objects)
-        if preserve_rng:
+        if objects or settings.guard:
+            self.objects = Objects(objects, settings.guard)
+        if settings.preserve_rng:
             generators = [one for one in objects if isinstance(one, torch.Generator)] if objects else ()
-            self.generators = ambient.generator_states(devices, generators)
+            self.generators = generator_states(
+                _devices(tensors, modules, self.body) if _ACCELERATED else (), generators
+            )
+        if entries:
+            self._captured = Captured()
 
     def settle(self) -> None:
         """Keep only what the call has changed."""
         if self.generators:
-            self.generators = ambient.drawn(self.generators)
+            self.generators = drawn(self.generators)
         self.modules.settle()
         if self.objects is not None and not self.objects.settle():
             self.objects = None
 
+    def restored(self, *, without_gradients: bool = False) -> ExitStack | None:
+        """Restore what the call may see besides its arguments; return what puts it back, None if all is as it was.
 
-def _devices(tensors: list[Tensor], modules: list[nn.Module]) -> list[torch.device]:
+        Args:
+            without_gradients: Whether the parameters' gradients are put aside meanwhile.
+
+        Raises:
+            ChangedStateError: A parameter or buffer was written in place.
+            WrittenObjectError: A tensor inside an object among the arguments was.
+        """
+        modules_are_here = self.modules.are_here()
+        if (
+            modules_are_here
+            and self.objects is None
+            and self._captured is None
+            and not self.generators
+            and not without_gradients
+            and self._surroundings.are_here()
+        ):
+            return None
+        with ExitStack() as stack:
+            self._surroundings.restore(stack)
+            if not modules_are_here:
+                self.modules.restore(stack)
+            if self.objects is not None:
+                self.objects.restore(stack)
+            if without_gradients:
+                for tensor in self.modules.parameters():
+                    if tensor.requires_grad:
+                        stack.callback(setattr, tensor, "grad", tensor.grad)
+                        tensor.grad = None
+            for generator in self.generators:
+                generator.restore(stack)
+            if self._captured is not None:
+                self._captured.restore(stack)
+            return stack.pop_all()
+
+    def run_again(self, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        """Run the call in a recompute: what it sets in context variables or has frozen is not set or frozen again."""
+        had = thread.frozen
+        thread.frozen = {name: iter(kept) for name, kept in self._frozen.items()} if self._frozen else {}
+        try:
+            # A copy, since a context can be entered once at a time.
+            return self._context.copy().run(self.body, args, kwargs)
+        finally:
+            thread.frozen = had
+
+    def freeze(self, name: str, tensor: Tensor) -> None:
+        """Keep a tensor for the recomputes of the call."""
+        if self._frozen is None:
+            self._frozen = {}
+        self._frozen.setdefault(name, []).append(Frozen(tensor))
+
+
+class Frozen:
+    """A tensor that `frozen` keeps. It is an alias, see NOTE [ Why an alias ]."""
+
+    __slots__ = ("_alias", "_requires_grad", "_version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._alias = tensor.detach()
+        self._requires_grad = tensor.requires_grad
+        self._version = version_of(tensor)
+
+    def thaw(self, name: str) -> Tensor:
+        """Return the tensor for a recompute.
+
+        Raises:
+            MutationError: It was written in place.
+        """
+        now = version_of(self._alias)
+        if now != self._version:
+            raise MutationError(
+                f"the tensor of frozen({name!r}, ...) was written in place after it was frozen: version "
+                f"{self._version} then, {now} now. Freeze a clone, or write out of place."
+            )
+        alias = self._alias.detach()
+        return alias.requires_grad_() if self._requires_grad else alias
+
+
+def _devices(tensors: list[Tensor], modules: Iterable[nn.Module], body: Body) -> list[torch.device]:
     """Return the devices, beside the CPU, that a call can draw random numbers on."""
-    devices = {tensor.device for tensor in tensors}
+    devices = {tensor.device for tensor in (*tensors, *tensors_reached(body))}
     for module in modules:
         devices.update(parameter.device for parameter in module.parameters())
-    devices.add(torch.device("cuda", torch.cuda.current_device()))
+    if torch.cuda.is_initialized():
+        devices.add(torch.device("cuda", torch.cuda.current_device()))
     return [device for device in devices if device.type not in ("cpu", "meta")]
+
+
+# Whether this build of torch knows another device than the CPU; nothing is initialized by asking so.
+_ACCELERATED = torch.accelerator.current_accelerator() is not None

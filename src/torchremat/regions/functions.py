@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import ParamSpec, TypeVar, cast
 
 import torch
+from torch import Tensor
 
 from torchremat._compat import outside_graphs
 from torchremat.errors import UnsupportedError
@@ -41,7 +42,12 @@ def checkpoint(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R
 
 
 def checkpointed(
-    function: Callable[P, R], *, check: Check = "metadata", preserve_rng: bool = True, early_stop: bool = True
+    function: Callable[P, R],
+    *,
+    check: Check = "metadata",
+    preserve_rng: bool = True,
+    early_stop: bool = True,
+    guard: Sequence[object] = (),
 ) -> Callable[P, R]:
     """Return `function` as a function whose every call is a region. Usable as a decorator.
 
@@ -52,13 +58,17 @@ def checkpointed(
             `"none"` compares the number alone.
         preserve_rng: Whether the recompute draws the random numbers that the forward drew.
         early_stop: Whether a recompute ends at the last tensor that is needed.
+        guard: Objects that the function changes and a recompute must see as the forward saw them: caches, counters,
+            whatever has `snapshot()` and `restore(state)`, and modules that the function reaches in hidden ways. What
+            is among the arguments is looked after anyway, but for tensors inside that are written in place; these are
+            cloned if the object is named here.
 
     Raises:
         UnsupportedError: An option has another value than those above.
     """
     if not callable(function):
         raise UnsupportedError(f"function: a callable is needed, got {type(function).__name__}.")
-    settings = settings_of(check=check, preserve_rng=preserve_rng, early_stop=early_stop)
+    settings = settings_of(check=check, preserve_rng=preserve_rng, early_stop=early_stop, guard=guard)
 
     @outside_graphs
     @functools.wraps(function)
@@ -68,7 +78,13 @@ def checkpointed(
     return region
 
 
-def settings_of(*, check: str = "metadata", preserve_rng: bool = True, early_stop: bool = True) -> Settings:
+def settings_of(
+    *,
+    check: str = "metadata",
+    preserve_rng: bool = True,
+    early_stop: bool = True,
+    guard: Sequence[object] = (),
+) -> Settings:
     """Return the settings for options that a user gave.
 
     Raises:
@@ -79,7 +95,15 @@ def settings_of(*, check: str = "metadata", preserve_rng: bool = True, early_sto
     for name, value in (("preserve_rng", preserve_rng), ("early_stop", early_stop)):
         if not isinstance(value, bool):  # pyright: ignore[reportUnnecessaryIsInstance]: users are not type-checked
             raise UnsupportedError(f"{name}={value!r}: True or False is needed.")
-    return Settings(check=check, preserve_rng=preserve_rng, early_stop=early_stop)
+    if not isinstance(guard, list | tuple):
+        raise UnsupportedError(f"guard: a list of objects is needed, got {type(guard).__name__}.")
+    for one in guard:
+        if isinstance(one, Tensor) or (type(one).__module__ == "builtins" and type(one).__hash__ is not None):
+            raise UnsupportedError(
+                f"guard: {type(one).__name__} cannot be changed and given back its contents; name the object that "
+                "holds it."
+            )
+    return Settings(check=check, preserve_rng=preserve_rng, early_stop=early_stop, guard=tuple(guard))
 
 
 def _run(function: Callable[..., R], settings: Settings, args: tuple[object, ...], kwargs: dict[str, object]) -> R:

@@ -1,25 +1,30 @@
-"""The objects among a region's arguments that its forward changes: caches, lists, counters.
+"""The objects that a region's forward changes: caches, lists, counters.
 
 A forward that appends to a key-value cache would do so again when it is recomputed. What the objects held before is
 remembered by identity, the recompute sees it, and afterwards all is as before the recompute (rule 11).
 
-Missing on purpose: objects that are reached in other ways than through an argument (globals, closures), and NumPy
-arrays.
+    object                             a tensor in it is written in place     how it is known
+    argument                           the recompute raises MutationError     found among the arguments
+    named by the user, `guard=`        the recompute sees a clone from before cloned before the forward
+    named, with snapshot and restore   whatever these two do                  `snapshot()` before the forward
+
+Missing on purpose: objects that are reached in other ways (globals, closures) and are not named, and NumPy arrays.
 """
 
 from __future__ import annotations
 
 import types
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from typing import cast
+from typing import Any, Protocol, cast, runtime_checkable
 from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
 
 from torchremat.errors import UnsupportedError
+from torchremat.saved.tensor import version_of
 
 _MOST_ITEMS = 100_000
 _ATOMS = (
@@ -29,20 +34,72 @@ _ATOMS = (
 _MUTABLE = (list, dict, set, deque, bytearray)
 
 
+@runtime_checkable
+class Guarded(Protocol):
+    """An object that knows how to keep its state and to take it back."""
+
+    def snapshot(self) -> object:
+        """Return the state as it is now, such that later changes do not reach it."""
+        ...
+
+    def restore(self, state: Any) -> None:
+        """Make the state what it was when `snapshot` returned it. May be called many times with the same value."""
+        ...
+
+
+class WrittenObjectError(Exception):
+    """A tensor inside an object among the arguments was written in place."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.name = name
+
+    def message(self, region: str) -> str:
+        """Return the words for it, given those for the region."""
+        return (
+            f"{region}: the tensor `{self.name}` inside an argument was written in place, in the forward or since, so "
+            "the call cannot be recomputed. Name the object as `guard=[...]`, keep it out of the region, or pass the "
+            "tensor as an argument of its own and write out of place."
+        )
+
+
+class _Clone:
+    """What a tensor inside a named object was before the forward."""
+
+    __slots__ = ("before", "name", "tensor", "version")
+
+    def __init__(self, name: str, tensor: Tensor) -> None:
+        self.name = name
+        self.tensor = tensor
+        self.version = version_of(tensor)
+        self.before = tensor.detach().clone()
+
+    def is_needed(self) -> bool:
+        """Return whether the tensor was written since, or may have been."""
+        return self.tensor.is_inference() or version_of(self.tensor) != self.version
+
+
 class Objects:
-    """The mutable objects among a region's arguments, as the forward saw them.
+    """The mutable objects that a region can change, as the forward saw them.
 
     Lists, dicts, sets, deques and attributes are remembered, to any depth. A tensor inside that is written in place
-    cannot be brought back; `written()` names it.
+    cannot be brought back, unless the user has named the object.
     """
 
-    __slots__ = ("_before", "_tensors", "_written")
+    __slots__ = ("_before", "_clones", "_snapshots", "_tensors", "_written")
 
-    def __init__(self, objects: list[object]) -> None:
+    def __init__(self, objects: list[object], guard: Sequence[object] = ()) -> None:
         self._before: list[tuple[object, object]] = []
         self._tensors: list[tuple[str, ReferenceType[Tensor], int]] = []
         self._written: str | None = None
+        # By id of the tensor.
+        self._clones: dict[int, _Clone] = {}
+        self._snapshots = [(one, one.snapshot()) for one in guard if isinstance(one, Guarded)]
         seen: set[int] = set()
+        self._look(objects, seen, named=False)
+        self._look([one for one in guard if not isinstance(one, Guarded)], seen, named=True)
+
+    def _look(self, objects: list[object], seen: set[int], *, named: bool) -> None:
         pending = [(type(item).__name__, item) for item in objects]
         while pending:
             name, item = pending.pop()
@@ -56,7 +113,9 @@ class Objects:
                     "whether the forward changes one cannot be watched. Pass what the function needs of it."
                 )
             if isinstance(item, Tensor):
-                if not item.is_inference():
+                if named:
+                    self._clones[id(item)] = _Clone(name, item)
+                elif not item.is_inference():
                     self._tensors.append((name, ref(item), item._version))
             elif isinstance(item, (tuple, frozenset)):
                 pending += [(f"{name}[{i}]", one) for i, one in enumerate(cast("tuple[object, ...]", item))]
@@ -76,25 +135,61 @@ class Objects:
 
     def settle(self) -> bool:
         """Keep only what the forward has changed; return whether there is still anything to restore or to watch."""
-        self._before = [(own, before) for own, before in self._before if not _same(own, before)]
-        self._written = self.written()
-        return bool(self._before or self._tensors)
+        clones = self._clones
+        self._clones = {key: clone for key, clone in clones.items() if clone.is_needed()}
+        # What the forward has left alone is watched as if nobody had named it.
+        self._tensors += [
+            (clone.name, ref(clone.tensor), clone.version) for key, clone in clones.items() if key not in self._clones
+        ]
+        self._before = [
+            (own, before)
+            for own, before in self._before
+            if not _same(own, before) or (self._clones and self._cloned(before) is not before)
+        ]
+        self._written = self._name_written()
+        return bool(self._before or self._tensors or self._snapshots)
 
-    def written(self) -> str | None:
-        """Return the words for a tensor inside that was written in place, or None."""
+    def _name_written(self) -> str | None:
         if self._written is not None:
             return self._written
         for name, alive, version in self._tensors:
             tensor = alive()
-            if tensor is not None and tensor._version != version:
-                return f"`{name}`"
+            if tensor is not None and tensor._version != version and id(tensor) not in self._clones:
+                return name
         return None
 
     def restore(self, stack: ExitStack) -> None:
-        """Give the objects the contents that the forward saw, until `stack` is closed."""
+        """Give the objects the contents that the forward saw, until `stack` is closed.
+
+        Raises:
+            WrittenObjectError: A tensor inside was written in place.
+        """
+        written = self._name_written()
+        if written is not None:
+            raise WrittenObjectError(written)
         for own, before in self._before:
             stack.callback(_refill, own, _copied(own))
-            _refill(own, before)
+            # A recompute that writes to a clone must find another one the next time.
+            _refill(own, self._cloned(before) if self._clones else before)
+        for own, before in self._snapshots:
+            stack.callback(own.restore, own.snapshot())
+            own.restore(before)
+
+    def _cloned(self, contents: object) -> object:
+        """Return `contents` with new clones in the places of tensors that were written; itself if there are none."""
+        if isinstance(contents, Tensor):
+            found = self._clones.get(id(contents))
+            return contents if found is None else found.before.clone().requires_grad_(contents.requires_grad)
+        if isinstance(contents, dict):
+            items = cast("dict[object, object]", contents)
+            cloned = {key: self._cloned(value) for key, value in items.items()}
+            return contents if all(cloned[key] is items[key] for key in items) else cloned
+        if type(contents) in (list, tuple, deque):
+            each = cast("list[object]", contents)
+            new = [self._cloned(one) for one in each]
+            same = all(a is b for a, b in zip(each, new, strict=True))
+            return contents if same else type(each)(new)
+        return contents
 
 
 def tensors_inside(objects: list[object]) -> list[Tensor]:

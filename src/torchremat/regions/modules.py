@@ -98,6 +98,23 @@ def _reached(function: object) -> Iterable[object]:
     return [one for one in getattr(function, "__dict__", {}).values() if isinstance(one, nn.Module)]
 
 
+def tensors_reached(function: object) -> list[Tensor]:
+    """Return the tensors that a function reaches as `modules_of` reaches modules, but for those in modules."""
+    found: list[Tensor] = []
+    pending, seen = [function], set[int]()
+    while pending:
+        item = pending.pop()
+        if isinstance(item, Tensor):
+            found.append(item)
+        elif id(item) not in seen:
+            seen.add(id(item))
+            if isinstance(item, types.FunctionType | types.MethodType | functools.partial):
+                pending += _reached(item)
+            elif isinstance(item, list | tuple):
+                pending += [one for one in cast("list[object]", item) if isinstance(one, Tensor)]
+    return found
+
+
 def _closed_over(function: types.FunctionType) -> Iterable[object]:
     for cell in function.__closure__ or ():
         try:
@@ -115,6 +132,14 @@ class ChangedStateError(Exception):
         self.name = name
         self.before = before
         self.now = now
+
+    def message(self, region: str) -> str:
+        """Return the words for it, given those for the region."""
+        return (
+            f"{region}: its parameter or buffer `{self.name}` was changed in place between forward and recompute: "
+            f"version {self.before} then, {self.now} now. Recomputing would give wrong gradients. Run backward before "
+            "`optimizer.step()` or whatever else writes to it."
+        )
 
 
 class ModuleState:

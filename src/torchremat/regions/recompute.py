@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, NoReturn
 
@@ -11,13 +10,14 @@ from torch import Tensor
 
 from torchremat._compat import pop_saved_tensor_hooks, push_saved_tensor_hooks, set_grad_mode
 from torchremat.errors import CheckpointError, MutationError, bug
+from torchremat.regions.guards import WrittenObjectError
 from torchremat.regions.modules import ChangedStateError
+from torchremat.regions.threads import thread
 from torchremat.saved.structure import join, place_of, split
 from torchremat.saved.tensor import ChangedError
 
 if TYPE_CHECKING:
     from torchremat.regions.calls import Call, Source
-    from torchremat.regions.guards import Objects
     from torchremat.regions.region import Region, Values
 
 # NOTE [ What is written after it was saved ]
@@ -33,15 +33,6 @@ class _Stop(BaseException):
 
     No `Exception`: user code that swallows those must not swallow it.
     """
-
-
-class _Thread(threading.local):
-    def __init__(self) -> None:
-        self.recomputing = 0
-        self.scopes: list[object] = []  # kept by `runs`: the scopes that are open, innermost last
-
-
-thread = _Thread()
 
 
 class Recompute:
@@ -87,7 +78,9 @@ class Recompute:
         region = self.region
         links: dict[Source, Tensor] = {}
         had_grad = torch.is_grad_enabled()
-        had_scopes, thread.scopes = thread.scopes, []  # See Rule 3; active hooks are covered by those of the recompute
+        # See Rule 3; active hooks are covered by those of the recompute
+        had_scopes, thread.scopes = thread.scopes, []
+        had_calls, thread.calls = thread.calls, []
         thread.recomputing += 1
         set_grad_mode(True)
         try:
@@ -103,6 +96,7 @@ class Recompute:
             set_grad_mode(had_grad)
             thread.recomputing -= 1
             thread.scopes = had_scopes
+            thread.calls = had_calls
         if self.wanted - self.values.keys():
             raise CheckpointError(self._too_few(len(region.made) - 1))
 
@@ -115,7 +109,7 @@ class Recompute:
         restored = self._restored(call, number)
         push_saved_tensor_hooks(self.pack, self.unpack)
         try:
-            output = call.body(args, kwargs)
+            output = call.run_again(args, kwargs)
         except BaseException as error:
             # What arrives need not be the `_Stop`: TorchScript makes a RuntimeError of it, user code what it likes.
             if not self.is_stopped or isinstance(error, KeyboardInterrupt | SystemExit):
@@ -146,50 +140,13 @@ class Recompute:
         return links[source]
 
     def _restored(self, call: Call, number: int) -> ExitStack | None:
-        """Restore what the call may see besides its arguments; return what puts it back, None if all is as it was.
-
-        Raises:
-            MutationError: Something cannot be restored.
-        """
-        modules_are_here = self._modules_are_here(call, number)
-        if call.objects is not None:
-            self._check_objects(call.objects, number)
-        elif modules_are_here and not call.generators and not self.keeps and call.surroundings.are_here():
-            return None
-        with ExitStack() as stack:
-            call.surroundings.restore(stack)
-            if not modules_are_here:
-                call.modules.restore(stack)
-            if call.objects is not None:
-                call.objects.restore(stack)
-            if self.keeps:
-                # The forward's own backward has left its gradients; those of the recompute are nobody's. See Rule 6
-                for tensor in call.modules.parameters():
-                    if tensor.requires_grad:
-                        stack.callback(setattr, tensor, "grad", tensor.grad)
-                        tensor.grad = None
-            for generator in call.generators:
-                generator.restore(stack)
-            return stack.pop_all()
-
-    def _modules_are_here(self, call: Call, number: int) -> bool:
         try:
-            return call.modules.are_here()
+            # The forward's own backward has left its gradients; those of the recompute are nobody's. See Rule 6
+            return call.restored(without_gradients=self.keeps)
         except ChangedStateError as error:
-            raise MutationError(
-                f"{self.region.name(number)}: its parameter or buffer `{error.name}` was changed in place between "
-                f"forward and recompute: version {error.before} then, {error.now} now. Recomputing would give wrong "
-                "gradients. Run backward before `optimizer.step()` or whatever else writes to it."
-            ) from None
-
-    def _check_objects(self, objects: Objects, number: int) -> None:
-        written = objects.written()
-        if written is not None:
-            raise MutationError(
-                f"{self.region.name(number)}: the tensor {written} inside an argument was written in place, in the "
-                "forward or since, so the call cannot be recomputed. Keep it out of the region, or pass the tensor as "
-                "an argument of its own and write out of place."
-            )
+            raise MutationError(error.message(self.region.name(number))) from None
+        except WrittenObjectError as error:
+            raise MutationError(error.message(self.region.name(number))) from None
 
     def pack(self, tensor: Tensor) -> object:
         """Take the next saved tensor: the hook of a recompute."""

@@ -35,9 +35,10 @@ from torchremat._compat import (
 )
 from torchremat.errors import CheckpointError, MutationError
 from torchremat.regions.calls import Body, Call, Source
-from torchremat.regions.recompute import Recompute, thread
+from torchremat.regions.recompute import Recompute
 from torchremat.regions.sessions import Session, active_session, open_sessions
 from torchremat.regions.settings import Observer, Settings
+from torchremat.regions.threads import thread
 from torchremat.saved.structure import split
 from torchremat.saved.tensor import SavedTensor, holding, version_of
 
@@ -140,13 +141,14 @@ class Region:
         observer = self.settings.observer
         if observer is not None:
             observer.looks(self)
-        call.look(tensors, modules, objects, self.settings.preserve_rng)
+        call.look(tensors, modules, objects, self.settings)
         pack = self._pack
         if observer is not None:
             observer.began(self, number, tensors)
             pack = partial(self._pack_observed, observer, number)
         del tensors, objects
         self.made.append(call)
+        thread.calls.append(call)
         try:
             push_saved_tensor_hooks(pack, unpack)  # See Rule 1
             try:
@@ -167,6 +169,8 @@ class Region:
             del self.made[number:], self.slots[first_slot:], self.metadata[first_slot:]
             self.fresh = {index for index in self.fresh if index < first_slot}
             raise
+        finally:
+            thread.calls.pop()
         if last:
             self._known.clear()
         else:

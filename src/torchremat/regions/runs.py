@@ -26,9 +26,9 @@ from torch import nn
 from torchremat._compat import is_hook_of_torch_checkpoint, top_saved_tensor_hooks
 from torchremat.errors import OrderWarning
 from torchremat.regions.calls import Body
-from torchremat.regions.recompute import thread
 from torchremat.regions.region import Region
 from torchremat.regions.settings import Settings
+from torchremat.regions.threads import thread
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -52,4 +52,5 @@ class Settings:
     check: Check = "metadata"
     preserve_rng: bool = True
     early_stop: bool = True
+    guard: tuple[object, ...] = ()
     observer: Observer | None = None

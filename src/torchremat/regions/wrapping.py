@@ -13,7 +13,9 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar, cast
 from weakref import ref
@@ -102,7 +104,10 @@ class WrappedForward:
         own = self.own
         if own is not None and getattr(own, "__self__", None) is module:
             own = own.__func__.__get__(copied)  # pyright: ignore[reportFunctionMemberAccess]
-        return WrappedForward(cast("nn.Module", copied), self.name, self.settings, self.scope, own)
+        settings = self.settings
+        if settings is not None and settings.guard:
+            settings = replace(settings, guard=deepcopy(settings.guard, memo))
+        return WrappedForward(cast("nn.Module", copied), self.name, settings, self.scope, own)
 
     def __repr__(self) -> str:
         return f"<forward of `{self.name}` as a region of torchremat>"
@@ -163,6 +168,7 @@ def wrap(
     check: Check = "metadata",
     preserve_rng: bool = True,
     early_stop: bool = True,
+    guard: Sequence[object] = (),
 ) -> M:
     """Make calls of some modules of a model regions, and return the model.
 
@@ -174,11 +180,12 @@ def wrap(
         check: See `checkpointed`.
         preserve_rng: See `checkpointed`.
         early_stop: See `checkpointed`.
+        guard: See `checkpointed`.
 
     Raises:
         WrapError: Nothing matches (the message has the closest names), or a match is wrapped already.
     """
-    settings = settings_of(check=check, preserve_rng=preserve_rng, early_stop=early_stop)
+    settings = settings_of(check=check, preserve_rng=preserve_rng, early_stop=early_stop, guard=guard)
     if not isinstance(every, int) or isinstance(every, bool) or every < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise WrapError(f"every={every!r}: an int of at least 1 is needed.")
     found = matching(model, modules)[::every]

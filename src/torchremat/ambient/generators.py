@@ -1,55 +1,14 @@
-"""What a recompute must see again, beside its arguments: generators, autocast, default device.
-
-Everything here is captured around the forward of a region and restored around its recompute, and put back afterwards,
-so that a recompute leaves no trace in the thread that runs it.
-"""
+"""The random generators of torch: those of the devices that a region runs on, and those among its arguments."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-from torchremat._compat import default_device
-
-_CPU = torch.device("cpu")
-
-
-class Autocast(NamedTuple):
-    """The autocast state of one device type."""
-
-    device_type: str
-    enabled: bool
-    dtype: torch.dtype
-    cache: bool
-
-
-class Surroundings(NamedTuple):
-    """What surrounds a forward: autocast of the CPU and other device types, and the default device."""
-
-    autocast: tuple[Autocast, ...]
-    device: torch.device | None
-
-    def are_here(self) -> bool:
-        """Return whether this is what surrounds the caller now, so that nothing has to be restored."""
-        others = [one.device_type for one in self.autocast[1:]] if len(self.autocast) > 1 else ()
-        here = surroundings(others)
-        return here is self or here == self
-
-    def restore(self, stack: ExitStack) -> None:
-        """Restore them until `stack` is closed."""
-        for one in self.autocast:
-            if autocast_state(one.device_type) != one:
-                stack.enter_context(
-                    torch.autocast(one.device_type, enabled=one.enabled, dtype=one.dtype, cache_enabled=one.cache)
-                )
-        if self.device != default_device():
-            stack.enter_context(torch.device(self.device if self.device is not None else _CPU))
 
 
 class GeneratorState(NamedTuple):
@@ -62,24 +21,6 @@ class GeneratorState(NamedTuple):
         """Restore it until `stack` is closed."""
         stack.callback(set_generator, self.generator, get_generator(self.generator))
         set_generator(self.generator, self.state)
-
-
-def autocast_state(kind: str) -> Autocast:
-    """Return the autocast state of one device type."""
-    return _autocast(
-        kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
-    )
-
-
-def surroundings(device_types: Collection[str] = ()) -> Surroundings:
-    """Return what surrounds the caller; autocast for the CPU and `device_types`."""
-    states = (autocast_state("cpu"), *map(autocast_state, device_types)) if device_types else (autocast_state("cpu"),)
-    return _surroundings(states, default_device())
-
-
-# There are few of them, and a region asks twice.
-_autocast = lru_cache(Autocast)
-_surroundings = lru_cache(Surroundings)
 
 
 def get_generator(generator: torch.Generator | torch.device) -> Tensor:

@@ -1,0 +1,119 @@
+"""What users add to the things that a recompute must see again.
+
+Python's and NumPy's random numbers are here as well: saving and setting NumPy's state takes about 0.1 ms each way, more
+than everything else that a region does, so that they are asked for by name.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from torchremat.errors import UnsupportedError
+
+
+@runtime_checkable
+class Ambient(Protocol):
+    """One more thing that a recompute must see again, as the state of an FP8 recipe.
+
+    Before the forward of a region `capture` is called; before a recompute `capture` is called again, then `restore`
+    with what the first one returned; after it `restore` with what the second one returned. All of it in the thread that
+    runs the forward or the recompute.
+    """
+
+    @property
+    def name(self) -> str:
+        """The words for it in messages."""
+        ...
+
+    def capture(self) -> object:
+        """Return the state as it is now, such that later changes do not reach it."""
+        ...
+
+    def restore(self, state: Any) -> None:
+        """Make the state what it was when `capture` returned it. May be called many times with the same value."""
+        ...
+
+
+# The entries in the order in which they were registered.
+entries: list[Ambient] = []
+
+
+def register(entry: Ambient) -> None:
+    """Let every region that is made from now on, in any thread, capture and restore one thing more.
+
+    Raises:
+        UnsupportedError: It lacks `name`, `capture` or `restore`, or is registered already.
+    """
+    if not isinstance(entry, Ambient):  # pyright: ignore[reportUnnecessaryIsInstance]: users are not type-checked
+        raise UnsupportedError(
+            f"entry: an object with `name`, `capture()` and `restore(state)` is needed, got {type(entry).__name__}."
+        )
+    if any(one is entry for one in entries):
+        raise UnsupportedError(f"{entry.name} is registered already.")
+    entries.append(entry)
+
+
+def unregister(entry: Ambient) -> None:
+    """Leave the thing alone in regions that are made from now on; those that have captured it restore it.
+
+    Raises:
+        UnsupportedError: It is not registered.
+    """
+    found = [index for index, one in enumerate(entries) if one is entry]
+    if not found:
+        raise UnsupportedError(f"{getattr(entry, 'name', entry)} is not registered.")
+    del entries[found[0]]
+
+
+@contextmanager
+def registered(entry: Ambient) -> Generator[None]:
+    """Let the regions that are made inside the block capture and restore one thing more."""
+    register(entry)
+    try:
+        yield
+    finally:
+        unregister(entry)
+
+
+class Captured:
+    """The registered things, as a forward saw them."""
+
+    __slots__ = ("_states",)
+
+    def __init__(self) -> None:
+        self._states = [(entry, entry.capture()) for entry in entries]
+
+    def restore(self, stack: ExitStack) -> None:
+        """Restore them until `stack` is closed."""
+        for entry, then in self._states:
+            stack.callback(entry.restore, entry.capture())
+            entry.restore(then)
+
+
+class _PythonRandom:
+    name = "Python's `random`"
+
+    def capture(self) -> object:
+        return random.getstate()
+
+    def restore(self, state: Any) -> None:
+        random.setstate(state)
+
+
+class _NumpyRandom:
+    name = "`numpy.random`"
+
+    def capture(self) -> object:
+        return np.random.get_state()
+
+    def restore(self, state: Any) -> None:
+        np.random.set_state(state)
+
+
+python_random: Ambient = _PythonRandom()
+numpy_random: Ambient = _NumpyRandom()

@@ -1,0 +1,213 @@
+"""Autocast, numeric flags, function and dispatch modes: what surrounds a call without being passed to it.
+
+Context variables are not here: a call runs in a copy of the context that its forward ran in, which needs no putting
+back.
+
+Missing on purpose: the number of threads. It is one for all threads of a process, and exchanging it for the time of a
+recompute would change what the others compute.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import NamedTuple, TypeVar, cast
+
+import torch
+
+from torchremat._compat import (
+    GlobalState,
+    dispatch_modes,
+    function_modes,
+    has_modes,
+    infrastructure_modes,
+    known_flags,
+    other_flags,
+    pop_dispatch_mode,
+    pop_function_mode,
+    push_dispatch_mode,
+    push_function_mode,
+    set_infrastructure_mode,
+    unset_infrastructure_mode,
+)
+
+M = TypeVar("M")
+
+# NOTE [ Modes that only watch ]
+# A mode that changes what operators do has to be there in a recompute as it was in the forward. One that counts or logs
+# them must not: entered for the forward alone it would count the recompute as well, entered for the backward alone it
+# would miss it. So modes that only watch are left as they are when a recompute runs, and all others are the forward's.
+# Those of torch are known by where they come from, those of users by `only_watches`.
+_WATCHERS = (
+    "torch.cuda._sanitizer",
+    "torch.distributed._tools",
+    "torch.distributed.tensor.debug",
+    "torch.testing._internal",
+    "torch.utils._debug_mode",
+    "torch.utils.flop_counter",
+    "torchremat.",
+)
+_WATCHES = "_torchremat_only_watches"
+
+_READS = tuple(flag.read for flag in other_flags)
+
+# All that autocast knows. Asking for one that this build of torch lacks is fine.
+_DEVICE_TYPES = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "maia", "xla", "ipu")
+
+
+class Autocast(NamedTuple):
+    """The autocast state of one device type."""
+
+    device_type: str
+    enabled: bool
+    dtype: torch.dtype
+
+
+class Surroundings:
+    """What surrounds a call."""
+
+    __slots__ = ("_autocast", "_caches", "_function_modes", "_known", "_modes", "_others", "_state", "casts")
+
+    def __init__(self) -> None:
+        self._state = GlobalState()
+        self._known = [flag.read() for flag in known_flags]
+        self._others = [read() for read in _READS]
+        self._autocast = [_autocast(kind) for kind in _DEVICE_TYPES]
+        self._caches = torch.is_autocast_cache_enabled()
+        self.casts = any(one.enabled for one in self._autocast)
+        self._function_modes = _acting(function_modes())
+        self._modes = (infrastructure_modes(), _acting(dispatch_modes())) if has_modes() else ({}, [])
+
+    @property
+    def has_modes(self) -> bool:
+        """Whether function or dispatch modes that act are among them."""
+        return bool(self._function_modes or any(self._modes))
+
+    def are_here(self) -> bool:
+        """Return whether this is what surrounds the caller now, so that nothing has to be restored."""
+        # Under autocast there is always something to do: see `_restore_autocast`.
+        if self.casts or not self._state.check() or [read() for read in _READS] != self._others:
+            return False
+        if not has_modes():
+            return not self.has_modes
+        return (
+            _same(_acting(function_modes()), self._function_modes)
+            and infrastructure_modes().keys() >= self._modes[0].keys()
+            and _same(_acting(dispatch_modes()), self._modes[1])
+        )
+
+    def restore(self, stack: ExitStack) -> None:
+        """Restore them until `stack` is closed."""
+        self._restore_autocast(stack)
+        for flag, then in zip((*known_flags, *other_flags), (*self._known, *self._others), strict=True):
+            now = flag.read()
+            if now != then:
+                stack.callback(flag.write, now)
+                flag.write(then)
+        if not self.has_modes and not has_modes():
+            return
+        for key, mode in self._modes[0].items():
+            if key not in infrastructure_modes():
+                # What traces or fakes a backward stays: the recompute is part of what it traces.
+                stack.callback(unset_infrastructure_mode, key)
+                set_infrastructure_mode(mode)
+        _exchange(stack, dispatch_modes, self._modes[1], push_dispatch_mode, pop_dispatch_mode)
+        _exchange(stack, function_modes, self._function_modes, push_function_mode, pop_function_mode)
+
+    def _restore_autocast(self, stack: ExitStack) -> None:
+        for then in self._autocast:
+            now = _autocast(then.device_type)
+            if now != then:
+                stack.callback(_set_autocast, now)
+                _set_autocast(then)
+        caches = self._caches
+        if self.casts and caches:
+            # The cache of casted weights would keep those of the recompute, and with them its graph, for whoever casts
+            # next. It is emptied when the outermost autocast ends; if that is not ours, the recompute does without.
+            depth = torch.autocast_increment_nesting()
+            stack.callback(_leave_autocast)
+            caches = depth == 1
+        if caches != torch.is_autocast_cache_enabled():
+            stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
+            torch.set_autocast_cache_enabled(caches)
+
+
+def surroundings() -> Surroundings:
+    """Return what surrounds the caller."""
+    # They hardly ever change, and comparing is cheaper than asking for everything.
+    last = _here.last
+    if last is not None and last.are_here():
+        return last
+    found = Surroundings()
+    _here.last = None if found.has_modes else found  # a mode that has been left must not live on here
+    return found
+
+
+def only_watches(mode: M) -> M:
+    """Return a mode, which from now on no recompute takes for one that changes what operators do.
+
+    Args:
+        mode: A `TorchDispatchMode` or `TorchFunctionMode`, or a class of them. A recompute then neither enters it again
+            nor leaves it.
+    """
+    setattr(mode, _WATCHES, True)  # See NOTE [ Modes that only watch ]
+    return mode
+
+
+class _Here(threading.local):
+    last: Surroundings | None = None
+
+
+_here = _Here()
+
+
+def _acting(modes: list[object]) -> list[object]:
+    return [mode for mode in modes if not _only_watches(mode)] if modes else modes
+
+
+def _only_watches(mode: object) -> bool:
+    # See NOTE [ Modes that only watch ]
+    return type(mode).__module__.startswith(_WATCHERS) or hasattr(mode, _WATCHES)
+
+
+def _same(now: list[object], then: list[object]) -> bool:
+    return len(now) == len(then) and all(a is b for a, b in zip(now, then, strict=True))
+
+
+def _exchange(
+    stack: ExitStack,
+    read: Callable[[], list[object]],
+    then: list[object],
+    push: Callable[[object], None],
+    pop: Callable[[], object],
+) -> None:
+    now = read()
+    if _same(_acting(now), then):
+        return
+    stack.callback(_rebuild, read, now, push, pop)
+    _rebuild(read, [*then, *(mode for mode in now if _only_watches(mode))], push, pop)
+
+
+def _rebuild(
+    read: Callable[[], list[object]], modes: list[object], push: Callable[[object], None], pop: Callable[[], object]
+) -> None:
+    for _ in read():
+        pop()
+    for mode in modes:
+        push(mode)
+
+
+def _autocast(kind: str) -> Autocast:
+    return Autocast(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+
+
+def _set_autocast(state: Autocast) -> None:
+    # Not `torch.autocast`, which warns of dtypes that do not go together and then does something else.
+    cast("Callable[[str, bool], None]", torch.set_autocast_enabled)(state.device_type, state.enabled)
+    torch.set_autocast_dtype(state.device_type, state.dtype)
+
+
+def _leave_autocast() -> None:
+    if torch.autocast_decrement_nesting() == 0:
+        torch.clear_autocast_cache()

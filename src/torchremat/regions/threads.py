@@ -1,0 +1,31 @@
+"""What each thread does with regions right now."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torchremat.regions.calls import Call, Frozen
+
+
+class Thread(threading.local):
+    """One thread.
+
+    Attributes:
+        recomputing: How many recomputes run, one inside the other.
+        calls: The calls that run for the first time, outermost first; of those that run in a recompute, the ones that
+            were made in it.
+        frozen: What the call that runs again has frozen in its forward, by name.
+        scopes: The scopes that are open, innermost last. Kept by `runs`.
+    """
+
+    def __init__(self) -> None:
+        self.recomputing = 0
+        self.calls: list[Call] = []
+        self.frozen: Mapping[str, Iterator[Frozen]] = {}
+        self.scopes: list[object] = []
+
+
+thread = Thread()
