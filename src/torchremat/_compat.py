@@ -18,6 +18,8 @@ from torch.utils import _pytree
 from torchremat.errors import VersionError
 
 if TYPE_CHECKING:
+    from types import CodeType, FunctionType
+
     from torch import Tensor
     from torch.autograd.graph import Node
 
@@ -62,6 +64,9 @@ top_saved_tensor_hooks = cast(
     private("_C._autograd._top_saved_tensors_default_hooks", needed_for=_REGIONS),
 )
 current_graph_task = cast("Callable[[], int]", private("_C._current_graph_task_id", needed_for=_REGIONS))
+retains_graph = cast(
+    "Callable[[], bool]", private("_C._autograd._get_current_graph_task_keep_graph", needed_for=_REGIONS)
+)
 current_node = cast("Callable[[], Node | None]", private("_C._current_autograd_node", needed_for=_REGIONS))
 set_grad_mode = cast("Callable[[bool], None]", private("_C._set_grad_enabled", needed_for=_REGIONS))
 stash_in_tls = cast("Callable[[str, object], None]", private("_C._stash_obj_in_tls", needed_for="a session"))
@@ -207,9 +212,22 @@ def is_hook_of_torch_checkpoint(pack: object) -> bool:
     return getattr(pack, "__module__", None) == "torch.utils.checkpoint"
 
 
-_disable = cast("Callable[[Callable[..., object]], object]", private("_disable_dynamo", needed_for=_REGIONS))
+_GRAPHS = "staying out of compiled graphs"
+_set_strategy = cast(
+    "Callable[[CodeType, object], None]", private("_C._dynamo.eval_frame.set_code_exec_strategy", needed_for=_GRAPHS)
+)
+_Strategy = cast(
+    "Callable[[object, object], object]", private("_C._dynamo.eval_frame._FrameExecStrategy", needed_for=_GRAPHS)
+)
+_SKIP = private("_C._dynamo.eval_frame._FrameAction.SKIP", needed_for=_GRAPHS)
 
 
 def outside_graphs(function: Callable[P, T]) -> Callable[P, T]:
-    """Keep dynamo out of `function`: inside `torch.compile` a call breaks the graph instead of being traced wrongly."""
-    return cast("Callable[P, T]", _disable(function))
+    """Keep dynamo out of `function` and what it calls: inside `torch.compile` a call of it breaks the graph.
+
+    As `torch.compiler.disable` does, but without a wrapper, which takes longer than all else that a region does before
+    its forward.
+    """
+    _set_strategy(cast("FunctionType", function).__code__, _Strategy(_SKIP, _SKIP))
+    cast("Any", function)._torchdynamo_disable = True
+    return function

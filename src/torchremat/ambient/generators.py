@@ -39,16 +39,23 @@ def set_generator(generator: torch.Generator | torch.device, state: Tensor) -> N
 
 
 def generator_states(
-    devices: Iterable[torch.device], generators: Iterable[torch.Generator] = ()
+    devices: Iterable[torch.device] = (), generators: Iterable[torch.Generator] = ()
 ) -> list[GeneratorState]:
     """Return the states of `generators` and of the default ones of the CPU and `devices`, before a forward."""
-    all_of_them = (torch.default_generator, *devices, *generators)
-    return [GeneratorState(one, get_generator(one)) for one in all_of_them]
+    states = [GeneratorState(_DEFAULT, _DEFAULT.get_state())]
+    for one in (*devices, *generators):
+        states.append(GeneratorState(one, get_generator(one)))
+    return states
 
 
 def drawn(before: list[GeneratorState]) -> list[GeneratorState]:
     """Return those of the states `before` whose generators have drawn since; the others, of 5 KB each, can go."""
+    if len(before) == 1 and before[0].generator is _DEFAULT:
+        return [] if _equal(_DEFAULT.get_state(), before[0].state) else before
     return [one for one in before if not _equal(get_generator(one.generator), one.state)]
+
+
+_DEFAULT = torch.default_generator
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:

@@ -65,9 +65,24 @@ class Autocast(NamedTuple):
 
 
 class Surroundings:
-    """What surrounds a call."""
+    """What surrounds a call.
 
-    __slots__ = ("_autocast", "_caches", "_function_modes", "_known", "_modes", "_others", "_state", "casts")
+    Attributes:
+        casts: Whether autocast is on for any device type.
+        has_modes: Whether function or dispatch modes that act are among them.
+    """
+
+    __slots__ = (
+        "_autocast",
+        "_caches",
+        "_function_modes",
+        "_known",
+        "_modes",
+        "_others",
+        "_state",
+        "casts",
+        "has_modes",
+    )
 
     def __init__(self) -> None:
         self._state = GlobalState()
@@ -78,11 +93,7 @@ class Surroundings:
         self.casts = any(one.enabled for one in self._autocast)
         self._function_modes = _acting(function_modes())
         self._modes = (infrastructure_modes(), _acting(dispatch_modes())) if has_modes() else ({}, [])
-
-    @property
-    def has_modes(self) -> bool:
-        """Whether function or dispatch modes that act are among them."""
-        return bool(self._function_modes or any(self._modes))
+        self.has_modes = bool(self._function_modes or any(self._modes))
 
     def are_here(self) -> bool:
         """Return whether this is what surrounds the caller now, so that nothing has to be restored."""

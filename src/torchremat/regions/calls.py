@@ -75,14 +75,13 @@ class Call:
         self._context = copy_context()
         if settings.guard:
             modules = [*modules, *(one for one in settings.guard if isinstance(one, nn.Module))]
-        self.modules = ModuleState(modules)
+        self.modules = ModuleState(modules) if modules else _NO_MODULES
         if objects or settings.guard:
             self.objects = Objects(objects, settings.guard)
         if settings.preserve_rng:
-            generators = [one for one in objects if isinstance(one, torch.Generator)] if objects else ()
-            self.generators = generator_states(
-                _devices(tensors, modules, self.body) if _ACCELERATED else (), generators
-            )
+            devices = _devices(tensors, modules, self.body) if _ACCELERATED else ()
+            others = [one for one in objects if isinstance(one, torch.Generator)] if objects else ()
+            self.generators = generator_states(devices, others)
         if entries:
             self._captured = Captured()
 
@@ -172,6 +171,9 @@ class Frozen:
             )
         alias = self._alias.detach()
         return alias.requires_grad_() if self._requires_grad else alias
+
+
+_NO_MODULES = ModuleState([])
 
 
 def _devices(tensors: list[Tensor], modules: Iterable[nn.Module], body: Body) -> list[torch.device]:

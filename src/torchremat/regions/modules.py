@@ -18,6 +18,7 @@ evaluation.
 
 from __future__ import annotations
 
+import dis
 import functools
 import threading
 import types
@@ -62,6 +63,8 @@ def modules_of(function: object, arguments: Iterable[object] = ()) -> list[nn.Mo
     if not pending and isinstance(function, nn.Module):
         return [function]
     pending += _reached(function)
+    if not pending:
+        return []
     found: list[nn.Module] = []
     seen: set[int] = set()
     while pending:
@@ -91,11 +94,18 @@ def _reached(function: object) -> Iterable[object]:
     if isinstance(function, types.MethodType):
         return (*_reached(function.__self__), *_reached(function.__func__))
     if isinstance(function, types.FunctionType):
-        names = function.__code__.co_names
-        named = [function.__globals__[name] for name in names if name in function.__globals__]
+        known = function.__globals__
+        named = [known[name] for name in _global_names(function.__code__) if name in known]
         return (*named, *_closed_over(function)) if function.__closure__ else named
     # An object that is called, or whose method is.
     return [one for one in getattr(function, "__dict__", {}).values() if isinstance(one, nn.Module)]
+
+
+@functools.lru_cache(maxsize=4096)
+def _global_names(code: types.CodeType) -> tuple[str, ...]:
+    # `co_names` has the names of attributes as well: `x.linear` is not the global `linear`.
+    loads = (one.argval for one in dis.get_instructions(code) if one.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+    return tuple(dict.fromkeys(loads))
 
 
 def tensors_reached(function: object) -> list[Tensor]:

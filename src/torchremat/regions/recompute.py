@@ -18,7 +18,7 @@ from torchremat.saved.tensor import ChangedError
 
 if TYPE_CHECKING:
     from torchremat.regions.calls import Call, Source
-    from torchremat.regions.region import Region, Values
+    from torchremat.regions.region import Key, Region
 
 # NOTE [ What is written after it was saved ]
 # An operation may save a tensor first and fill it then, without a new version: `rrelu` saves its noise so, as the only
@@ -35,26 +35,55 @@ class _Stop(BaseException):
     """
 
 
+def _last_alive(region: Region) -> int:
+    slots = region.slots
+    last = len(slots) - 1
+    while last >= 0 and slots[last]() is None:
+        last -= 1
+    return last
+
+
 class Recompute:
-    """One run of a region's calls for the tensors that they save."""
+    """One run of a region's calls for the tensors that they save.
 
-    __slots__ = ("count", "is_stopped", "keeps", "last", "metadata", "region", "values", "wanted")
+    Args:
+        region: The region.
+        key: Whom the tensors are for; None if one is asked for outside of any backward.
+        only: The number of the one slot that is asked for; None for all that are alive.
+    """
 
-    def __init__(self, region: Region, values: Values, wanted: set[int]) -> None:
+    __slots__ = ("_found", "count", "is_stopped", "keeps", "key", "last", "metadata", "needed", "only", "region")
+
+    def __init__(self, region: Region, key: Key | None, only: int | None) -> None:
         self.region = region
-        self.values = values
-        self.wanted = wanted
-        self.last = self._last(max(wanted, default=-1))
+        self.key = key
+        self.only = only
+        self.needed = _last_alive(region) if only is None else only
+        self.last = self._last()
         self.count = 0
         self.metadata = region.metadata if region.settings.check == "metadata" else None
         self.keeps = region.runs_backward  # See Rule 6
         self.is_stopped = False
+        self._found: tuple[Tensor, int] | None = None
 
-    def _last(self, last: int) -> int:
-        """Return the save to stop at, given the last one that is wanted; -2 to run to the end."""
+    def found(self) -> Tensor:
+        """Return the one tensor that was asked for without anybody to keep it for.
+
+        Raises:
+            MutationError: It was written in place since it was saved.
+        """
+        assert self._found is not None
+        tensor, version = self._found
+        if tensor._version != version:
+            raise self.region.written_since(tensor, version, self.needed)
+        return tensor
+
+    def _last(self) -> int:
+        """Return the save to stop at; -2 to run to the end."""
         region = self.region
         if not region.settings.early_stop and not region.made[-1].is_running:
             return -2
+        last = self.needed
         while region.fresh and self._may_be_filled_later(last):
             last += 1
         return last
@@ -69,7 +98,7 @@ class Recompute:
         )
 
     def run(self) -> None:
-        """Run the calls, and put what they save into `values`.
+        """Run the calls, and let what they save wait in its slots.
 
         Raises:
             CheckpointError: They save something else than in the forward.
@@ -97,14 +126,13 @@ class Recompute:
             thread.recomputing -= 1
             thread.scopes = had_scopes
             thread.calls = had_calls
-        if self.wanted - self.values.keys():
+        if self.count <= self.needed:
             raise CheckpointError(self._too_few(len(region.made) - 1))
 
     def _run_call(self, call: Call, number: int, links: dict[Source, Tensor]) -> None:
         region = self.region
-        arguments = join(call.template, [self._input(call, number, i, links) for i in range(len(call.sources))])
-        args, kwargs = arguments  # pyright: ignore[reportGeneralTypeIssues]: as the template was made
-        del arguments
+        # As the template was made.
+        args, kwargs = join(call.template, [self._input(call, number, i, links) for i in range(len(call.sources))])  # pyright: ignore[reportGeneralTypeIssues]
         output = None
         restored = self._restored(call, number)
         push_saved_tensor_hooks(self.pack, self.unpack)
@@ -154,14 +182,19 @@ class Recompute:
             return None  # user code has swallowed the stop
         index = self.count
         self.count = index + 1
-        if index >= len(self.region.slots):
+        region = self.region
+        if index >= len(region.slots):
             self._too_many()
         if self.metadata is not None and self.metadata[index] != (tensor.shape, tensor.dtype, tensor.device):
             raise CheckpointError(self._differs(index, (tensor.shape, tensor.dtype, tensor.device)))
-        if index in self.wanted:
+        if self.only is None or index == self.only:
             # Without its `grad_fn`, which would keep the recomputed graph.
             value = tensor if tensor.is_leaf else tensor.detach()
-            self.values[index] = (value, value._version)
+            slot = region.slots[index]()
+            if self.key is None:
+                self._found = value, value._version
+            elif slot is not None:
+                slot.put(self.key, value)
         if index == self.last:
             self._stop()
         return tensor.detach() if self.keeps else None  # See Rule 6

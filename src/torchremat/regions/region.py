@@ -32,6 +32,7 @@ from torchremat._compat import (
     pop_saved_tensor_hooks,
     push_saved_tensor_hooks,
     python_node,
+    retains_graph,
 )
 from torchremat.errors import CheckpointError, MutationError
 from torchremat.regions.calls import Body, Call, Source
@@ -42,29 +43,67 @@ from torchremat.regions.threads import thread
 from torchremat.saved.structure import split
 from torchremat.saved.tensor import SavedTensor, holding, version_of
 
-# Recomputed tensors by the number of their slot, each with the version that it was saved at. All have one: autograd
-# saves no inference tensors.
-Values = dict[int, tuple[Tensor, int]]
+# Whom recomputed tensors belong to: a backward, by its number, or a session.
+Key = int | Session
 
 _LOST = -1  # the index of a slot whose call has raised
 
 
 class Slot:
-    """What autograd holds in place of a saved tensor."""
+    """What autograd holds in place of a saved tensor, and where the recomputed one waits until it is asked for.
 
-    __slots__ = ("__weakref__", "index", "region")
+    So that tensor is gone with the slot: who drops the graph drops what was recomputed for it. See Rule 12
+    """
+
+    __slots__ = ("__weakref__", "index", "key", "others", "region", "tensor", "version")
 
     def __init__(self, region: Region, index: int) -> None:
         self.region = region
         self.index = index
+        self.key: Key | None = None  # whom the tensor belongs to; None without one
+        self.others: dict[Key, tuple[Tensor, int]] | None = None  # for several backward calls at once
+        self.tensor: Tensor
+        self.version: int
 
-    def __del__(self) -> None:
-        # Nobody can ask for it any more. Its recomputed tensor, if there is one that was not asked for (a nested region
-        # took it as an input and then stopped before its use), would wait for the end of the backward. See Rule 12
-        values = self.region.values
-        if values:
-            for one in tuple(values.values()):  # another thread may add to them
-                one.pop(self.index, None)
+    def put(self, key: Key, tensor: Tensor) -> None:
+        """Let a recomputed tensor wait here, with the version that it is saved at."""
+        if self.key is None or self.key == key:
+            self.tensor = tensor
+            self.version = tensor._version
+            self.key = key
+        else:
+            if self.others is None:
+                self.others = {}
+            self.others[key] = tensor, tensor._version
+
+    def has(self, key: Key) -> bool:
+        """Return whether a tensor waits here for `key`."""
+        return self.key == key or (self.others is not None and key in self.others)
+
+    def take(self, key: Key, *, keep: bool) -> Tensor:
+        """Return the tensor that waits for `key`; unless `keep` it no longer does.
+
+        Raises:
+            MutationError: It was written in place since it was saved.
+        """
+        if self.key == key:
+            tensor, version = self.tensor, self.version
+        else:
+            assert self.others is not None
+            tensor, version = self.others[key]
+        if not keep:
+            self.drop(key)
+        if tensor._version != version:
+            raise self.region.written_since(tensor, version, self.index)
+        return tensor
+
+    def drop(self, key: Key) -> None:
+        """Drop the tensor that waits for `key`, if there is one."""
+        if self.key == key:
+            del self.tensor
+            self.key = None  # last, since another thread may put a tensor then
+        elif self.others is not None:
+            self.others.pop(key, None)
 
 
 class Region:
@@ -74,7 +113,7 @@ class Region:
         "__weakref__",
         "_known",
         "_lock",
-        "_pinned",
+        "_recomputed",
         "_unpacked",
         "fresh",
         "held",
@@ -85,7 +124,6 @@ class Region:
         "runs_backward",
         "settings",
         "slots",
-        "values",
     )
 
     def __init__(self, settings: Settings, label: object = None) -> None:
@@ -100,11 +138,10 @@ class Region:
         self.runs_backward = False
         # Tensors that have been seen, by id, with the version they had: outputs of calls and inputs that are held.
         self._known: dict[int, tuple[ReferenceType[Tensor], int, Source]] = {}
-        self.values: dict[int | Session, Values] = {}  # by the backward or session that they belong to
-        self._unpacked: dict[int, set[int]] = {}
-        self._pinned: dict[int, Values] = {}
+        self._recomputed: set[Key] = set()
+        self._unpacked: dict[int, set[int]] = {}  # by slot, the backward calls of a session that have asked for it
         self._lock = threading.RLock()
-        session = active_session()
+        session = active_session() if open_sessions else None
         if session is not None and not thread.recomputing:
             session.created(self)
 
@@ -171,14 +208,14 @@ class Region:
             raise
         finally:
             thread.calls.pop()
-        if last:
-            self._known.clear()
-        else:
+        if not last:
             self._remember(output, number)
+        elif self._known:
+            self._known.clear()
         return output
 
     def _source(self, tensor: Tensor, number: int) -> Source:
-        known = self._known.get(id(tensor))
+        known = self._known.get(id(tensor)) if self._known else None
         # By identity *and* version: after `h.add_(1)` between two calls `h` is the same object and another value.
         if known is not None and known[0]() is tensor and known[1] == version_of(tensor):
             source = known[2]
@@ -216,44 +253,30 @@ class Region:
 
     def unpack(self, slot: Slot) -> Tensor:
         """Return the tensor of a slot, recomputing the region if it is not there."""
-        index = slot.index
-        if index == _LOST:
+        if slot.index == _LOST:
             raise CheckpointError(
                 "a tensor was asked for that a region saved in a forward which raised; run that forward again before "
                 "its backward."
             )
-        session = active_session()
+        session = active_session() if open_sessions else None
         task = current_graph_task()
         key = task if session is None else session
         if key == -1:
-            # Outside any backward nothing is kept. See Rule 7
-            values: Values = {}
-            self._recompute(values, index)
-            return self._checked(values[index], index)
+            return self._recompute(None, slot.index).found()  # outside any backward nothing is kept. See Rule 7
         with self._lock:
-            found = self._pinned[task].get(index) if task in self._pinned else None
-            if found is None:
-                found = self._found(key, task, index)
-            return self._checked(found, index)
+            if not slot.has(key):
+                self._recompute_for(key, slot.index)
+            return slot.take(key, keep=self._is_needed_again(slot, session, task))
 
-    def _found(self, key: int | Session, task: int, index: int) -> tuple[Tensor, int]:
-        values = self.values.get(key)
-        if values is None:
-            values = {}
-            self._recompute(values, None)
-            self.values[key] = values
-            if isinstance(key, Session):
-                key.owns(self)
-            else:
-                at_end_of_backward(partial(_forget, ref(self), key))
-        elif index not in values:
-            self._recompute(values, index)
-        found = values[index]
-        if isinstance(key, int) or self._is_last_pass(key, task, index):
-            # The node holds the tensor while it runs; nobody else needs it. See Rule 4
-            del values[index]
-            self._pin(task, index, found)
-        return found
+    def _is_needed_again(self, slot: Slot, session: Session | None, task: int) -> bool:
+        # The node holds the tensor while it runs; nobody else needs it. See Rule 4
+        if session is not None and not self._is_last_pass(session, task, slot.index):
+            return True
+        if thread.recomputing:
+            return False  # the input of a nested region, asked for once by each recompute of it
+        # If the graph is not retained, the slot goes with the node. Otherwise a node that is written in Python may ask
+        # again until it has run; one of torch's own does not.
+        return not retains_graph() or self._pin(slot, task if session is None else session)
 
     def _is_last_pass(self, session: Session, task: int, index: int) -> bool:
         if session.passes is None or task < 0:
@@ -262,21 +285,27 @@ class Region:
         tasks.add(task)
         return len(tasks) >= session.passes
 
-    def _pin(self, task: int, index: int, found: tuple[Tensor, int]) -> None:
-        """Keep what a Python node has unpacked until it has run: it may read `ctx.saved_tensors` again."""
+    def _pin(self, slot: Slot, key: Key) -> bool:
         node = current_node()
-        if node is None or thread.recomputing or not isinstance(node, python_node):
-            return
-        if task not in self._pinned:
-            self._pinned[task] = {}
-            _Unpin(ref(self), task).after(node)
-        self._pinned[task][index] = found
+        if node is None or not isinstance(node, python_node):
+            return False
+        _Unpin(slot, key).after(node)
+        return True
 
-    def _checked(self, found: tuple[Tensor, int], index: int) -> Tensor:
-        tensor, version = found
-        if tensor._version != version:
-            raise self.written_since(tensor, version, index)
-        return tensor
+    def _recompute_for(self, key: Key, index: int) -> None:
+        if key in self._recomputed:
+            self._recompute(key, index)
+            return
+        try:
+            self._recompute(key, None)
+        except BaseException:
+            self.forget(key)
+            raise
+        self._recomputed.add(key)
+        if isinstance(key, Session):
+            key.owns(self)
+        else:
+            at_end_of_backward(partial(_forget, ref(self), key))
 
     def written_since(self, tensor: Tensor, version: int, index: int) -> MutationError:
         """Return the error for a tensor that was written after autograd had saved it."""
@@ -289,41 +318,33 @@ class Region:
     def recompute_for(self, session: Session) -> bool:
         """Recompute ahead of any backward for a session; return whether anything had to be done. See Rule 9."""
         with self._lock:
-            if session in self.values or not any(slot() is not None for slot in self.slots):
+            if session in self._recomputed or all(slot() is None for slot in self.slots):
                 return False
-            values: Values = {}
-            self._recompute(values, None)
-            self.values[session] = values
-            session.owns(self)
+            self._recompute_for(session, 0)
             return True
 
-    def forget(self, key: int | Session) -> None:
+    def forget(self, key: Key) -> None:
         """Drop the recomputed tensors that belong to a session or to a backward that has ended."""
-        self.values.pop(key, None)
+        self._recomputed.discard(key)
+        for alive in self.slots:
+            if (slot := alive()) is not None:
+                slot.drop(key)
         if isinstance(key, Session):
             self._unpacked.clear()
-        else:
-            self._pinned.pop(key, None)
 
-    def unpin(self, task: int) -> None:
-        """Drop what a Python node has unpacked in a backward."""
-        self._pinned.pop(task, None)
-
-    def _recompute(self, values: Values, only: int | None) -> None:
+    def _recompute(self, key: Key | None, only: int | None) -> Recompute:
         if self.made[-1].is_running:
             # A backward runs inside the region's own forward (rule 6), and will do so again in the recompute, whose
             # graph then has to be able to give back what it saves.
             self.runs_backward = True
-        if only is None:
-            wanted = {index for index, slot in enumerate(self.slots) if slot() is not None}
-        else:
-            wanted = {only}
+        recompute = Recompute(self, key, only)
         observer = self.settings.observer
         if observer is not None:
             observer.recomputing(self)
-        Recompute(self, values, wanted).run()
+        recompute.run()
         if observer is not None:
             observer.recomputed(self)
+        return recompute
 
     def call_of(self, index: int) -> int:
         """Return the number of the call that saved a tensor."""
@@ -338,14 +359,12 @@ class Region:
 
 def unpack(slot: Slot) -> Tensor:
     """Return the tensor of a slot: the hook that autograd calls."""
-    region, index = slot.region, slot.index
     # What is recomputed already is handed out without any lock: no other node asks for it.
-    values = None if open_sessions else region.values.get(current_graph_task())
-    if values is None or index not in values or isinstance(current_node(), python_node):
-        return region.unpack(slot)
-    tensor, version = values.pop(index)  # See Rule 4
-    if tensor._version != version:
-        raise region.written_since(tensor, version, index)
+    if slot.key != current_graph_task() or open_sessions or thread.recomputing or retains_graph():
+        return slot.region.unpack(slot)
+    tensor = slot.tensor
+    if tensor._version != slot.version:
+        raise slot.region.written_since(tensor, slot.version, slot.index)
     return tensor
 
 
@@ -358,18 +377,18 @@ def _forget(region: ReferenceType[Region], task: int) -> None:
 class _Unpin:
     """Drops what a node has unpacked when the node has run."""
 
-    def __init__(self, region: ReferenceType[Region], task: int) -> None:
-        self.region = region
-        self.task = task
+    def __init__(self, slot: Slot, key: Key) -> None:
+        self.slot = ref(slot)
+        self.key = key
         self.handle: RemovableHandle | None = None
 
     def after(self, node: Node) -> None:
         self.handle = node.register_hook(self)
 
     def __call__(self, *_: object) -> None:
-        region = self.region()
-        if region is not None:
-            region.unpin(self.task)
+        slot = self.slot()
+        if slot is not None:
+            slot.drop(self.key)
         if self.handle is not None:
             self.handle.remove()
 

@@ -8,7 +8,6 @@ together with its version, since with hooks around autograd's own version check 
 from __future__ import annotations
 
 import threading
-from typing import cast
 from weakref import ref
 
 import torch
@@ -74,7 +73,7 @@ class SavedTensor:
         Raises:
             ChangedError: The tensor was written in place since.
         """
-        tensor = cast("Tensor", self._kept)
+        tensor: Tensor = self._kept  # pyright: ignore[reportAssignmentType]: or what a hook has made of it
         if self._unpack is not None:
             set_grad_mode(False)
             try:
