@@ -13,6 +13,7 @@ from torchremat.errors import CheckpointError, MutationError, bug
 from torchremat.regions.guards import WrittenObjectError
 from torchremat.regions.modules import ChangedStateError
 from torchremat.regions.threads import thread
+from torchremat.saved.metadata import Metadata, agree, metadata_of
 from torchremat.saved.structure import join, place_of, split
 from torchremat.saved.tensor import ChangedError
 
@@ -93,7 +94,10 @@ class Recompute:
         fresh, metadata = self.region.fresh, self.region.metadata
         pairs = [(index, index + 1), (index, index - 1), (index - 1, index)]
         return any(
-            one in fresh and other not in fresh and 0 <= other < len(metadata) and metadata[one] == metadata[other]
+            one in fresh
+            and other not in fresh
+            and 0 <= other < len(metadata)
+            and metadata[one][:3] == metadata[other][:3]
             for one, other in pairs
         )
 
@@ -185,8 +189,10 @@ class Recompute:
         region = self.region
         if index >= len(region.slots):
             self._too_many()
-        if self.metadata is not None and self.metadata[index] != (tensor.shape, tensor.dtype, tensor.device):
-            raise CheckpointError(self._differs(index, (tensor.shape, tensor.dtype, tensor.device)))
+        if self.metadata is not None:
+            then, now = self.metadata[index], metadata_of(tensor)
+            if then != now and not agree(then, now):
+                raise CheckpointError(self._differs(index, now))
         if self.only is None or index == self.only:
             # Without its `grad_fn`, which would keep the recomputed graph.
             value = tensor if tensor.is_leaf else tensor.detach()
@@ -227,9 +233,12 @@ class Recompute:
             f"{region.made[number].slots}. {_NOT_TWICE}"
         )
 
-    def _differs(self, index: int, found: tuple[torch.Size, torch.dtype, torch.device]) -> str:
+    def _differs(self, index: int, found: Metadata) -> str:
         region = self.region
-        words = [f"shape {tuple(shape)}, {dtype}, {device}" for shape, dtype, device in (region.metadata[index], found)]
+        words = [
+            f"shape {tuple(shape)}, {dtype}, {device}, strides {strides}"
+            for shape, dtype, device, strides in (region.metadata[index], found)
+        ]
         return (
             f"{region.name(region.call_of(index))}: saved tensor {index} of {len(region.slots)} differs. Forward: "
             f"{words[0]}. Recompute: {words[1]}. {_NOT_TWICE}"

@@ -20,7 +20,6 @@ import threading
 from functools import partial
 from weakref import ReferenceType, ref
 
-import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
@@ -40,6 +39,7 @@ from torchremat.regions.recompute import Recompute
 from torchremat.regions.sessions import Session, active_session, open_sessions
 from torchremat.regions.settings import Observer, Settings
 from torchremat.regions.threads import thread
+from torchremat.saved.metadata import Metadata, metadata_of
 from torchremat.saved.structure import split
 from torchremat.saved.tensor import SavedTensor, holding, version_of
 
@@ -132,7 +132,7 @@ class Region:
         self.made: list[Call] = []
         self.held: list[SavedTensor] = []
         self.slots: list[ReferenceType[Slot]] = []
-        self.metadata: list[tuple[torch.Size, torch.dtype, torch.device]] = []
+        self.metadata: list[Metadata] = []
         self.fresh: set[int] = set()  # see NOTE [ What is written after it was saved ]
         self.last_use: dict[Source, int] = {}
         self.runs_backward = False
@@ -240,7 +240,7 @@ class Region:
         index = len(slots)
         slot = Slot(self, index)
         slots.append(ref(slot))
-        self.metadata.append((tensor.shape, tensor.dtype, tensor.device))
+        self.metadata.append(metadata_of(tensor))
         if not tensor.requires_grad and tensor.is_floating_point() and tensor._version == 0 and not holding.now:
             self.fresh.add(index)
         return slot

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from torchremat._compat import set_grad_mode, top_saved_tensor_hooks
+from torchremat.saved.metadata import metadata_of, with_strides
 
 
 class _Holding(threading.local):
@@ -40,7 +41,7 @@ class SavedTensor:
     is no leaf in a forward is one in the recompute of the region around it, which has to pack the same tensors.)
     """
 
-    __slots__ = ("_alias", "_kept", "_unpack", "requires_grad", "version")
+    __slots__ = ("_alias", "_kept", "_metadata", "_unpack", "requires_grad", "version")
 
     def __init__(self, tensor: Tensor) -> None:
         self.requires_grad = tensor.requires_grad
@@ -57,6 +58,7 @@ class SavedTensor:
             return
         alias.requires_grad_(self.requires_grad)
         pack, self._unpack = hooks
+        self._metadata = metadata_of(tensor)
         # Hooks that hand back the tensor they were given are as good as none: then its version is still to be checked.
         self._alias = ref(alias)
         # Whatever a hook computes is none of the graph's business; autograd calls hooks without grad as well.
@@ -78,6 +80,7 @@ class SavedTensor:
             set_grad_mode(False)
             try:
                 tensor = self._unpack(self._kept)
+                tensor = with_strides(tensor, self._metadata)
             finally:
                 set_grad_mode(True)
         if self._alias is None or self._alias() is tensor:

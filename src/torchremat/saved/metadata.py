@@ -1,0 +1,71 @@
+"""What is known of a saved tensor without looking at its values."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# Shape, dtype, device, and strides in elements; in the place of strides the layout of a tensor that has none.
+Metadata = tuple[torch.Size, torch.dtype, torch.device, "tuple[int, ...] | torch.layout"]
+
+
+def metadata_of(tensor: Tensor) -> Metadata:
+    """Return the metadata of a tensor."""
+    try:
+        return tensor.shape, tensor.dtype, tensor.device, tensor.stride()
+    except RuntimeError:  # sparse and opaque tensors have no strides
+        return tensor.shape, tensor.dtype, tensor.device, tensor.layout
+
+
+def agree(then: Metadata, now: Metadata) -> bool:
+    """Return whether two tensors are alike in shape, dtype, device, and in layout or the class of their strides.
+
+    Strides are of one class if they order the dimensions in the same way and repeat elements along the same ones: then
+    kernels walk through both tensors alike. How far apart the elements are is left to whoever stores tensors elsewhere.
+    """
+    if then[:3] != now[:3]:
+        return False
+    if isinstance(then[3], tuple) and isinstance(now[3], tuple):
+        return _stride_class(then[0], then[3]) == _stride_class(now[0], now[3])
+    return then[3] == now[3]
+
+
+def _stride_class(shape: torch.Size, strides: tuple[int, ...]) -> tuple[list[int], list[int]]:
+    if 0 in shape:
+        return [], []
+    # The stride of a dimension of one element means nothing.
+    long = [dimension for dimension, size in enumerate(shape) if size > 1]
+    repeated = [dimension for dimension in long if strides[dimension] == 0]
+    order = sorted((one for one in long if strides[one] != 0), key=lambda one: -strides[one])
+    return order, repeated
+
+
+def with_strides(tensor: Tensor, then: Metadata) -> Tensor:
+    """Return a tensor that a store has given back with the strides that it had, since kernels choose by them.
+
+    Args:
+        tensor: What came back; any strides.
+        then: The metadata of what was stored. If the shape, the dtype or the layout is another one, the tensor is
+            returned as it is: that is for whoever compares them to say.
+    """
+    now = metadata_of(tensor)
+    strides = then[3]
+    if now[3] == strides or now[:2] != then[:2] or not isinstance(strides, tuple) or not isinstance(now[3], tuple):
+        return tensor
+    # Along a dimension of stride 0 there is one element, repeated.
+    single = tensor[
+        tuple(
+            slice(0, 1) if stride == 0 and size else slice(None) for size, stride in zip(then[0], strides, strict=True)
+        )
+    ]
+    dense = torch.empty_strided(single.shape, _packed(single.shape, strides), dtype=tensor.dtype, device=tensor.device)
+    return dense.copy_(single).expand(then[0])
+
+
+def _packed(shape: torch.Size, strides: tuple[int, ...]) -> list[int]:
+    """Return the strides of a tensor without gaps whose dimensions have the order that `strides` give them."""
+    packed, step = [0] * len(shape), 1
+    for dimension in sorted(range(len(shape)), key=lambda one: (strides[one], shape[one])):
+        packed[dimension] = step
+        step *= shape[dimension]
+    return packed
