@@ -31,6 +31,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from torchremat._compat import has_fsdp, is_dtensor, is_hook_of_fsdp, is_managed
+from torchremat.regions.sharding import WatchedShard, listen_to_optimizers, watch
+
 _ScriptModule = torch.jit.ScriptModule
 T = TypeVar("T")
 _WATCHES = "_torchremat_only_watches"
@@ -155,7 +158,7 @@ class ChangedStateError(Exception):
 class ModuleState:
     """The state of some modules, as a forward saw it."""
 
-    __slots__ = ("_kept", "_modules", "_training", "_unknown", "_watched")
+    __slots__ = ("_kept", "_modules", "_shards", "_training", "_unknown", "_watched")
 
     def __init__(self, modules: list[nn.Module]) -> None:
         self._modules = modules
@@ -163,9 +166,11 @@ class ModuleState:
         self._watched: list[tuple[_Holder, str, Tensor, int]] = []
         self._kept: list[tuple[nn.Module, str, Tensor, int, Tensor]] = []
         self._unknown: list[nn.Module] = []
+        self._shards: list[WatchedShard] = []
         pending = list(modules)
         seen: set[nn.Module] = set()
         training = self._training
+        may_be_managed = has_fsdp()
         while pending:
             module = pending.pop()
             if module in seen:
@@ -179,6 +184,8 @@ class ModuleState:
             else:
                 if module._parameters:
                     self._watch(module._parameters)
+                    if may_be_managed and is_managed(module):
+                        self._shards += watch(module)
                 if module._buffers:
                     self._keep(module)
             if module._modules:
@@ -198,8 +205,12 @@ class ModuleState:
                 watched.append((holder, name, tensor, tensor._version))
             except RuntimeError:  # an inference tensor has no version, and cannot be written in a forward with grad
                 continue
-            if type(tensor) is not nn.Parameter and isinstance(tensor, UninitializedParameter | UninitializedBuffer):
+            if type(tensor) is nn.Parameter or type(tensor) is Tensor:
+                continue
+            if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
                 watched.pop()  # the forward is about to make it
+            elif is_dtensor(tensor):
+                listen_to_optimizers()
 
     def _keep(self, module: nn.Module) -> None:
         names = _changed.get(module, {}).get(module.training)
@@ -245,7 +256,10 @@ class ModuleState:
 
         Raises:
             ChangedStateError: A parameter or buffer was written in place.
+            UnsupportedError: A parameter is sharded now, and was not.
         """
+        if self._shards:
+            self._check_shards()
         same = not self._kept
         for holder, name, tensor, version in self._watched:
             if tensor._version != version:
@@ -256,6 +270,14 @@ class ModuleState:
             if module.training is not flag:
                 same = False
         return same
+
+    def _check_shards(self) -> None:
+        for one in self._shards:
+            now = one.version_now()
+            name = one.shard.name or self._name(one.module._parameters, one.name)
+            if now is not None:
+                raise ChangedStateError(name, one.version, now)
+            one.check_gathered(name)
 
     def restore(self, stack: ExitStack) -> None:
         """Let the modules be as the forward saw them until `stack` is closed.
@@ -292,7 +314,7 @@ def only_watches(hook: T) -> T:
 def _computes_weights(module: nn.Module) -> bool:
     # See NOTE [ Hooks that compute weights ]
     hooks = module._forward_pre_hooks
-    return bool(hooks) and not all(hasattr(hook, _WATCHES) for hook in hooks.values())
+    return bool(hooks) and not all(hasattr(hook, _WATCHES) or is_hook_of_fsdp(hook) for hook in hooks.values())
 
 
 def _equal(now: Tensor, before: Tensor) -> bool:

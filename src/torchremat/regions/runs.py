@@ -23,8 +23,8 @@ from typing import cast
 
 from torch import nn
 
-from torchremat._compat import is_hook_of_torch_checkpoint, top_saved_tensor_hooks
-from torchremat.errors import OrderWarning
+from torchremat._compat import is_hook_of_torch_checkpoint, is_sharded, top_saved_tensor_hooks
+from torchremat.errors import OrderWarning, UnsupportedError
 from torchremat.regions.calls import Body
 from torchremat.regions.region import Region
 from torchremat.regions.settings import Settings
@@ -198,6 +198,13 @@ def _enter(
     if not places:
         return body(args, kwargs)
     place = places[0]
+    if place.calls > 1 and is_sharded(module):
+        raise UnsupportedError(
+            f"region {place} is a run of {place.calls} calls, and one of them is of a module that `fully_shard` has "
+            "sharded. To recompute the run, the parameters of all of its modules are needed at once, and FSDP gathers "
+            "those of one module at a time. Make each sharded module a region of its own (`wrap` without a plan), or "
+            "shard the module that the whole run is in and none inside of it."
+        )
     region = regions.pop(place, None) or Region(settings, place)
     last = region.calls + 1 >= place.calls
     if not last:

@@ -1,0 +1,119 @@
+"""Parameters that FSDP2 has sharded, as a region's forward saw them.
+
+See NOTE [ What FSDP2 does to a parameter ] in `_compat`. A region may lie inside the hooks of a sharded module (`wrap`)
+or around them (`checkpoint(block, x)`). Inside, the recompute finds the parameter gathered by the hook on the gradient;
+around, it may also run the hooks that gather it.
+
+    state                       between forward and recompute             the recompute
+    sharded parameter           written in place, or replaced             raises MutationError
+    gathered parameter          freed, inside the hooks                   raises UnsupportedError
+
+Missing on purpose: FSDP1, whose flat parameters are written under the names of their views.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from torchremat._compat import Shard, all_shards, is_dtensor
+from torchremat.errors import UnsupportedError
+
+# NOTE [ Optimizers that bump no version ]
+# The foreach kernels, which are the default on CUDA, and the fused ones write the parts of DTensors without moving any
+# version, neither that of the DTensor nor that of its part. So from the first region with a DTensor on, a hook after
+# every optimizer's step moves them.
+
+# By module and name. What is reached through a shard is kept by the module alone.
+_shards: WeakKeyDictionary[nn.Module, dict[str, Shard]] = WeakKeyDictionary()
+
+
+class WatchedShard(NamedTuple):
+    """A sharded parameter as a forward saw it.
+
+    Attributes:
+        module: A module that uses it.
+        name: Its name there.
+        shard: What leads to the parameter as it is now.
+        sharded: The parameter that the optimizer writes.
+        version: Its version.
+        local: This process's part of it, which may be written alone.
+        local_version: The version of that.
+        gathered: The gathered one, if the forward ran inside the hooks.
+    """
+
+    module: nn.Module
+    name: str
+    shard: Shard
+    sharded: Tensor
+    version: int
+    local: Tensor | None
+    local_version: int
+    gathered: Tensor | None
+
+    def version_now(self) -> int | None:
+        """Return the version that the parameter has now if it was written or replaced since, else None."""
+        sharded, local = self.shard.sharded, self.shard.local
+        if sharded is None or sharded is not self.sharded:
+            return 0 if sharded is None else sharded._version
+        if sharded._version != self.version:
+            return sharded._version
+        # FSDP replaces the part by one with padding, which is no change of its values.
+        if local is not None and local is self.local and local._version != self.local_version:
+            return self.version + local._version - self.local_version
+        return None
+
+    def check_gathered(self, name: str) -> None:
+        """Raise an UnsupportedError if the forward saw the gathered parameter and a recompute would not."""
+        if self.gathered is not None and self.module._parameters.get(self.name) is not self.gathered:
+            raise UnsupportedError(
+                f"the parameter `{name}` is sharded now, by FSDP, and the forward saw it whole. A region inside the "
+                "forward of a sharded module can be recomputed when the gradient of that module's output has arrived, "
+                "and not ahead of it. Make the region around the sharded module's call instead, "
+                "`checkpoint(block, x)`, or call the sharded module's `unshard()` before."
+            )
+
+
+def watch(module: nn.Module) -> list[WatchedShard]:
+    """Return the sharded parameters that a managed module has of its own, as they are now."""
+    shards = _shards.get(module)
+    if shards is None:
+        shards = _find(module)
+    watched: list[WatchedShard] = []
+    for name, shard in shards.items():
+        sharded, local = shard.sharded, shard.local
+        if sharded is None:
+            continue
+        seen = module._parameters.get(name)
+        gathered = seen if seen is not sharded and shard.is_in_forward else None
+        local_version = 0 if local is None else local._version
+        watched.append(WatchedShard(module, name, shard, sharded, sharded._version, local, local_version, gathered))
+    return watched
+
+
+def _find(wanted: nn.Module) -> dict[str, Shard]:
+    listen_to_optimizers()
+    for module, name, shard in all_shards():
+        _shards.setdefault(module, {})[name] = shard
+    return _shards.setdefault(wanted, {})
+
+
+@functools.cache
+def listen_to_optimizers() -> None:
+    """Let every optimizer's step, from now on, move the versions of the DTensors that it writes."""
+    register_optimizer_step_post_hook(_stepped)  # See NOTE [ Optimizers that bump no version ]
+
+
+def _stepped(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    written = [
+        parameter
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if is_dtensor(parameter) and parameter.grad is not None
+    ]
+    torch.autograd.graph.increment_version(written)
