@@ -1,7 +1,9 @@
+from types import SimpleNamespace
+
 import pytest
 
 from torchremat import VersionError
-from torchremat._compat import private
+from torchremat._compat import _groups_of, private
 
 
 def test_a_name_that_torch_lacks_is_an_error_which_names_it():
@@ -20,3 +22,17 @@ def test_a_name_that_is_there_is_found():
     import torch
 
     assert private("nn.Linear", needed_for="layers") is torch.nn.Linear
+
+
+@pytest.mark.parametrize(
+    ("state", "groups"),
+    [
+        (SimpleNamespace(_fsdp_param_groups=["a", "b"]), ["a", "b"]),
+        (SimpleNamespace(_fsdp_param_group="a"), ["a"]),
+        (SimpleNamespace(_fsdp_param_group=None), []),
+        (SimpleNamespace(), []),
+        (None, []),
+    ],
+)
+def test_groups_of_sharded_parameters_in_every_torch(state, groups):
+    assert _groups_of(state) == groups

@@ -339,12 +339,19 @@ def is_dtensor(tensor: Tensor) -> bool:
     return found is not None and isinstance(tensor, found.DTensor)
 
 
+def _groups_of(state: _State | None) -> list[_Group]:
+    if hasattr(state, "_fsdp_param_groups"):
+        return cast("_State", state)._fsdp_param_groups
+    one = getattr(state, "_fsdp_param_group", None)  # torch 2.12 and older; the states of others have neither
+    return [] if one is None else [one]
+
+
 def all_shards() -> Iterator[tuple[nn.Module, str, Shard]]:
     """Yield each parameter that FSDP2 has sharded in this process, with each module and name that it has."""
     states = private("distributed._composable_state._module_state_mapping", needed_for=_FSDP)
     for reference in list(cast("Mapping[nn.Module, Callable[[], _State | None]]", states).values()):
-        for group in getattr(reference(), "_fsdp_param_groups", ()):
-            for param in cast("_Group", group).fsdp_params:
+        for group in _groups_of(reference()):
+            for param in group.fsdp_params:
                 shard = Shard(group, param)
                 info = param._module_info
                 yield info.module, info.param_name, shard
