@@ -94,7 +94,7 @@ def test_metadata_that_differ_are_an_error_unless_unchecked():
     turns = []
     with pytest.raises(
         CheckpointError,
-        match=r"cut: saved tensor 1 of 2 differs\. Forward: shape \(1,\), torch.float32, cpu, .*Recompute: shape \(2,\)",
+        match=r"cut: saved tensor 1 of 2 differs\. Forward: shape \(1,\), .*Recompute: shape \(2,\)",
     ):
         checkpoint(cut, leaf(3)).backward()
 
