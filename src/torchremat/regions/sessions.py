@@ -8,7 +8,7 @@ ahead of the gradient (rules 4, 8 and 9).
 from __future__ import annotations
 
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, cast
 from weakref import WeakSet, ref
 
@@ -28,11 +28,40 @@ open_sessions: list[Session] = []
 
 
 class Session:
-    """The owner of recomputed tensors across several backward calls. Made by `session()`."""
+    """The owner of recomputed tensors across several backward calls.
+
+    `session()` makes one that serves a block of code and closes with it. Where such blocks would overlap, as the passes
+    of several microbatches do in a pipeline, make one session for each, let it serve each piece of code by `active()`,
+    and `close()` it after the last:
+
+    >>> import torch
+    >>> from torchremat import checkpoint
+    >>> x = torch.ones(3, requires_grad=True)
+    >>> sessions = [Session(passes=2) for _ in range(2)]
+    >>> losses = [checkpoint(torch.exp, x).sum() for _ in sessions]
+    >>> for one, loss in zip(sessions, losses):
+    ...     with one.active():
+    ...         loss.backward(retain_graph=True)
+    >>> for one, loss in zip(sessions, losses):
+    ...     with one.active():
+    ...         loss.backward()  # recomputes nothing
+    ...     one.close()
+
+    Args:
+        passes: How many backward calls run each node at most. A recomputed tensor is dropped when that many have
+            unpacked it; without the number, and in nodes that fewer passes run, it stays until the session closes.
+
+    Raises:
+        UnsupportedError: `passes` is less than 1.
+    """
 
     __slots__ = ("__weakref__", "_created", "_recomputed", "passes")
 
-    def __init__(self, passes: int | None) -> None:
+    def __init__(self, passes: int | None = None) -> None:
+        if passes is not None and passes < 1:
+            raise UnsupportedError(
+                f"passes={passes}: a session needs at least 1 pass, or None to keep all until it closes."
+            )
         self.passes = passes
         self._created: list[ref[Region]] = []
         self._recomputed: WeakSet[Region] = WeakSet()
@@ -58,6 +87,23 @@ class Session:
                 done += 1
         return done
 
+    @contextmanager
+    def active(self) -> Generator[Session]:
+        """Let the session serve what runs in the block: its regions belong to it, its backward calls share recomputes.
+
+        Raises:
+            UnsupportedError: A session is active in this thread already.
+        """
+        if active_session() is not None:
+            raise UnsupportedError("a session is open in this thread already; sessions do not nest. Close it first.")
+        open_sessions.append(self)
+        stash_in_tls(_KEY, self)  # See NOTE [ How a session reaches the autograd threads ]
+        try:
+            yield self
+        finally:
+            stash_in_tls(_KEY, None)
+            open_sessions.remove(self)
+
     def close(self) -> None:
         """Drop every recomputed tensor."""
         for region in list(self._recomputed):
@@ -82,18 +128,5 @@ def session(passes: int | None = None) -> Generator[Session]:
     Raises:
         UnsupportedError: Another session is open in this thread, or `passes` is less than 1.
     """
-    if passes is not None and passes < 1:
-        raise UnsupportedError(
-            f"passes={passes}: a session needs at least 1 pass, or None to keep all until it closes."
-        )
-    if active_session() is not None:
-        raise UnsupportedError("a session is open in this thread already; sessions do not nest. Close it first.")
-    own = Session(passes)
-    open_sessions.append(own)
-    stash_in_tls(_KEY, own)  # See NOTE [ How a session reaches the autograd threads ]
-    try:
+    with closing(Session(passes)) as own, own.active():
         yield own
-    finally:
-        stash_in_tls(_KEY, None)
-        open_sessions.remove(own)
-        own.close()
