@@ -9,6 +9,7 @@ from contextvars import Context, copy_context
 import torch
 from torch import Tensor, nn
 
+from torchremat._compat import outside_batches
 from torchremat.ambient.generators import GeneratorState, drawn, generator_states
 from torchremat.ambient.registry import Captured, entries
 from torchremat.ambient.surroundings import Surroundings, surroundings
@@ -124,8 +125,10 @@ class Call:
                     if tensor.requires_grad:
                         stack.callback(setattr, tensor, "grad", tensor.grad)
                         tensor.grad = None
-            for generator in self.generators:
-                generator.restore(stack)
+            if self.generators:
+                stack.enter_context(outside_batches())
+                for generator in self.generators:
+                    generator.restore(stack)
             if self._captured is not None:
                 self._captured.restore(stack)
             return stack.pop_all()

@@ -13,9 +13,9 @@ from torch import Tensor
 from torchremat._compat import outside_graphs
 from torchremat.errors import UnsupportedError
 from torchremat.regions.modules import modules_of
-from torchremat.regions.region import Region
 from torchremat.regions.runs import call_plainly, continued
 from torchremat.regions.settings import Check, Settings
+from torchremat.regions.transforms import new_region
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -110,7 +110,7 @@ def _run(function: Callable[..., R], settings: Settings, args: tuple[object, ...
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     body = continued(partial(call_plainly, function))
-    return cast("R", Region(settings).call(body, args, kwargs, modules_of(function, (*args, *kwargs.values()))))
+    return cast("R", new_region(settings).call(body, args, kwargs, modules_of(function, (*args, *kwargs.values()))))
 
 
 _DEFAULTS = Settings()

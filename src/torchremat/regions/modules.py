@@ -22,7 +22,7 @@ import dis
 import functools
 import threading
 import types
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping
 from contextlib import ExitStack
 from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
@@ -250,6 +250,14 @@ class ModuleState:
     def parameters(self) -> list[Tensor]:
         """Return the parameters and watched buffers."""
         return [tensor for _, _, tensor, _ in self._watched]
+
+    def replace(self, by: Callable[[Tensor], Tensor]) -> None:
+        """Let each parameter and watched buffer be the one that `by` makes of it."""
+        new = [(holder, name, tensor, by(tensor), version) for holder, name, tensor, version in self._watched]
+        self._watched = [
+            (holder, name, now, version if now is before else now._version)
+            for holder, name, before, now, version in new
+        ]
 
     def are_here(self) -> bool:
         """Return whether the modules are as the forward saw them, so that nothing has to be restored.

@@ -195,7 +195,7 @@ class Recompute:
                 raise CheckpointError(self._differs(index, now))
         if self.only is None or index == self.only:
             # Without its `grad_fn`, which would keep the recomputed graph.
-            value = tensor if tensor.is_leaf else tensor.detach()
+            value = tensor if tensor.is_leaf else region.detached(tensor)
             slot = region.slots[index]()
             if self.key is None:
                 self._found = value, value._version
@@ -203,7 +203,7 @@ class Recompute:
                 slot.put(self.key, value)
         if index == self.last:
             self._stop()
-        return tensor.detach() if self.keeps else None  # See Rule 6
+        return self.region.detached(tensor) if self.keeps else None  # See Rule 6
 
     def _stop(self) -> NoReturn:
         self.is_stopped = True

@@ -17,6 +17,7 @@ Missing on purpose: any list of live regions. Autograd owns the slots, so that w
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from functools import partial
 from weakref import ReferenceType, ref
 
@@ -28,12 +29,13 @@ from torchremat._compat import (
     at_end_of_backward,
     current_graph_task,
     current_node,
+    is_of_transform,
     pop_saved_tensor_hooks,
     push_saved_tensor_hooks,
     python_node,
     retains_graph,
 )
-from torchremat.errors import CheckpointError, MutationError
+from torchremat.errors import CheckpointError, MutationError, UnsupportedError
 from torchremat.regions.calls import Body, Call, Source
 from torchremat.regions.recompute import Recompute
 from torchremat.regions.sessions import Session, active_session, open_sessions
@@ -45,6 +47,12 @@ from torchremat.saved.tensor import SavedTensor, holding, version_of
 
 # Whom recomputed tensors belong to: a backward, by its number, or a session.
 Key = int | Session
+
+_TRANSFORM_INSIDE = (
+    "torch.func.grad, vjp, jacrev and hessian do not run inside a region: they refuse saved-tensor hooks, which a "
+    "region consists of. Make the region inside of the function that is transformed, or use torch.autograd.grad or "
+    "torch.func.jvp in the region."
+)
 
 _LOST = -1  # the index of a slot whose call has raised
 
@@ -126,6 +134,10 @@ class Region:
         "slots",
     )
 
+    # How an input is held, and how a recomputed tensor loses its graph: under torch.func there is more to it.
+    saved_tensor: type[SavedTensor] = SavedTensor
+    detached: Callable[[Tensor], Tensor] = staticmethod(Tensor.detach)
+
     def __init__(self, settings: Settings, label: object = None) -> None:
         self.settings = settings
         self.label = label
@@ -198,13 +210,15 @@ class Region:
             call.slots = len(self.slots)
             if observer is not None:
                 observer.ended(self, number, output)
-        except BaseException:
+        except BaseException as error:
             # What was saved is dropped with the half-made graph; the next call, if any, takes this one's place.
             for alive in self.slots[first_slot:]:
                 if (slot := alive()) is not None:
                     slot.index = _LOST
             del self.made[number:], self.slots[first_slot:], self.metadata[first_slot:]
             self.fresh = {index for index in self.fresh if index < first_slot}
+            if type(error) is RuntimeError and is_of_transform(str(error)):
+                raise UnsupportedError(_TRANSFORM_INSIDE) from None
             raise
         finally:
             thread.calls.pop()
@@ -221,7 +235,7 @@ class Region:
             source = known[2]
         else:
             source = len(self.held)
-            held = SavedTensor(tensor)
+            held = self.saved_tensor(tensor)
             self.held.append(held)  # See Rule 2
             self._known[id(tensor)] = (ref(tensor), held.version, source)
         self.last_use[source] = number

@@ -29,6 +29,7 @@ from torchremat.regions.calls import Body
 from torchremat.regions.region import Region
 from torchremat.regions.settings import Settings
 from torchremat.regions.threads import thread
+from torchremat.regions.transforms import new_region
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -205,7 +206,7 @@ def _enter(
             "those of one module at a time. Make each sharded module a region of its own (`wrap` without a plan), or "
             "shard the module that the whole run is in and none inside of it."
         )
-    region = regions.pop(place, None) or Region(settings, place)
+    region = regions.pop(place, None) or new_region(settings, place)
     last = region.calls + 1 >= place.calls
     if not last:
         regions[place] = region

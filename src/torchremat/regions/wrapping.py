@@ -26,9 +26,9 @@ from torch import nn
 from torchremat._compat import outside_graphs
 from torchremat.errors import UnsupportedError, WrapError
 from torchremat.regions.functions import settings_of
-from torchremat.regions.region import Region
 from torchremat.regions.runs import Scope, call_plainly, continued, open_choice, run_choice
 from torchremat.regions.settings import Check, Settings
+from torchremat.regions.transforms import new_region
 
 Pattern = str | type[nn.Module] | Callable[[str, nn.Module], bool]
 M = TypeVar("M", bound=nn.Module)
@@ -124,7 +124,7 @@ def _run(forward: WrappedForward, args: tuple[object, ...], kwargs: dict[str, ob
     if forward.settings is None:
         return function(*args, **kwargs)
     body = continued(partial(call_plainly, function))
-    return Region(forward.settings, forward.name).call(body, args, kwargs, [forward.module])
+    return new_region(forward.settings, forward.name).call(body, args, kwargs, [forward.module])
 
 
 def refuse_data_parallel(*_: object) -> object:

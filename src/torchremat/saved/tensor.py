@@ -51,12 +51,13 @@ class SavedTensor:
         if type(tensor) is not Tensor and isinstance(tensor, nn.Parameter):
             self._kept: object = tensor  # See NOTE [ Why an alias ]
             return
-        alias = tensor.detach()
+        alias = self.detached(tensor, False)
+        self.version = self.version_in(alias)
         hooks = top_saved_tensor_hooks(True)
         if hooks is None:
             self._kept = alias
             return
-        alias.requires_grad_(self.requires_grad)
+        alias = self.detached(tensor, self.requires_grad)
         pack, self._unpack = hooks
         self._metadata = metadata_of(tensor)
         # Hooks that hand back the tensor they were given are as good as none: then its version is still to be checked.
@@ -84,13 +85,21 @@ class SavedTensor:
             finally:
                 set_grad_mode(True)
         if self._alias is None or self._alias() is tensor:
-            now = version_of(tensor)
+            now = self.version_in(tensor)
             if now != self.version:
                 raise ChangedError(self.version, now)
         if type(tensor) is not Tensor and self._alias is None and isinstance(tensor, nn.Parameter):
             return tensor
+        return self.detached(tensor, self.requires_grad)
+
+    def detached(self, tensor: Tensor, requires_grad: bool) -> Tensor:
+        """Return an alias of the tensor without its graph."""
         alias = tensor.detach()
-        return alias.requires_grad_() if self.requires_grad else alias
+        return alias.requires_grad_() if requires_grad else alias
+
+    def version_in(self, alias: Tensor) -> int:
+        """Return the version of the tensor that an alias stands for."""
+        return version_of(alias)
 
 
 class ChangedError(Exception):

@@ -1,0 +1,258 @@
+"""Regions under torch.func and under forward-mode differentiation.
+
+A transform of torch.func wraps tensors for its level, and differentiates them with autograd at that level. Where a
+region runs in `grad`, `vjp` or `jacrev`, the backward that asks for its saved tensors runs before the transform ends:
+inputs, closures and parameters are wrapped as in the forward, and the region can be recomputed at that level.
+
+    transforms when the region ran      when it is asked        what happens
+    grad                                grad                    recomputed
+    grad                                none (vjp)              recomputed in a `grad` of its own
+    grad                                vmap (jacrev)           the same, with the vmap set aside
+    vmap, grad                          vmap, grad              recomputed
+    vmap, jvp, grad                     vmap, jvp, vmap         recomputed, tangents included (hessian)
+    grad, grad                          grad, grad              recomputed
+    grad, grad                          grad                    UnsupportedError: see below
+    grad, vmap; grad, jvp               grad                    UnsupportedError
+    vmap; jvp                           none                    UnsupportedError
+    none, in a dual_level               none                    recomputed, tangents included
+
+Torch disables saved-tensor hooks in reverse-mode transforms, as hooks that compute would be called in the middle of an
+operation. Those of a region only count, so they are set there all the same, for the time of the call.
+
+NOTE [ One level loses its graph ]
+`Tensor.detach` detaches at every level: a tangent, or what a transform further out differentiates, would be lost. So a
+tensor is detached by wrapping its inner tensor afresh, which keeps the graphs of the levels further out. These are not
+the graphs of the forward, though, so a gradient that reaches them would be summed in another order, if at all: a hook
+on each refuses it.
+
+Missing on purpose: entering `vmap` and `jvp` again when they are over, and tensors in the closure of a function that
+is asked when its transform is over (those of modules are found).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
+from typing import NoReturn
+
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+from torchremat._compat import (
+    REVERSE,
+    has_dual_level,
+    hooks_under_transforms,
+    innermost_transform,
+    is_dead,
+    is_transformed,
+    pop_grad,
+    pop_transform,
+    push_grad,
+    push_transform,
+    require_grad,
+    running_transforms,
+    transform_level_of,
+    unwrapped,
+    wrap_for_grad,
+)
+from torchremat.errors import CheckpointError, UnsupportedError
+from torchremat.regions.calls import Body
+from torchremat.regions.recompute import Recompute
+from torchremat.regions.region import Key, Region, Slot
+from torchremat.regions.settings import Settings
+from torchremat.saved.tensor import SavedTensor, version_of
+
+
+def new_region(settings: Settings, label: object = None) -> Region:
+    """Return a region for calls that are made now, under the transforms that run now."""
+    return _TransformedRegion(settings, label) if is_transformed() else Region(settings, label)
+
+
+class _HeldTensor(SavedTensor):
+    """An input that is held at its level, with its tangent."""
+
+    __slots__ = ("_level", "_tangent")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._level = _level_to_detach(tensor)
+        self._tangent: SavedTensor | Tensor | None = None
+        super().__init__(tensor)
+        if self._level < 0 and innermost_transform() is None:
+            tangent = forward_ad.unpack_dual(tensor).tangent
+            # Without a graph it is kept as it is: torch.autograd.functional batches it in a way that cannot detach.
+            self._tangent = SavedTensor(tangent) if tangent is not None and tangent.requires_grad else tangent
+
+    def detached(self, tensor: Tensor, requires_grad: bool) -> Tensor:
+        """Return an alias of the tensor without its graph at the level that the region is differentiated at."""
+        if self._level < 0 and innermost_transform() is None:
+            return super().detached(tensor, requires_grad)
+        if self._level < 0:
+            return tensor  # a constant of the innermost transform
+        alias = wrap_for_grad(_inner(tensor), self._level)
+        return require_grad(alias) if requires_grad else alias
+
+    def version_in(self, alias: Tensor) -> int:
+        """Return the version of the tensor that an alias stands for: a wrapper counts for itself alone."""
+        return version_of(_inner(alias)) if self._level >= 0 else version_of(alias)
+
+    def unpack(self) -> Tensor:
+        """Return the tensor for a recompute, with its tangent."""
+        tensor = super().unpack()
+        if self._tangent is None:
+            return tensor
+        tangent = self._tangent.unpack() if isinstance(self._tangent, SavedTensor) else self._tangent
+        return forward_ad.make_dual(tensor, tangent)
+
+
+class _TransformedRegion(Region):
+    """A region that runs under transforms, and is recomputed under the same ones."""
+
+    __slots__ = ("_is_dual", "_lower", "_transforms")
+
+    saved_tensor = _HeldTensor
+
+    def __init__(self, settings: Settings, label: object = None) -> None:
+        super().__init__(settings, label)
+        self._transforms = _transforms()
+        self._is_dual = has_dual_level()
+        self._lower: set[int] = set()  # slots of tensors that autograd saves at a level further out
+
+    def call(
+        self,
+        body: Body,
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+        modules: list[nn.Module],
+        *,
+        last: bool = True,
+    ) -> object:
+        """Run `body` as the next call of the region. See `Region.call`."""
+        with hooks_under_transforms():
+            return super().call(body, args, kwargs, modules, last=last)
+
+    def _pack(self, tensor: Tensor) -> object:
+        if self._transforms and _level_to_detach(tensor) < 0:
+            self._lower.add(len(self.slots))
+        return super()._pack(tensor)
+
+    def unpack(self, slot: Slot) -> Tensor:
+        """Return the tensor of a slot. See `Region.unpack`."""
+        if slot.index in self._lower:
+            _refuse(self.name(self.call_of(slot.index)), self._transforms)
+        return super().unpack(slot)
+
+    def _recompute(self, key: Key | None, only: int | None) -> Recompute:
+        now = _transforms()
+        shared = min(len(now), len(self._transforms))
+        while now[:shared] != self._transforms[:shared]:
+            shared -= 1
+        over = self._transforms[shared:]
+        if over and (len(over) > 1 or not _is_reverse(over[0])):
+            _refuse(self.name(0), self._transforms)
+        with ExitStack() as stack:
+            stack.enter_context(_set_aside(len(now) - shared))
+            stack.enter_context(hooks_under_transforms())
+            if self._is_dual and not has_dual_level():
+                stack.enter_context(forward_ad.dual_level())
+            found = self._recompute_again(key, only) if over else super()._recompute(key, only)
+        if key is not None:
+            for index in self._lower:
+                if (slot := self.slots[index]()) is not None:
+                    slot.drop(key)
+        return found
+
+    def _recompute_again(self, key: Key | None, only: int | None) -> Recompute:
+        """Recompute in a `grad` of its own, in the place of the one that is over."""
+        level = push_grad()
+        try:
+            for call in self.made:
+                call.modules.replace(lambda tensor: _revived(tensor, level))
+            return super()._recompute(key, only)
+        except CheckpointError:
+            raise UnsupportedError(
+                f"{self.name(0)} ran in a torch.func.vjp, jacrev or hessian that is over, and its recompute differs: "
+                "the function depends on tensors that are differentiated and are not its arguments. Pass them as "
+                "arguments, or use torch.func.grad, which calls backward before it is over."
+            ) from None
+        finally:
+            pop_grad()
+
+    @staticmethod
+    def detached(tensor: Tensor) -> Tensor:
+        """Return the tensor without its graph at the innermost level. See NOTE [ One level loses its graph ]."""
+        if innermost_transform() is None:
+            return tensor.detach()
+        if _level_to_detach(tensor) < 0:
+            return tensor  # not for us: a slot of a level further out
+        return _detached(tensor, refuses=True)
+
+
+def _transforms() -> list[tuple[str, int]]:
+    """Return the transforms that run, outermost first."""
+    return [(str(one.key()), one.level()) for one in running_transforms() or ()]
+
+
+def _is_reverse(transform: tuple[str, int]) -> bool:
+    return transform[0] == str(REVERSE)
+
+
+def _inner(tensor: Tensor) -> Tensor:
+    """Return what a wrapper wraps, whether or not its transform is over; what is no wrapper is returned."""
+    return unwrapped(tensor) if is_dead(tensor) or transform_level_of(tensor) >= 0 else tensor
+
+
+def _revived(tensor: Tensor, level: int) -> Tensor:
+    """Return a wrapper whose transform is over as one of this level."""
+    if not is_dead(tensor):
+        return tensor
+    alias = wrap_for_grad(_inner(tensor), level)
+    return require_grad(alias) if tensor.requires_grad else alias
+
+
+def _level_to_detach(tensor: Tensor) -> int:
+    """Return the innermost transform's level if it is differentiated in reverse there and wraps the tensor, else -1."""
+    innermost = innermost_transform()
+    if innermost is None or innermost.key() != REVERSE or transform_level_of(tensor) != innermost.level():
+        return -1
+    return innermost.level()
+
+
+def _detached(tensor: Tensor, *, refuses: bool = False) -> Tensor:
+    # See NOTE [ One level loses its graph ]
+    inner = unwrapped(tensor)
+    if refuses:
+        further = inner
+        while True:
+            if further.requires_grad:
+                further.register_hook(_refuse_gradient)
+            if transform_level_of(further) < 0:
+                break
+            further = unwrapped(further)
+    return wrap_for_grad(inner, transform_level_of(tensor))
+
+
+@contextmanager
+def _set_aside(count: int) -> Generator[None]:
+    """Let the innermost transforms not run in the block."""
+    popped = [pop_transform() for _ in range(count)]
+    try:
+        yield
+    finally:
+        for one in reversed(popped):
+            push_transform(one)
+
+
+def _refuse_gradient(_: Tensor) -> NoReturn:
+    raise UnsupportedError(f"a region under torch.func: {_OVER}")
+
+
+def _refuse(name: str, transforms: list[tuple[str, int]]) -> NoReturn:
+    words = ", ".join(kind.rpartition(".")[2].lower() for kind, _ in transforms) or "forward-mode differentiation"
+    raise UnsupportedError(f"{name} ran under torch.func ({words}, outermost first): {_OVER}")
+
+
+_OVER = (
+    "a gradient is asked for when the innermost transform is over, so the region cannot be recomputed as it ran. Put "
+    "the region around the transform (`checkpoint(lambda x: torch.func.vmap(f)(x), x)`); for second derivatives use "
+    "`torch.func.hessian` or `jacfwd` around `grad`, or `torch.autograd.grad(..., create_graph=True)`."
+)
