@@ -167,7 +167,7 @@ _count_dispatch_modes = cast("Callable[[], int]", private("_C._len_torch_dispatc
 _dispatch_mode = cast("Callable[[int], object]", private("_C._get_dispatch_stack_at", needed_for=_AMBIENT))
 push_dispatch_mode = cast("Callable[[object], None]", private("_C._push_on_torch_dispatch_stack", needed_for=_AMBIENT))
 _pop_dispatch_mode = cast("Callable[[object], object]", private("_C._pop_torch_dispatch_stack", needed_for=_AMBIENT))
-_mode_of_key = cast("Callable[[object], object]", private("_C._get_dispatch_mode", needed_for=_AMBIENT))
+_mode_of_key = cast("Callable[[Any], object]", private("_C._get_dispatch_mode", needed_for=_AMBIENT))
 set_infrastructure_mode = cast("Callable[[object], None]", private("_C._set_dispatch_mode", needed_for=_AMBIENT))
 unset_infrastructure_mode = cast("Callable[[object], object]", private("_C._unset_dispatch_mode", needed_for=_AMBIENT))
 _KEYS = tuple(cast("dict[str, object]", private("_C._TorchDispatchModeKey.__members__", needed_for=_AMBIENT)).values())
@@ -225,6 +225,7 @@ _Strategy = cast(
     "Callable[[object, object], object]", private("_C._dynamo.eval_frame._FrameExecStrategy", needed_for=_GRAPHS)
 )
 _SKIP = private("_C._dynamo.eval_frame._FrameAction.SKIP", needed_for=_GRAPHS)
+_DEFAULT = private("_C._dynamo.eval_frame._FrameAction.DEFAULT", needed_for=_GRAPHS)
 
 
 def outside_graphs(function: Callable[P, T]) -> Callable[P, T]:
@@ -461,3 +462,47 @@ def hooks_under_transforms() -> Generator[None]:
         yield
     finally:
         _disable_hooks(cast("str", message), False)  # though hooks of an outer region may be set
+
+
+_dispatch_mode = cast("Callable[[Any], object]", private("_C._get_dispatch_mode", needed_for=_GRAPHS))
+if TYPE_CHECKING:
+
+    class DispatchMode:
+        """A mode that sees every operator below autograd: torch's TorchDispatchMode, whose own types say little."""
+
+        def __enter__(self) -> DispatchMode: ...
+        def __exit__(self, *_: object) -> None: ...
+else:
+    DispatchMode = private("utils._python_dispatch.TorchDispatchMode", needed_for=_GRAPHS)
+
+_FAKE = private("_C._TorchDispatchModeKey.FAKE", needed_for=_GRAPHS)
+
+
+def only_in_graphs(function: Callable[P, T]) -> Callable[P, T]:
+    """Let dynamo trace `function` where a graph calls it, and leave it alone where it is called after a break."""
+    code = cast("FunctionType", function).__code__
+    _set_strategy(code, _Strategy(_SKIP, _DEFAULT))
+    return function
+
+
+def _backend() -> str:
+    dynamo = sys.modules["torch._dynamo"]  # it asks, so it is there
+    backend = dynamo.symbolic_convert.InstructionTranslator.current_tx().output.compiler_fn
+    return str(getattr(getattr(backend, "_torchdynamo_orig_backend", backend), "compiler_name", ""))
+
+
+def uses_partitioner() -> bool:
+    """Return whether the backend that the running trace is made for is known to split off a backward graph.
+
+    Others may run the traced graph as it is.
+    """
+    return _backend() == "inductor" or _backend().startswith("aot_")
+
+
+# Dynamo runs it while it traces, and takes its result for a constant.
+uses_partitioner._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def is_traced_with_fakes() -> bool:
+    """Return whether operations see tensors without data, as when a graph is made for a compiler."""
+    return _dispatch_mode(_FAKE) is not None

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from torchremat._compat import outside_graphs
 from torchremat.errors import UnsupportedError
+from torchremat.regions.compiling import call_in_graph
 from torchremat.regions.modules import modules_of
 from torchremat.regions.runs import call_plainly, continued
 from torchremat.regions.settings import Check, Settings
@@ -21,7 +22,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-@outside_graphs
 def checkpoint(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     """Return `function(*args, **kwargs)`, to be recomputed in backward instead of keeping what autograd saves in it.
 
@@ -38,6 +38,8 @@ def checkpoint(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R
     >>> x.grad
     tensor([2., 2., 2.])
     """
+    if torch.compiler.is_dynamo_compiling():
+        return call_in_graph(function, _DEFAULTS, partial(_run, function, _DEFAULTS), args, kwargs)
     return _run(function, _DEFAULTS, args, kwargs)
 
 
@@ -70,9 +72,10 @@ def checkpointed(
         raise UnsupportedError(f"function: a callable is needed, got {type(function).__name__}.")
     settings = settings_of(check=check, preserve_rng=preserve_rng, early_stop=early_stop, guard=guard)
 
-    @outside_graphs
     @functools.wraps(function)
     def region(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_dynamo_compiling():
+            return call_in_graph(function, settings, partial(_run, function, settings), args, kwargs)
         return _run(function, settings, args, kwargs)
 
     return region
@@ -106,6 +109,7 @@ def settings_of(
     return Settings(check=check, preserve_rng=preserve_rng, early_stop=early_stop, guard=tuple(guard))
 
 
+@outside_graphs
 def _run(function: Callable[..., R], settings: Settings, args: tuple[object, ...], kwargs: dict[str, object]) -> R:
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)

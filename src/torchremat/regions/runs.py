@@ -166,6 +166,11 @@ def continued(body: Body) -> Body:
     return partial(_PLAIN.run, body) if opened.is_overruled() else _Continued(opened, body)
 
 
+def is_in_scope() -> bool:
+    """Return whether a scope is open that may have choices for calls."""
+    return bool(thread.scopes) and bool(cast("_Opened", thread.scopes[-1]).scope.names)
+
+
 def open_choice(name: str) -> Choice | None:
     """Return what the innermost open scope says of the next call of `name`; None without one."""
     scopes = thread.scopes

@@ -25,8 +25,9 @@ from torch import nn
 
 from torchremat._compat import outside_graphs
 from torchremat.errors import UnsupportedError, WrapError
+from torchremat.regions.compiling import call_in_graph
 from torchremat.regions.functions import settings_of
-from torchremat.regions.runs import Scope, call_plainly, continued, open_choice, run_choice
+from torchremat.regions.runs import Scope, call_plainly, continued, is_in_scope, open_choice, run_choice
 from torchremat.regions.settings import Check, Settings
 from torchremat.regions.transforms import new_region
 
@@ -68,6 +69,11 @@ class WrappedForward:
     def __call__(self, *args: object, **kwargs: object) -> object:
         """Run the forward, as a region if grad mode is on."""
         if not torch.is_grad_enabled():
+            return self.function(*args, **kwargs)
+        if torch.compiler.is_dynamo_compiling():
+            if self.scope is None and self.settings is not None:
+                return call_in_graph(self.function, self.settings, partial(_run, self), args, kwargs)
+            _refuse_plan(self)
             return self.function(*args, **kwargs)
         return _run(self, args, kwargs)
 
@@ -125,6 +131,16 @@ def _run(forward: WrappedForward, args: tuple[object, ...], kwargs: dict[str, ob
         return function(*args, **kwargs)
     body = continued(partial(call_plainly, function))
     return new_region(forward.settings, forward.name).call(body, args, kwargs, [forward.module])
+
+
+@outside_graphs
+def _refuse_plan(forward: WrappedForward) -> None:
+    if forward.scope is not None or is_in_scope():
+        raise UnsupportedError(
+            f"`{forward.name or 'the model'}` runs by a plan, which cannot be followed inside a compiled function: its "
+            "regions are runs of several calls. Plan a model of compiled blocks instead: replace its blocks by "
+            "`torch.compile(block)`, then plan; or `wrap` the blocks and compile the model."
+        )
 
 
 def refuse_data_parallel(*_: object) -> object:

@@ -1,0 +1,162 @@
+"""Regions in compiled functions: torch's own checkpoint operator takes the place of the region.
+
+    where the call is traced                     what becomes of it
+    in a graph                                   `tag_activation_checkpoint`: the compiler recomputes
+    in a graph, options it cannot honour         the graph breaks, and a region of ours runs
+    the function breaks the graph                the same
+    a module with a plan, or in one              UnsupportedError
+
+NOTE [ Backends that run the graph ]
+Inductor and the `aot_` backends make a backward graph that repeats the tagged operations, with the random numbers and
+without the writes to buffers. Any other backend may run the graph as it was traced, and then torch's operator is its
+eager checkpoint without the care for random numbers. For these, a context restores the generators for the recompute,
+and another refuses to write to what was there before: it would be written twice.
+
+Missing on purpose: runs of sibling calls and budgets in a graph. The compiler has its own way to choose
+(`torch._functorch.config.activation_memory_budget`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, TypeVar, cast
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from torchremat._compat import DispatchMode, is_traced_with_fakes, only_in_graphs, uses_partitioner
+from torchremat.ambient.generators import generator_states
+from torchremat.errors import UnsupportedError
+from torchremat.regions.settings import Settings
+from torchremat.saved.structure import tensors_in
+
+R = TypeVar("R")
+
+
+@only_in_graphs
+def call_in_graph(
+    function: Callable[..., R],
+    settings: Settings,
+    eager: Callable[[tuple[object, ...], dict[str, object]], R],
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
+) -> R:
+    """Return `function(*args, **kwargs)` as a checkpoint of the graph that is traced, or what `eager` makes of it.
+
+    Args:
+        function: What is to be recomputed.
+        settings: How; what torch's operator cannot honour is left to `eager`.
+        eager: Runs it as a region of ours and is kept out of graphs.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        if (
+            settings.preserve_rng
+            and settings.observer is None
+            and not settings.guard
+            and settings.check in ("metadata", "none")
+        ):
+
+            def body(*args: object) -> R:
+                return function(*args, **kwargs)
+
+            check = "default" if settings.check == "metadata" else "none"
+            if uses_partitioner():
+                return cast("R", torch_checkpoint(body, *args, use_reentrant=False, determinism_check=check))
+            # See NOTE [ Backends that run the graph ]
+            return cast(
+                "R",
+                torch_checkpoint(
+                    body, *args, use_reentrant=False, determinism_check=check, context_fn=_contexts_of_graph
+                ),
+            )
+    return eager(args, kwargs)
+
+
+def _contexts_of_graph() -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
+    if is_traced_with_fakes():
+        return create_selective_checkpoint_contexts(_recompute_all)
+    return _RefusesWrites(), _DrawsAgain()
+
+
+def _recompute_all(*_: object, **__: object) -> CheckpointPolicy:
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class _DrawsAgain(AbstractContextManager[None]):
+    """Restores the generators for a recompute."""
+
+    def __init__(self) -> None:
+        devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())] if _has_cuda() else []
+        self.states = generator_states(devices)
+        self.stack = ExitStack()
+
+    def __enter__(self) -> None:
+        for one in self.states:
+            one.restore(self.stack)
+
+    def __exit__(self, *_: object) -> None:
+        self.stack.close()
+
+
+def _has_cuda() -> bool:
+    return torch.cuda.is_initialized()
+
+
+class _RefusesWrites(DispatchMode):
+    """Refuses operations that write to a tensor which was there before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: WeakSet[object] = WeakSet()
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        """Run an operation."""
+        for tensor in _written(func, args, kwargs or {}):
+            if tensor.untyped_storage() not in self.made:
+                raise UnsupportedError(
+                    f"a region in a compiled function writes to a tensor that was there before ({func}; a buffer?), "
+                    "and this backend may run the region twice. Compile with backend='inductor' or 'aot_eager', or "
+                    "call the region outside of the compiled function."
+                )
+        output = func(*args, **(kwargs or {}))
+        given = {id(one.untyped_storage()) for one in tensors_in((args, kwargs or {}))}
+        for one in tensors_in(output):
+            if id(one.untyped_storage()) not in given:
+                self.made.add(one.untyped_storage())
+        return output
+
+
+def _written(func: Any, args: tuple[object, ...], kwargs: Mapping[str, object]) -> list[Tensor]:
+    found: list[Tensor] = []
+    arguments = func._schema.arguments
+    for place, argument in enumerate(arguments):
+        value = args[place] if place < len(args) else kwargs.get(argument.name)
+        writes = argument.alias_info is not None and argument.alias_info.is_write
+        # Native batch norm does not say in its schema that it writes.
+        writes = writes or (argument.name.startswith("running_") and _trains(func, args, kwargs))
+        if writes:
+            found += tensors_in(value)
+    return found
+
+
+def _trains(func: Any, args: tuple[object, ...], kwargs: Mapping[str, object]) -> bool:
+    names = [argument.name for argument in func._schema.arguments]
+    for name in ("training", "train", "use_input_stats"):
+        if name in names:
+            place = names.index(name)
+            return bool(args[place] if place < len(args) else kwargs.get(name))
+    return False
