@@ -136,10 +136,11 @@ def _run(forward: WrappedForward, args: tuple[object, ...], kwargs: dict[str, ob
 @outside_graphs
 def _refuse_plan(forward: WrappedForward) -> None:
     if forward.scope is not None or is_in_scope():
+        name = f"`{forward.name}`" if forward.name else "the model"
         raise UnsupportedError(
-            f"`{forward.name or 'the model'}` runs by a plan, which cannot be followed inside a compiled function: its "
-            "regions are runs of several calls. Plan a model of compiled blocks instead: replace its blocks by "
-            "`torch.compile(block)`, then plan; or `wrap` the blocks and compile the model."
+            f"{name} runs by a plan, which cannot be followed inside a compiled function: its regions are runs of "
+            "several calls. Plan a model of compiled blocks instead: replace its blocks by `torch.compile(block)`, then "
+            "plan; or `wrap` the blocks and compile the model."
         )
 
 
