@@ -279,6 +279,8 @@ class Region:
             return self._recompute(None, slot.index).found()  # outside any backward nothing is kept. See Rule 7
         with self._lock:
             if not slot.has(key):
+                if session is not None and session.unpacks_once and slot.index in self._unpacked:
+                    raise CheckpointError(f"{self.name(self.call_of(slot.index))}: {_UNPACKED_ONCE}")
                 self._recompute_for(key, slot.index)
             return slot.take(key, keep=self._is_needed_again(slot, session, task))
 
@@ -405,6 +407,13 @@ class _Unpin:
             slot.drop(self.key)
         if self.handle is not None:
             self.handle.remove()
+
+
+_UNPACKED_ONCE = (
+    "torch.utils.checkpoint: Unpack is being triggered for a tensor that was already unpacked once. Performing two "
+    "backward calls that overlap (i.e. require the same saved activation in order to compute gradients) is not allowed "
+    "while under the torch.utils.checkpoint.GraphExecGroup context. torchremat.session() allows it."
+)
 
 
 def _name_of(body: object) -> str:

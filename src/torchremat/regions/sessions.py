@@ -50,25 +50,28 @@ class Session:
     Args:
         passes: How many backward calls run each node at most. A recomputed tensor is dropped when that many have
             unpacked it; without the number, and in nodes that fewer passes run, it stays until the session closes.
+        unpacks_once: Whether a second backward through a node is an error, not a recompute.
 
     Raises:
         UnsupportedError: `passes` is less than 1.
     """
 
-    __slots__ = ("__weakref__", "_created", "_recomputed", "passes")
+    __slots__ = ("__weakref__", "_created", "_recomputed", "passes", "unpacks_once")
 
-    def __init__(self, passes: int | None = None) -> None:
+    def __init__(self, passes: int | None = None, *, unpacks_once: bool = False) -> None:
         if passes is not None and passes < 1:
             raise UnsupportedError(
                 f"passes={passes}: a session needs at least 1 pass, or None to keep all until it closes."
             )
         self.passes = passes
+        self.unpacks_once = unpacks_once
         self._created: list[ref[Region]] = []
         self._recomputed: WeakSet[Region] = WeakSet()
 
     def created(self, region: Region) -> None:
         """Remember a region that was made inside the session."""
-        self._created.append(ref(region))
+        if not self.unpacks_once:  # such a session outlives its block, and nobody asks it to recompute ahead
+            self._created.append(ref(region))
 
     def owns(self, region: Region) -> None:
         """Remember a region whose recomputed tensors the session holds."""
