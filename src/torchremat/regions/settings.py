@@ -53,4 +53,5 @@ class Settings:
     preserve_rng: bool = True
     early_stop: bool = True
     guard: tuple[object, ...] = ()
+    debug: bool = False
     observer: Observer | None = None
