@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 from torch.utils import _pytree
+from torch.utils import checkpoint as _checkpoint
 
 from torchremat.errors import VersionError
 
@@ -200,6 +201,14 @@ def pop_dispatch_mode() -> object:
     return _pop_dispatch_mode(None)
 
 
+_PROXY = cast("dict[str, object]", private("_C._TorchDispatchModeKey.__members__", needed_for=_AMBIENT))["PROXY"]
+
+
+def is_recording() -> bool:
+    """Return whether a mode records what runs as a graph: that of AOTAutograd, of `make_fx` or of an export."""
+    return _mode_of_key(_PROXY) is not None
+
+
 class _Engine(NamedTuple):
     queue_callback: Callable[[Callable[[], None]], None]
 
@@ -210,6 +219,32 @@ _engine = cast("_Engine", private("autograd.Variable._execution_engine", needed_
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Run `callback` when the backward that is running now has ended. Autograd drops it if the backward raises."""
     _engine.queue_callback(callback)
+
+
+_DROP_IN = "torchremat.interop.torch_checkpoint"
+
+# Whether the backward that runs was called by `.backward()` without `inputs`.
+is_plain_backward = cast("Callable[[], bool]", private("autograd._is_checkpoint_valid", needed_for=_DROP_IN))
+private("utils.checkpoint._enable_checkpoint_early_stop", needed_for=_DROP_IN)
+private("utils.checkpoint._checkpoint_debug_enabled", needed_for=_DROP_IN)
+
+
+class CheckpointSwitches(NamedTuple):
+    """What torch's own context managers have switched, None if they have not.
+
+    Attributes:
+        early_stop: By `set_checkpoint_early_stop`.
+        debug: By `set_checkpoint_debug_enabled`.
+    """
+
+    early_stop: bool | None
+    debug: bool | None
+
+
+def checkpoint_switches() -> CheckpointSwitches:
+    """Return them as they are now."""
+    names = vars(_checkpoint)
+    return CheckpointSwitches(names["_enable_checkpoint_early_stop"], names["_checkpoint_debug_enabled"])
 
 
 def is_hook_of_torch_checkpoint(pack: object) -> bool:

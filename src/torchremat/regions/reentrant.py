@@ -1,0 +1,248 @@
+"""The reentrant region: a forward without any graph, and a backward that makes one and goes through it.
+
+The older of torch's two ways, with its contract: only tensors among the positional arguments are inputs, at least one
+of which has to require grad; only `.backward()` without `inputs` works; all is recomputed, and nothing is compared.
+
+    forward     under no_grad: nothing is saved but the inputs
+    backward    inputs detached, the function run again with grad, `torch.autograd.backward` through what it made
+
+What a call sees beside its arguments is captured and restored as for every region, by `Call`.
+
+Missing on purpose: autocast that the function itself turns on inside of autocast. Its cache then keeps the casts that
+the forward made without grad; see NOTE [ Casts without grad ] for all other cases.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from torchremat._compat import is_plain_backward
+from torchremat.errors import MutationError, UnsupportedError
+from torchremat.regions.calls import Call
+from torchremat.regions.guards import WrittenObjectError
+from torchremat.regions.modules import ChangedStateError, modules_of
+from torchremat.regions.runs import call_plainly
+from torchremat.regions.settings import Settings
+from torchremat.regions.threads import thread
+from torchremat.saved.structure import join, place_of, split
+from torchremat.saved.tensor import version_of
+
+# NOTE [ Casts without grad ]
+# Under autocast the cast of a weight is kept for its next use. A reentrant forward runs without grad, so a cast that it
+# leaves there has no graph, and the weight's later uses outside of the region would take it: their gradient would be
+# lost without a word. So such a forward leaves none. It may take those that are there already: values are the same.
+
+_Inputs = tuple[object, ...]
+
+
+class CheckpointFunction(torch.autograd.Function):
+    """A reentrant region as a node of the graph: `CheckpointFunction.apply(function, preserve_rng_state, *args)`."""
+
+    @staticmethod
+    def forward(ctx: Any, run_function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        """Run the function; nothing that it saves is kept."""
+        if not callable(run_function):
+            raise TypeError(f"function: a callable is needed, got {type(run_function).__name__}.")
+        modules = modules_of(run_function, args)
+        _warn_without_inputs(args, modules)
+        inputs = _Held(args)
+        call = Call(partial(call_plainly, run_function), None, [])
+        call.look(inputs.tensors, modules, inputs.objects, _PRESERVING if preserve_rng_state else _NOT_PRESERVING)
+        ctx.save_for_backward(*inputs.own)
+        thread.calls.append(call)
+        try:
+            with _forwards, _without_cast_cache():  # See NOTE [ Casts without grad ]
+                outputs = run_function(*args)
+        finally:
+            thread.calls.pop()
+        call.settle()
+        inputs.settle()
+        ctx.call, ctx.inputs, ctx.function_name = call, inputs, _name_of(run_function)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """Run the function again, with a graph, and send the gradients through it."""
+        if not is_plain_backward():
+            raise RuntimeError(
+                "When use_reentrant=True, torch.utils.checkpoint is incompatible with .grad() or passing an `inputs` "
+                "parameter to .backward(). To resolve this error, you can either set use_reentrant=False, or call "
+                ".backward() without passing the `inputs` argument."
+            )
+        is_differentiated_again = torch.is_grad_enabled()
+        inputs = cast("_Held", ctx.inputs)
+        saved = cast("tuple[Tensor, ...]", ctx.saved_tensors)
+        inputs.check(ctx.function_name)
+        detached = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in saved]
+        outputs = _run_again(ctx.call, inputs.filled(detached), ctx.function_name)
+        if isinstance(outputs, Tensor):
+            outputs = (outputs,)
+        attached = [
+            (output, grad)
+            for output, grad in zip(cast("tuple[object, ...]", outputs), grads, strict=True)
+            if isinstance(output, Tensor) and output.requires_grad
+        ]
+        if not attached:
+            raise RuntimeError("none of output has requires_grad=True, this checkpoint() is not necessary")
+        torch.autograd.backward([output for output, _ in attached], [grad for _, grad in attached])
+        found = [tensor.grad for tensor in detached]
+        if is_differentiated_again:
+            found = [None if grad is None else _refuse_second(grad) for grad in found]
+        return (None, None, *inputs.in_their_places(found))
+
+
+class _Held:
+    """The arguments of a reentrant call, and what is known of the tensors among them."""
+
+    __slots__ = ("_count", "_nested", "_places", "_template", "_versions", "_written", "objects", "own", "tensors")
+
+    def __init__(self, args: _Inputs) -> None:
+        self._places = [place for place, one in enumerate(args) if isinstance(one, Tensor)]
+        self._count = len(args)
+        rest = tuple([None if isinstance(one, Tensor) else one for one in args])
+        self.objects: list[object] = []
+        self._nested: list[Tensor] = []
+        self._template = split(rest, self._nested, self.objects)
+        self.own = [one for one in args if isinstance(one, Tensor)]
+        self.tensors = [*self.own, *self._nested]
+        self._versions = [version_of(tensor) for tensor in self.tensors]
+        self._written: tuple[str, int, int] | None = None
+
+    def settle(self) -> None:
+        """Look which of the tensors the forward has written, and drop those that autograd keeps."""
+        versions, self._versions = self._versions[: len(self.own)], self._versions[len(self.own) :]
+        for place, tensor, version in zip(self._places, self.own, versions, strict=True):
+            self._compare(f"args[{place}]", tensor, version)
+        self.own, self.tensors, self.objects = [], [], []
+
+    def _compare(self, name: str, tensor: Tensor, then: int) -> None:
+        now = version_of(tensor)
+        if now != then:
+            self._written = self._written or (name, then, now)
+
+    def check(self, function: str) -> None:
+        """Raise if a tensor is not what the forward was given; autograd itself watches the inputs after the forward.
+
+        Raises:
+            MutationError: It is not.
+        """
+        for index, tensor in enumerate(self._nested):
+            self._compare(f"args{place_of(self._template, index)}", tensor, self._versions[index])
+        if self._written is not None:
+            name, then, now = self._written
+            raise MutationError(
+                f"reentrant region of {function}: its input {name} was changed in place between forward and "
+                f"recompute: version {then} then, {now} now. Recomputing would give wrong gradients. Make the change "
+                "out of place, pass a clone, or run backward before it."
+            )
+
+    def filled(self, tensors: list[Tensor]) -> _Inputs:
+        """Return the arguments, with `tensors` as the inputs."""
+        # Containers as the forward was given them, whatever it has put into them.
+        args = list(cast("_Inputs", join(self._template, self._nested)))
+        for place, tensor in zip(self._places, tensors, strict=True):
+            args[place] = tensor
+        return tuple(args)
+
+    def in_their_places(self, grads: list[Tensor | None]) -> list[Tensor | None]:
+        """Return a gradient for each argument."""
+        found: list[Tensor | None] = [None] * self._count
+        for place, grad in zip(self._places, grads, strict=True):
+            found[place] = grad
+        return found
+
+
+def _run_again(call: Call, args: _Inputs, function: str) -> object:
+    name = f"reentrant region of {function}"
+    # See Rule 3
+    had_scopes, thread.scopes = thread.scopes, []
+    had_calls, thread.calls = thread.calls, []
+    thread.recomputing += 1
+    try:
+        restored = call.restored()
+        try:
+            with torch.enable_grad():
+                return call.run_again(args, {})
+        finally:
+            if restored is not None:
+                restored.close()
+    except (ChangedStateError, WrittenObjectError) as error:
+        raise MutationError(error.message(name)) from None
+    finally:
+        thread.recomputing -= 1
+        thread.scopes = had_scopes
+        thread.calls = had_calls
+
+
+class _Forwards(threading.local):
+    """Counts the reentrant forwards that run in a thread, one inside the other."""
+
+    running = 0
+
+    def __enter__(self) -> None:
+        self.running += 1
+
+    def __exit__(self, *_: object) -> None:
+        self.running -= 1
+
+
+_forwards = _Forwards()
+
+
+@contextmanager
+def _without_cast_cache() -> Generator[None]:
+    # See NOTE [ Casts without grad ]
+    had_cache = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(had_cache)
+
+
+def _warn_without_inputs(args: _Inputs, modules: list[nn.Module]) -> None:
+    if any(one.requires_grad for one in args if isinstance(one, Tensor)):
+        return
+    words = "None of the inputs have requires_grad=True. Gradients will be None"
+    lost = [name for module in modules for name, one in module.named_parameters() if one.requires_grad]
+    if lost and not _forwards.running:  # in a forward without grad nothing else is to be expected
+        words += (
+            f", also those of {len(lost)} parameters of the checkpointed function (`{lost[0]}`, ...), which do require "
+            "grad. Pass use_reentrant=False, or let an input require grad"
+        )
+    warnings.warn(words, stacklevel=4)  # the code that called `checkpoint`
+
+
+class _Second(torch.autograd.Function):
+    """Hands a gradient on, and refuses to be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.view_as(grad)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise UnsupportedError(
+            "the gradient of a reentrant region (use_reentrant=True) cannot be differentiated again: what the region "
+            "contributes would be missing. Pass use_reentrant=False."
+        )
+
+
+def _refuse_second(grad: Tensor) -> Tensor:
+    return cast("Tensor", _Second.apply(grad.detach().requires_grad_()))
+
+
+def _name_of(function: object) -> str:
+    return getattr(function, "__qualname__", None) or type(function).__name__
+
+
+_PRESERVING = Settings()
+_NOT_PRESERVING = Settings(preserve_rng=False)
