@@ -17,6 +17,7 @@ from torchremat.errors import (
     VersionError,
     WrapError,
 )
+from torchremat.interop.installing import Installation, install, uninstall
 from torchremat.measuring.measurement import Measurement, measure
 from torchremat.planning.fitting import fit
 from torchremat.planning.planner import Planner, plan
@@ -32,6 +33,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BudgetError",
     "CheckpointError",
+    "Installation",
     "Measurement",
     "MutationError",
     "OrderWarning",
@@ -51,12 +53,14 @@ __all__ = [
     "checkpointed",
     "fit",
     "frozen",
+    "install",
     "is_checkpointing",
     "is_recomputing",
     "measure",
     "plan",
     "run_once",
     "session",
+    "uninstall",
     "unwrap",
     "verify",
     "wrap",

@@ -2,9 +2,9 @@ import warnings
 
 import pytest
 import torch
-from regions.comparing import Counted, Watched, leaf, same, three
 from torch import nn
 
+from regions.comparing import Counted, Watched, leaf, same, three
 from torchremat import MutationError, UnsupportedError, is_checkpointing, is_recomputing
 from torchremat.regions.reentrant import CheckpointFunction
 
@@ -182,8 +182,8 @@ def test_it_says_so_when_parameters_lose_their_gradients_by_that():
 
     with pytest.warns(
         UserWarning,
-        match=r"^None of the inputs have requires_grad=True\. Gradients will be None, also those of 3 parameters of the "
-        r"checkpointed function \(`0\.weight`, \.\.\.\), which do require grad\. Pass use_reentrant=False",
+        match=r"^None of the inputs have requires_grad=True\. Gradients will be None, also those of 3 parameters of "
+        r"the checkpointed function \(`0\.weight`, \.\.\.\), which do require grad\. Pass use_reentrant=False",
     ):
         reentrant(module, torch.ones(3))
 

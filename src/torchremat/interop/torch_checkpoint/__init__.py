@@ -1,0 +1,303 @@
+"""A drop-in for `torch.utils.checkpoint`: its public names, over torchremat's regions.
+
+    - from torch.utils.checkpoint import checkpoint
+    + from torchremat.interop.torch_checkpoint import checkpoint
+
+Signatures, warnings and messages are torch's; what raises is torch's `CheckpointError` or one of its subclasses.
+Whatever has nothing to do with how a region runs is torch's own object, so that `is` and `isinstance` agree on both
+sides and the context managers switch both. PyTorch 1.0's form works as well: the module-wide switch
+`preserve_rng_state`, and `checkpoint_sequential` with several inputs.
+
+What is different on purpose: docs/migration.md. Missing: `create_selective_checkpoint_contexts` raises.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import nn
+from torch.utils import checkpoint as torch_checkpoint
+from torch.utils.checkpoint import (
+    SAC_IGNORED_OPS,
+    CheckpointError,
+    CheckpointPolicy,
+    DefaultDeviceType,
+    SelectiveCheckpointContext,
+    check_backward_validity,
+    detach_variable,
+    get_device_states,
+    noop_context_fn,
+    set_checkpoint_debug_enabled,
+    set_checkpoint_early_stop,
+    set_device_states,
+)
+
+from torchremat._compat import checkpoint_switches, is_recording, outside_graphs
+from torchremat.interop.torch_checkpoint.contexts import ContextFn, Contexts, run_in_contexts
+from torchremat.interop.torch_checkpoint.groups import GraphExecGroup
+from torchremat.regions.modules import modules_of
+from torchremat.regions.reentrant import CheckpointFunction
+from torchremat.regions.region import Region
+from torchremat.regions.runs import call_plainly, continued
+from torchremat.regions.settings import Check, Settings
+
+# In torch's order.
+__all__ = [
+    "checkpoint",
+    "checkpoint_sequential",
+    "CheckpointError",
+    "CheckpointFunction",
+    "check_backward_validity",
+    "detach_variable",
+    "get_device_states",
+    "set_device_states",
+    "noop_context_fn",
+    "set_checkpoint_early_stop",
+    "DefaultDeviceType",
+    "set_checkpoint_debug_enabled",
+    "CheckpointPolicy",
+    "SelectiveCheckpointContext",
+    "create_selective_checkpoint_contexts",
+    "SAC_IGNORED_OPS",
+    "GraphExecGroup",
+]
+
+# PyTorch 1.0's switch for the whole module: what `checkpoint` does that is not told `preserve_rng_state=`.
+preserve_rng_state = True
+
+_CHECKS: dict[str, Check] = {"default": "metadata", "none": "none"}
+_torch_checkpoint = torch_checkpoint.checkpoint
+_UNUSED = inspect.Parameter.empty
+
+
+def checkpoint(
+    function: Callable[..., Any],
+    *args: Any,
+    use_reentrant: bool | None = None,
+    context_fn: ContextFn = noop_context_fn,
+    determinism_check: str = "default",
+    debug: bool = False,
+    early_stop: bool = True,
+    **kwargs: Any,
+) -> Any:
+    """Return `function(*args, **kwargs)`, recomputed in backward: `torch.utils.checkpoint.checkpoint`.
+
+    Args:
+        function: Any callable.
+        args: Its positional arguments.
+        use_reentrant: True for a reentrant region, see `torchremat.regions.reentrant`; False for one of
+            `torchremat.checkpoint`'s. Without it, a warning and True.
+        context_fn: Returns two context managers, for the forward and for each recompute.
+        determinism_check: `"default"` or `"none"`: `check="metadata"` or `check="none"` of `checkpointed`.
+        debug: Whether messages about a difference have the logs of both runs.
+        early_stop: Whether a recompute ends at the last tensor that is needed.
+        kwargs: `preserve_rng_state`, and keyword arguments of `function`.
+
+    Raises:
+        ValueError: An option has another value, or `use_reentrant=True` is asked for what it cannot do.
+    """
+    if torch.compiler.is_compiling():
+        given: dict[str, Any] = {"use_reentrant": use_reentrant, "determinism_check": determinism_check, "debug": debug}
+        if context_fn is not noop_context_fn:
+            given["context_fn"] = context_fn
+        return _in_graph()(function, *args, **given, early_stop=early_stop, **kwargs)
+    if use_reentrant is None:
+        _warn_of_default(
+            "checkpoint",
+            "Starting in PyTorch 2.9, calling checkpoint without use_reentrant will raise an exception.",
+        )
+        use_reentrant = True
+    if not callable(function):
+        raise TypeError(f"function: a callable is needed, got {type(function).__name__}.")
+    preserve = kwargs.pop("preserve_rng_state", _preserves_by_default())
+    if use_reentrant:
+        if kwargs:
+            raise ValueError("Unexpected keyword arguments: " + ",".join(kwargs))
+        if context_fn is not noop_context_fn or debug is not False:
+            raise ValueError("Passing `context_fn` or `debug` is only supported when use_reentrant=False.")
+        return _run_reentrant(function, preserve, args)
+    if context_fn is not noop_context_fn and is_recording():
+        return _torch_checkpoint(
+            function, *args, use_reentrant=False, context_fn=context_fn, preserve_rng_state=preserve, **kwargs
+        )
+    switches = checkpoint_switches()
+    settings = _settings(
+        determinism_check,
+        bool(preserve),
+        bool(early_stop if switches.early_stop is None else switches.early_stop),
+        bool(debug if switches.debug is None else switches.debug),
+    )
+    if settings.debug and context_fn is not noop_context_fn:
+        raise ValueError("debug=True is incompatible with non-default context_fn")
+    return _run(function, settings, context_fn, args, kwargs)
+
+
+@lru_cache
+def _settings(determinism_check: str, preserve: bool, early_stop: bool, debug: bool) -> Settings:
+    if determinism_check not in _CHECKS:
+        raise ValueError(f"determinism_check should be one of {list(_CHECKS)}, but got {determinism_check}")
+    return Settings(check=_CHECKS[determinism_check], preserve_rng=preserve, early_stop=early_stop, debug=debug)
+
+
+def _preserves_by_default() -> bool:
+    # Programs of PyTorch 1.0 set the switch on the module that they know, which may be torch's: see `install`.
+    return preserve_rng_state and getattr(torch_checkpoint, "preserve_rng_state", True)
+
+
+def _in_graph() -> Callable[..., Any]:
+    """Return what dynamo takes for torch's own operator, or, where nobody traces bytecode, torch's function."""
+    return torch_checkpoint.checkpoint if torch.compiler.is_dynamo_compiling() else _torch_checkpoint
+
+
+@outside_graphs
+def _run_reentrant(function: Callable[..., Any], preserve: bool, args: tuple[object, ...]) -> object:
+    return CheckpointFunction.apply(function, preserve, *args)
+
+
+@outside_graphs
+def _run(
+    function: Callable[..., object],
+    settings: Settings,
+    context_fn: ContextFn,
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
+) -> object:
+    contexts = None if context_fn is noop_context_fn else Contexts(context_fn)
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    modules = modules_of(function, (*args, *kwargs.values()))
+    while type(function) is partial and not _has_placeholders(held := cast("partial[object]", function)):
+        # What a partial holds is given to the function as much as what comes with the call: its tensors are inputs.
+        args, kwargs, function = (*held.args, *args), {**held.keywords, **kwargs}, held.func
+    body = partial(call_plainly, function)
+    if contexts is not None:
+        body = partial(run_in_contexts, function, contexts, body)
+    return Region(settings).call(continued(body), args, kwargs, modules)
+
+
+def _has_placeholders(function: partial[object]) -> bool:
+    placeholder = getattr(functools, "Placeholder", _UNUSED)  # of Python 3.14
+    return any(one is placeholder for one in function.args)
+
+
+def checkpoint_sequential(
+    functions: nn.Sequential | Sequence[Callable[..., Any]],
+    segments: int,
+    *inputs: Any,
+    use_reentrant: bool | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Return what `functions`, called one after the other, make of `inputs`; all but the last segment recomputed.
+
+    `torch.utils.checkpoint.checkpoint_sequential`, and that of PyTorch 1.0 for several inputs. Segments are as even as
+    they can be. A tuple that one function returns goes to the next one as it is, as in `nn.Sequential`, if that one
+    takes a single argument; else, or if several inputs were given, as its arguments.
+
+    Args:
+        functions: An `nn.Sequential`, or a sequence of modules and functions.
+        segments: The number of segments, from 1 to the number of functions.
+        inputs: The arguments of the first function; a single one may be given as `input=`.
+        use_reentrant: See `checkpoint`. May be the argument after a single input.
+        kwargs: `preserve_rng_state`.
+
+    Raises:
+        ValueError: `segments` is out of its range, or there are other keyword arguments.
+    """
+    if "input" in kwargs:
+        if inputs:
+            raise TypeError("checkpoint_sequential() got multiple values for argument 'input'")
+        inputs = (kwargs.pop("input"),)
+    elif len(inputs) == 2 and use_reentrant is None and (inputs[1] is None or isinstance(inputs[1], bool)):
+        inputs, use_reentrant = inputs[:1], inputs[1]
+    if not inputs:
+        raise TypeError("checkpoint_sequential() missing 1 required positional argument: 'input'")
+    if use_reentrant is None:
+        _warn_of_default(
+            "checkpoint.checkpoint_sequential",
+            "In version 2.9 we will raise an exception if use_reentrant is not passed.",
+        )
+        use_reentrant = True
+    preserve = kwargs.pop("preserve_rng_state", _preserves_by_default())
+    if kwargs:
+        raise ValueError("Unexpected keyword arguments: " + ",".join(kwargs))
+    functions = list(functions.children()) if isinstance(functions, nn.Sequential) else list(functions)
+    if not 1 <= segments <= max(1, len(functions)):
+        raise ValueError(
+            f"segments={segments}, but there are {len(functions)} functions: from 1 to {len(functions)} segments can "
+            "be made of them."
+        )
+    spread = len(inputs) > 1
+    values: Any = inputs if spread else next(iter(inputs))
+    size, larger = divmod(len(functions), segments)
+    start = 0
+    for segment in range(segments):
+        end = start + size + (segment < larger)
+        # The functions one by one and the values of a tuple one by one: both are looked for among a call's arguments.
+        is_tuple = isinstance(values, tuple)
+        run = partial(_run_segment, is_tuple, spread, end - start, *functions[start:end])
+        arguments = cast("tuple[object, ...]", values) if is_tuple else (values,)
+        if segment + 1 < segments:
+            values = checkpoint(run, *arguments, use_reentrant=use_reentrant, preserve_rng_state=preserve)
+        else:
+            values = run(*arguments)
+        start = end
+    return values
+
+
+def _run_segment(is_tuple: bool, spread: bool, count: int, *functions_and_inputs: Any) -> Any:
+    functions, inputs = functions_and_inputs[:count], functions_and_inputs[count:]
+    values: Any = inputs if is_tuple else inputs[0]
+    for function in functions:
+        if isinstance(values, tuple) and _is_taken_apart(function, len(values), spread):
+            values = function(*values)
+        else:
+            values = function(values)
+    return values
+
+
+def _is_taken_apart(function: Callable[..., Any], count: int, spread: bool) -> bool:
+    if spread:
+        return _takes(function, count) or not _takes(function, 1)
+    return not _takes(function, 1) and _takes(function, count)
+
+
+def _takes(function: Callable[..., Any], count: int) -> bool:
+    try:
+        signature = inspect.signature(function.forward if isinstance(function, nn.Module) else function)
+    except ValueError:  # a built-in one
+        return True
+    try:
+        signature.bind(*range(count))
+    except TypeError:
+        return False
+    return True
+
+
+def create_selective_checkpoint_contexts(
+    policy_fn_or_list: object, allow_cache_entry_mutation: bool = False
+) -> NoReturn:
+    """Raise: which operators are recomputed cannot be chosen in this version.
+
+    Raises:
+        NotImplementedError: Always.
+    """
+    raise NotImplementedError(
+        "torchremat has no policies per operator yet. Pass torch's own "
+        "`torch.utils.checkpoint.create_selective_checkpoint_contexts` in `context_fn`, which works here as it does "
+        "there, or choose what is kept by putting regions around parts of the function."
+    )
+
+
+def _warn_of_default(name: str, what_happens: str) -> None:
+    warnings.warn(
+        f"torch.utils.{name}: the use_reentrant parameter should be passed explicitly. {what_happens} "
+        "use_reentrant=False is recommended, but if you need to preserve the current default behavior, you can pass "
+        "use_reentrant=True. Refer to docs for more details on the differences between the two variants.",
+        stacklevel=3,
+    )
