@@ -279,7 +279,7 @@ class Region:
             return self._recompute(None, slot.index).found()  # outside any backward nothing is kept. See Rule 7
         with self._lock:
             if not slot.has(key):
-                if session is not None and session.unpacks_once and slot.index in self._unpacked:
+                if session is not None and session.unpacks_once and self._has_unpacked(session, slot.index):
                     raise CheckpointError(f"{self.name(self.call_of(slot.index))}: {_UNPACKED_ONCE}")
                 self._recompute_for(key, slot.index)
             return slot.take(key, keep=self._is_needed_again(slot, session, task))
@@ -300,6 +300,9 @@ class Region:
         tasks = self._unpacked.setdefault(index, set())
         tasks.add(task)
         return len(tasks) >= session.passes
+
+    def _has_unpacked(self, session: Session, index: int) -> bool:
+        return session in self._recomputed and index in self._unpacked
 
     def _pin(self, slot: Slot, key: Key) -> bool:
         node = current_node()

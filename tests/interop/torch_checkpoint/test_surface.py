@@ -1,0 +1,365 @@
+import inspect
+import warnings
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.utils import checkpoint as torchs
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import torchremat
+from regions.comparing import Counted, Watched, leaf, result, same, three
+from torchremat import MutationError
+from torchremat.extend import only_watches
+from torchremat.interop import torch_checkpoint as ours
+
+BOTH = pytest.mark.parametrize("module", [torchs, ours], ids=["torch", "ours"])
+WAYS = pytest.mark.parametrize("use_reentrant", [True, False])
+
+
+def parameters(function):
+    return [(one.name, one.kind, one.default) for one in inspect.signature(function).parameters.values()]
+
+
+def test_the_names_are_torchs_in_torchs_order():
+    assert ours.__all__ == torchs.__all__
+    assert all(hasattr(ours, name) for name in ours.__all__)
+
+
+@pytest.mark.parametrize("name", [name for name in torchs.__all__ if inspect.isfunction(getattr(torchs, name))])
+def test_signatures_are_torchs(name):
+    if name == "checkpoint_sequential":  # torch's own, with any number of inputs
+        expected = ["functions", "segments", "inputs", "use_reentrant", "kwargs"]
+        assert list(inspect.signature(ours.checkpoint_sequential).parameters) == expected
+    else:
+        assert parameters(getattr(ours, name)) == parameters(getattr(torchs, name))
+
+
+def test_methods_of_classes_are_torchs():
+    assert parameters(ours.CheckpointFunction.forward) == parameters(torchs.CheckpointFunction.forward)
+    assert [one[1] for one in parameters(ours.CheckpointFunction.backward)] == [
+        one[1] for one in parameters(torchs.CheckpointFunction.backward)
+    ]
+
+
+@pytest.mark.parametrize("name", ["noop_context_fn", "DefaultDeviceType", "CheckpointPolicy", "CheckpointError",
+                                  "SelectiveCheckpointContext", "SAC_IGNORED_OPS", "detach_variable"])  # fmt: skip
+def test_what_others_compare_by_identity_is_torchs_own(name):
+    assert getattr(ours, name) is getattr(torchs, name)
+
+
+def test_our_errors_are_torchs_too():
+    assert issubclass(torchremat.CheckpointError, ours.CheckpointError)
+
+
+@WAYS
+def test_gradients_are_the_plain_ones_and_the_function_runs_twice(use_reentrant):
+    function = Counted(three)
+    x = leaf(3)
+
+    assert same(lambda: ours.checkpoint(function, x, use_reentrant=use_reentrant), lambda: three(x), [x])
+    assert function.calls == 2
+
+
+@WAYS
+def test_nothing_stays_between_forward_and_backward(use_reentrant):
+    watched = Watched()
+    x = leaf(3)
+
+    y = ours.checkpoint(watched, x, use_reentrant=use_reentrant)
+
+    assert len(watched.alive) == 0
+    y.sum().backward()
+    assert watched.calls == 2 and len(watched.alive) == 0
+
+
+@BOTH
+def test_without_use_reentrant_it_warns_and_is_reentrant(module):
+    with pytest.warns(
+        UserWarning,
+        match=r"^torch\.utils\.checkpoint: the use_reentrant parameter should be passed explicitly\. Starting in "
+        r"PyTorch 2\.9, calling checkpoint without use_reentrant will raise an exception\. use_reentrant=False is "
+        r"recommended, but if you need to preserve the current default behavior, you can pass use_reentrant=True\. "
+        r"Refer to docs for more details on the differences between the two variants\.$",
+    ):
+        y = module.checkpoint(three, leaf(3))
+
+    assert y.grad_fn.name() == "CheckpointFunctionBackward"
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"use_reentrant": True, "scale": 2, "bias": 1}, r"^Unexpected keyword arguments: scale,bias$"),
+        ({"use_reentrant": True, "debug": True}, r"^Passing `context_fn` or `debug` is only supported when use_reent"),
+        ({"use_reentrant": True, "context_fn": torchs.DefaultDeviceType}, r"^Passing `context_fn` or `debug` is only"),
+        ({"use_reentrant": False, "determinism_check": "all"}, r"^determinism_check should be one of \['default', 'no"),
+        (
+            {"use_reentrant": False, "debug": True, "context_fn": lambda: torchs.noop_context_fn()},
+            r"^debug=True is incompatible with non-default context_fn$",
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_an_error(module, options, message):
+    with pytest.raises(ValueError, match=message):
+        module.checkpoint(three, leaf(3), **options)
+
+
+def context_fn():
+    return torchs.noop_context_fn()
+
+
+@BOTH
+def test_the_switch_for_debugging_goes_before_the_argument(module):
+    with (
+        module.set_checkpoint_debug_enabled(True),
+        pytest.raises(ValueError, match="debug=True is incompatible with non-default context_fn"),
+    ):
+        module.checkpoint(three, leaf(3), use_reentrant=False, context_fn=context_fn)
+
+    with module.set_checkpoint_debug_enabled(False):
+        module.checkpoint(three, leaf(3), use_reentrant=False, debug=True, context_fn=context_fn)
+
+
+@WAYS
+def test_what_is_no_function_is_an_error_that_says_so(use_reentrant):
+    with pytest.raises(TypeError, match="function: a callable is needed, got str"):
+        ours.checkpoint("three", leaf(3), use_reentrant=use_reentrant)
+
+
+@WAYS
+def test_without_grad_it_is_a_plain_call(use_reentrant):
+    function = Counted(three)
+
+    with torch.no_grad():
+        y = ours.checkpoint(function, leaf(3), use_reentrant=use_reentrant)
+
+    assert not y.requires_grad and function.calls == 1
+
+
+def steps_of_recompute(**options):
+    steps = []
+
+    def function(a):
+        b = a.exp().sin()
+        steps.append("a")
+        c = b + 1
+        steps.append("b")
+        return c
+
+    y = ours.checkpoint(function, leaf(3), use_reentrant=False, **options)
+    steps.append("|")
+    y.sum().backward()
+    return "".join(steps)
+
+
+def test_a_recompute_stops_early_unless_told_otherwise():
+    assert steps_of_recompute() == "ab|"
+    assert steps_of_recompute(early_stop=False) == "ab|ab"
+
+
+def test_the_switch_for_stopping_early_goes_before_the_argument():
+    with ours.set_checkpoint_early_stop(False):
+        assert steps_of_recompute(early_stop=True) == "ab|ab"
+    with torchs.set_checkpoint_early_stop(True):
+        assert steps_of_recompute(early_stop=False) == "ab|"
+    assert steps_of_recompute(early_stop=False) == "ab|ab"
+
+
+def test_the_switch_counts_in_the_forward_and_not_in_the_backward():
+    function = Counted(lambda a: a.exp().sin() + 1)
+    after = []
+
+    def body(a):
+        y = function(a)
+        after.append(1)
+        return y
+
+    with ours.set_checkpoint_early_stop(False):
+        y = ours.checkpoint(body, leaf(3), use_reentrant=False)
+    y.sum().backward()
+
+    assert len(after) == 2
+
+
+@WAYS
+def test_random_numbers_are_drawn_again_unless_told_otherwise(use_reentrant):
+    dropout = nn.Dropout(0.5)
+    x = leaf(64)
+
+    def run(**options):
+        return lambda: ours.checkpoint(dropout, x, use_reentrant=use_reentrant, **options)
+
+    assert same(run(), lambda: dropout(x), [x])
+    assert not same(run(preserve_rng_state=False), lambda: dropout(x), [x])
+
+
+@WAYS
+@pytest.mark.parametrize("module", [ours, torchs], ids=["ours", "torch"])
+def test_the_switch_of_pytorch_1_for_the_whole_module(use_reentrant, module, monkeypatch):
+    dropout = nn.Dropout(0.5)
+    x = leaf(64)
+    monkeypatch.setattr(module, "preserve_rng_state", False, raising=False)
+
+    def run(**options):
+        return lambda: ours.checkpoint(dropout, x, use_reentrant=use_reentrant, **options)
+
+    assert not same(run(), lambda: dropout(x), [x])
+    assert same(run(preserve_rng_state=True), lambda: dropout(x), [x])
+
+
+def test_keyword_arguments_are_inputs():
+    x, y = leaf(3), leaf(3)
+    function = Counted(lambda a, *, other, scale: (a * other).exp() * scale)
+
+    assert same(
+        lambda: ours.checkpoint(function, x, use_reentrant=False, other=y, scale=2.0),
+        lambda: function(x, other=y, scale=2.0),
+        [x, y],
+    )
+    assert function.calls == 3
+
+
+def test_what_a_partial_holds_is_input_too():
+    h = torch.ones(3)
+
+    def function(a, b, *, scale):
+        return (a * b).exp() * scale
+
+    x = leaf(3)
+    held = partial(partial(function, x), scale=torch.ones(3) * 2)
+    assert same(lambda: ours.checkpoint(held, h, use_reentrant=False), lambda: held(h), [x])
+
+    y = ours.checkpoint(partial(function, x, scale=h), torch.ones(3), use_reentrant=False)
+    h.add_(1)
+    with pytest.raises(MutationError, match=r"its input kwargs\['scale'\] was changed in place"):
+        y.sum().backward()
+
+
+def test_recomputes_that_differ_are_torchs_error():
+    calls = []
+
+    def function(a):
+        calls.append(1)
+        return a.exp() if len(calls) == 1 else a[:2].exp()
+
+    y = ours.checkpoint(function, leaf(3), use_reentrant=False)
+
+    with pytest.raises(torchs.CheckpointError):
+        y.sum().backward()
+
+
+def test_the_check_can_be_left_out():
+    calls = []
+
+    def function(a):
+        calls.append(1)
+        return (a * (1 if len(calls) == 1 else torch.ones(1, 3))).exp()
+
+    def run(**options):
+        calls.clear()
+        ours.checkpoint(function, leaf(3), use_reentrant=False, **options).sum().backward()
+
+    with pytest.raises(torchs.CheckpointError):
+        run()
+    run(determinism_check="none")
+    assert len(calls) == 2
+
+
+@WAYS
+def test_inside_a_compiled_function_it_is_torchs_operator(use_reentrant):
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(str(graph.graph))
+        return graph
+
+    x = leaf(3)
+    compiled = torch.compile(
+        lambda a: ours.checkpoint(three, a, use_reentrant=use_reentrant, preserve_rng_state=True),
+        backend=backend,
+        fullgraph=True,
+    )
+
+    assert same(lambda: compiled(x), lambda: three(x), [x])
+    assert len(graphs) == 1 and "tag_activation_checkpoint" in graphs[0]
+
+
+def test_around_a_compiled_function_it_is_a_region():
+    function = Counted(torch.compile(three, backend="aot_eager"))
+    x = leaf(3)
+
+    assert same(lambda: ours.checkpoint(function, x, use_reentrant=False), lambda: three(x), [x])
+    assert function.calls == 2
+
+
+def selective(policy):
+    return lambda: torchs.create_selective_checkpoint_contexts(policy)
+
+
+def test_torchs_selective_contexts_work():
+    weight = leaf(4, 4)
+    x = leaf(2, 4)
+    ran = []
+
+    @only_watches
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            ran.append(function)
+            return function(*args, **(kwargs or {}))
+
+    def function(a):
+        return (a @ weight).exp().sin()
+
+    def run():
+        ops = [torch.ops.aten.mm.default]
+        return ours.checkpoint(function, x, use_reentrant=False, context_fn=selective(ops))
+
+    assert same(run, lambda: function(x), [x, weight])
+    y = run()
+    with Counting():
+        y.sum().backward()
+    assert ran.count(torch.ops.aten.mm.default) == 2  # both of the backward, none of the recompute
+    assert ran.count(torch.ops.aten.exp.default) == 1
+
+
+def test_ours_is_not_there_yet_and_says_so():
+    with pytest.raises(NotImplementedError, match=r"torchremat has no policies per operator yet\. Pass torch's own"):
+        ours.create_selective_checkpoint_contexts([torch.ops.aten.mm.default])
+
+
+@BOTH
+def test_helpers(module):
+    x = leaf(3)
+
+    detached, number = module.detach_variable((x * 2, 3))
+    assert detached.is_leaf and detached.requires_grad and number == 3
+    with pytest.raises(RuntimeError, match=r"Only tuple of tensors is supported\. Got Unsupported input type: list"):
+        module.detach_variable([x])
+    with pytest.warns(UserWarning, match=r"None of the inputs have requires_grad=True\. Gradients will be None"):
+        module.check_backward_validity((torch.ones(1), 3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        module.check_backward_validity((x,))
+    assert module.get_device_states(x) == ([], [])
+    module.set_device_states([], [])
+
+
+def test_the_function_of_the_reentrant_way_can_be_applied():
+    x = leaf(64)
+    dropout = nn.Dropout(0.5)
+
+    assert same(lambda: ours.CheckpointFunction.apply(dropout, True, x), lambda: dropout(x), [x])
+    assert not same(lambda: ours.CheckpointFunction.apply(dropout, False, x), lambda: dropout(x), [x])
+
+
+@WAYS
+def test_other_code_in_the_step_is_not_concerned(use_reentrant):
+    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.3))
+    x = leaf(8, 4)
+
+    ran = result(lambda: ours.checkpoint(module, x.sin(), use_reentrant=use_reentrant).cos(), [x], [module])
+
+    assert ran[-1] == 1  # `num_batches_tracked`
