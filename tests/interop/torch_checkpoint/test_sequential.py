@@ -80,7 +80,7 @@ def test_without_it_there_is_a_warning(sequential):
     with pytest.warns(
         UserWarning,
         match=r"^torch\.utils\.checkpoint\.checkpoint_sequential: the use_reentrant parameter should be passed "
-        r"explicitly\. In version 2\.9 we will raise an exception if use_reentrant is not passed\. use_reentrant=False is recomm",
+        r"explicitly\. In version 2\.9 we will raise an exception if use_reentrant is not passed\. use_reent",
     ):
         sequential(model, 2, leaf(2, 3))
 
