@@ -147,7 +147,7 @@ def _settings(determinism_check: str, preserve: bool, early_stop: bool, debug: b
 
 def _preserves_by_default() -> bool:
     # Programs of PyTorch 1.0 set the switch on the module that they know, which may be torch's: see `install`.
-    return preserve_rng_state and getattr(torch_checkpoint, "preserve_rng_state", True)
+    return preserve_rng_state and bool(vars(torch_checkpoint).get("preserve_rng_state", True))
 
 
 def _in_graph() -> Callable[..., Any]:
