@@ -99,8 +99,8 @@ def test_autocast_is_the_forwards(dtype):
 
 
 def test_a_use_outside_after_it_under_autocast_still_gives_its_weight_a_gradient():
-    # The forward runs without grad. Its cast of the weight used to stay in autocast's cache, where the second use found
-    # it: a tensor without a graph.
+    # The forward runs without grad, and autocast keeps its cast of the weight for the second use. In older torch
+    # this was a tensor without a graph, and the gradient was lost.
     module = nn.Linear(4, 4)
     x = leaf(2, 4)
 

@@ -7,17 +7,13 @@ of which has to require grad; only `.backward()` without `inputs` works; all is 
     backward    inputs detached, the function run again with grad, `torch.autograd.backward` through what it made
 
 What a call sees beside its arguments is captured and restored as for every region, by `Call`.
-
-Missing on purpose: autocast that the function itself turns on inside of autocast. Its cache then keeps the casts that
-the forward made without grad; see NOTE [ Casts without grad ] for all other cases.
 """
 
 from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
@@ -34,11 +30,6 @@ from torchremat.regions.settings import Settings
 from torchremat.regions.threads import thread
 from torchremat.saved.structure import join, place_of, split
 from torchremat.saved.tensor import version_of
-
-# NOTE [ Casts without grad ]
-# Under autocast the cast of a weight is kept for its next use. A reentrant forward runs without grad, so a cast that it
-# leaves there has no graph, and the weight's later uses outside of the region would take it: their gradient would be
-# lost without a word. So such a forward leaves none. It may take those that are there already: values are the same.
 
 _Inputs = tuple[object, ...]
 
@@ -59,7 +50,7 @@ class CheckpointFunction(torch.autograd.Function):
         ctx.save_for_backward(*inputs.own)
         thread.calls.append(call)
         try:
-            with _forwards, _without_cast_cache():  # See NOTE [ Casts without grad ]
+            with _forwards:
                 outputs = run_function(*args)
         finally:
             thread.calls.pop()
@@ -195,17 +186,6 @@ class _Forwards(threading.local):
 
 
 _forwards = _Forwards()
-
-
-@contextmanager
-def _without_cast_cache() -> Generator[None]:
-    # See NOTE [ Casts without grad ]
-    had_cache = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(had_cache)
 
 
 def _warn_without_inputs(args: _Inputs, modules: list[nn.Module]) -> None:
