@@ -198,7 +198,7 @@ def _warn_without_inputs(args: _Inputs, modules: list[nn.Module]) -> None:
             f", also those of {len(lost)} parameters of the checkpointed function (`{lost[0]}`, ...), which do require "
             "grad. Pass use_reentrant=False, or let an input require grad"
         )
-    warnings.warn(words, stacklevel=4)  # the code that called `checkpoint`
+    warnings.warn(words, stacklevel=6)  # the code that called the drop-in's `checkpoint`
 
 
 class _Second(torch.autograd.Function):

@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import checkpoint as torchs
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -86,6 +87,13 @@ def test_without_use_reentrant_it_warns_and_is_reentrant(module):
         y = module.checkpoint(three, leaf(3))
 
     assert y.grad_fn.name() == "CheckpointFunctionBackward"
+
+
+def test_warnings_point_at_the_caller():
+    with pytest.warns(UserWarning) as found:
+        ours.checkpoint(three, torch.ones(3))
+
+    assert [one.filename for one in found] == [__file__, __file__]
 
 
 @BOTH
@@ -363,3 +371,18 @@ def test_other_code_in_the_step_is_not_concerned(use_reentrant):
     ran = result(lambda: ours.checkpoint(module, x.sin(), use_reentrant=use_reentrant).cos(), [x], [module])
 
     assert ran[-1] == 1  # `num_batches_tracked`
+
+
+@BOTH
+def test_a_recorded_graph_wants_contexts_that_are_modes(module):
+    def gradient(x, contexts):
+        y = module.checkpoint(three, x, use_reentrant=False, context_fn=contexts)
+        return torch.autograd.grad(y.sum(), x)[0]
+
+    with pytest.raises(AssertionError, match=r"`context_fn` arg .* must generate a tuple of two `TorchDispatchMode`s"):
+        make_fx(lambda x: gradient(x, context_fn))(leaf(3))
+
+    graph = make_fx(lambda x: gradient(x, selective([torch.ops.aten.exp.default])))(leaf(3))
+    marks = {node.name: node.meta["recompute"] for node in graph.graph.nodes if "recompute" in node.meta}
+    assert marks["exp"] is torchs.CheckpointPolicy.MUST_SAVE
+    assert marks["sin"] is torchs.CheckpointPolicy.PREFER_RECOMPUTE

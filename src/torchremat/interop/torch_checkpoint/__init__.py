@@ -123,8 +123,17 @@ def checkpoint(
             raise ValueError("Passing `context_fn` or `debug` is only supported when use_reentrant=False.")
         return _run_reentrant(function, preserve, args)
     if context_fn is not noop_context_fn and is_recording():
+        # The contexts mark what is recorded, for torch's own partitioner.
         return _torch_checkpoint(
-            function, *args, use_reentrant=False, context_fn=context_fn, preserve_rng_state=preserve, **kwargs
+            function,
+            *args,
+            use_reentrant=False,
+            context_fn=context_fn,
+            determinism_check=determinism_check,
+            debug=debug,
+            early_stop=early_stop,
+            preserve_rng_state=preserve,
+            **kwargs,
         )
     switches = checkpoint_switches()
     settings = _settings(
