@@ -499,7 +499,6 @@ def hooks_under_transforms() -> Generator[None]:
         _disable_hooks(cast("str", message), False)  # though hooks of an outer region may be set
 
 
-_dispatch_mode = cast("Callable[[Any], object]", private("_C._get_dispatch_mode", needed_for=_GRAPHS))
 if TYPE_CHECKING:
 
     class DispatchMode:
@@ -540,4 +539,4 @@ uses_partitioner._dynamo_marked_constant = True  # pyright: ignore[reportFunctio
 
 def is_traced_with_fakes() -> bool:
     """Return whether operations see tensors without data, as when a graph is made for a compiler."""
-    return _dispatch_mode(_FAKE) is not None
+    return _mode_of_key(_FAKE) is not None

@@ -139,8 +139,8 @@ def _refuse_plan(forward: WrappedForward) -> None:
         name = f"`{forward.name}`" if forward.name else "the model"
         raise UnsupportedError(
             f"{name} runs by a plan, which cannot be followed inside a compiled function: its regions are runs of "
-            "several calls. Plan a model of compiled blocks instead: replace its blocks by `torch.compile(block)`, then "
-            "plan; or `wrap` the blocks and compile the model."
+            "several calls. Plan a model of compiled blocks instead: replace its blocks by `torch.compile(block)`, "
+            "then plan; or `wrap` the blocks and compile the model."
         )
 
 
