@@ -90,7 +90,7 @@ def test_without_use_reentrant_it_warns_and_is_reentrant(module):
 
 
 def test_warnings_point_at_the_caller():
-    with pytest.warns(UserWarning) as found:
+    with pytest.warns(UserWarning, match=".") as found:
         ours.checkpoint(three, torch.ones(3))
 
     assert [one.filename for one in found] == [__file__, __file__]

@@ -28,7 +28,7 @@ class GraphExecGroup(torch_checkpoint.GraphExecGroup):
         with ExitStack() as stack:
             super().__enter__()
             stack.callback(super().__exit__)
-            stack.enter_context(self._session.opened())
+            stack.enter_context(self._session.active())
             self._open = stack.pop_all()
         return self
 
