@@ -38,16 +38,18 @@ class SavedTensor:
     `grad_fn` a node of the region's own graph, whose packed objects own the region: a cycle through C++ that no
     collector sees. Parameters cannot be written in place under grad mode; they are kept as they are, so that a
     recompute is called with the very parameter that the forward was called with. (Leaves in general would not do: what
-    is no leaf in a forward is one in the recompute of the region around it, which has to pack the same tensors.)
+    is no leaf in a forward is one in the recompute of the region around it, which has to pack the same tensors.) A
+    tensor that does not require grad is handed out itself as long as anybody else has it: it may be compared by `is`.
     """
 
-    __slots__ = ("_alias", "_kept", "_metadata", "_unpack", "requires_grad", "version")
+    __slots__ = ("_alias", "_kept", "_metadata", "_original", "_unpack", "requires_grad", "version")
 
     def __init__(self, tensor: Tensor) -> None:
         self.requires_grad = tensor.requires_grad
         self.version = version_of(tensor)
         self._unpack = None
         self._alias = None
+        self._original = None
         if type(tensor) is not Tensor and isinstance(tensor, nn.Parameter):
             self._kept: object = tensor  # See NOTE [ Why an alias ]
             return
@@ -56,6 +58,8 @@ class SavedTensor:
         hooks = top_saved_tensor_hooks(True)
         if hooks is None:
             self._kept = alias
+            if not self.requires_grad:
+                self._original = ref(tensor)
             return
         alias = self.detached(tensor, self.requires_grad)
         pack, self._unpack = hooks
@@ -90,6 +94,9 @@ class SavedTensor:
                 raise ChangedError(self.version, now)
         if type(tensor) is not Tensor and self._alias is None and isinstance(tensor, nn.Parameter):
             return tensor
+        original = None if self._original is None else self._original()
+        if original is not None and not original.requires_grad:
+            return original
         return self.detached(tensor, self.requires_grad)
 
     def detached(self, tensor: Tensor, requires_grad: bool) -> Tensor:
