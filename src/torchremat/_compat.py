@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, Protocol, Self, TypeVar, cast
 from weakref import ref
 
 import torch
@@ -207,6 +207,33 @@ _PROXY = cast("dict[str, object]", private("_C._TorchDispatchModeKey.__members__
 def is_recording() -> bool:
     """Return whether a mode records what runs as a graph: that of AOTAutograd, of `make_fx` or of an export."""
     return _mode_of_key(_PROXY) is not None
+
+
+_OPERATORS = "watching operators"
+
+if TYPE_CHECKING:
+
+    class DispatchMode:
+        """A mode that sees every operator below autograd: torch's TorchDispatchMode, whose own types say little."""
+
+        def __enter__(self) -> Self: ...
+        def __exit__(self, *error: object) -> None: ...
+        def __torch_dispatch__(
+            self,
+            func: Callable[..., object],
+            types: tuple[type, ...],
+            args: tuple[object, ...] = (),
+            kwargs: Mapping[str, object] | None = None,
+        ) -> object: ...
+
+else:
+    DispatchMode = private("utils._python_dispatch.TorchDispatchMode", needed_for=_OPERATORS)
+
+sequence_number = cast("Callable[[], int]", private("autograd._get_sequence_nr", needed_for=_OPERATORS))
+set_versions = cast(
+    "Callable[[tuple[Tensor, ...], tuple[int, ...]], None]",
+    private("_C._autograd._unsafe_set_version_counter", needed_for=_OPERATORS),
+)
 
 
 class _Engine(NamedTuple):

@@ -5,8 +5,8 @@ They are looked up when this file is imported, so that a torch that lacks one sa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Protocol, Self, cast
+from collections.abc import Callable, Iterable
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -14,24 +14,6 @@ from torch import Tensor
 from torchremat._compat import private
 
 _MEASURING = "measuring live bytes"
-
-if TYPE_CHECKING:
-
-    class DispatchMode:
-        """A mode that sees every operator below autograd: torch's TorchDispatchMode, whose own types say little."""
-
-        def __enter__(self) -> Self: ...
-        def __exit__(self, *error: object) -> None: ...
-        def __torch_dispatch__(
-            self,
-            func: Callable[..., object],
-            types: tuple[type, ...],
-            args: tuple[object, ...] = (),
-            kwargs: Mapping[str, object] | None = None,
-        ) -> object: ...
-
-else:
-    DispatchMode = private("utils._python_dispatch.TorchDispatchMode", needed_for=_MEASURING)
 
 is_wrapper_subclass = cast(
     "Callable[[Tensor], bool]",

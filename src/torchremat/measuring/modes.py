@@ -8,7 +8,7 @@ from typing import Self
 
 import torch
 
-from torchremat.measuring.bindings import DispatchMode
+from torchremat._compat import DispatchMode
 
 
 class EagerMode(DispatchMode):
