@@ -1,0 +1,211 @@
+"""Why a recompute was not its forward: causes that a run once more gives evidence of, the likeliest first."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from torchremat.regions.reruns import DEFAULT, NUMPY, PYTHON, Rerun, rerun
+from torchremat.saved.structure import place_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torchremat.regions.differences import Difference
+    from torchremat.regions.operators import Operator
+    from torchremat.regions.region import Region
+
+_MOST = 3  # causes in a message
+_OF_TRAINING = ("dropout", "batch_norm", "bernoulli")
+_READS_DATA = ("aten._local_scalar_dense", "aten.nonzero", "aten.equal", "aten.is_nonzero", "aten.unique")
+_LOW = (torch.float16, torch.bfloat16)
+_UNKNOWN = (
+    "Likely cause: not found. What the function reads besides its arguments, its modules and what torch restores was "
+    "other in the recompute: a global, a file, an environment variable, the time. Read it before the region and pass "
+    "it as an argument."
+)
+
+
+def likely_causes(
+    region: Region, call: int, difference: Difference, found: Rerun, operator: Operator | None
+) -> list[str]:
+    """Return the likely causes with what to do, a line each.
+
+    Args:
+        region: The region.
+        call: The number of the call that differs.
+        difference: What was found.
+        found: What the region did when it was run once more.
+        operator: The operator of the recompute that saved the first tensor that differs, None if there is none.
+    """
+    causes: list[str] = []
+    for search in (_changes, _draws, _training, _precision, _written, _differs_each_time, _cast_cache, _branch):
+        causes += search(region, call, difference, found, operator)
+    if not causes:
+        return [_UNKNOWN]
+    first, *others = causes[:_MOST]
+    return [f"Likely cause: {first}", *(f"Or: {other}" for other in others)]
+
+
+def _changes(
+    region: Region, call: int, difference: Difference, found: Rerun, operator: Operator | None
+) -> Iterator[str]:
+    del region, call, difference, operator
+    if not found.changes:
+        return
+    change, *others = found.changes
+    inner = f"{change.name}["
+    more = [f"`{one.name}`" for one in others if not one.name.startswith((inner, f"{change.name}."))][:2]
+    yield (
+        f"`{change.name}` changes each time that the region runs: {change.before} before, {change.after} after"
+        f"{', and so do ' + ' and '.join(more) if more else ''}. It is not put back for the recompute. Name it in "
+        "`guard=[...]`, pass it as an argument, or change it outside of the region."
+    )
+
+
+def _draws(region: Region, call: int, difference: Difference, found: Rerun, operator: Operator | None) -> Iterator[str]:
+    del call, difference, operator
+    for name in found.draws:
+        if name in (PYTHON, NUMPY):
+            entry = "python_random" if name == PYTHON else "numpy_random"
+            yield (
+                f"the region draws from {name}, which a recompute restores only if `torchremat.extend.{entry}` is "
+                "registered. Register it, or draw before the region and pass what was drawn."
+            )
+        elif not name.startswith(DEFAULT):
+            yield f"the region draws from {name}, which it does not get as an argument. Pass it as one."
+        elif not region.settings.preserve_rng:
+            yield f"the region draws from {name}, and `preserve_rng=False`. Leave that option at True."
+
+
+def _training(
+    region: Region, call: int, difference: Difference, found: Rerun, operator: Operator | None
+) -> Iterator[str]:
+    del call
+    if found.unseen and difference.kind != "values":
+        for modules in ([one] for one in found.unseen[:4]):
+            if rerun(region, flipped=modules).log.metadata == region.metadata:
+                name = type(modules[0]).__name__
+                now = "train" if modules[0].training else "eval"
+                yield (
+                    f"train/eval was flipped: a {name}, which the region cannot see, is in {now} mode now and was not "
+                    "in the forward; run in the other mode, it saves what the forward saved. Pass the module as an "
+                    "argument, or flip it after backward."
+                )
+                return
+    drew = any(name.startswith(DEFAULT) for name in found.draws) and region.settings.preserve_rng
+    title = operator.title if operator is not None else ""
+    if drew or (any(word in title for word in _OF_TRAINING) and difference.kind != "values"):
+        unseen = ", ".join(type(one).__name__ for one in found.unseen[:3])
+        yield (
+            "dropout, batch norm or another random operator ran in the recompute alone: a `training` flag was another "
+            f"in the forward{f', perhaps of {unseen}, which the region cannot see' if unseen else ''}. Pass the module "
+            "or the flag as an argument."
+        )
+
+
+def _precision(
+    region: Region, call: int, difference: Difference, found: Rerun, operator: Operator | None
+) -> Iterator[str]:
+    del call, operator
+    then, now = difference.then, difference.now
+    if difference.kind in ("too many", "too few"):
+        pairs = zip(region.metadata, found.log.metadata, strict=False)
+        then, now = next(((a, b) for a, b in pairs if a != b), ((), ()))
+    dtypes = [one for side in (then, now) for one in side or () if isinstance(one, torch.dtype)]
+    if len(dtypes) != 2 or dtypes[0] == dtypes[1]:
+        return
+    if any(one in _LOW for one in dtypes):
+        yield (
+            f"autocast: the forward saved {dtypes[0]}, the recompute {dtypes[1]}. Autocast around the region is "
+            "restored; one that the function turns on by a flag is not. Pass the flag as an argument, and keep it."
+        )
+    else:
+        yield (
+            f"the dtype: the forward saved {dtypes[0]}, the recompute {dtypes[1]}. A default dtype or a flag that the "
+            "function reads has changed. Name the dtype in the code, or pass it as an argument."
+        )
+
+
+def _written(
+    region: Region, call: int, difference: Difference, found: Rerun, operator: Operator | None
+) -> Iterator[str]:
+    if difference.kind != "values" or difference.index is None or difference.index >= len(found.log.storages):
+        return
+    log = found.log
+    indices = [difference.index, *(operator.saves if operator is not None else ())]
+    addresses = [address for index in indices if (address := log.storages[index])]
+    names: list[str] = []
+    for name, tensor in found.reach.parameters():
+        if tensor.layout == torch.strided and tensor.untyped_storage().data_ptr() in addresses:
+            names.append(f"the parameter or buffer `{name}`")
+    if call < len(log.arguments):
+        for place, address in enumerate(log.arguments[call]):
+            if address in addresses:
+                names.append(f"the input {argument_name(region, call, place)}")
+    if names:
+        yield (
+            f"{' or '.join(names[:2])} was written between forward and recompute past its version counter (`.data`, "
+            "NumPy, a fused optimizer). Write to it after backward."
+        )
+
+
+def _differs_each_time(
+    region: Region, call: int, difference: Difference, found: Rerun, operator: Operator | None
+) -> Iterator[str]:
+    del call, operator
+    index, log = difference.index, found.log
+    match difference.kind:
+        case "metadata":
+            differs = index is not None and log.metadata[index : index + 1] != [difference.now]
+        case "too many":
+            differs = len(log.metadata) <= difference.saved_then
+        case "too few":
+            differs = len(region.made) == 1 and len(log.metadata) != difference.saved_now
+        case "values":
+            differs = rerun(region).log.digests != log.digests
+    if differs and found.error is None and not found.changes and not found.draws:
+        yield (
+            "each run does something else: two runs after the forward differ as well. Look for a counter, an iterator, "
+            "the time or another global that the function reads"
+            + (", or for a kernel that is not deterministic." if difference.kind == "values" else ".")
+        )
+
+
+def _cast_cache(
+    region: Region, call: int, difference: Difference, found: Rerun, operator: Operator | None
+) -> Iterator[str]:
+    del operator
+    if difference.kind not in ("too many", "too few") or not region.made[call].is_under_autocast:
+        return
+    if any(one.name.startswith("aten._to_copy") for one in found.log.operators):
+        yield (
+            "autocast's cache of casted weights: a weight that was cast before the region, under `no_grad` say, was "
+            "not cast again in the forward. Use `torch.autocast(..., cache_enabled=False)`, or leave autocast after "
+            "the part without grad."
+        )
+
+
+def _branch(
+    region: Region, call: int, difference: Difference, found: Rerun, operator: Operator | None
+) -> Iterator[str]:
+    del region, call
+    if difference.kind == "values":
+        return
+    operators = found.log.operators
+    end = operators.index(operator) if operator in operators else len(operators)
+    reads = [one for one in operators[:end] if one.name.startswith(_READS_DATA)]
+    if reads:
+        last = reads[-1]
+        yield (
+            f"a branch on data: {last.name} at {last.source} reads a value into Python before the difference, and the "
+            "value is another now. Find what changed it (a write through `.data`, a random draw, a kernel that is not "
+            "deterministic), or decide before the region and pass the decision."
+        )
+
+
+def argument_name(region: Region, call: int, place: int) -> str:
+    """Return the words for a tensor among the arguments of a call: `args[0]`, `kwargs['mask']`."""
+    found = place_of(region.made[call].template, place) or "[0]"
+    return f"args{found[3:]}" if found.startswith("[0]") else f"kwargs{found[3:]}"

@@ -1,0 +1,350 @@
+"""The operator log: which operators a region ran, in which module, at which line, and what autograd saved in each.
+
+A dispatch mode sees the operators below autograd. Where they come from is read from the Python stack, between the frame
+that ran the region's body and the operator: so nothing is hooked, and there is nothing to undo.
+
+Missing on purpose: what compiled code runs. It runs eagerly under a mode, as `is_compiled` says.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import TYPE_CHECKING, Self, cast
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, UntypedStorage, nn
+
+from torchremat._compat import DispatchMode, sequence_number, set_versions
+from torchremat.regions.reach import function_of
+from torchremat.saved.structure import tensors_in
+from torchremat.saved.tensor import holding, version_of
+
+if TYPE_CHECKING:
+    from torchremat.regions.calls import Body
+    from torchremat.regions.differences import Metadata
+
+_TORCH = str(Path(torch.__file__).parent)
+_OWN = str(Path(__file__).parent.parent)
+_CALL: CodeType = nn.Module._call_impl.__code__  # the frame that every call of a module has
+_APPLY: CodeType = torch.autograd.Function.apply.__func__.__code__  # pyright: ignore[reportFunctionMemberAccess]
+_FUNCTIONAL = nn.functional.__file__
+_COMPILED_FILE = str(Path("torch", "_dynamo", "eval_frame.py"))
+_COMPILED_CODE = ("_TorchDynamoContext", "OptimizedModule")
+
+# `detach` is what hooks and regions do themselves, once or twice; it computes nothing.
+_SILENT = ("aten.detach", "aten.alias")
+
+# NOTE [ Which operator saves a tensor ]
+# The hook is told of a tensor and not of the operator. An operator's node is made before what it saves of its inputs,
+# and thus before the mode sees it; what it saves of its outputs comes after. So what is saved while no node has been
+# made since the last operator is that operator's, and what is saved after a new one is the next operator's. Nodes are
+# numbered in the order in which they are made.
+
+
+@dataclass(slots=True, eq=False)
+class Operator:
+    """One operator that ran.
+
+    Attributes:
+        name: As torch has it: `aten.mul.Tensor`; for a custom Function its name.
+        function: The function of `torch.nn.functional` that called it, or "".
+        module: The path of the innermost module that ran it, or "".
+        source: File, line and function of the code that called it.
+        inputs: Words for the tensors that it got.
+        outputs: Words for the tensors that it made.
+        saves: The numbers of the tensors that autograd saved for it.
+    """
+
+    name: str
+    function: str
+    module: str
+    source: Source
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...] = ()
+    saves: list[int] = field(default_factory=list[int])
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What two runs must have in common."""
+        return (self.name, self.module, self.inputs, self.outputs)
+
+    def __str__(self) -> str:
+        saves = f" saves {', '.join(map(str, self.saves))}" if self.saves else ""
+        where = f" in `{self.module}`" if self.module else ""
+        return f"{self.title}({', '.join(self.inputs)}) -> {', '.join(self.outputs)}{saves}{where} at {self.source}"
+
+    @property
+    def title(self) -> str:
+        """Its name, with the function of `torch.nn.functional` that it is part of."""
+        return f"{self.name} of F.{self.function}" if self.function else self.name
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A line of code."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        path = Path(self.file)
+        here = Path.cwd()
+        shown = path.relative_to(here) if path.is_relative_to(here) else path
+        return f"{shown}:{self.line} in {self.function}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    source: Source
+    module: nn.Module | None
+    function: str
+    custom: str | None
+
+
+_NOWHERE = Source("?", 0, "?")
+
+
+class OperatorLog(DispatchMode):
+    """A log of the operators that run while a body runs in it.
+
+    Args:
+        names: The paths of modules, by id.
+        digests: Whether to note a digest of each saved tensor's bytes, which waits for the device.
+        restores: Whether to remember tensors from before that are written, for `undo`.
+
+    Attributes:
+        operators: In the order in which they ran.
+        metadata: Of the saved tensors, in order.
+        savers: The operator that saved each of them; None while it is not known.
+        digests: Of the saved tensors, None where there is none.
+        is_compiled: Whether compiled code ran, eagerly.
+        storages: The address of the bytes of each saved tensor.
+        arguments: The addresses of the tensors that each body got.
+        ends: How many tensors had been saved when each body had run.
+    """
+
+    # Without this torch refuses to run a higher-order operator below a mode.
+    supports_higher_order_operators = True
+
+    def __init__(self, names: Mapping[int, str], *, digests: bool = False, restores: bool = False) -> None:
+        super().__init__()
+        self.names = names
+        self.operators: list[Operator] = []
+        self.metadata: list[Metadata] = []
+        self.savers: dict[int, Operator] = {}
+        self.digests: list[bytes | None] = []
+        self.storages: list[int | None] = []
+        self.is_compiled = False
+        self._takes_digests = digests
+        self._restores = restores
+        self.arguments: list[list[int | None]] = []
+        self.ends: list[int] = []
+        self._root = ""  # the path of the module whose forward is the body: it is not on the stack
+        self._is_paused = False
+        self._made: WeakSet[UntypedStorage] = WeakSet()
+        self._overwritten: list[tuple[UntypedStorage, UntypedStorage]] = []
+        self._versions: list[tuple[Tensor, int]] = []
+        self._pending: list[int] = []
+        self._sequence = -1
+        self._outermost: FrameType | None = None
+        self._entered: list[ExitStack] = []
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            # Compiled code does not run under a mode, and dynamo notes for good what it could not compile; told
+            # beforehand to run eagerly, it notes nothing. Where it is not loaded nothing is compiled.
+            if "torch._dynamo" in sys.modules:
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            super().__enter__()
+            self._entered.append(stack.pop_all())
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self._entered.pop().close()
+
+    def run(self, body: Body, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        """Return what `body` returns, and log what it does."""
+        owner = getattr(function_of(body), "__self__", None)
+        self._root = self.names.get(id(owner), "")
+        self.arguments.append([_address(one) for one in tensors_in((args, kwargs))])
+        self._outermost = sys._getframe()
+        self._sequence = sequence_number()
+        try:
+            with self:
+                return body(args, kwargs)
+        finally:
+            self._outermost = None
+            self.ends.append(len(self.metadata))
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., object],
+        types: tuple[type, ...],
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        kwargs = kwargs or {}
+        name = str(func)
+        if self._is_paused or name.startswith(_SILENT):
+            return func(*args, **kwargs)
+        self._sequence = sequence_number()  # See NOTE [ Which operator saves a tensor ]
+        place = self._place()
+        operator = Operator(name, place.function, self._path(place.module), place.source, _shapes((args, dict(kwargs))))
+        self._settle(operator)
+        self.operators.append(operator)
+        if self._restores:
+            self._remember(func, args, kwargs)
+        result = func(*args, **kwargs)
+        operator.outputs = _shapes(result)
+        if self._restores:
+            self._made.update(_storages(result))
+        return result
+
+    def save(self, tensor: Tensor, metadata: Metadata) -> None:
+        """Note that autograd saves a tensor, the next one, with these metadata."""
+        index = len(self.metadata)
+        self.metadata.append(metadata)
+        self.digests.append(self._digest(tensor) if self._takes_digests else None)
+        self.storages.append(_address(tensor))
+        place = self._place()
+        if holding.now:
+            self.savers[index] = self._own("input of a region inside", place, index, metadata)
+        elif place.custom is not None:
+            self.savers[index] = self._own(place.custom, place, index, metadata)
+        elif self.operators and sequence_number() == self._sequence:
+            # See NOTE [ Which operator saves a tensor ]
+            self.operators[-1].saves.append(index)
+            self.savers[index] = self.operators[-1]
+        else:
+            self._pending.append(index)
+
+    def undo(self) -> None:
+        """Give the tensors that were written, and were there before, the values and versions that they had."""
+        for storage, before in reversed(self._overwritten):
+            storage.copy_(before)
+        for tensor, version in reversed(self._versions):
+            set_versions((tensor,), (version,))
+        self._overwritten.clear()
+        self._versions.clear()
+
+    def _digest(self, tensor: Tensor) -> bytes | None:
+        self._is_paused = True
+        try:
+            return _digest(tensor)
+        finally:
+            self._is_paused = False
+
+    def _own(self, name: str, place: _Place, index: int, metadata: Metadata) -> Operator:
+        shape = tuple(cast("torch.Size", metadata[0]))
+        last = self.operators[-1] if self.operators else None
+        if last is not None and last.name == name and last.source == place.source:
+            last.saves.append(index)
+            return last
+        operator = Operator(name, "", self._path(place.module), place.source, (str(shape),), saves=[index])
+        self.operators.append(operator)
+        return operator
+
+    def _settle(self, operator: Operator) -> None:
+        for index in self._pending:
+            operator.saves.append(index)
+            self.savers[index] = operator
+        self._pending.clear()
+
+    # ------------------------------------------------------------------------------------------------------- where
+
+    def _place(self) -> _Place:
+        source: Source | None = None
+        within_torch: Source | None = None
+        module: nn.Module | None = None
+        function, custom = "", None
+        for frame in self._frames():
+            code = frame.f_code
+            if code is _CALL:
+                if module is None:
+                    module = cast("nn.Module", frame.f_locals["self"])
+                continue
+            if code is _APPLY:
+                if source is None:
+                    custom = cast("type", frame.f_locals["cls"]).__name__
+                continue
+            if code.co_filename.startswith(_OWN):
+                continue
+            if not code.co_filename.startswith(_TORCH):
+                source = source or _source(frame)
+            elif source is None:
+                if code.co_filename == _FUNCTIONAL and not function:
+                    function = code.co_name
+                within_torch = within_torch or _source(frame)
+                if code.co_filename.endswith(_COMPILED_FILE) and code.co_qualname.startswith(_COMPILED_CODE):
+                    self.is_compiled = True
+            if source is not None and module is not None:
+                break
+        return _Place(source or within_torch or _NOWHERE, module, function, custom)
+
+    def _frames(self) -> Iterator[FrameType]:
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None and frame is not self._outermost:
+            yield frame
+            frame = frame.f_back
+
+    def _path(self, module: nn.Module | None) -> str:
+        if module is None:
+            return self._root
+        return self.names.get(id(module), type(module).__name__)
+
+    # ------------------------------------------------------------------------------------------------------ writes
+
+    def _remember(self, func: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
+        schema = getattr(func, "_schema", None)
+        if schema is None:
+            return
+        for position, argument in enumerate(schema.arguments):
+            # Native BatchNorm writes to its statistics without saying so.
+            writes = argument.name.startswith("running_") and "batch_norm" in schema.name
+            if not writes and (argument.alias_info is None or not argument.alias_info.is_write):
+                continue
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            self._versions += [(one, version_of(one)) for one in tensors_in(value) if version_of(one) >= 0]
+            for storage in _storages(value):
+                if storage not in self._made:
+                    self._made.add(storage)
+                    self._overwritten.append((storage, storage.clone()))
+
+
+def _source(frame: FrameType) -> Source:
+    return Source(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_qualname)
+
+
+def _storages(value: object) -> list[UntypedStorage]:
+    # Sparse tensors and some wrappers have none.
+    return [one.untyped_storage() for one in tensors_in(value) if _address(one) is not None]
+
+
+def _address(tensor: Tensor) -> int | None:
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+def _shapes(value: object) -> tuple[str, ...]:
+    return tuple(f"{str(one.dtype).removeprefix('torch.')}{list(one.shape)}" for one in tensors_in(value))
+
+
+def _digest(tensor: Tensor) -> bytes | None:
+    """Return a digest of a tensor's bytes, None where it has none that could be read."""
+    try:
+        with torch.no_grad():
+            data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        return hashlib.blake2b(data.tobytes(), digest_size=16).digest()
+    except (NotImplementedError, RuntimeError, TypeError):
+        return None

@@ -1,0 +1,162 @@
+"""A region run once more, only to see what it does, leaving no trace.
+
+What is put back afterwards: the states of all generators of torch, of Python's `random` and of NumPy, tensors that were
+written with their versions, gradients, module attributes, training flags, and the objects, closures and global names
+that `reach` sees. Missing on purpose: what the code does to the world outside, as printing.
+"""
+
+from __future__ import annotations
+
+import pickle
+import random
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Generator, Iterable
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from torchremat import ambient
+from torchremat.regions.operators import OperatorLog
+from torchremat.regions.reach import Change, Reach
+from torchremat.regions.recompute import Recompute
+
+if TYPE_CHECKING:
+    from torchremat.regions.region import Region
+
+
+@dataclass(slots=True, eq=False)
+class Rerun:
+    """What a region did when it ran once more.
+
+    Attributes:
+        log: Its operators, up to an error if there was one.
+        reach: What its calls can be seen to reach.
+        changes: What was another thing afterwards.
+        draws: The sources of random numbers that were drawn from and that a recompute does not restore.
+        unseen: The outermost modules that ran though the region does not see them.
+        error: The words for what user code raised, or None.
+    """
+
+    log: OperatorLog
+    reach: Reach
+    changes: list[Change] = field(default_factory=list[Change])
+    draws: list[str] = field(default_factory=list[str])
+    unseen: list[nn.Module] = field(default_factory=list[nn.Module])
+    error: str | None = None
+
+
+class _Source(NamedTuple):
+    """A source of random numbers."""
+
+    name: str
+    read: Callable[[], object]
+    write: Callable[[Any], object]
+
+
+PYTHON = "Python's `random`"
+NUMPY = "`numpy.random`"
+DEFAULT = "torch's default generator of "
+
+
+def rerun(region: Region, *, flipped: Iterable[nn.Module] = ()) -> Rerun:
+    """Return what a region does when it is run once more.
+
+    Args:
+        region: The region, none of whose checks is made.
+        flipped: Modules to run with the other training flag, those inside of them too.
+
+    Raises:
+        UnsupportedError: What the region reaches is too much to be put back.
+    """
+    reach = Reach(region.made, region.label)
+    reach.look()
+    found = Rerun(OperatorLog(reach.names, digests=True, restores=True), reach)
+    with ExitStack() as stack:
+        stack.enter_context(_put_back(found))
+        for module in {inner for outer in flipped for inner in outer.modules()}:
+            stack.callback(setattr, module, "training", module.training)
+            module.training = not module.training
+        stack.enter_context(_called(found))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")  # they were shown before
+        try:
+            Recompute(region, {}, set(), found.log, checks=False).run()
+        except Exception as error:  # noqa: BLE001  user code may raise what it likes; it is part of what is found
+            found.error = f"{type(error).__name__}: {error}".partition("\n")[0][:160]
+    return found
+
+
+@contextmanager
+def _put_back(found: Rerun) -> Generator[None]:
+    reach = found.reach
+    sources = [(one, one.read()) for one in _sources(reach)]
+    grads = [(tensor, tensor.grad) for _, tensor in reach.parameters() if tensor.is_leaf]
+    try:
+        yield
+    finally:
+        found.changes = reach.changes()
+        for source, before in sources:
+            if not _equal(source.read(), before):
+                found.draws.append(source.name)
+                source.write(before)
+        reach.put_back()
+        for tensor, grad in grads:
+            if tensor.grad is not grad:
+                tensor.grad = grad
+        found.log.undo()
+
+
+@contextmanager
+def _called(found: Rerun) -> Generator[None]:
+    """Note the outermost modules that run in this thread and that the region does not see."""
+    here = threading.get_ident()
+    seen = set(found.reach.names)
+
+    def note(module: nn.Module, _: object) -> None:
+        if threading.get_ident() == here and id(module) not in seen:
+            seen.update(id(inner) for inner in module.modules())
+            found.unseen.append(module)
+
+    handle = register_module_forward_pre_hook(note)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _sources(reach: Reach) -> list[_Source]:
+    sources = [_Source(PYTHON, random.getstate, random.setstate)]
+    numpy_random = cast("Any", sys.modules.get("numpy.random"))
+    if numpy_random is not None:
+        sources.append(_Source(NUMPY, numpy_random.get_state, numpy_random.set_state))
+    named = [(f"the generator `{name}`", one) for name, one in reach.generators().items()]
+    devices = [torch.device("cpu")]
+    if torch.cuda.is_initialized():
+        devices += [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    for name, one in [*named, *((f"{DEFAULT}{device}", device) for device in devices)]:
+        sources.append(_Source(name, _reader(one), _writer(one)))
+    return sources
+
+
+def _reader(generator: torch.Generator | torch.device) -> Callable[[], object]:
+    if generator == torch.device("cpu"):
+        generator = torch.default_generator
+    return lambda: ambient.get_generator(generator)
+
+
+def _writer(generator: torch.Generator | torch.device) -> Callable[[Any], object]:
+    if generator == torch.device("cpu"):
+        generator = torch.default_generator
+    return lambda state: ambient.set_generator(generator, state)
+
+
+def _equal(now: object, before: object) -> bool:
+    if isinstance(now, Tensor) and isinstance(before, Tensor):
+        return torch.equal(now, before)
+    return pickle.dumps(now) == pickle.dumps(before)
