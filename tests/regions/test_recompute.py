@@ -73,16 +73,16 @@ def test_a_parameter_as_input_that_is_changed():
 
 
 def test_a_function_that_saves_more_or_less_is_an_error():
-    turns = iter([2, 3, 3, 2])
+    turns = iter([2, 3, 3, 3, 2, 2])  # forward, recompute, and once more for the message
 
     def body(x):
         for _ in range(next(turns)):
             x = x.exp()
         return x + 1
 
-    with pytest.raises(CheckpointError, match="the recompute saved more tensors than the forward, which saved 2"):
+    with pytest.raises(CheckpointError, match="trying to save more tensors during recomputation than"):
         checkpointed(body, early_stop=False)(leaf(3)).sum().backward()
-    with pytest.raises(CheckpointError, match="the recompute saved 2 tensors, the forward had saved 3"):
+    with pytest.raises(CheckpointError, match="forward: 3\nNumber of tensors saved during recomputation: 2"):
         checkpoint(body, leaf(3)).sum().backward()
 
 
@@ -94,7 +94,7 @@ def test_metadata_that_differ_are_an_error_unless_unchecked():
     turns = []
     with pytest.raises(
         CheckpointError,
-        match=r"cut: saved tensor 1 of 2 differs\. Forward: shape \(1,\), .*Recompute: shape \(2,\)",
+        match=r"at position 1:\nsaved metadata: {'shape': torch\.Size\(\[1\]\), .*\n.*{'shape': torch\.Size\(\[2\]\)",
     ):
         checkpoint(cut, leaf(3)).backward()
 

@@ -378,7 +378,7 @@ def test_a_call_that_saves_less_is_named_though_a_later_one_saves_more():
     model.layers[0].times, model.layers[1].times = 1, 3
 
     with pytest.raises(
-        CheckpointError, match=r"region `0\.\.1`: the recompute saved 1 tensors, the forward had saved 2"
+        CheckpointError, match=r"region `0\.\.1`: .*\nNumber of .*forward: 2\nNumber of .*recomputation: 1"
     ):
         y.backward()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from contextvars import Context, copy_context
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,9 @@ from torchremat.regions.modules import ModuleState, tensors_reached
 from torchremat.regions.settings import Settings
 from torchremat.regions.threads import thread
 from torchremat.saved.tensor import version_of
+
+if TYPE_CHECKING:
+    from torchremat.regions.operators import OperatorLog
 
 # A call's function with its positional and keyword arguments, called as body(args, kwargs). A body is run in a
 # recompute as in the forward, so it must look up nothing that may have changed since.
@@ -38,6 +42,7 @@ class Call:
         "_surroundings",
         "body",
         "generators",
+        "log",
         "modules",
         "objects",
         "slots",
@@ -53,6 +58,7 @@ class Call:
         self.modules: ModuleState
         self.generators: list[GeneratorState] = []
         self.objects: Objects | None = None
+        self.log: OperatorLog | None = None  # of the forward, with `debug=True`
         self._surroundings: Surroundings
         self._context: Context
         self._captured: Captured | None = None
@@ -62,6 +68,11 @@ class Call:
     def is_running(self) -> bool:
         """Whether the call runs for the first time."""
         return self.slots < 0
+
+    @property
+    def is_under_autocast(self) -> bool:
+        """Whether autocast was on around the call."""
+        return self._surroundings.casts
 
     def look(self, tensors: list[Tensor], modules: list[nn.Module], objects: list[object], settings: Settings) -> None:
         """Capture what the call is about to see and may change; all of it, as rule 6 may ask for it in the middle.

@@ -50,6 +50,7 @@ def checkpointed(
     preserve_rng: bool = True,
     early_stop: bool = True,
     guard: Sequence[object] = (),
+    debug: bool = False,
 ) -> Callable[P, R]:
     """Return `function` as a function whose every call is a region. Usable as a decorator.
 
@@ -64,13 +65,15 @@ def checkpointed(
             whatever has `snapshot()` and `restore(state)`, and modules that the function reaches in hidden ways. What
             is among the arguments is looked after anyway, but for tensors inside that are written in place; these are
             cloned if the object is named here.
+        debug: Whether to log every operator of the forward, so that a `CheckpointError` shows both logs from where they
+            part. Slow; compiled code runs eagerly.
 
     Raises:
         UnsupportedError: An option has another value than those above.
     """
     if not callable(function):
         raise UnsupportedError(f"function: a callable is needed, got {type(function).__name__}.")
-    settings = settings_of(check=check, preserve_rng=preserve_rng, early_stop=early_stop, guard=guard)
+    settings = settings_of(check=check, preserve_rng=preserve_rng, early_stop=early_stop, guard=guard, debug=debug)
 
     @functools.wraps(function)
     def region(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -87,6 +90,7 @@ def settings_of(
     preserve_rng: bool = True,
     early_stop: bool = True,
     guard: Sequence[object] = (),
+    debug: bool = False,
 ) -> Settings:
     """Return the settings for options that a user gave.
 
@@ -95,7 +99,7 @@ def settings_of(
     """
     if check not in ("metadata", "none"):
         raise UnsupportedError(f"check={check!r}: allowed are 'metadata' and 'none'.")
-    for name, value in (("preserve_rng", preserve_rng), ("early_stop", early_stop)):
+    for name, value in (("preserve_rng", preserve_rng), ("early_stop", early_stop), ("debug", debug)):
         if not isinstance(value, bool):  # pyright: ignore[reportUnnecessaryIsInstance]: users are not type-checked
             raise UnsupportedError(f"{name}={value!r}: True or False is needed.")
     if not isinstance(guard, list | tuple):
@@ -106,7 +110,7 @@ def settings_of(
                 f"guard: {type(one).__name__} cannot be changed and given back its contents; name the object that "
                 "holds it."
             )
-    return Settings(check=check, preserve_rng=preserve_rng, early_stop=early_stop, guard=tuple(guard))
+    return Settings(check=check, preserve_rng=preserve_rng, early_stop=early_stop, guard=tuple(guard), debug=debug)
 
 
 @outside_graphs

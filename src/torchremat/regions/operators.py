@@ -171,8 +171,8 @@ class OperatorLog(DispatchMode):
         super().__exit__(*error)
         self._entered.pop().close()
 
-    def run(self, body: Body, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-        """Return what `body` returns, and log what it does."""
+    def run(self, run: Body, body: Body, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        """Return what `run` returns, which is `body` or runs it, and log what it does."""
         owner = getattr(function_of(body), "__self__", None)
         self._root = self.names.get(id(owner), "")
         self.arguments.append([_address(one) for one in tensors_in((args, kwargs))])
@@ -180,7 +180,7 @@ class OperatorLog(DispatchMode):
         self._sequence = sequence_number()
         try:
             with self:
-                return body(args, kwargs)
+                return run(args, kwargs)
         finally:
             self._outermost = None
             self.ends.append(len(self.metadata))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor
 
 from torchremat._compat import pop_saved_tensor_hooks, push_saved_tensor_hooks, set_grad_mode
-from torchremat.errors import CheckpointError, MutationError, bug
+from torchremat.errors import MutationError, bug
+from torchremat.regions.differences import Difference, DivergedError, Kind
 from torchremat.regions.guards import WrittenObjectError
 from torchremat.regions.modules import ChangedStateError
 from torchremat.regions.threads import thread
@@ -19,6 +21,7 @@ from torchremat.saved.tensor import ChangedError
 
 if TYPE_CHECKING:
     from torchremat.regions.calls import Call, Source
+    from torchremat.regions.operators import OperatorLog
     from torchremat.regions.region import Key, Region
 
 # NOTE [ What is written after it was saved ]
@@ -51,20 +54,50 @@ class Recompute:
         region: The region.
         key: Whom the tensors are for; None if one is asked for outside of any backward.
         only: The number of the one slot that is asked for; None for all that are alive.
+        log: Gets the operators.
+        checks: Whether to stop at the first difference. Without, nothing is kept, and the calls run to their end
+            whatever they do.
     """
 
-    __slots__ = ("_found", "count", "is_stopped", "keeps", "key", "last", "metadata", "needed", "only", "region")
+    __slots__ = (
+        "_found",
+        "checks",
+        "count",
+        "difference",
+        "is_stopped",
+        "keeps",
+        "key",
+        "last",
+        "log",
+        "metadata",
+        "needed",
+        "only",
+        "region",
+    )
 
-    def __init__(self, region: Region, key: Key | None, only: int | None) -> None:
+    def __init__(
+        self,
+        region: Region,
+        key: Key | None,
+        only: int | None,
+        log: OperatorLog | None = None,
+        *,
+        checks: bool = True,
+    ) -> None:
         self.region = region
         self.key = key
         self.only = only
         self.needed = _last_alive(region) if only is None else only
+        if not checks:
+            self.needed = -1
         self.last = self._last()
         self.count = 0
         self.metadata = region.metadata if region.settings.check == "metadata" else None
         self.keeps = region.runs_backward  # See Rule 6
         self.is_stopped = False
+        self.difference: Difference | None = None
+        self.log = log
+        self.checks = checks
         self._found: tuple[Tensor, int] | None = None
 
     def found(self) -> Tensor:
@@ -105,11 +138,12 @@ class Recompute:
         """Run the calls, and let what they save wait in its slots.
 
         Raises:
-            CheckpointError: They save something else than in the forward.
+            DivergedError: They save something else than in the forward.
             MutationError: An input or parameter was changed in place since the forward.
         """
         region = self.region
         links: dict[Source, Tensor] = {}
+        number = 0
         had_grad = torch.is_grad_enabled()
         # See Rule 3; active hooks are covered by those of the recompute
         had_scopes, thread.scopes = thread.scopes, []
@@ -121,8 +155,8 @@ class Recompute:
                 self._run_call(call, number, links)
                 if self.is_stopped:
                     break
-                if self.count != call.slots:
-                    raise CheckpointError(self._too_few(number))
+                if self.count != call.slots and self.checks:
+                    raise DivergedError(number, self._counted("too few", call.slots))
                 for source in [source for source in links if region.last_use[source] == number]:
                     del links[source]
         finally:
@@ -130,8 +164,10 @@ class Recompute:
             thread.recomputing -= 1
             thread.scopes = had_scopes
             thread.calls = had_calls
+        if self.difference is not None:
+            raise DivergedError(number, self.difference)
         if self.count <= self.needed:
-            raise CheckpointError(self._too_few(len(region.made) - 1))
+            raise DivergedError(number, self._counted("too few", len(region.slots)))
 
     def _run_call(self, call: Call, number: int, links: dict[Source, Tensor]) -> None:
         region = self.region
@@ -139,9 +175,12 @@ class Recompute:
         args, kwargs = join(call.template, [self._input(call, number, i, links) for i in range(len(call.sources))])  # pyright: ignore[reportGeneralTypeIssues]
         output = None
         restored = self._restored(call, number)
-        push_saved_tensor_hooks(self.pack, self.unpack)
+        run, pack = call.run_again, self.pack
+        if self.log is not None:
+            run, pack = partial(self.log.run, run, call.body), self._pack_logged
+        push_saved_tensor_hooks(pack, self.unpack)
         try:
-            output = call.run_again(args, kwargs)
+            output = run(args, kwargs)
         except BaseException as error:
             # What arrives need not be the `_Stop`: TorchScript makes a RuntimeError of it, user code what it likes.
             if not self.is_stopped or isinstance(error, KeyboardInterrupt | SystemExit):
@@ -192,7 +231,7 @@ class Recompute:
         if self.metadata is not None:
             then, now = self.metadata[index], metadata_of(tensor)
             if then != now and not agree(then, now):
-                raise CheckpointError(self._differs(index, now))
+                self._differs(index, now)
         if self.only is None or index == self.only:
             # Without its `grad_fn`, which would keep the recomputed graph.
             value = tensor if tensor.is_leaf else region.detached(tensor)
@@ -204,6 +243,18 @@ class Recompute:
         if index == self.last:
             self._stop()
         return self.region.detached(tensor) if self.keeps else None  # See Rule 6
+
+    def _pack_logged(self, tensor: Tensor) -> object:
+        assert self.log is not None
+        if self.is_stopped:
+            return None
+        self.log.save(tensor)
+        if self.checks:
+            return self.pack(tensor)
+        self.count += 1
+        if self.region.made[-1].is_running and self.count > len(self.region.slots):
+            self._stop()
+        return tensor.detach() if self.keeps else None  # See Rule 6
 
     def _stop(self) -> NoReturn:
         self.is_stopped = True
@@ -218,31 +269,24 @@ class Recompute:
     # ------------------------------------------------------------------------------------------------------ words
 
     def _too_many(self) -> NoReturn:
-        region = self.region
-        if region.made[-1].is_running:
-            self._stop()
-        raise CheckpointError(
-            f"{region.name(region.calls - 1)}: the recompute saved more tensors than the forward, which saved "
-            f"{len(region.slots)}. {_NOT_TWICE}"
-        )
+        if not self.region.made[-1].is_running:
+            self.difference = self._counted("too many", len(self.region.slots))
+        self._stop()
 
-    def _too_few(self, number: int) -> str:
-        region = self.region
-        return (
-            f"{region.name(number)}: the recompute saved {self.count} tensors, the forward had saved "
-            f"{region.made[number].slots}. {_NOT_TWICE}"
+    def _differs(self, index: int, now: Metadata) -> NoReturn:
+        # Not raised here: what is raised in user code may be caught there, and the error is found by running it again.
+        self.difference = Difference(
+            kind="metadata",
+            index=index,
+            then=self.region.metadata[index],
+            now=now,
+            saved_then=len(self.region.slots),
+            saved_now=self.count,
         )
+        self._stop()
 
-    def _differs(self, index: int, found: Metadata) -> str:
-        region = self.region
-        words = [
-            f"shape {tuple(shape)}, {dtype}, {device}, strides {strides}"
-            for shape, dtype, device, strides in (region.metadata[index], found)
-        ]
-        return (
-            f"{region.name(region.call_of(index))}: saved tensor {index} of {len(region.slots)} differs. Forward: "
-            f"{words[0]}. Recompute: {words[1]}. {_NOT_TWICE}"
-        )
+    def _counted(self, kind: Kind, saved_then: int) -> Difference:
+        return Difference(kind=kind, saved_then=saved_then, saved_now=self.count)
 
     def _changed_input(self, call: Call, number: int, place: int, error: ChangedError) -> str:
         found = place_of(call.template, place) or ""
@@ -252,9 +296,3 @@ class Recompute:
             f"version {error.before} then, {error.now} now. Recomputing would give wrong gradients. Make the change "
             "out of place, pass a clone, or run backward before it."
         )
-
-
-_NOT_TWICE = (
-    "The function does not do the same twice: look for state that the forward changes (a cache, a counter, autocast, "
-    "train/eval, a random draw) or a branch on data."
-)

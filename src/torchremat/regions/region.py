@@ -19,6 +19,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 from weakref import ReferenceType, ref
 
 from torch import Tensor, nn
@@ -37,6 +38,8 @@ from torchremat._compat import (
 )
 from torchremat.errors import CheckpointError, MutationError, UnsupportedError
 from torchremat.regions.calls import Body, Call, Source
+from torchremat.regions.diagnosis import explain, log_of
+from torchremat.regions.differences import DivergedError
 from torchremat.regions.recompute import Recompute
 from torchremat.regions.sessions import Session, active_session, open_sessions
 from torchremat.regions.settings import Observer, Settings
@@ -44,6 +47,9 @@ from torchremat.regions.threads import thread
 from torchremat.saved.metadata import Metadata, metadata_of
 from torchremat.saved.structure import split
 from torchremat.saved.tensor import SavedTensor, holding, version_of
+
+if TYPE_CHECKING:
+    from torchremat.regions.operators import OperatorLog
 
 # Whom recomputed tensors belong to: a backward, by its number, or a session.
 Key = int | Session
@@ -195,13 +201,18 @@ class Region:
         if observer is not None:
             observer.began(self, number, tensors)
             pack = partial(self._pack_observed, observer, number)
+        run = body
+        if self.settings.debug:
+            call.log = log_of(self, call)
+            pack = partial(self._pack_logged, call.log, pack)
+            run = partial(call.log.run, body, body)
         del tensors, objects
         self.made.append(call)
         thread.calls.append(call)
         try:
             push_saved_tensor_hooks(pack, unpack)  # See Rule 1
             try:
-                output = body(args, kwargs)
+                output = run(args, kwargs)
             finally:
                 pop_saved_tensor_hooks()
             if observer is not None:
@@ -262,6 +273,10 @@ class Region:
     def _pack_observed(self, observer: Observer, number: int, tensor: Tensor) -> object:
         observer.saved(self, number, tensor)
         return self._pack(tensor)
+
+    def _pack_logged(self, log: OperatorLog, pack: Callable[[Tensor], object], tensor: Tensor) -> object:
+        log.save(tensor)
+        return pack(tensor)
 
     # -------------------------------------------------------------------------------------------------- backward
 
@@ -356,11 +371,16 @@ class Region:
             # A backward runs inside the region's own forward (rule 6), and will do so again in the recompute, whose
             # graph then has to be able to give back what it saves.
             self.runs_backward = True
-        recompute = Recompute(self, key, only)
+        # A log changes what compiled code does, so it is on again if it was on in the forward.
+        log = log_of(self, self.made[-1]) if self.settings.debug else None
+        recompute = Recompute(self, key, only, log)
         observer = self.settings.observer
         if observer is not None:
             observer.recomputing(self)
-        recompute.run()
+        try:
+            recompute.run()
+        except DivergedError as found:
+            raise CheckpointError(explain(self, found.call, found.difference, log)) from None
         if observer is not None:
             observer.recomputed(self)
         return recompute

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from torchremat import ambient
+from torchremat.ambient.generators import get_generator, set_generator
 from torchremat.regions.operators import OperatorLog
 from torchremat.regions.reach import Change, Reach
 from torchremat.regions.recompute import Recompute
@@ -101,6 +101,7 @@ def _put_back(found: Rerun) -> Generator[None]:
         yield
     finally:
         found.changes = reach.changes()
+        found.log.undo()
         for source, before in sources:
             if not _equal(source.read(), before):
                 found.draws.append(source.name)
@@ -109,7 +110,6 @@ def _put_back(found: Rerun) -> Generator[None]:
         for tensor, grad in grads:
             if tensor.grad is not grad:
                 tensor.grad = grad
-        found.log.undo()
 
 
 @contextmanager
@@ -147,13 +147,13 @@ def _sources(reach: Reach) -> list[_Source]:
 def _reader(generator: torch.Generator | torch.device) -> Callable[[], object]:
     if generator == torch.device("cpu"):
         generator = torch.default_generator
-    return lambda: ambient.get_generator(generator)
+    return lambda: get_generator(generator)
 
 
 def _writer(generator: torch.Generator | torch.device) -> Callable[[Any], object]:
     if generator == torch.device("cpu"):
         generator = torch.default_generator
-    return lambda state: ambient.set_generator(generator, state)
+    return lambda state: set_generator(generator, state)
 
 
 def _equal(now: object, before: object) -> bool:

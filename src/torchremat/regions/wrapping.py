@@ -186,6 +186,7 @@ def wrap(
     preserve_rng: bool = True,
     early_stop: bool = True,
     guard: Sequence[object] = (),
+    debug: bool = False,
 ) -> M:
     """Make calls of some modules of a model regions, and return the model.
 
@@ -198,11 +199,12 @@ def wrap(
         preserve_rng: See `checkpointed`.
         early_stop: See `checkpointed`.
         guard: See `checkpointed`.
+        debug: See `checkpointed`.
 
     Raises:
         WrapError: Nothing matches (the message has the closest names), or a match is wrapped already.
     """
-    settings = settings_of(check=check, preserve_rng=preserve_rng, early_stop=early_stop, guard=guard)
+    settings = settings_of(check=check, preserve_rng=preserve_rng, early_stop=early_stop, guard=guard, debug=debug)
     if not isinstance(every, int) or isinstance(every, bool) or every < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise WrapError(f"every={every!r}: an int of at least 1 is needed.")
     found = matching(model, modules)[::every]
