@@ -1,5 +1,6 @@
 """What the message for a recompute that is not its forward says, and that finding it out leaves no trace."""
 
+import gc
 import random
 
 import numpy as np
@@ -7,9 +8,13 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.modules.module import _global_forward_pre_hooks
 
-from regions.comparing import leaf
+from regions.comparing import Counted, leaf, live_regions, same, three
 from torchremat import CheckpointError, checkpoint, checkpointed, wrap
+from torchremat._compat import dispatch_modes
+from torchremat.regions.diagnosis import explain
+from torchremat.regions.differences import Difference
 
 TOO_FEW = "A different number of tensors was saved during the original forward and recomputation"
 TOO_MANY = "trying to save more tensors during recomputation than during the original forward pass"
@@ -256,3 +261,414 @@ def test_what_is_not_found_says_where_to_look(monkeypatch):
     text = message(Between(body, lambda: monkeypatch.setenv("ROWS", "1")))
 
     assert "Likely cause: not found. What the function reads besides its arguments" in text
+
+
+# --------------------------------------------------------------------------------------------------------------- values
+
+
+def made(function, *inputs):
+    """The region that a call makes, and its output, which keeps it alive."""
+    before = [id(region) for region in live_regions()]
+    y = checkpoint(function, *inputs)
+    (region,) = [region for region in live_regions() if id(region) not in before]
+    return region, y
+
+
+def explained(region, index):
+    """The message for a saved tensor whose values differ."""
+    count = len(region.metadata)
+    then = region.metadata[index]
+    difference = Difference(kind="values", index=index, then=then, now=then, saved_then=count, saved_now=count)
+    text = explain(region, 0, difference)
+    assert text.count("\n") + 1 < 30
+    return text
+
+
+def net():
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+
+
+@pytest.mark.parametrize(
+    ("index", "name", "operator"),
+    [
+        (0, "the input args[0]", "addmm"),
+        (1, "the parameter or buffer `0.weight`", "addmm"),
+        (2, "the parameter or buffer `0.bias`", "tanh"),
+        (4, "the parameter or buffer `2.weight`", "addmm"),
+    ],
+)
+def test_values_that_were_written_past_their_version(index, name, operator):
+    region, y = made(net(), leaf(3, 4))
+
+    text = explained(region, index)
+
+    assert text.startswith(
+        f"region of Sequential: tensor {index} of 5 that autograd saves, shape {tuple(region.metadata[index][0])}, "
+        "torch.float32, cpu, has other values in the recompute than in the forward.\n"
+    )
+    assert f"\n    aten.{operator}.default(" in text
+    assert f"Likely cause: {name} was written between forward and recompute past its version counter" in text
+    assert y.grad_fn is not None
+
+
+def test_values_of_python_and_numpy():
+    def body(x):
+        return (x * random.random() * np.random.rand()).exp()
+
+    region, _y = made(body, leaf(3, 4))
+
+    text = explained(region, 0)
+
+    assert "Likely cause: the region draws from Python's `random`" in text
+    assert "Or: the region draws from `numpy.random`" in text
+
+
+def test_values_that_differ_each_time():
+    turns = iter(range(1, 10))
+
+    def body(x):
+        return (x * next(turns)).exp()
+
+    region, _y = made(body, leaf(3, 4))
+
+    assert "Likely cause: each run does something else" in explained(region, 0)
+
+
+# ---------------------------------------------------------------------------------------------------------------- where
+
+
+def test_the_module_of_a_wrapped_model():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(4, 4), Cut())
+
+        def forward(self, x):
+            return self.inner(x).sin()
+
+    class Cut(nn.Module):
+        def forward(self, x):
+            return x[: rows[0]].exp()
+
+    rows = [2]
+    model = wrap(nn.ModuleDict({"layers": nn.ModuleList([nn.Identity(), Block()])}), "layers.1")
+
+    text = message(Between(lambda x: model["layers"][1](x), lambda: rows.__setitem__(0, 1), check="none"))
+
+    assert text.startswith(f"region layers.1: {METADATA}")
+    assert "    aten.exp.default(float32[1, 4]) in `layers.1.inner.1`\n" in text
+    assert "Cut.forward: `return x[: rows[0]].exp()`" in text
+
+
+def test_an_operator_that_no_line_of_the_user_calls_is_at_a_line_of_torch():
+    region, _y = made(net(), leaf(3, 4))
+
+    assert "nn/modules/activation.py:" in explained(region, 2)
+    assert " in Tanh.forward" in explained(region, 2)
+
+
+def test_the_region_inside_of_a_region_is_the_one_that_is_named():
+    rows = [2]
+
+    def inner(x):
+        return x[: rows[0]].exp()
+
+    def outer(x):
+        return checkpoint(inner, x.sin()).tanh()
+
+    text = message(Between(outer, lambda: rows.__setitem__(0, 1), check="none"))
+
+    assert text.startswith("region of test_the_region_inside_of_a_region_is_the_one_that_is_named.<locals>.inner: ")
+    assert "    aten.exp.default(float32[1, 4])\n" in text
+
+
+def test_an_input_of_a_region_inside_is_what_the_outer_one_saves():
+    rows = [2]
+
+    def outer(x):
+        return checkpoint(torch.exp, x.sin()[: rows[0]]).tanh()
+
+    text = message(Between(outer, lambda: rows.__setitem__(0, 1)))
+
+    assert text.startswith("region of test_an_input_of_a_region_inside_is_what_the_outer_one_saves.<locals>.outer: ")
+    assert "    input of a region inside((1, 4))\n" in text
+    assert "`return checkpoint(torch.exp, x.sin()[: rows[0]]).tanh()`" in text
+
+
+def test_a_custom_function_is_named():
+    class Mine(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            y = x * 2
+            ctx.save_for_backward(y)
+            return y
+
+        @staticmethod
+        def backward(ctx, grad):
+            return 2 * grad
+
+    rows = [2]
+
+    def body(x):
+        return Mine.apply(x[: rows[0]]) + 1
+
+    # Its backward asks for nothing, so the next one does.
+    text = message(Between(lambda x: body(x).exp(), lambda: rows.__setitem__(0, 1), early_stop=False))
+
+    assert "    Mine((1, 4))\n" in text
+
+
+def test_compiled_code_runs_eagerly_for_the_message():
+    compiled = torch.compile(lambda x: x.sin().exp(), backend="eager")
+    rows = [2]
+
+    def body(x):
+        return compiled(x)[: rows[0]].tanh()
+
+    text = message(Between(body, lambda: rows.__setitem__(0, 1)))
+
+    assert "Part of the region is compiled; to find the operator it ran eagerly" in text
+    assert "    aten.tanh.default(float32[1, 4])\n" in text
+
+
+# ---------------------------------------------------------------------------------------------------------------- debug
+
+
+@pytest.mark.parametrize(("then", "now", "side"), [(True, False, "forward"), (False, True, "recompute")])
+def test_debug_shows_both_logs_from_where_they_part(then, now, side):
+    flags = {"training": then}
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
+            self.last = nn.Sequential(*[nn.Linear(4, 4) for _ in range(20)])
+
+        def forward(self, x):
+            return self.last(F.dropout(self.first(x), 0.5, flags["training"]))
+
+    model = wrap(nn.Sequential(Block()), "0", debug=True)
+    y = model(leaf(3, 4)).sum()
+    flags["training"] = now
+
+    with pytest.raises(CheckpointError) as caught:
+        y.backward()
+    lines = str(caught.value).splitlines()
+    then_line = lines.index("Operations executed during the original forward:")
+    now_line = lines.index("Operations executed during recomputation:")
+    marked = [line for line in lines if line.startswith("> ")]
+    with_dropout, without = marked if side == "forward" else marked[::-1]
+
+    assert len(lines) < 60
+    assert "An error happened while unpacking tensors; dumping logs of latest computation because you passed" in str(
+        caught.value
+    )
+    assert f" of F.dropout ran in the {side} alone: a `training` flag was another" in str(caught.value)
+    assert lines[then_line + 2] == lines[now_line + 2] == "  ... 5 operators that both ran"
+    assert lines[then_line + 3 : then_line + 6] == lines[now_line + 3 : now_line + 6]
+    assert with_dropout.startswith("> aten.empty_like.default of F.dropout(float32[3, 4]) -> float32[3, 4] in `0` at ")
+    assert without.startswith("> aten.t.default(float32[4, 4]) -> float32[4, 4] in `0.last.0` at ")
+
+
+def test_debug_without_an_error_changes_nothing():
+    model = net()
+    x = leaf(3, 4)
+
+    assert same(lambda: checkpointed(model, debug=True)(x), lambda: model(x), [x], [model])
+
+
+def test_a_cast_that_was_cached_is_no_difference_between_the_logs():
+    rows = [2]
+    model = nn.Linear(4, 4)
+
+    def body(x):
+        return model(x)[: rows[0]].exp()
+
+    with torch.autocast("cpu", torch.bfloat16):
+        model(leaf(3, 4))
+        y = checkpointed(body, debug=True)(leaf(3, 4)).sum()
+    rows[0] = 1
+
+    with pytest.raises(CheckpointError, match=r"the forward ran aten\.slice\.Tensor"):
+        y.backward()
+
+
+# ------------------------------------------------------------------------------------------------------------- no trace
+
+
+class Everything(nn.Module):
+    """Changes all that a forward can change."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("count", torch.zeros(()))
+        self.steps = 0
+        self.seen = []
+        self.generator = torch.Generator()
+
+    def forward(self, x):
+        self.steps += 1
+        self.seen.append(x.shape)
+        self.count += 1
+        for hidden in HIDDEN.values():
+            x = hidden(x)
+        noise = torch.rand(4) + torch.rand(4, generator=self.generator) + random.random() + np.random.rand()
+        return (self.norm(self.linear(x)) * noise)[: ROWS[0]].exp()
+
+
+HIDDEN = {"norm": nn.BatchNorm1d(4)}
+ROWS = [3]
+
+
+def state(model):
+    buffers = [*model.named_buffers(), *HIDDEN["norm"].named_buffers()]
+    return {
+        "python": random.getstate(),
+        "numpy": repr(np.random.get_state()),
+        "cpu": torch.get_rng_state().tolist(),
+        "own": model.generator.get_state().tolist(),
+        "buffers": [(name, one.tolist(), one._version, id(one)) for name, one in buffers],
+        "parameters": [(one.tolist(), one._version, one.grad) for one in model.parameters()],
+        "training": [module.training for module in [*model.modules(), *HIDDEN.values()]],
+        "attributes": (model.steps, list(model.seen)),
+        "hooks": (len(_global_forward_pre_hooks), [len(one._forward_pre_hooks) for one in model.modules()]),
+        "grad mode": torch.is_grad_enabled(),
+        "modes": len(dispatch_modes()),
+    }
+
+
+def test_the_message_leaves_no_trace():
+    model = Everything()
+    x = leaf(5, 4)
+    region, y = made(model, x)
+    before = state(model)
+
+    text = explained(region, 0)
+
+    assert state(model) == before
+    assert x.grad is None and x._version == 0
+    assert model.steps == 1
+    assert "`self.seen` changes each time" in text
+    assert y.shape == (3, 4)
+
+
+def test_the_flags_of_hidden_modules_are_as_before():
+    rows = [2]
+
+    def body(x):
+        return HIDDEN["norm"](x)[: rows[0]].exp()
+
+    message(Between(body, lambda: rows.__setitem__(0, 1)))
+
+    assert HIDDEN["norm"].training
+
+
+def test_a_message_leaves_no_region_behind():
+    rows = [2]
+    failures = 0
+
+    def body(x):
+        return x[: rows[0]].exp()
+
+    gc.collect()
+    gc.disable()
+    try:
+        for debug in (False, True):
+            rows[0] = 2
+            count = len(live_regions())
+            try:
+                Between(body, lambda: rows.__setitem__(0, 1), debug=debug)().sum().backward()
+            except CheckpointError:  # a name for it would keep it, and its frames, in a cycle
+                failures += 1
+            assert len(live_regions()) == count
+        assert failures == 2
+    finally:
+        gc.enable()
+
+
+def test_nothing_is_run_again_while_all_is_well(monkeypatch):
+    calls = []
+    monkeypatch.setattr("torchremat.regions.region.explain", lambda *_: calls.append(1))
+    function = Counted(three)
+
+    checkpoint(function, leaf(3)).sum().backward()
+
+    assert function.calls == 2
+    assert calls == []
+
+
+# --------------------------------------------------------------------------------------------------------- what goes on
+
+
+def test_code_that_raises_when_it_runs_again_leaves_the_facts():
+    turns = iter([3, 2])
+
+    def body(x):
+        return x[: next(turns)].exp()
+
+    text = message(lambda: checkpoint(body, leaf(3, 4)))
+
+    assert text.startswith(
+        f"region of test_code_that_raises_when_it_runs_again_leaves_the_facts.<locals>.body: {METADATA}"
+    )
+    assert "Run once more to find the operator, the region raised StopIteration" in text
+
+
+def test_nothing_is_run_again_where_other_processes_wait(monkeypatch):
+    turns = iter([3, 2])
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+
+    def body(x):
+        return x[: next(turns)].exp()
+
+    text = message(lambda: checkpoint(body, leaf(3, 4)))
+
+    assert text.splitlines()[4:] == [
+        "The region was not run again to find the operator: torch.distributed is initialized, and other processes "
+        "would wait for its collectives.",
+        "To see the operators of both runs, pass `debug=True`.",
+    ]
+
+
+def test_where_other_processes_wait_debug_shows_what_ran(monkeypatch):
+    turns = iter([3, 2])
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+
+    def body(x):
+        return x[: next(turns)].exp()
+
+    text = message(lambda: checkpointed(body, debug=True)(leaf(3, 4)))
+
+    assert "> aten.slice.Tensor(float32[3, 4]) -> float32[2, 4] at " in text
+    assert text.count("> aten.exp.default") == 0
+
+
+def test_user_code_that_catches_everything_does_not_hide_a_difference():
+    rows = [2]
+
+    def body(x):
+        try:
+            y = x[: rows[0]].exp()
+        except BaseException:  # noqa: BLE001  as user code does
+            y = x
+        return y.sum().tanh()
+
+    message(Between(body, lambda: rows.__setitem__(0, 1)))
+
+
+def test_long_regions_have_short_messages():
+    rows = [2]
+
+    def body(x):
+        for _ in range(300):
+            x = x.sin()
+        x = x[: rows[0]]
+        for _ in range(300):
+            x = x.sin()
+        return x
+
+    text = message(Between(body, lambda: rows.__setitem__(0, 1)))
+
+    assert len(text) < 2_000

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor, nn
 
 from torchremat.regions.reruns import DEFAULT, NUMPY, PYTHON, Rerun, rerun
 from torchremat.saved.structure import place_of
@@ -40,7 +41,9 @@ def likely_causes(
         operator: The operator of the recompute that saved the first tensor that differs, None if there is none.
     """
     causes: list[str] = []
-    for search in (_changes, _draws, _training, _precision, _written, _differs_each_time, _cast_cache, _branch):
+    for search in (_changes, _draws, _training, _precision, _differs_each_time, _written, _branch):
+        if search is _written and causes:
+            continue  # it names whatever is read there; with a better reason at hand it would accuse the innocent
         causes += search(region, call, difference, found, operator)
     if not causes:
         return [_UNKNOWN]
@@ -94,6 +97,17 @@ def _training(
                     "argument, or flip it after backward."
                 )
                 return
+    logs = [one.log for one in region.made if one.log is not None]
+    if logs:
+        forward = _random_operators([one for log in logs for one in log.operators])
+        recompute = _random_operators(found.log.operators)
+        for titles, side in ((forward - recompute, "forward"), (recompute - forward, "recompute")):
+            if titles:
+                yield (
+                    f"{sorted(titles)[0]} ran in the {side} alone: a `training` flag was another in the forward. Pass "
+                    "the module or the flag as an argument."
+                )
+                return
     drew = any(name.startswith(DEFAULT) for name in found.draws) and region.settings.preserve_rng
     title = operator.title if operator is not None else ""
     if drew or (any(word in title for word in _OF_TRAINING) and difference.kind != "values"):
@@ -103,6 +117,10 @@ def _training(
             f"in the forward{f', perhaps of {unseen}, which the region cannot see' if unseen else ''}. Pass the module "
             "or the flag as an argument."
         )
+
+
+def _random_operators(operators: list[Operator]) -> set[str]:
+    return {one.title for one in operators if any(word in one.title for word in _OF_TRAINING)}
 
 
 def _precision(
@@ -133,22 +151,35 @@ def _written(
 ) -> Iterator[str]:
     if difference.kind != "values" or difference.index is None or difference.index >= len(found.log.storages):
         return
-    log = found.log
-    indices = [difference.index, *(operator.saves if operator is not None else ())]
-    addresses = [address for index in indices if (address := log.storages[index])]
-    names: list[str] = []
-    for name, tensor in found.reach.parameters():
-        if tensor.layout == torch.strided and tensor.untyped_storage().data_ptr() in addresses:
-            names.append(f"the parameter or buffer `{name}`")
+    log, index = found.log, difference.index
+    where = {tensor.untyped_storage().data_ptr(): f"the parameter or buffer `{name}`" for name, tensor in _plain(found)}
     if call < len(log.arguments):
         for place, address in enumerate(log.arguments[call]):
-            if address in addresses:
-                names.append(f"the input {argument_name(region, call, place)}")
+            if address is not None:
+                where[address] = f"the input {argument_name(region, call, place)}"
+    saved = log.storages[index]
+    if saved in where:
+        names = [where[saved]]
+    else:
+        # What was read since the last saved tensor that agrees, and has not been seen to agree itself.
+        ran = log.operators
+        last = log.savers.get(index - 1)
+        start = ran.index(last) if last in ran else 0
+        end = ran.index(operator) if operator in ran else len(ran)
+        if operator is not None and saved not in operator.reads:
+            end += 1  # what it made was saved
+        read = dict.fromkeys(address for one in ran[start:end] for address in one.reads)
+        names = [where[address] for address in read if address in where and address not in log.storages[:index]]
     if names:
         yield (
             f"{' or '.join(names[:2])} was written between forward and recompute past its version counter (`.data`, "
             "NumPy, a fused optimizer). Write to it after backward."
         )
+
+
+def _plain(found: Rerun) -> list[tuple[str, Tensor]]:
+    tensors = found.reach.parameters()
+    return [(name, one) for name, one in tensors if type(one) in (Tensor, nn.Parameter) and one.layout == torch.strided]
 
 
 def _differs_each_time(
@@ -170,20 +201,6 @@ def _differs_each_time(
             "each run does something else: two runs after the forward differ as well. Look for a counter, an iterator, "
             "the time or another global that the function reads"
             + (", or for a kernel that is not deterministic." if difference.kind == "values" else ".")
-        )
-
-
-def _cast_cache(
-    region: Region, call: int, difference: Difference, found: Rerun, operator: Operator | None
-) -> Iterator[str]:
-    del operator
-    if difference.kind not in ("too many", "too few") or not region.made[call].is_under_autocast:
-        return
-    if any(one.name.startswith("aten._to_copy") for one in found.log.operators):
-        yield (
-            "autocast's cache of casted weights: a weight that was cast before the region, under `no_grad` say, was "
-            "not cast again in the forward. Use `torch.autocast(..., cache_enabled=False)`, or leave autocast after "
-            "the part without grad."
         )
 
 

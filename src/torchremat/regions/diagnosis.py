@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torchremat.regions.calls import Call
     from torchremat.regions.region import Region
 
+_CAST = "aten._to_copy.default"
 _CONTEXT = 3  # operators of a log that are shown before the logs part
 _SHOWN = 12  # and after
 _COMPARED = 200  # saved tensors that are aligned after the first difference
@@ -56,7 +57,6 @@ def explain(region: Region, call: int, difference: Difference, log: OperatorLog 
         log: The operators of the recompute up to there, if they were logged.
     """
     lines = _facts(region, call, difference)
-    found: Rerun | None = None
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         # A process that runs more collectives than the others hangs.
         lines.append(
@@ -66,17 +66,13 @@ def explain(region: Region, call: int, difference: Difference, log: OperatorLog 
     else:
         try:
             found = rerun(region)
+            operator = _saver(region, difference, found.log)[1]
+            lines += [*_operator(region, difference, found), *likely_causes(region, call, difference, found, operator)]
+            log = found.log
         except Exception as error:  # noqa: BLE001  the facts are worth more than a perfect message
             lines.append(f"Running the region again to find the operator failed: {_line(error)}")
-    if found is not None:
-        log = found.log
-        lines += _operator(region, difference, found)
-        lines += likely_causes(region, call, difference, found, _saver(region, difference, found.log)[1])
-    forward = region.made[call].log
-    if forward is not None:
-        lines += _logs(region, forward, log)
-    else:
-        lines.append(_NO_DEBUG)
+    logs = _logs_of(region, log)
+    lines += _shown(logs) if logs is not None else [_NO_DEBUG]
     return "\n".join(lines)
 
 
@@ -158,7 +154,10 @@ def diverged(then: Sequence[Metadata], now: Sequence[Metadata]) -> Divergence | 
 def _operator(region: Region, difference: Difference, found: Rerun) -> list[str]:
     where, operator = _saver(region, difference, found.log)
     lines: list[str] = []
-    if where is None:
+    logs = _logs_of(region, found.log)
+    if logs is not None and not logs.first == len(logs.then) == len(logs.now):
+        lines += _parted(logs)
+    elif where is None:
         lines.append("Run once more to find the operator, the region saved what the forward had saved.")
     elif operator is not None:
         lines += ["First operator that differs, as the recompute runs it:", *_described(operator)]
@@ -200,24 +199,53 @@ def _saved(region: Region, log: OperatorLog, where: Divergence) -> str:
 # ------------------------------------------------------------------------------------------------------------- logs
 
 
-def _logs(region: Region, forward: OperatorLog, recompute: OperatorLog | None) -> list[str]:
-    then = [one for call in region.made if call.log is not None for one in call.log.operators]
-    now = recompute.operators if recompute is not None else []
+class _Logs(NamedTuple):
+    """The operators of a forward and a recompute, which are the same before number `first`."""
+
+    then: list[Operator]
+    now: list[Operator]
+    first: int
+
+
+def _logs_of(region: Region, recompute: OperatorLog | None) -> _Logs | None:
+    logs = [call.log for call in region.made if call.log is not None]
+    if not logs:
+        return None
+    then = [one for log in logs for one in log.operators]
+    now = [] if recompute is None else recompute.operators
+    if any(call.is_under_autocast for call in region.made):
+        # What is cast depends on what the cache of casts holds, which is nobody's fault; the casted say it as well.
+        then, now = ([one for one in side if one.name != _CAST] for side in (then, now))
     pairs = zip(then, now, strict=False)
     first = next((i for i, (a, b) in enumerate(pairs) if a.key != b.key), min(len(then), len(now)))
+    return _Logs(then, now, first)
+
+
+def _parted(logs: _Logs) -> list[str]:
+    lines = ["First operator that differs:"]
+    for name, operators in (("forward", logs.then), ("recompute", logs.now)):
+        if logs.first < len(operators):
+            first, *more = _described(operators[logs.first])
+            lines += [f"    the {name} ran {first.strip()}", *more]
+        else:
+            lines.append(f"    the {name} ran none")
+    return lines
+
+
+def _shown(logs: _Logs) -> list[str]:
     lines = [_HEADER]
-    for header, operators in (("the original forward", then), ("recomputation", now)):
+    for header, operators in (("the original forward", logs.then), ("recomputation", logs.now)):
         lines += ["", f"Operations executed during {header}:", ""]
-        start = max(0, first - _CONTEXT)
+        start = max(0, logs.first - _CONTEXT)
         if start:
             lines.append(f"  ... {start} operators that both ran")
-        for number, one in enumerate(operators[start : first + _SHOWN], start):
-            lines.append(f"{'> ' if number == first else '  '}{one}")
-        rest = len(operators) - first - _SHOWN
+        for number, one in enumerate(operators[start : logs.first + _SHOWN], start):
+            lines.append(f"{'> ' if number == logs.first else '  '}{one}")
+        rest = len(operators) - logs.first - _SHOWN
         if rest > 0:
             lines.append(f"  ... {rest} more")
-        if first >= len(operators):
+        elif logs.first >= len(operators):
             lines.append("> none")
-    if first == len(then) == len(now):
+    if logs.first == len(logs.then) == len(logs.now):
         lines += ["", "Both ran the same operators with the same shapes."]
     return lines

@@ -9,6 +9,7 @@ Missing on purpose: what compiled code runs. It runs eagerly under a mode, as `i
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -30,12 +31,15 @@ if TYPE_CHECKING:
     from torchremat.regions.calls import Body
     from torchremat.regions.differences import Metadata
 
-_TORCH = str(Path(torch.__file__).parent)
-_OWN = str(Path(__file__).parent.parent)
+_TORCH = str(Path(torch.__file__).parent) + os.sep
+_OWN = str(Path(__file__).parent.parent) + os.sep
 _CALL: CodeType = nn.Module._call_impl.__code__  # the frame that every call of a module has
 _APPLY: CodeType = torch.autograd.Function.apply.__func__.__code__  # pyright: ignore[reportFunctionMemberAccess]
 _FUNCTIONAL = nn.functional.__file__
-_COMPILED_FILE = str(Path("torch", "_dynamo", "eval_frame.py"))
+_MACHINERY = tuple(
+    str(Path(_TORCH, *one.split("/"))) for one in ("_dynamo", "_compile.py", "_ops.py", "utils/_python_dispatch.py")
+)
+_COMPILED_FILE = str(Path(_TORCH, "_dynamo", "eval_frame.py"))
 _COMPILED_CODE = ("_TorchDynamoContext", "OptimizedModule")
 
 # `detach` is what hooks and regions do themselves, once or twice; it computes nothing.
@@ -59,6 +63,7 @@ class Operator:
         source: File, line and function of the code that called it.
         inputs: Words for the tensors that it got.
         outputs: Words for the tensors that it made.
+        reads: The addresses of the bytes of the tensors that it got.
         saves: The numbers of the tensors that autograd saved for it.
     """
 
@@ -68,6 +73,7 @@ class Operator:
     source: Source
     inputs: tuple[str, ...]
     outputs: tuple[str, ...] = ()
+    reads: tuple[int | None, ...] = ()
     saves: list[int] = field(default_factory=list[int])
 
     @property
@@ -204,6 +210,7 @@ class OperatorLog(DispatchMode):
         if self._restores:
             self._remember(func, args, kwargs)
         result = func(*args, **kwargs)
+        operator.reads = tuple(_address(one) for one in tensors_in((args, dict(kwargs))))
         operator.outputs = _shapes(result)
         if self._restores:
             self._made.update(_storages(result))
@@ -268,6 +275,8 @@ class OperatorLog(DispatchMode):
         function, custom = "", None
         for frame in self._frames():
             code = frame.f_code
+            if code.co_filename == _COMPILED_FILE and code.co_qualname.startswith(_COMPILED_CODE):
+                self.is_compiled = True
             if code is _CALL:
                 if module is None:
                     module = cast("nn.Module", frame.f_locals["self"])
@@ -283,11 +292,8 @@ class OperatorLog(DispatchMode):
             elif source is None:
                 if code.co_filename == _FUNCTIONAL and not function:
                     function = code.co_name
-                within_torch = within_torch or _source(frame)
-                if code.co_filename.endswith(_COMPILED_FILE) and code.co_qualname.startswith(_COMPILED_CODE):
-                    self.is_compiled = True
-            if source is not None and module is not None:
-                break
+                if not code.co_filename.startswith(_MACHINERY):
+                    within_torch = within_torch or _source(frame)
         return _Place(source or within_torch or _NOWHERE, module, function, custom)
 
     def _frames(self) -> Iterator[FrameType]:

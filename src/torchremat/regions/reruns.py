@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from torchremat.ambient.generators import get_generator, set_generator
+from torchremat.errors import UnsupportedError
 from torchremat.regions.operators import OperatorLog
 from torchremat.regions.reach import Change, Reach
 from torchremat.regions.recompute import Recompute
@@ -51,6 +52,15 @@ class Rerun:
     error: str | None = None
 
 
+class _Here(threading.local):
+    is_running = False
+
+
+# A difference that is found while a region runs again is not looked into: with a backward inside of a region inside of
+# a region there would be no end of it.
+_here = _Here()
+
+
 class _Source(NamedTuple):
     """A source of random numbers."""
 
@@ -72,8 +82,10 @@ def rerun(region: Region, *, flipped: Iterable[nn.Module] = ()) -> Rerun:
         flipped: Modules to run with the other training flag, those inside of them too.
 
     Raises:
-        UnsupportedError: What the region reaches is too much to be put back.
+        UnsupportedError: What the region reaches is too much to be put back, or another region is run once more.
     """
+    if _here.is_running:
+        raise UnsupportedError("it was found while another region ran again for its message")
     reach = Reach(region.made, region.label)
     reach.look()
     found = Rerun(OperatorLog(reach.names, digests=True, restores=True), reach)
@@ -85,6 +97,8 @@ def rerun(region: Region, *, flipped: Iterable[nn.Module] = ()) -> Rerun:
         stack.enter_context(_called(found))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # they were shown before
+        _here.is_running = True
+        stack.callback(setattr, _here, "is_running", False)
         try:
             Recompute(region, {}, set(), found.log, checks=False).run()
         except Exception as error:  # noqa: BLE001  user code may raise what it likes; it is part of what is found
