@@ -102,6 +102,21 @@ def test_metadata():
     assert "    aten.sin.default(float32[1, 4])\n    at tests/regions/test_diagnosis.py:" in text
 
 
+def test_strides_that_differ_are_shown():
+    flags = [True]
+
+    def body(x):
+        y = x.exp()
+        return (y if flags[0] else y.t().contiguous().t()).sin()
+
+    text = message(Between(body, lambda: flags.__setitem__(0, False)))
+
+    assert "saved metadata: {'shape': torch.Size([3, 4]), " in text
+    assert "'strides': (4, 1)}" in text
+    assert "'strides': (1, 3)}" in text
+    assert "    aten.sin.default(float32[3, 4])\n" in text
+
+
 # -------------------------------------------------------------------------------------------------------------- causes
 
 
@@ -188,6 +203,21 @@ def test_a_dtype_by_a_flag():
     text = message(Between(body, lambda: flags.update(dtype=torch.float32)))
 
     assert "the dtype: the forward saved torch.float64, the recompute torch.float32" in text
+
+
+def test_an_attribute_that_somebody_set():
+    class Cut(nn.Module):
+        rows = 2
+
+        def forward(self, x):
+            return x[: self.rows].exp()
+
+    model = Cut()
+
+    text = message(Between(model, lambda: setattr(model, "rows", 1)))
+
+    assert "Likely cause: not found" in text and "an attribute that somebody set" in text
+    assert model.rows == 1
 
 
 def test_a_branch_on_data():
@@ -512,6 +542,7 @@ class Everything(nn.Module):
         self.steps += 1
         self.seen.append(x.shape)
         self.count += 1
+        self.linear.bias.sum().backward()
         for hidden in HIDDEN.values():
             x = hidden(x)
         noise = torch.rand(4) + torch.rand(4, generator=self.generator) + random.random() + np.random.rand()
@@ -530,7 +561,7 @@ def state(model):
         "cpu": torch.get_rng_state().tolist(),
         "own": model.generator.get_state().tolist(),
         "buffers": [(name, one.tolist(), one._version, id(one)) for name, one in buffers],
-        "parameters": [(one.tolist(), one._version, one.grad) for one in model.parameters()],
+        "parameters": [(one.tolist(), one._version, str(one.grad), id(one.grad)) for one in model.parameters()],
         "training": [module.training for module in [*model.modules(), *HIDDEN.values()]],
         "attributes": (model.steps, list(model.seen)),
         "hooks": (len(_global_forward_pre_hooks), [len(one._forward_pre_hooks) for one in model.modules()]),
@@ -539,10 +570,12 @@ def state(model):
     }
 
 
-def test_the_message_leaves_no_trace():
+@pytest.mark.parametrize("forgets", [True, False])
+def test_the_message_leaves_no_trace(forgets):
     model = Everything()
     x = leaf(5, 4)
     region, y = made(model, x)
+    model.linear.bias.grad = None if forgets else model.linear.bias.grad
     before = state(model)
 
     text = explained(region, 0)

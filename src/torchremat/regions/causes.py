@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from torchremat.regions.reruns import DEFAULT, NUMPY, PYTHON, Rerun, rerun
+from torchremat.saved.metadata import Metadata, agree
 from torchremat.saved.structure import place_of
 
 if TYPE_CHECKING:
@@ -23,8 +24,8 @@ _READS_DATA = ("aten._local_scalar_dense", "aten.nonzero", "aten.equal", "aten.i
 _LOW = (torch.float16, torch.bfloat16)
 _UNKNOWN = (
     "Likely cause: not found. What the function reads besides its arguments, its modules and what torch restores was "
-    "other in the recompute: a global, a file, an environment variable, the time. Read it before the region and pass "
-    "it as an argument."
+    "other in the recompute: a global, an attribute that somebody set, a file, the time. Read it before the region and "
+    "pass it as an argument, or change it after backward."
 )
 
 
@@ -88,7 +89,7 @@ def _training(
     del call
     if found.unseen and difference.kind != "values":
         for modules in ([one] for one in found.unseen[:4]):
-            if rerun(region, flipped=modules).log.metadata == region.metadata:
+            if _all_agree(region.metadata, rerun(region, flipped=modules).log.metadata):
                 name = type(modules[0]).__name__
                 now = "train" if modules[0].training else "eval"
                 yield (
@@ -119,6 +120,10 @@ def _training(
         )
 
 
+def _all_agree(then: list[Metadata], now: list[Metadata]) -> bool:
+    return len(then) == len(now) and all(map(agree, then, now))
+
+
 def _random_operators(operators: list[Operator]) -> set[str]:
     return {one.title for one in operators if any(word in one.title for word in _OF_TRAINING)}
 
@@ -130,10 +135,10 @@ def _precision(
     then, now = difference.then, difference.now
     if difference.kind in ("too many", "too few"):
         pairs = zip(region.metadata, found.log.metadata, strict=False)
-        then, now = next(((a, b) for a, b in pairs if a != b), ((), ()))
-    dtypes = [one for side in (then, now) for one in side or () if isinstance(one, torch.dtype)]
-    if len(dtypes) != 2 or dtypes[0] == dtypes[1]:
+        then, now = next(((a, b) for a, b in pairs if not agree(a, b)), (None, None))
+    if then is None or now is None or then[1] == now[1]:
         return
+    dtypes = (then[1], now[1])
     if any(one in _LOW for one in dtypes):
         yield (
             f"autocast: the forward saved {dtypes[0]}, the recompute {dtypes[1]}. Autocast around the region is "
@@ -189,7 +194,8 @@ def _differs_each_time(
     index, log = difference.index, found.log
     match difference.kind:
         case "metadata":
-            differs = index is not None and log.metadata[index : index + 1] != [difference.now]
+            again = None if index is None or index >= len(log.metadata) else log.metadata[index]
+            differs = again is None or difference.now is None or not agree(difference.now, again)
         case "too many":
             differs = len(log.metadata) <= difference.saved_then
         case "too few":

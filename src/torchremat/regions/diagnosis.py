@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from torchremat.regions.causes import likely_causes
-from torchremat.regions.differences import Difference, Metadata, named, words
+from torchremat.regions.differences import Difference, named, words
 from torchremat.regions.operators import Operator, OperatorLog
 from torchremat.regions.reach import Reach
 from torchremat.regions.reruns import Rerun, rerun
+from torchremat.saved.metadata import Metadata, agree
 
 if TYPE_CHECKING:
     from torchremat.regions.calls import Call
@@ -95,12 +96,14 @@ def _facts(region: Region, call: int, difference: Difference) -> list[str]:
             return [f"{name}: {first}", counts[0]]
         case "metadata":
             first = "Recomputed values for the following tensors have different metadata than during the forward pass."
-            return [
-                f"{name}: {first}",
-                f"tensor at position {difference.index}:",
-                f"saved metadata: {named(difference.then or ())}",
-                f"recomputed metadata: {named(difference.now or ())}",
-            ]
+            lines = [f"{name}: {first}", f"tensor at position {difference.index}:"]
+            if difference.then is not None and difference.now is not None:
+                strides = difference.then[:3] == difference.now[:3]
+                lines += [
+                    f"saved metadata: {named(difference.then, strides=strides)}",
+                    f"recomputed metadata: {named(difference.now, strides=strides)}",
+                ]
+            return lines
         case "values":
             of = f"tensor {difference.index} of {difference.saved_then}"
             what = f", {words(difference.then)}" if difference.then else ""
@@ -138,13 +141,18 @@ def _diverged(region: Region, log: OperatorLog) -> Divergence | None:
 def diverged(then: Sequence[Metadata], now: Sequence[Metadata]) -> Divergence | None:
     """Return where two lists of metadata part, None if they do not.
 
-    >>> diverged([("a",), ("b",), ("c",)], [("a",), ("c",)])
+    >>> a, b, c = [(torch.Size([size]), torch.float32, torch.device("cpu"), (1,)) for size in (1, 2, 3)]
+    >>> diverged([a, b, c], [a, c])
     Divergence(first=1, then=2, now=1)
     """
-    first = next((i for i, (a, b) in enumerate(zip(then, now, strict=False)) if a != b), min(len(then), len(now)))
+    pairs = zip(then, now, strict=False)
+    first = next((i for i, (a, b) in enumerate(pairs) if not agree(a, b)), min(len(then), len(now)))
     if first == len(then) == len(now):
         return None
-    rest = (then[first : first + _COMPARED], now[first : first + _COMPARED])
+    # Strides may differ a little and agree still; they do not decide what stands for what.
+    rest = [[one[:3] for one in side[first : first + _COMPARED]] for side in (then, now)]
+    if rest[0][:1] == rest[1][:1]:
+        return Divergence(first, first + 1, first + 1)
     for tag, _, then_end, _, now_end in SequenceMatcher(None, *rest, autojunk=False).get_opcodes():
         if tag != "equal":
             return Divergence(first, first + then_end, first + now_end)

@@ -5,10 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-
-# What is compared of a saved tensor: its shape, dtype and device, and possibly strides and layout.
-Metadata = tuple[object, ...]
+from torchremat.saved.metadata import Metadata
 
 Kind = Literal["too many", "too few", "metadata", "values"]
 
@@ -43,38 +40,26 @@ class DivergedError(Exception):
         self.difference = difference
 
 
-def named(metadata: Metadata) -> dict[str, object]:
+def named(metadata: Metadata, *, strides: bool = False) -> dict[str, object]:
     """Return metadata by name, printed as `torch.utils.checkpoint` prints them.
 
-    >>> named((torch.Size([2]), torch.float32, torch.device("cpu")))
+    >>> import torch
+    >>> named((torch.Size([2]), torch.float32, torch.device("cpu"), (1,)))
     {'shape': torch.Size([2]), 'dtype': torch.float32, 'device': device(type='cpu')}
     """
-    found: dict[str, object] = {}
-    for item in metadata:
-        match item:
-            case torch.Size():
-                found["shape"] = item
-            case torch.dtype():
-                found["dtype"] = item
-            case torch.device():
-                found["device"] = item
-            case torch.layout():
-                found["layout"] = item
-            case _:
-                found["stride"] = item
+    shape, dtype, device, layout = metadata
+    found: dict[str, object] = {"shape": shape, "dtype": dtype, "device": device}
+    if strides:
+        found["strides" if isinstance(layout, tuple) else "layout"] = layout
     return found
 
 
 def words(metadata: Metadata) -> str:
     """Return metadata in short words.
 
-    >>> words((torch.Size([2, 3]), torch.float32, torch.device("cpu")))
+    >>> import torch
+    >>> words((torch.Size([2, 3]), torch.float32, torch.device("cpu"), (3, 1)))
     'shape (2, 3), torch.float32, cpu'
     """
-    parts: list[str] = []
-    for name, item in named(metadata).items():
-        if name == "shape":
-            parts.append(f"shape {tuple(item)}")  # pyright: ignore[reportArgumentType]: a `torch.Size`
-        elif item is not None:
-            parts.append(f"stride {item}" if name == "stride" else str(item))
-    return ", ".join(parts)
+    shape, dtype, device, _ = metadata
+    return f"shape {tuple(shape)}, {dtype}, {device}"

@@ -24,12 +24,13 @@ from torch import Tensor, UntypedStorage, nn
 
 from torchremat._compat import DispatchMode, sequence_number, set_versions
 from torchremat.regions.reach import function_of
+from torchremat.saved.metadata import metadata_of
 from torchremat.saved.structure import tensors_in
 from torchremat.saved.tensor import holding, version_of
 
 if TYPE_CHECKING:
     from torchremat.regions.calls import Body
-    from torchremat.regions.differences import Metadata
+    from torchremat.saved.metadata import Metadata
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _OWN = str(Path(__file__).parent.parent) + os.sep
@@ -216,9 +217,10 @@ class OperatorLog(DispatchMode):
             self._made.update(_storages(result))
         return result
 
-    def save(self, tensor: Tensor, metadata: Metadata) -> None:
-        """Note that autograd saves a tensor, the next one, with these metadata."""
+    def save(self, tensor: Tensor) -> None:
+        """Note that autograd saves a tensor, the next one."""
         index = len(self.metadata)
+        metadata = metadata_of(tensor)
         self.metadata.append(metadata)
         self.digests.append(self._digest(tensor) if self._takes_digests else None)
         self.storages.append(_address(tensor))
@@ -251,12 +253,11 @@ class OperatorLog(DispatchMode):
             self._is_paused = False
 
     def _own(self, name: str, place: _Place, index: int, metadata: Metadata) -> Operator:
-        shape = tuple(cast("torch.Size", metadata[0]))
         last = self.operators[-1] if self.operators else None
         if last is not None and last.name == name and last.source == place.source:
             last.saves.append(index)
             return last
-        operator = Operator(name, "", self._path(place.module), place.source, (str(shape),), saves=[index])
+        operator = Operator(name, "", self._path(place.module), place.source, (str(tuple(metadata[0])),), saves=[index])
         self.operators.append(operator)
         return operator
 

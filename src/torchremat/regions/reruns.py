@@ -100,7 +100,7 @@ def rerun(region: Region, *, flipped: Iterable[nn.Module] = ()) -> Rerun:
         _here.is_running = True
         stack.callback(setattr, _here, "is_running", False)
         try:
-            Recompute(region, {}, set(), found.log, checks=False).run()
+            Recompute(region, None, None, found.log, checks=False).run()
         except Exception as error:  # noqa: BLE001  user code may raise what it likes; it is part of what is found
             found.error = f"{type(error).__name__}: {error}".partition("\n")[0][:160]
     return found
