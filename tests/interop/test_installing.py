@@ -267,7 +267,12 @@ def test_under_torch_compile_it_is_torchs_operator():
     assert len(graphs) == 1 and "tag_activation_checkpoint" in graphs[0]
 
 
-def test_our_own_name_still_reaches_torchs_operator_in_a_graph():
+@pytest.mark.parametrize(
+    "region",
+    [functools.partial(drop_in.checkpoint, use_reentrant=False), torchremat.checkpoint],
+    ids=["drop-in", "torchremat.checkpoint"],
+)
+def test_our_own_names_still_reach_torchs_operator_in_a_graph(region):
     graphs = []
 
     def backend(graph, _):
@@ -276,9 +281,7 @@ def test_our_own_name_still_reaches_torchs_operator_in_a_graph():
 
     x = leaf(3)
     with install():
-        compiled = torch.compile(
-            lambda a: drop_in.checkpoint(three, a, use_reentrant=False), backend=backend, fullgraph=True
-        )
+        compiled = torch.compile(lambda a: region(three, a), backend=backend, fullgraph=True)
         compiled(x)
 
     assert len(graphs) == 1 and "tag_activation_checkpoint" in graphs[0]

@@ -25,8 +25,8 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor
+from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from torchremat._compat import DispatchMode, is_traced_with_fakes, only_in_graphs, uses_partitioner
 from torchremat.ambient.generators import generator_states
@@ -67,13 +67,14 @@ def call_in_graph(
             def body(*args: object) -> R:
                 return function(*args, **kwargs)
 
+            # By the name in torch's module: what is found there, ours as well, dynamo takes for torch's operator.
             check = "default" if settings.check == "metadata" else "none"
             if uses_partitioner():
-                return cast("R", torch_checkpoint(body, *args, use_reentrant=False, determinism_check=check))
+                return cast("R", torch_checkpoint.checkpoint(body, *args, use_reentrant=False, determinism_check=check))
             # See NOTE [ Backends that run the graph ]
             return cast(
                 "R",
-                torch_checkpoint(
+                torch_checkpoint.checkpoint(
                     body, *args, use_reentrant=False, determinism_check=check, context_fn=_contexts_of_graph
                 ),
             )

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchremat
 from regions.comparing import Counted, Watched, leaf, result, same, three
-from torchremat import MutationError
+from torchremat import MutationError, UnsupportedError
 from torchremat.extend import only_watches
 from torchremat.interop import torch_checkpoint as ours
 
@@ -90,7 +90,7 @@ def test_without_use_reentrant_it_warns_and_is_reentrant(module):
 
 
 def test_warnings_point_at_the_caller():
-    with pytest.warns(UserWarning, match=".") as found:
+    with pytest.warns(UserWarning, match="use_reentrant|None of the inputs") as found:
         ours.checkpoint(three, torch.ones(3))
 
     assert [one.filename for one in found] == [__file__, __file__]
@@ -371,6 +371,20 @@ def test_other_code_in_the_step_is_not_concerned(use_reentrant):
     ran = result(lambda: ours.checkpoint(module, x.sin(), use_reentrant=use_reentrant).cos(), [x], [module])
 
     assert ran[-1] == 1  # `num_batches_tracked`
+
+
+def test_under_transforms_of_torch_func_the_way_without_reentry_works():
+    function = Counted(three)
+    x = torch.randn(3)
+
+    def loss(region):
+        return lambda a: region(a).sum()
+
+    ran = torch.func.grad(loss(lambda a: ours.checkpoint(function, a, use_reentrant=False)))(x)
+
+    assert torch.equal(ran, torch.func.grad(loss(three))(x)) and function.calls == 2
+    with pytest.raises(UnsupportedError, match=r"use_reentrant=True\) goes backward by itself, .* use_reentrant=False"):
+        torch.func.grad(loss(lambda a: ours.checkpoint(function, a, use_reentrant=True)))(x)
 
 
 @BOTH

@@ -38,14 +38,15 @@ from torch.utils.checkpoint import (
     set_device_states,
 )
 
-from torchremat._compat import checkpoint_switches, is_recording, outside_graphs
+from torchremat._compat import checkpoint_switches, innermost_transform, is_recording, outside_graphs
+from torchremat.errors import UnsupportedError
 from torchremat.interop.torch_checkpoint.contexts import ContextFn, Contexts, run_in_contexts
 from torchremat.interop.torch_checkpoint.groups import GraphExecGroup
 from torchremat.regions.modules import modules_of
 from torchremat.regions.reentrant import CheckpointFunction
-from torchremat.regions.region import Region
 from torchremat.regions.runs import call_plainly, continued
 from torchremat.regions.settings import Check, Settings
+from torchremat.regions.transforms import new_region
 
 # In torch's order.
 __all__ = [
@@ -166,6 +167,11 @@ def _in_graph() -> Callable[..., Any]:
 
 @outside_graphs
 def _run_reentrant(function: Callable[..., Any], preserve: bool, args: tuple[object, ...]) -> object:
+    if innermost_transform() is not None:
+        raise UnsupportedError(
+            "a reentrant region (use_reentrant=True) goes backward by itself, which transforms of torch.func do not "
+            "see. Pass use_reentrant=False."
+        )
     return CheckpointFunction.apply(function, preserve, *args)
 
 
@@ -187,7 +193,7 @@ def _run(
     body = partial(call_plainly, function)
     if contexts is not None:
         body = partial(run_in_contexts, function, contexts, body)
-    return Region(settings).call(continued(body), args, kwargs, modules)
+    return new_region(settings).call(continued(body), args, kwargs, modules)
 
 
 def _has_placeholders(function: partial[object]) -> bool:
