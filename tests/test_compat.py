@@ -3,7 +3,8 @@ from types import SimpleNamespace
 import pytest
 
 from torchremat import VersionError
-from torchremat._compat import _groups_of, private
+from torchremat._compat.binding import private
+from torchremat._compat.sharding import _groups_of
 
 
 def test_a_name_that_torch_lacks_is_an_error_which_names_it():

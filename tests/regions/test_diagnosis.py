@@ -12,7 +12,7 @@ from torch.nn.modules.module import _global_forward_pre_hooks
 
 from regions.comparing import Counted, leaf, live_regions, same, three
 from torchremat import CheckpointError, checkpoint, checkpointed, wrap
-from torchremat._compat import dispatch_modes
+from torchremat._compat.modes import dispatch_modes
 from torchremat.regions.diagnosis import explain
 from torchremat.regions.differences import Difference
 

@@ -16,14 +16,12 @@ from typing import NamedTuple, TypeVar, cast
 
 import torch
 
-from torchremat._compat import (
-    GlobalState,
+from torchremat._compat.flags import GlobalState, known_flags, other_flags
+from torchremat._compat.modes import (
     dispatch_modes,
     function_modes,
     has_modes,
     infrastructure_modes,
-    known_flags,
-    other_flags,
     pop_dispatch_mode,
     pop_function_mode,
     push_dispatch_mode,

@@ -11,7 +11,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
-from torchremat._compat import private
+from torchremat._compat.binding import private
 
 _MEASURING = "measuring live bytes"
 

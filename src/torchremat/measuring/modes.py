@@ -8,7 +8,7 @@ from typing import Self
 
 import torch
 
-from torchremat._compat import DispatchMode
+from torchremat._compat.modes import DispatchMode
 
 
 class EagerMode(DispatchMode):

@@ -18,7 +18,7 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor, UntypedStorage, nn
 
-from torchremat._compat import pop_saved_tensor_hooks, push_saved_tensor_hooks, top_saved_tensor_hooks
+from torchremat._compat.autograd import pop_saved_tensor_hooks, push_saved_tensor_hooks, top_saved_tensor_hooks
 from torchremat.errors import StepError, UnsupportedError
 from torchremat.measuring.flops import FlopCounter
 from torchremat.measuring.modules import visible_modules

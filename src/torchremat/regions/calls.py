@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from torchremat._compat import outside_batches
+from torchremat._compat.transforms import outside_batches
 from torchremat.ambient.generators import GeneratorState, drawn, generator_states
 from torchremat.ambient.registry import Captured, entries
 from torchremat.ambient.surroundings import Surroundings, surroundings

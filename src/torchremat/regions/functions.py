@@ -10,7 +10,7 @@ from typing import ParamSpec, TypeVar, cast
 import torch
 from torch import Tensor
 
-from torchremat._compat import outside_graphs
+from torchremat._compat.graphs import outside_graphs
 from torchremat.errors import UnsupportedError
 from torchremat.regions.compiling import call_in_graph
 from torchremat.regions.modules import modules_of

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from torchremat._compat import has_fsdp, is_dtensor, is_hook_of_fsdp, is_managed
+from torchremat._compat.sharding import has_fsdp, is_dtensor, is_hook_of_fsdp, is_managed
 from torchremat.regions.sharding import WatchedShard, listen_to_optimizers, watch
 
 _ScriptModule = torch.jit.ScriptModule

@@ -22,7 +22,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, UntypedStorage, nn
 
-from torchremat._compat import DispatchMode, sequence_number, set_versions
+from torchremat._compat.modes import DispatchMode, sequence_number, set_versions
 from torchremat.regions.reach import function_of
 from torchremat.saved.metadata import metadata_of
 from torchremat.saved.structure import tensors_in

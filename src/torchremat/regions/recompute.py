@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 from torch import Tensor
 
-from torchremat._compat import pop_saved_tensor_hooks, push_saved_tensor_hooks, set_grad_mode
+from torchremat._compat.autograd import pop_saved_tensor_hooks, push_saved_tensor_hooks, set_grad_mode
 from torchremat.errors import MutationError, bug
 from torchremat.regions.differences import Difference, DivergedError, Kind
 from torchremat.regions.guards import WrittenObjectError

@@ -20,7 +20,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from torchremat._compat import is_plain_backward
+from torchremat._compat.checkpoints import is_plain_backward
 from torchremat.errors import MutationError, UnsupportedError
 from torchremat.regions.calls import Call
 from torchremat.regions.guards import WrittenObjectError

@@ -26,16 +26,16 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
-from torchremat._compat import (
+from torchremat._compat.autograd import (
     at_end_of_backward,
     current_graph_task,
     current_node,
-    is_of_transform,
     pop_saved_tensor_hooks,
     push_saved_tensor_hooks,
     python_node,
     retains_graph,
 )
+from torchremat._compat.transforms import is_of_transform
 from torchremat.errors import CheckpointError, MutationError, UnsupportedError
 from torchremat.regions.calls import Body, Call, Source
 from torchremat.regions.diagnosis import explain, log_of

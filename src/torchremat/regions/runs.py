@@ -23,7 +23,9 @@ from typing import cast
 
 from torch import nn
 
-from torchremat._compat import is_hook_of_torch_checkpoint, is_sharded, top_saved_tensor_hooks
+from torchremat._compat.autograd import top_saved_tensor_hooks
+from torchremat._compat.checkpoints import is_hook_of_torch_checkpoint
+from torchremat._compat.sharding import is_sharded
 from torchremat.errors import OrderWarning, UnsupportedError
 from torchremat.regions.calls import Body
 from torchremat.regions.region import Region

@@ -12,7 +12,7 @@ from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, cast
 from weakref import WeakSet, ref
 
-from torchremat._compat import get_from_tls, is_in_tls, stash_in_tls
+from torchremat._compat.autograd import get_from_tls, is_in_tls, stash_in_tls
 from torchremat.errors import UnsupportedError
 
 if TYPE_CHECKING:

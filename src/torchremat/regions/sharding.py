@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from torchremat._compat import Shard, all_shards, is_dtensor
+from torchremat._compat.sharding import Shard, all_shards, is_dtensor
 from torchremat.errors import UnsupportedError
 
 # NOTE [ Optimizers that bump no version ]

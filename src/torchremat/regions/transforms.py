@@ -38,7 +38,7 @@ from typing import NoReturn
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from torchremat._compat import (
+from torchremat._compat.transforms import (
     REVERSE,
     has_dual_level,
     hooks_under_transforms,

@@ -23,7 +23,7 @@ from weakref import ref
 import torch
 from torch import nn
 
-from torchremat._compat import outside_graphs
+from torchremat._compat.graphs import outside_graphs
 from torchremat.errors import UnsupportedError, WrapError
 from torchremat.regions.compiling import call_in_graph
 from torchremat.regions.functions import settings_of

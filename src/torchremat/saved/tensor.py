@@ -13,7 +13,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from torchremat._compat import set_grad_mode, top_saved_tensor_hooks
+from torchremat._compat.autograd import set_grad_mode, top_saved_tensor_hooks
 from torchremat.saved.metadata import metadata_of, with_strides
 
 

@@ -38,7 +38,10 @@ from torch.utils.checkpoint import (
     set_device_states,
 )
 
-from torchremat._compat import checkpoint_switches, innermost_transform, is_recording, outside_graphs
+from torchremat._compat.checkpoints import checkpoint_switches
+from torchremat._compat.graphs import outside_graphs
+from torchremat._compat.modes import is_recording
+from torchremat._compat.transforms import innermost_transform
 from torchremat.errors import UnsupportedError
 from torchremat.interop.torch_checkpoint.contexts import ContextFn, Contexts, run_in_contexts
 from torchremat.interop.torch_checkpoint.groups import GraphExecGroup

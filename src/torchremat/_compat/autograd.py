@@ -1,0 +1,51 @@
+"""What autograd does not say in public: hooks for saved tensors, nodes, backward calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+from torchremat._compat.binding import private
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.autograd.graph import Node
+
+    Pack = Callable[[Tensor], object]
+    Unpack = Callable[[Any], Tensor]
+
+
+_REGIONS = "recomputing regions"
+
+push_saved_tensor_hooks = cast(
+    "Callable[[Pack, Unpack], None]", private("_C._autograd._push_saved_tensors_default_hooks", needed_for=_REGIONS)
+)
+pop_saved_tensor_hooks = cast(
+    "Callable[[], None]", private("_C._autograd._pop_saved_tensors_default_hooks", needed_for=_REGIONS)
+)
+top_saved_tensor_hooks = cast(
+    "Callable[[bool], tuple[Pack, Unpack] | None]",
+    private("_C._autograd._top_saved_tensors_default_hooks", needed_for=_REGIONS),
+)
+current_graph_task = cast("Callable[[], int]", private("_C._current_graph_task_id", needed_for=_REGIONS))
+retains_graph = cast(
+    "Callable[[], bool]", private("_C._autograd._get_current_graph_task_keep_graph", needed_for=_REGIONS)
+)
+current_node = cast("Callable[[], Node | None]", private("_C._current_autograd_node", needed_for=_REGIONS))
+set_grad_mode = cast("Callable[[bool], None]", private("_C._set_grad_enabled", needed_for=_REGIONS))
+stash_in_tls = cast("Callable[[str, object], None]", private("_C._stash_obj_in_tls", needed_for="a session"))
+get_from_tls = cast("Callable[[str], object]", private("_C._get_obj_in_tls", needed_for="a session"))
+is_in_tls = cast("Callable[[str], bool]", private("_C._is_key_in_tls", needed_for="a session"))
+python_node = cast("type", private("autograd.function.BackwardCFunction", needed_for=_REGIONS))
+
+
+class _Engine(NamedTuple):
+    queue_callback: Callable[[Callable[[], None]], None]
+
+
+_engine = cast("_Engine", private("autograd.Variable._execution_engine", needed_for=_REGIONS))
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Run `callback` when the backward that is running now has ended. Autograd drops it if the backward raises."""
+    _engine.queue_callback(callback)

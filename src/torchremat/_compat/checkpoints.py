@@ -1,0 +1,40 @@
+"""What torch's own checkpoint keeps to itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, cast
+
+from torch.utils import checkpoint as _checkpoint
+
+from torchremat._compat.binding import private
+
+_DROP_IN = "torchremat.interop.torch_checkpoint"
+
+# Whether the backward that runs was called by `.backward()` without `inputs`.
+is_plain_backward = cast("Callable[[], bool]", private("autograd._is_checkpoint_valid", needed_for=_DROP_IN))
+private("utils.checkpoint._enable_checkpoint_early_stop", needed_for=_DROP_IN)
+private("utils.checkpoint._checkpoint_debug_enabled", needed_for=_DROP_IN)
+
+
+class CheckpointSwitches(NamedTuple):
+    """What torch's own context managers have switched, None if they have not.
+
+    Attributes:
+        early_stop: By `set_checkpoint_early_stop`.
+        debug: By `set_checkpoint_debug_enabled`.
+    """
+
+    early_stop: bool | None
+    debug: bool | None
+
+
+def checkpoint_switches() -> CheckpointSwitches:
+    """Return them as they are now."""
+    names = vars(_checkpoint)
+    return CheckpointSwitches(names["_enable_checkpoint_early_stop"], names["_checkpoint_debug_enabled"])
+
+
+def is_hook_of_torch_checkpoint(pack: object) -> bool:
+    """Return whether a pack hook was put up by `torch.utils.checkpoint`, in its forward or its recompute."""
+    return getattr(pack, "__module__", None) == "torch.utils.checkpoint"

@@ -1,0 +1,62 @@
+"""What keeps dynamo out, or lets it in."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
+
+from torchremat._compat.binding import private
+
+if TYPE_CHECKING:
+    from types import CodeType, FunctionType
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+
+_GRAPHS = "staying out of compiled graphs"
+_set_strategy = cast(
+    "Callable[[CodeType, object], None]", private("_C._dynamo.eval_frame.set_code_exec_strategy", needed_for=_GRAPHS)
+)
+_Strategy = cast(
+    "Callable[[object, object], object]", private("_C._dynamo.eval_frame._FrameExecStrategy", needed_for=_GRAPHS)
+)
+_SKIP = private("_C._dynamo.eval_frame._FrameAction.SKIP", needed_for=_GRAPHS)
+_DEFAULT = private("_C._dynamo.eval_frame._FrameAction.DEFAULT", needed_for=_GRAPHS)
+
+
+def outside_graphs(function: Callable[P, T]) -> Callable[P, T]:
+    """Keep dynamo out of `function` and what it calls: inside `torch.compile` a call of it breaks the graph.
+
+    As `torch.compiler.disable` does, but without a wrapper, which takes longer than all else that a region does before
+    its forward.
+    """
+    _set_strategy(cast("FunctionType", function).__code__, _Strategy(_SKIP, _SKIP))
+    cast("Any", function)._torchdynamo_disable = True
+    return function
+
+
+def only_in_graphs(function: Callable[P, T]) -> Callable[P, T]:
+    """Let dynamo trace `function` where a graph calls it, and leave it alone where it is called after a break."""
+    code = cast("FunctionType", function).__code__
+    _set_strategy(code, _Strategy(_SKIP, _DEFAULT))
+    return function
+
+
+def _backend() -> str:
+    dynamo = sys.modules["torch._dynamo"]  # it asks, so it is there
+    backend = dynamo.symbolic_convert.InstructionTranslator.current_tx().output.compiler_fn
+    return str(getattr(getattr(backend, "_torchdynamo_orig_backend", backend), "compiler_name", ""))
+
+
+def uses_partitioner() -> bool:
+    """Return whether the backend that the running trace is made for is known to split off a backward graph.
+
+    Others may run the traced graph as it is.
+    """
+    return _backend() == "inductor" or _backend().startswith("aot_")
+
+
+# Dynamo runs it while it traces, and takes its result for a constant.
+uses_partitioner._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]

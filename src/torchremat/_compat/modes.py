@@ -1,0 +1,94 @@
+"""Function and dispatch modes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Self, cast
+
+from torchremat._compat.binding import private
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+_MODES = "restoring the modes around a recompute"
+_count_function_modes = cast("Callable[[], int]", private("_C._len_torch_function_stack", needed_for=_MODES))
+_function_mode = cast("Callable[[int], object]", private("_C._get_function_stack_at", needed_for=_MODES))
+push_function_mode = cast("Callable[[object], None]", private("_C._push_on_torch_function_stack", needed_for=_MODES))
+pop_function_mode = cast("Callable[[], object]", private("_C._pop_torch_function_stack", needed_for=_MODES))
+_count_dispatch_modes = cast("Callable[[], int]", private("_C._len_torch_dispatch_stack", needed_for=_MODES))
+_dispatch_mode = cast("Callable[[int], object]", private("_C._get_dispatch_stack_at", needed_for=_MODES))
+push_dispatch_mode = cast("Callable[[object], None]", private("_C._push_on_torch_dispatch_stack", needed_for=_MODES))
+_pop_dispatch_mode = cast("Callable[[object], object]", private("_C._pop_torch_dispatch_stack", needed_for=_MODES))
+_mode_of_key = cast("Callable[[Any], object]", private("_C._get_dispatch_mode", needed_for=_MODES))
+set_infrastructure_mode = cast("Callable[[object], None]", private("_C._set_dispatch_mode", needed_for=_MODES))
+unset_infrastructure_mode = cast("Callable[[object], object]", private("_C._unset_dispatch_mode", needed_for=_MODES))
+_KEYS = tuple(cast("dict[str, object]", private("_C._TorchDispatchModeKey.__members__", needed_for=_MODES)).values())
+
+
+def has_modes() -> bool:
+    """Return whether any function or dispatch mode is on."""
+    return _count_function_modes() > 0 or _count_dispatch_modes() > 0
+
+
+def function_modes() -> list[object]:
+    """Return the function modes that are on in this thread, outermost first; a default device is one."""
+    return [_function_mode(index) for index in range(_count_function_modes())]
+
+
+def infrastructure_modes() -> dict[object, object]:
+    """Return the dispatch modes that torch keeps apart, by key: those that fake, trace and functionalize."""
+    return {key: mode for key in _KEYS if (mode := _mode_of_key(key)) is not None}
+
+
+def dispatch_modes() -> list[object]:
+    """Return the other dispatch modes that are on in this thread, outermost first."""
+    kept_apart = list(map(id, infrastructure_modes().values()))
+    modes = [_dispatch_mode(index) for index in range(_count_dispatch_modes())]
+    return [mode for mode in modes if id(mode) not in kept_apart]
+
+
+def pop_dispatch_mode() -> object:
+    """Take the innermost dispatch mode off, not one that torch keeps apart."""
+    return _pop_dispatch_mode(None)
+
+
+_PROXY = cast("dict[str, object]", private("_C._TorchDispatchModeKey.__members__", needed_for=_MODES))["PROXY"]
+
+
+def is_recording() -> bool:
+    """Return whether a mode records what runs as a graph: that of AOTAutograd, of `make_fx` or of an export."""
+    return _mode_of_key(_PROXY) is not None
+
+
+_FAKE = private("_C._TorchDispatchModeKey.FAKE", needed_for=_MODES)
+
+
+def is_traced_with_fakes() -> bool:
+    """Return whether operations see tensors without data, as when a graph is made for a compiler."""
+    return _mode_of_key(_FAKE) is not None
+
+
+if TYPE_CHECKING:
+
+    class DispatchMode:
+        """A mode that sees every operator below autograd: torch's TorchDispatchMode, whose own types say little."""
+
+        def __enter__(self) -> Self: ...
+        def __exit__(self, *error: object) -> None: ...
+        def __torch_dispatch__(
+            self,
+            func: Callable[..., object],
+            types: tuple[type, ...],
+            args: tuple[object, ...] = (),
+            kwargs: Mapping[str, object] | None = None,
+        ) -> object: ...
+
+else:
+    DispatchMode = private("utils._python_dispatch.TorchDispatchMode", needed_for=_MODES)
+
+sequence_number = cast("Callable[[], int]", private("autograd._get_sequence_nr", needed_for=_MODES))
+set_versions = cast(
+    "Callable[[tuple[Tensor, ...], tuple[int, ...]], None]",
+    private("_C._autograd._unsafe_set_version_counter", needed_for=_MODES),
+)

@@ -1,0 +1,138 @@
+"""What FSDP2 keeps to itself."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Protocol, cast
+from weakref import ref
+
+from torch import nn
+
+from torchremat._compat.binding import private
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+# NOTE [ What FSDP2 does to a parameter ]
+#
+# `fully_shard` makes of each parameter a sharded one, a DTensor, which the optimizer writes, and a gathered one, whose
+# storage comes and goes. The modules that use the parameter have the one or the other:
+#
+#     before the forward of the sharded module        the sharded one
+#     from its pre-forward hook to its forward hook   the gathered one
+#     after it                                        the sharded one if `reshard_after_forward`, else the gathered one
+#     from the hook on the gradient of its outputs    the gathered one
+#     when its backward is done                       the sharded one
+#
+# The gathered one is the same object each time, and gathering does not move its version: what has been written shows
+# in the sharded one alone.
+
+_FSDP = "a region in a module that `fully_shard` has sharded"
+_MANAGED = "_is_fsdp_managed_module"
+_FSDP_MODULE = "torch.distributed.fsdp._fully_shard._fsdp_state"  # imported by whoever has used `fully_shard`
+
+
+class _Info(Protocol):
+    module: nn.Module
+    param_name: str
+    shared_modules: list[nn.Module]
+    shared_param_names: list[str]
+
+
+class _Param(Protocol):
+    sharded_param: nn.Parameter
+    _sharded_local_tensor: Tensor
+    _module_info: _Info
+    _param_fqn: str | None
+
+
+class _Group(Protocol):
+    fsdp_params: list[_Param]
+    _training_state: object
+
+
+class _State(Protocol):
+    _fsdp_param_groups: list[_Group]
+
+
+class Shard:
+    """A parameter that FSDP2 has sharded. See NOTE [ What FSDP2 does to a parameter ]."""
+
+    __slots__ = ("_group", "_param")
+
+    def __init__(self, group: _Group, param: _Param) -> None:
+        # Weak: it is kept by the module that it leads to.
+        self._group = ref(group)
+        self._param = ref(param)
+
+    @property
+    def sharded(self) -> nn.Parameter | None:
+        """The parameter that the optimizer writes; None if the module is gone."""
+        param = self._param()
+        return None if param is None else param.sharded_param
+
+    @property
+    def local(self) -> Tensor | None:
+        """This process's part of it."""
+        param = self._param()
+        return None if param is None else param._sharded_local_tensor
+
+    @property
+    def name(self) -> str | None:
+        """Its name below the outermost sharded module, once that has run."""
+        param = self._param()
+        return None if param is None else param._param_fqn
+
+    @property
+    def is_in_forward(self) -> bool:
+        """Whether the forward of the sharded module runs now: its pre-forward hook has, its forward hook has not."""
+        group = self._group()
+        return group is not None and getattr(group._training_state, "name", "") == "FORWARD"
+
+
+def has_fsdp() -> bool:
+    """Return whether anybody has imported FSDP2, without which no module is sharded."""
+    return _FSDP_MODULE in sys.modules
+
+
+def is_managed(module: nn.Module) -> bool:
+    """Return whether `fully_shard` was called on the module or on one that it is in."""
+    return _MANAGED in module.__dict__
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Return whether `fully_shard` was called on the module itself, so that FSDP2's hooks surround each call of it."""
+    return is_managed(module) and isinstance(module, sys.modules["torch.distributed.fsdp"].FSDPModule)
+
+
+def is_hook_of_fsdp(hook: object) -> bool:
+    """Return whether a forward pre-hook is FSDP2's own."""
+    return getattr(hook, "__module__", None) == _FSDP_MODULE
+
+
+def is_dtensor(tensor: Tensor) -> bool:
+    """Return whether a tensor is a DTensor."""
+    found = sys.modules.get("torch.distributed.tensor")
+    return found is not None and isinstance(tensor, found.DTensor)
+
+
+def _groups_of(state: _State | None) -> list[_Group]:
+    if hasattr(state, "_fsdp_param_groups"):
+        return cast("_State", state)._fsdp_param_groups
+    one = getattr(state, "_fsdp_param_group", None)  # torch 2.12 and older; the states of others have neither
+    return [] if one is None else [one]
+
+
+def all_shards() -> Iterator[tuple[nn.Module, str, Shard]]:
+    """Yield each parameter that FSDP2 has sharded in this process, with each module and name that it has."""
+    states = private("distributed._composable_state._module_state_mapping", needed_for=_FSDP)
+    for reference in list(cast("Mapping[nn.Module, Callable[[], _State | None]]", states).values()):
+        for group in _groups_of(reference()):
+            for param in group.fsdp_params:
+                shard = Shard(group, param)
+                info = param._module_info
+                yield info.module, info.param_name, shard
+                for module, name in zip(info.shared_modules, info.shared_param_names, strict=True):
+                    yield module, name, shard

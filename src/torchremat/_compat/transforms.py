@@ -1,0 +1,116 @@
+"""Transforms of torch.func, forward-mode differentiation, and batched gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Protocol, cast
+
+from torch.autograd import forward_ad
+
+from torchremat._compat.binding import private
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class _Interpreter(Protocol):
+    """A transform of torch.func that is running."""
+
+    def key(self) -> object: ...
+    def level(self) -> int: ...
+
+
+_TRANSFORMS = "regions under torch.func"
+
+innermost_transform = cast(
+    "Callable[[], _Interpreter | None]", private("_C._functorch.peek_interpreter_stack", needed_for=_TRANSFORMS)
+)
+running_transforms = cast(
+    "Callable[[], list[_Interpreter] | None]", private("_C._functorch.get_interpreter_stack", needed_for=_TRANSFORMS)
+)
+pop_transform = cast("Callable[[], object]", private("_C._functorch.pop_dynamic_layer_stack", needed_for=_TRANSFORMS))
+push_transform = cast(
+    "Callable[[object], None]", private("_C._functorch.push_dynamic_layer_stack", needed_for=_TRANSFORMS)
+)
+REVERSE = private("_C._functorch.TransformType.Grad", needed_for=_TRANSFORMS)
+transform_level_of = cast("Callable[[Tensor], int]", private("_C._functorch.maybe_get_level", needed_for=_TRANSFORMS))
+unwrapped = cast("Callable[[Tensor], Tensor]", private("_C._functorch.get_unwrapped", needed_for=_TRANSFORMS))
+is_dead = cast("Callable[[Tensor], bool]", private("_C._functorch.is_dead_tensor_wrapper", needed_for=_TRANSFORMS))
+wrap_for_grad = cast("Callable[[Tensor, int], Tensor]", private("_C._functorch._wrap_for_grad", needed_for=_TRANSFORMS))
+push_grad = cast("Callable[[], int]", private("_C._functorch._grad_increment_nesting", needed_for=_TRANSFORMS))
+pop_grad = cast("Callable[[], int]", private("_C._functorch._grad_decrement_nesting", needed_for=_TRANSFORMS))
+_may_require_grad = cast(
+    "Callable[[], bool]", private("_C._functorch.get_inplace_requires_grad_allowed", needed_for=_TRANSFORMS)
+)
+_let_require_grad = cast(
+    "Callable[[bool], None]", private("_C._functorch.set_inplace_requires_grad_allowed", needed_for=_TRANSFORMS)
+)
+_why_no_hooks = cast(
+    "Callable[[], str | None]",
+    private("_C._autograd._saved_tensors_hooks_get_disabled_error_message", needed_for=_TRANSFORMS),
+)
+_enable_hooks = cast("Callable[[], None]", private("_C._autograd._saved_tensors_hooks_enable", needed_for=_TRANSFORMS))
+_disable_hooks = cast(
+    "Callable[[str, bool], None]", private("_C._autograd._saved_tensors_hooks_disable", needed_for=_TRANSFORMS)
+)
+private("autograd.forward_ad._current_level", needed_for="regions under forward-mode differentiation")
+
+
+def is_transformed() -> bool:
+    """Return whether a transform of torch.func or a level of forward-mode differentiation is running."""
+    return innermost_transform() is not None or forward_ad._current_level >= 0
+
+
+def has_dual_level() -> bool:
+    """Return whether a level of forward-mode differentiation is open."""
+    return forward_ad._current_level >= 0
+
+
+def require_grad(tensor: Tensor) -> Tensor:
+    """Let a tensor that was wrapped for a transform require grad, which torch allows its own transforms alone."""
+    before = _may_require_grad()
+    _let_require_grad(True)
+    try:
+        return tensor.requires_grad_()
+    finally:
+        _let_require_grad(before)
+
+
+_enter_batch = cast("Callable[[], int]", private("_C._vmapmode_increment_nesting", needed_for=_TRANSFORMS))
+_leave_batch = cast("Callable[[], int]", private("_C._vmapmode_decrement_nesting", needed_for=_TRANSFORMS))
+
+
+@contextmanager
+def outside_batches() -> Generator[None]:
+    """Let random numbers be drawn in a backward for several gradients at once (`is_grads_batched`)."""
+    depth = _enter_batch()  # one more than it was
+    for _ in range(depth):
+        _leave_batch()
+    try:
+        yield
+    finally:
+        for _ in range(depth - 1):
+            _enter_batch()
+
+
+_NO_HOOKS = "torch.func."  # what the message begins with if it was a transform that has disabled hooks
+
+
+def is_of_transform(message: str | None) -> bool:
+    """Return whether it is a transform of torch.func that says that saved-tensor hooks do not work."""
+    return message is not None and message.startswith(_NO_HOOKS)
+
+
+@contextmanager
+def hooks_under_transforms() -> Generator[None]:
+    """Let saved-tensor hooks be set where a transform of torch.func has disabled them, and nobody else."""
+    message = _why_no_hooks()
+    if not is_of_transform(message):
+        yield
+        return
+    _enable_hooks()
+    try:
+        yield
+    finally:
+        _disable_hooks(cast("str", message), False)  # though hooks of an outer region may be set
