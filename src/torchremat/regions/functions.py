@@ -8,7 +8,6 @@ from functools import partial
 from typing import ParamSpec, TypeVar, cast
 
 import torch
-from torch import Tensor
 
 from torchremat._compat.graphs import outside_graphs
 from torchremat.errors import UnsupportedError
@@ -47,6 +46,7 @@ def checkpointed(
     function: Callable[P, R],
     *,
     check: Check = "metadata",
+    check_every: int = 1,
     preserve_rng: bool = True,
     early_stop: bool = True,
     guard: Sequence[object] = (),
@@ -57,8 +57,11 @@ def checkpointed(
     Args:
         function: Any callable; a module's parameters and buffers are looked after if the module is the function, the
             function's `self`, in its closure, one of its global names, or an argument.
-        check: `"metadata"` compares number, shape, dtype and device of the saved tensors of forward and recompute;
-            `"none"` compares the number alone.
+        check: What is compared of the tensors that autograd saves in forward and recompute. `"metadata"`: their number,
+            shape, dtype, device, layout and the class of their strides. `"values"`: their bits as well, by a
+            fingerprint computed on their device; on the CPU a difference is an error before any gradient comes of it,
+            elsewhere when the backward has ended and the gradients are written. `"none"`: their number alone.
+        check_every: With `check="values"`, compare values in the first call and in every so many after it.
         preserve_rng: Whether the recompute draws the random numbers that the forward drew.
         early_stop: Whether a recompute ends at the last tensor that is needed.
         guard: Objects that the function changes and a recompute must see as the forward saw them: caches, counters,
@@ -73,7 +76,14 @@ def checkpointed(
     """
     if not callable(function):
         raise UnsupportedError(f"function: a callable is needed, got {type(function).__name__}.")
-    settings = settings_of(check=check, preserve_rng=preserve_rng, early_stop=early_stop, guard=guard, debug=debug)
+    settings = Settings(
+        check=check,
+        check_every=check_every,
+        preserve_rng=preserve_rng,
+        early_stop=early_stop,
+        guard=guard,
+        debug=debug,
+    )
 
     @functools.wraps(function)
     def region(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -82,35 +92,6 @@ def checkpointed(
         return _run(function, settings, args, kwargs)
 
     return region
-
-
-def settings_of(
-    *,
-    check: str = "metadata",
-    preserve_rng: bool = True,
-    early_stop: bool = True,
-    guard: Sequence[object] = (),
-    debug: bool = False,
-) -> Settings:
-    """Return the settings for options that a user gave.
-
-    Raises:
-        UnsupportedError: An option has a value that it cannot have.
-    """
-    if check not in ("metadata", "none"):
-        raise UnsupportedError(f"check={check!r}: allowed are 'metadata' and 'none'.")
-    for name, value in (("preserve_rng", preserve_rng), ("early_stop", early_stop), ("debug", debug)):
-        if not isinstance(value, bool):  # pyright: ignore[reportUnnecessaryIsInstance]: users are not type-checked
-            raise UnsupportedError(f"{name}={value!r}: True or False is needed.")
-    if not isinstance(guard, list | tuple):
-        raise UnsupportedError(f"guard: a list of objects is needed, got {type(guard).__name__}.")
-    for one in guard:
-        if isinstance(one, Tensor) or (type(one).__module__ == "builtins" and type(one).__hash__ is not None):
-            raise UnsupportedError(
-                f"guard: {type(one).__name__} cannot be changed and given back its contents; name the object that "
-                "holds it."
-            )
-    return Settings(check=check, preserve_rng=preserve_rng, early_stop=early_stop, guard=tuple(guard), debug=debug)
 
 
 @outside_graphs

@@ -15,6 +15,7 @@ from torchremat.regions.differences import Difference, DivergedError, Kind
 from torchremat.regions.guards import WrittenObjectError
 from torchremat.regions.modules import ChangedStateError
 from torchremat.regions.threads import thread
+from torchremat.regions.values import ValueCheck
 from torchremat.saved.metadata import Metadata, agree, metadata_of
 from torchremat.saved.structure import join, place_of, split
 from torchremat.saved.tensor import ChangedError
@@ -73,6 +74,7 @@ class Recompute:
         "needed",
         "only",
         "region",
+        "values",
     )
 
     def __init__(
@@ -92,7 +94,10 @@ class Recompute:
             self.needed = -1
         self.last = self._last()
         self.count = 0
-        self.metadata = region.metadata if region.settings.check == "metadata" else None
+        self.metadata = region.metadata if region.settings.check != "none" else None
+        self.values = None
+        if region.fingerprints is not None and checks:
+            self.values = ValueCheck(region.name(0), region.fingerprints, region.metadata)
         self.keeps = region.runs_backward  # See Rule 6
         self.is_stopped = False
         self.difference: Difference | None = None
@@ -164,6 +169,12 @@ class Recompute:
             thread.recomputing -= 1
             thread.scopes = had_scopes
             thread.calls = had_calls
+        if self.values is not None and self.difference is None:
+            found = self.values.differs_at_end()
+            if found is not None:
+                self.difference = self._difference("values", found, region.metadata[found])
+            else:
+                self.values.ended()
         if self.difference is not None:
             raise DivergedError(number, self.difference)
         if self.count <= self.needed:
@@ -231,7 +242,11 @@ class Recompute:
         if self.metadata is not None:
             then, now = self.metadata[index], metadata_of(tensor)
             if then != now and not agree(then, now):
-                self._differs(index, now)
+                self._differs("metadata", index, now)
+            if self.values is not None:
+                found = self.values.differs(tensor, is_fresh=index in region.fresh)
+                if found is not None:
+                    self._differs("values", found, region.metadata[found])
         if self.only is None or index == self.only:
             # Without its `grad_fn`, which would keep the recomputed graph.
             value = tensor if tensor.is_leaf else region.detached(tensor)
@@ -273,17 +288,17 @@ class Recompute:
             self.difference = self._counted("too many", len(self.region.slots))
         self._stop()
 
-    def _differs(self, index: int, now: Metadata) -> NoReturn:
+    def _differs(self, kind: Kind, index: int, now: Metadata) -> NoReturn:
         # Not raised here: what is raised in user code may be caught there, and the error is found by running it again.
-        self.difference = Difference(
-            kind="metadata",
-            index=index,
-            then=self.region.metadata[index],
-            now=now,
-            saved_then=len(self.region.slots),
-            saved_now=self.count,
-        )
+        self.difference = self._difference(kind, index, now)
         self._stop()
+
+    def _difference(self, kind: Kind, index: int, now: Metadata) -> Difference:
+        region = self.region
+        then = region.metadata[index]
+        return Difference(
+            kind=kind, index=index, then=then, now=now, saved_then=len(region.slots), saved_now=self.count
+        )
 
     def _counted(self, kind: Kind, saved_then: int) -> Difference:
         return Difference(kind=kind, saved_then=saved_then, saved_now=self.count)

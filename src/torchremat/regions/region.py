@@ -44,6 +44,7 @@ from torchremat.regions.recompute import Recompute
 from torchremat.regions.sessions import Session, active_session, open_sessions
 from torchremat.regions.settings import Observer, Settings
 from torchremat.regions.threads import thread
+from torchremat.regions.values import Fingerprints
 from torchremat.saved.metadata import Metadata, metadata_of
 from torchremat.saved.structure import split
 from torchremat.saved.tensor import SavedTensor, holding, version_of
@@ -129,6 +130,7 @@ class Region:
         "_lock",
         "_recomputed",
         "_unpacked",
+        "fingerprints",
         "fresh",
         "held",
         "label",
@@ -152,6 +154,9 @@ class Region:
         self.slots: list[ReferenceType[Slot]] = []
         self.metadata: list[Metadata] = []
         self.fresh: set[int] = set()  # see NOTE [ What is written after it was saved ]
+        # With `check="values"`; what is made in a recompute is compared with what was made before it by its region.
+        compares = settings.check == "values" and not thread.recomputing and settings.turns.is_next()
+        self.fingerprints = Fingerprints() if compares else None
         self.last_use: dict[Source, int] = {}
         self.runs_backward = False
         # Tensors that have been seen, by id, with the version they had: outputs of calls and inputs that are held.
@@ -197,10 +202,10 @@ class Region:
         if observer is not None:
             observer.looks(self)
         call.look(tensors, modules, objects, self.settings)
-        pack = self._pack
+        pack = self._pack if self.fingerprints is None else self._pack_with_values
         if observer is not None:
             observer.began(self, number, tensors)
-            pack = partial(self._pack_observed, observer, number)
+            pack = partial(self._pack_observed, observer, number, pack)
         run = body
         if self.settings.debug:
             call.log = log_of(self, call)
@@ -217,6 +222,8 @@ class Region:
                 pop_saved_tensor_hooks()
             if observer is not None:
                 observer.settles(self)
+            if self.fingerprints is not None:
+                self.fingerprints.settle()
             call.settle()
             call.slots = len(self.slots)
             if observer is not None:
@@ -228,6 +235,8 @@ class Region:
                     slot.index = _LOST
             del self.made[number:], self.slots[first_slot:], self.metadata[first_slot:]
             self.fresh = {index for index in self.fresh if index < first_slot}
+            if self.fingerprints is not None:
+                self.fingerprints.cut(first_slot)
             if type(error) is RuntimeError and is_of_transform(str(error)):
                 raise UnsupportedError(_TRANSFORM_INSIDE) from None
             raise
@@ -270,9 +279,17 @@ class Region:
             self.fresh.add(index)
         return slot
 
-    def _pack_observed(self, observer: Observer, number: int, tensor: Tensor) -> object:
+    def _pack_observed(
+        self, observer: Observer, number: int, pack: Callable[[Tensor], object], tensor: Tensor
+    ) -> object:
         observer.saved(self, number, tensor)
-        return self._pack(tensor)
+        return pack(tensor)
+
+    def _pack_with_values(self, tensor: Tensor) -> object:
+        assert self.fingerprints is not None
+        slot = self._pack(tensor)
+        self.fingerprints.add(tensor, is_fresh=len(self.slots) - 1 in self.fresh)
+        return slot
 
     def _pack_logged(self, log: OperatorLog, pack: Callable[[Tensor], object], tensor: Tensor) -> object:
         log.save(tensor)

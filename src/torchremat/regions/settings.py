@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, Protocol, cast, get_args
 
 from torch import Tensor
+
+from torchremat.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from torchremat.regions.region import Region
 
-Check = Literal["metadata", "none"]
+Check = Literal["metadata", "values", "none"]
 
 
 class Observer(Protocol):
@@ -45,13 +48,58 @@ class Observer(Protocol):
         ...
 
 
+class Turns:
+    """Counts the forwards that share settings, and says whose values are checked."""
+
+    __slots__ = ("_count", "every")
+
+    def __init__(self, every: int = 1) -> None:
+        self.every = every
+        self._count = 0
+
+    def is_next(self) -> bool:
+        """Return whether it is the turn of the forward that begins now."""
+        count, self._count = self._count, self._count + 1
+        return count % self.every == 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """How a region behaves."""
+    """How a region behaves. The options are those of `checkpointed`.
+
+    Raises:
+        UnsupportedError: An option has a value that it cannot have.
+    """
 
     check: Check = "metadata"
+    check_every: int = 1
     preserve_rng: bool = True
     early_stop: bool = True
-    guard: tuple[object, ...] = ()
+    guard: Sequence[object] = ()
     debug: bool = False
     observer: Observer | None = None
+    turns: Turns = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be honoured: users are not type-checked."""
+        if self.check not in get_args(Check):
+            raise UnsupportedError(f"check={self.check!r}: allowed are 'metadata', 'values' and 'none'.")
+        for name in ("preserve_rng", "early_stop", "debug"):
+            if not isinstance(getattr(self, name), bool):
+                raise UnsupportedError(f"{name}={getattr(self, name)!r}: True or False is needed.")
+        every = cast("object", self.check_every)
+        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+            raise UnsupportedError(f"check_every={every!r}: an int of at least 1 is needed.")
+        if every > 1 and self.check != "values":
+            raise UnsupportedError(f"check_every={every}: only check='values' can be left out now and then.")
+        guard: object = self.guard
+        if not isinstance(guard, list | tuple):
+            raise UnsupportedError(f"guard: a list of objects is needed, got {type(guard).__name__}.")
+        for one in cast("Sequence[object]", guard):
+            if isinstance(one, Tensor) or (type(one).__module__ == "builtins" and type(one).__hash__ is not None):
+                raise UnsupportedError(
+                    f"guard: {type(one).__name__} cannot be changed and given back its contents; name the object that "
+                    "holds it."
+                )
+        object.__setattr__(self, "guard", tuple(cast("Sequence[object]", guard)))
+        object.__setattr__(self, "turns", Turns(self.check_every))

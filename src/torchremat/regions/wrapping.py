@@ -26,7 +26,6 @@ from torch import nn
 from torchremat._compat.graphs import outside_graphs
 from torchremat.errors import UnsupportedError, WrapError
 from torchremat.regions.compiling import call_in_graph
-from torchremat.regions.functions import settings_of
 from torchremat.regions.runs import Scope, call_plainly, continued, is_in_scope, open_choice, run_choice
 from torchremat.regions.settings import Check, Settings
 from torchremat.regions.transforms import new_region
@@ -183,6 +182,7 @@ def wrap(
     *,
     every: int = 1,
     check: Check = "metadata",
+    check_every: int = 1,
     preserve_rng: bool = True,
     early_stop: bool = True,
     guard: Sequence[object] = (),
@@ -196,6 +196,7 @@ def wrap(
             theirs: a `*` does not match a dot), a type, or a predicate of name and module.
         every: Wrap the first of each `every` matches, in the order of `named_modules()`.
         check: See `checkpointed`.
+        check_every: See `checkpointed`; every module counts its own calls.
         preserve_rng: See `checkpointed`.
         early_stop: See `checkpointed`.
         guard: See `checkpointed`.
@@ -204,7 +205,14 @@ def wrap(
     Raises:
         WrapError: Nothing matches (the message has the closest names), or a match is wrapped already.
     """
-    settings = settings_of(check=check, preserve_rng=preserve_rng, early_stop=early_stop, guard=guard, debug=debug)
+    settings = Settings(
+        check=check,
+        check_every=check_every,
+        preserve_rng=preserve_rng,
+        early_stop=early_stop,
+        guard=guard,
+        debug=debug,
+    )
     if not isinstance(every, int) or isinstance(every, bool) or every < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise WrapError(f"every={every!r}: an int of at least 1 is needed.")
     found = matching(model, modules)[::every]
@@ -212,7 +220,7 @@ def wrap(
         if is_wrapped(module):
             raise WrapError(_is_wrapped_already(name, module))
     for name, module in found:
-        set_forward(module, name, settings)
+        set_forward(module, name, replace(settings))  # each takes turns of its own
     return model
 
 

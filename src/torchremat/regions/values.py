@@ -1,0 +1,159 @@
+"""The check of values: what a recompute saves must have the bits that the forward saved.
+
+On the CPU a difference is found in the recompute, before any gradient comes of it. On other devices nobody waits for
+fingerprints: they are compared when the backward has ended, and by then the gradients are written.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import torch
+from torch import Tensor
+
+from torchremat._compat.autograd import at_end_of_backward, current_graph_task
+from torchremat.errors import CheckpointError
+from torchremat.saved.fingerprints import fingerprint
+from torchremat.saved.metadata import Metadata
+
+_OURS = str(Path(__file__).parents[1])
+_TORCHS = str(Path(torch.__file__).parent)
+
+
+class Fingerprints:
+    """The fingerprints of what one run saves, by number of the saved tensor.
+
+    What may be written without a new version after it was saved has its fingerprint when two more tensors are saved, or
+    the run has ended: see NOTE [ What is written after it was saved ].
+    """
+
+    __slots__ = ("_waiting", "count", "found")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.found: dict[int, Tensor] = {}
+        self._waiting: list[tuple[int, Tensor]] = []
+
+    def add(self, tensor: Tensor, *, is_fresh: bool) -> list[int]:
+        """Take the next saved tensor; return the numbers of those whose fingerprints are there now."""
+        index, self.count = self.count, self.count + 1
+        done = self.settle(before=index - 1)
+        if is_fresh:
+            self._waiting.append((index, tensor))
+            return done
+        self.found[index] = fingerprint(tensor)
+        return [*done, index]
+
+    def settle(self, before: int | None = None) -> list[int]:
+        """Do the same for those that wait, all or those before a number."""
+        due = [one for one in self._waiting if before is None or one[0] < before]
+        if due:
+            self._waiting = self._waiting[len(due) :]
+            self.found.update((index, fingerprint(tensor)) for index, tensor in due)
+        return [index for index, _ in due]
+
+    def cut(self, count: int) -> None:
+        """Forget all but the first `count` saved tensors."""
+        self.count = count
+        self._waiting = []
+        self.found = {index: one for index, one in self.found.items() if index < count}
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """A saved tensor whose fingerprints are still to be compared."""
+
+    index: int
+    metadata: Metadata
+    then: Tensor
+    now: Tensor
+    line: str
+
+
+class ValueCheck:
+    """Compares the fingerprints of one recompute with those of its forward.
+
+    Args:
+        name: The words for the region in messages.
+        then: Those of the forward.
+        metadata: What else is known of the saved tensors, by number.
+    """
+
+    __slots__ = ("_lines", "_metadata", "_name", "_now", "_pending", "_then")
+
+    def __init__(self, name: str, then: Fingerprints, metadata: list[Metadata]) -> None:
+        self._name = name
+        self._then = then
+        self._metadata = metadata
+        self._now = Fingerprints()
+        self._lines: list[str] = []
+        self._pending: list[_Pending] = []
+
+    def differs(self, tensor: Tensor, *, is_fresh: bool) -> int | None:
+        """Take the next saved tensor; return the number of one that is known to differ now, it or one before."""
+        self._lines.append(_user_line() if waits(tensor) else "")
+        return self._first_of(self._now.add(tensor, is_fresh=is_fresh))
+
+    def differs_at_end(self) -> int | None:
+        """Return the number of one that is known to differ now that the run has ended."""
+        return self._first_of(self._now.settle())
+
+    def _first_of(self, indices: list[int]) -> int | None:
+        for index in indices:
+            then, now = self._then.found.get(index), self._now.found[index]
+            if then is None:
+                continue  # saved by a forward that still runs
+            if waits(now):
+                self._pending.append(_Pending(index, self._metadata[index], then, now, self._lines[index]))
+            elif not torch.equal(then, now):
+                return index
+        return None
+
+    def ended(self) -> None:
+        """Compare what is pending when the backward that runs now has ended; outside of any, at once."""
+        if not self._pending:
+            return
+        if current_graph_task() == -1:
+            self.judge()
+        else:
+            at_end_of_backward(self.judge)
+
+    def judge(self) -> None:
+        """Compare what is pending, and wait for it.
+
+        Raises:
+            CheckpointError: Something differs.
+        """
+        pending, self._pending = self._pending, []
+        then, now = (torch.stack([getattr(one, side) for one in pending]) for side in ("then", "now"))
+        differ = (then != now).any(1).tolist()
+        if not any(differ):
+            return
+        first = pending[differ.index(True)]
+        shape, dtype, device, _ = first.metadata
+        raise CheckpointError(
+            f"{self._name}: tensor {first.index} of {len(self._metadata)} that autograd saves, of shape "
+            f"{tuple(shape)}, {dtype}, {device}, has other values in the recompute than in the forward, the first of "
+            f"{sum(differ)} that differ. It is saved {first.line}. The gradients of this backward are written and "
+            "wrong: do not step on them. Look for state that the forward changes, or a draw of `random` or NumPy (see "
+            "torchremat.extend.register). Atomic additions on CUDA differ by rounding from run to run as well: see "
+            "torch.use_deterministic_algorithms."
+        )
+
+
+def waits(tensor: Tensor) -> bool:
+    """Return whether reading a tensor on the host would wait for its device."""
+    return tensor.device.type not in ("cpu", "meta")
+
+
+def _user_line() -> str:
+    """Return where the innermost code runs that is neither torch's nor ours."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith((_OURS, _TORCHS)):
+        frame = frame.f_back
+    if frame is None:
+        return "in code that is not Python's"
+    return f"in {frame.f_code.co_qualname}, {frame.f_code.co_filename}:{frame.f_lineno}"

@@ -1,0 +1,65 @@
+"""A number or two that stand for the values of a saved tensor, computed where the tensor is.
+
+A fingerprint changes with every bit of the tensor, and with the order of its elements as far as programs change it:
+rows that are shuffled, columns that are shuffled. It is no cryptographic hash, and it is the same for two tensors with
+the same values and other strides.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from torchremat.errors import UnsupportedError
+
+
+def fingerprint(tensor: Tensor) -> Tensor:
+    """Return the fingerprint of a tensor: two int64 on its device, without waiting for it.
+
+    Args:
+        tensor: Any shape, dtype and layout; one without elements has a fingerprint as well.
+
+    Raises:
+        UnsupportedError: It is of a class whose bits cannot be read.
+    """
+    with torch.no_grad():
+        values = _plain(tensor)
+        if values.element_size() == 1:
+            words, rest = _words(values)
+            return torch.stack((_ordered(words), _ordered(rest)))
+        if values.dim() == 0:
+            return _hashed(values).expand(2)
+        # By rows, whose order counts, and every other column.
+        return torch.stack((_ordered(_hashed(values, -1).flatten()), _hashed(values[..., ::2])))
+
+
+def _ordered(numbers: Tensor) -> Tensor:
+    # Odd weights lose no bit; overflow wraps around.
+    return (numbers * torch.arange(1, 2 * numbers.numel() + 1, 2, device=numbers.device)).sum()
+
+
+def _hashed(values: Tensor, dimension: int | None = None) -> Tensor:
+    found = torch.hash_tensor(values) if dimension is None else torch.hash_tensor(values, dim=dimension)
+    return found.view(torch.int64)
+
+
+def _words(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the bytes of a tensor of bytes as int64, and those that are left over."""
+    # The exclusive or of bytes has few bits, that of a mask a single one.
+    flat = values.contiguous().view(torch.uint8).flatten()
+    whole = flat.numel() // 8 * 8
+    return flat[:whole].view(torch.int64), flat[whole:].long()
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    if type(tensor) is not Tensor and type(tensor) is not nn.Parameter:
+        raise UnsupportedError(
+            f'check="values": the values of a {type(tensor).__name__} that a region saves cannot be compared. Check '
+            'its metadata, check="metadata", or only regions without such tensors.'
+        )
+    tensor = tensor.detach()
+    if tensor.layout is not torch.strided:
+        tensor = tensor.to_dense()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    return tensor if tensor.numel() else tensor.new_zeros((), dtype=torch.int64)
