@@ -21,12 +21,15 @@ TOO_MANY = "trying to save more tensors during recomputation than during the ori
 METADATA = "Recomputed values for the following tensors have different metadata than during the forward pass"
 
 
-def message(run):
-    """The message of a forward and backward that fails, under 30 lines."""
-    with pytest.raises(CheckpointError) as caught:
+def message(run, most_lines=29):
+    """The message of a forward and backward that fails."""
+    try:
         run().sum().backward()
-    text = str(caught.value)
-    assert text.count("\n") + 1 < 30
+    except CheckpointError as error:  # and not `pytest.raises`, which keeps the frames, and so the region, in a cycle
+        text = str(error)
+    else:
+        pytest.fail("no difference was found")
+    assert text.count("\n") + 1 <= most_lines
     return text
 
 
@@ -478,22 +481,21 @@ def test_debug_shows_both_logs_from_where_they_part(then, now, side):
             return self.last(F.dropout(self.first(x), 0.5, flags["training"]))
 
     model = wrap(nn.Sequential(Block()), "0", debug=True)
-    y = model(leaf(3, 4)).sum()
-    flags["training"] = now
 
-    with pytest.raises(CheckpointError) as caught:
-        y.backward()
-    lines = str(caught.value).splitlines()
+    def run():
+        y = model(leaf(3, 4))
+        flags["training"] = now
+        return y
+
+    text = message(run, 59)
+    lines = text.splitlines()
     then_line = lines.index("Operations executed during the original forward:")
     now_line = lines.index("Operations executed during recomputation:")
     marked = [line for line in lines if line.startswith("> ")]
     with_dropout, without = marked if side == "forward" else marked[::-1]
 
-    assert len(lines) < 60
-    assert "An error happened while unpacking tensors; dumping logs of latest computation because you passed" in str(
-        caught.value
-    )
-    assert f" of F.dropout ran in the {side} alone: a `training` flag was another" in str(caught.value)
+    assert "An error happened while unpacking tensors; dumping logs of latest computation because you passed" in text
+    assert f" of F.dropout ran in the {side} alone: a `training` flag was another" in text
     assert lines[then_line + 2] == lines[now_line + 2] == "  ... 5 operators that both ran"
     assert lines[then_line + 3 : then_line + 6] == lines[now_line + 3 : now_line + 6]
     assert with_dropout.startswith("> aten.empty_like.default of F.dropout(float32[3, 4]) -> float32[3, 4] in `0` at ")
@@ -514,13 +516,14 @@ def test_a_cast_that_was_cached_is_no_difference_between_the_logs():
     def body(x):
         return model(x)[: rows[0]].exp()
 
-    with torch.autocast("cpu", torch.bfloat16):
-        model(leaf(3, 4))
-        y = checkpointed(body, debug=True)(leaf(3, 4)).sum()
-    rows[0] = 1
+    def run():
+        with torch.autocast("cpu", torch.bfloat16):
+            model(leaf(3, 4))
+            y = checkpointed(body, debug=True)(leaf(3, 4))
+        rows[0] = 1
+        return y
 
-    with pytest.raises(CheckpointError, match=r"the forward ran aten\.slice\.Tensor"):
-        y.backward()
+    assert "the forward ran aten.slice.Tensor" in message(run)
 
 
 # ------------------------------------------------------------------------------------------------------------- no trace

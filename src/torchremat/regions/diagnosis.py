@@ -162,6 +162,10 @@ def diverged(then: Sequence[Metadata], now: Sequence[Metadata]) -> Divergence | 
 def _operator(region: Region, difference: Difference, found: Rerun) -> list[str]:
     where, operator = _saver(region, difference, found.log)
     lines: list[str] = []
+    if found.error is not None:
+        lines.append(f"Run once more to find the operator, the region raised {found.error}")
+        if where is None or where.first >= len(found.log.metadata):
+            return lines  # it did not come as far
     logs = _logs_of(region, found.log)
     if logs is not None and not logs.first == len(logs.then) == len(logs.now):
         lines += _parted(logs)
@@ -180,8 +184,6 @@ def _operator(region: Region, difference: Difference, found: Rerun) -> list[str]
         lines.append(_saved(region, found.log, where))
     if found.log.is_compiled:
         lines.append("Part of the region is compiled; to find the operator it ran eagerly, and may save other tensors.")
-    if found.error is not None:
-        lines.append(f"Run once more to find the operator, the region raised {found.error}")
     return lines
 
 
