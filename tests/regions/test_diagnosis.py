@@ -590,6 +590,40 @@ def test_the_message_leaves_no_trace(forgets):
     assert y.shape == (3, 4)
 
 
+def test_hooks_and_buffers_that_each_run_adds_are_gone():
+    class Adds(nn.Module):
+        def forward(self, x):
+            self.register_forward_hook(lambda *_: None)
+            self.register_buffer(f"buffer{len(self._forward_hooks)}", x.detach())
+            return x.exp()
+
+    model = Adds()
+    region, _y = made(model, leaf(3, 4))
+
+    explained(region, 0)
+
+    assert len(model._forward_hooks) == 1
+    assert list(model._buffers) == ["buffer1"]
+
+
+def after(function):
+    return lambda x: function(x)
+
+
+def test_a_long_chain_of_functions_and_a_large_object_are_no_obstacle():
+    chain = torch.exp
+    for _ in range(2_000):
+        chain = after(chain)
+    large = {"rows": 2, "more": list(map(str, range(200_000)))}
+
+    def body(x):
+        return x[: large["rows"]].sin() if chain else x
+
+    text = message(Between(body, lambda: large.update(rows=1), debug=True), 59)
+
+    assert "the recompute ran aten.slice.Tensor(float32[3, 4])" in text
+
+
 def test_the_flags_of_hidden_modules_are_as_before():
     rows = [2]
 

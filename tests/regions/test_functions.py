@@ -52,6 +52,7 @@ def test_options(options):
     ("options", "message"),
     [
         ({"check": "values"}, r"check='values': allowed are 'metadata' and 'none'"),
+        ({"debug": "yes"}, r"debug='yes': True or False is needed"),
         ({"preserve_rng": 1}, r"preserve_rng=1: True or False is needed"),
         ({"early_stop": None}, r"early_stop=None: True or False is needed"),
     ],

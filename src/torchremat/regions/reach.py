@@ -7,16 +7,18 @@ of a call are looked at before and after it runs once more, and what it has chan
 from __future__ import annotations
 
 import functools
+import sys
 import types
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from torchremat.errors import UnsupportedError
 from torchremat.regions.guards import Objects
 from torchremat.saved.structure import Leaf
 
@@ -25,6 +27,9 @@ if TYPE_CHECKING:
 
 _MOST = 2_000  # values that are described; more would say nothing to a reader
 _DEPTH = 4
+_CALLS = 4  # functions that are followed from one to the next
+# Objects of these are not looked into: other threads change some of them, and they would be taken for the region's.
+_SKIPPED = (sys.stdlib_module_names | {"torch"}) - {"builtins", "collections"}
 _PLAIN = (bool, int, float, str, type(None))
 _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType, type)
 _OF_EVERY_MODULE = frozenset(nn.Module().__dict__) - {"training"}
@@ -56,19 +61,25 @@ class Reach:
         self._cells: list[tuple[str, types.CellType, object]] = []
         self._globals: list[tuple[dict[str, object], str, object]] = []
         self._seen: set[int] = set()
+        self._followed = 0
+        self._state: dict[str, str] = {}
+        self._training: list[tuple[nn.Module, bool]] = []
+        self._attributes: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
+        self._objects: list[Objects] = []
         for call in calls:
             self._add_call(call, label if isinstance(label, str) else "")
 
     def look(self) -> None:
-        """Remember what everything is now.
-
-        Raises:
-            UnsupportedError: There is too much of it.
-        """
+        """Remember what everything is now, but for objects that hold too much to be remembered."""
         self._state = self._described()
         self._training = [(module, module.training) for module in self.modules]
-        self._attributes = [(module, dict(module.__dict__)) for module in self.modules]
-        self._objects = Objects(list(self.things.values()))
+        for module in self.modules:
+            own: list[dict[Any, Any]] = [module.__dict__, module._parameters, module._buffers]
+            own += [module._forward_hooks, module._forward_pre_hooks]
+            self._attributes += [(one, dict(one)) for one in own]
+        for thing in self.things.values():
+            with suppress(UnsupportedError):
+                self._objects.append(Objects([thing]))
 
     # ----------------------------------------------------------------------------------------------------- reaching
 
@@ -106,7 +117,12 @@ class Reach:
             self._follow(value)
         elif not isinstance(value, (*_PLAIN, *_FUNCTIONS)) and id(value) not in self._seen:
             self._seen.add(id(value))
-            self.things[name] = value
+            if isinstance(value, torch.Generator | Tensor) or type(value).__module__.split(".")[0] not in _SKIPPED:
+                self.things[name] = value
+            if isinstance(value, list | tuple):
+                for position, item in enumerate(cast("list[object]", value)):
+                    if isinstance(item, nn.Module):
+                        self._add_module(f"{name}[{position}]", item)
 
     def _add_module(self, name: str, module: nn.Module) -> None:
         for path, inner in module.named_modules(prefix=name):
@@ -120,7 +136,14 @@ class Reach:
     def _follow(self, function: object) -> None:
         if id(function) in self._seen or (getattr(function, "__module__", None) or "").split(".")[0] == "torch":
             return
+        if self._followed == _CALLS:
+            return
         self._seen.add(id(function))
+        self._followed += 1
+        self._follow_into(function)
+        self._followed -= 1
+
+    def _follow_into(self, function: object) -> None:
         if isinstance(function, functools.partial):
             call = cast("functools.partial[object]", function)
             self._follow(call.func)
@@ -180,14 +203,15 @@ class Reach:
         for space, name, value in self._globals:
             if space.get(name, _MISSING) is not value:
                 space[name] = value
-        for module, attributes in self._attributes:
-            _put_back(module.__dict__, attributes)
+        for own, contents in self._attributes:
+            _put_back(own, contents)
         for module, flag in self._training:
             module.training = flag
-        if self._objects.settle():
-            with ExitStack() as stack:
-                self._objects.restore(stack)
-                stack.pop_all()  # for good
+        for objects in self._objects:
+            if objects.settle():
+                with ExitStack() as stack:
+                    objects.restore(stack)
+                    stack.pop_all()  # for good
 
     def _described(self) -> dict[str, str]:
         found: dict[str, str] = {}
@@ -237,7 +261,7 @@ def _short(value: object) -> str:
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 
-def _put_back(now: dict[str, Any], before: dict[str, Any]) -> None:
+def _put_back(now: dict[Any, Any], before: dict[Any, Any]) -> None:
     for name in now.keys() - before.keys():
         del now[name]
     for name, value in before.items():

@@ -2,7 +2,7 @@
 
 What is put back afterwards: the states of all generators of torch, of Python's `random` and of NumPy, tensors that were
 written with their versions, gradients, module attributes, training flags, and the objects, closures and global names
-that `reach` sees. Missing on purpose: what the code does to the world outside, as printing.
+that `reach` sees. Missing on purpose: what the code does to the world outside, as printing, and iterators.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def rerun(region: Region, *, flipped: Iterable[nn.Module] = ()) -> Rerun:
         flipped: Modules to run with the other training flag, those inside of them too.
 
     Raises:
-        UnsupportedError: What the region reaches is too much to be put back, or another region is run once more.
+        UnsupportedError: Another region is run once more in this thread already.
     """
     if _here.is_running:
         raise UnsupportedError("it was found while another region ran again for its message")
