@@ -31,7 +31,8 @@ _COMPARED = 200  # saved tensors that are aligned after the first difference
 _NO_DEBUG = "To see the operators of both runs, pass `debug=True`."
 _HEADER = (
     "An error happened while unpacking tensors; dumping logs of latest computation because you passed `debug=True` to "
-    "`torch.utils.checkpoint.checkpoint()`"
+    "`torch.utils.checkpoint.checkpoint()`\n"
+    "You are seeing this error because you passed `debug=True` to checkpoint, or switched it on for all."
 )
 
 

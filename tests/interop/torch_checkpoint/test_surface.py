@@ -247,17 +247,67 @@ def test_what_a_partial_holds_is_input_too():
         y.sum().backward()
 
 
-def test_recomputes_that_differ_are_torchs_error():
+def differing(first, second):
     calls = []
 
     def function(a):
         calls.append(1)
-        return a.exp() if len(calls) == 1 else a[:2].exp()
+        return (first if len(calls) == 1 else second)(a)
 
-    y = ours.checkpoint(function, leaf(3), use_reentrant=False)
+    return function
 
-    with pytest.raises(torchs.CheckpointError):
+
+@BOTH
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        (
+            lambda a: a.exp().sin(),
+            torch.exp,
+            r"A different number of tensors was saved during the original forward and recomputation\.\n"
+            r"Number of tensors saved during forward: 2\nNumber of tensors saved during recomputation: 1",
+        ),
+        (
+            torch.exp,
+            lambda a: a.exp().sin(),
+            r"trying to save more tensors during recomputation than during the original forward pass",
+        ),
+        (
+            torch.exp,
+            lambda a: a[:2].exp(),
+            r"Recomputed values for the following tensors have different metadata than during the forward pass\.\n"
+            r"tensor at position 0:\n"
+            r"saved metadata: \{'shape': torch\.Size\(\[3\]\), 'dtype': torch\.float32, 'device': device\(.*\}\n"
+            r"recomputed metadata: \{'shape': torch\.Size\(\[2\]\), 'dtype': torch\.float32, 'device': device\(.*\}",
+        ),
+    ],
+    ids=["fewer", "more", "others"],
+)
+def test_recomputes_that_differ_are_an_error_of_torchs_type_and_words(module, first, second, message):
+    y = module.checkpoint(differing(first, second), leaf(3), use_reentrant=False, early_stop=False)
+
+    with pytest.raises(torchs.CheckpointError, match=message):
         y.sum().backward()
+
+
+@pytest.mark.parametrize("switch", [False, True], ids=["argument", "switch"])
+def test_debugging_adds_the_operators_of_both_runs(switch):
+    with ours.set_checkpoint_debug_enabled(True if switch else None):
+        y = ours.checkpoint(
+            differing(lambda a: a.exp().sin(), torch.exp), leaf(3), use_reentrant=False, debug=not switch
+        )
+
+    with pytest.raises(torchs.CheckpointError) as error:
+        y.sum().backward()
+    text = str(error.value)
+    headers = (
+        "An error happened while unpacking tensors; dumping logs of latest computation",
+        "You are seeing this error because you passed `debug=True` to checkpoint",
+    )
+    assert all(header in " ".join(text.split()) for header in headers)
+    forward, recompute = text.split("Operations executed during recomputation:")
+    forward = forward.split("Operations executed during the original forward:")[1]
+    assert "aten.sin" in forward and "aten.sin" not in recompute and "aten.exp" in recompute
 
 
 def test_the_check_can_be_left_out():
