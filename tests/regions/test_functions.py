@@ -51,7 +51,11 @@ def test_options(options):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"check": "values"}, r"check='values': allowed are 'metadata' and 'none'"),
+        ({"check": "value"}, r"check='value': allowed are 'metadata', 'values' and 'none'"),
+        ({"check": "values", "check_every": 0}, r"check_every=0: an int of at least 1 is needed"),
+        ({"check_every": 2}, r"check_every=2: only check='values' can be left out now and then"),
+        ({"guard": 3}, r"guard: a list of objects is needed, got int"),
+        ({"guard": [torch.ones(2)]}, r"guard: Tensor cannot be changed and given back its contents"),
         ({"debug": "yes"}, r"debug='yes': True or False is needed"),
         ({"preserve_rng": 1}, r"preserve_rng=1: True or False is needed"),
         ({"early_stop": None}, r"early_stop=None: True or False is needed"),

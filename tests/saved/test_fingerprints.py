@@ -1,0 +1,99 @@
+"""A fingerprint is equal for equal bits, and another one for any other bits or order that programs make."""
+
+import pytest
+import torch
+from torch import nn
+
+from torchremat import UnsupportedError
+from torchremat.saved.fingerprints import fingerprint
+
+FLOATING = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+EIGHT_BITS = [torch.uint8, torch.int8, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2]
+DTYPES = [*FLOATING, *EIGHT_BITS, torch.int16, torch.int32, torch.int64, torch.complex64, torch.complex128]
+
+
+def some(dtype, *shape):
+    torch.manual_seed(0)
+    if dtype is torch.bool:
+        return torch.rand(*shape) > 0.5
+    return (torch.randn(*shape, dtype=torch.complex128 if dtype.is_complex else torch.float64) * 20).to(dtype)
+
+
+def rows(tensor, order):
+    """The rows of a tensor of any dtype in another order."""
+    return torch.stack([tensor.unbind()[index] for index in order])
+
+
+def alike(a, b):
+    return torch.equal(fingerprint(a), fingerprint(b))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_equal_values_have_equal_fingerprints_whatever_the_strides(dtype):
+    x = some(dtype, 6, 7)
+
+    assert fingerprint(x).shape == (2,) and fingerprint(x).dtype is torch.int64
+    assert alike(x, x.clone())
+    assert alike(x, x.t().contiguous().t())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_and_columns_in_another_order_are_noticed(dtype):
+    x = some(dtype, 6, 7)
+
+    assert not alike(x, rows(x, [1, 0, 2, 3, 4, 5]))
+    assert not alike(x, rows(x.t(), [1, 0, 2, 3, 4, 5, 6]).t())
+
+
+@pytest.mark.parametrize("dtype", FLOATING, ids=str)
+def test_one_bit_in_any_element_is_noticed(dtype):
+    x = some(dtype, 4, 5)
+    for index in range(x.numel()):
+        y = x.clone()
+        flat = y.view(-1)
+        flat[index] = torch.nextafter(flat[index], torch.tensor(1e4, dtype=dtype))
+
+        assert not alike(x, y)
+
+
+def test_every_bit_of_a_mask_counts():
+    mask = some(torch.bool, 3, 5)
+    for index in range(15):
+        other = mask.clone()
+        other.view(-1)[index] ^= True
+
+        assert not alike(mask, other)
+
+
+def test_signs_of_zero_and_nans():
+    assert not alike(torch.zeros(3), -torch.zeros(3))
+    assert alike(torch.tensor([float("nan")]), torch.tensor([float("nan")]))
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (0, 3), (1,), (2, 3, 4)])
+def test_any_shape(shape):
+    assert alike(torch.ones(shape), torch.ones(shape))
+
+
+def test_parameters_expanded_and_sparse_tensors():
+    assert alike(nn.Parameter(torch.ones(2, 2)), torch.ones(2, 2))
+    assert alike(torch.ones(3, 1).expand(3, 4), torch.ones(3, 4))
+    with torch.sparse.check_sparse_tensor_invariants():
+        assert alike(torch.eye(3).to_sparse(), torch.eye(3))
+
+
+def test_nothing_is_saved_for_backward():
+    x = torch.ones(3, requires_grad=True)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda _: None):
+        found = fingerprint(x)
+
+    assert saved == [] and not found.requires_grad
+
+
+def test_a_class_whose_bits_cannot_be_read_is_refused():
+    class Mine(torch.Tensor):
+        pass
+
+    with pytest.raises(UnsupportedError, match="the values of a Mine that a region saves cannot be compared"):
+        fingerprint(torch.ones(2).as_subclass(Mine))
