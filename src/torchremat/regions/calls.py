@@ -101,7 +101,8 @@ class Call:
         """Keep only what the call has changed."""
         if self.generators:
             self.generators = drawn(self.generators)
-        self.modules.settle()
+        if self.modules is not _NO_MODULES:
+            self.modules.settle()
         if self.objects is not None and not self.objects.settle():
             self.objects = None
 
@@ -115,7 +116,7 @@ class Call:
             ChangedStateError: A parameter or buffer was written in place.
             WrittenObjectError: A tensor inside an object among the arguments was.
         """
-        modules_are_here = self.modules.are_here()
+        modules_are_here = self.modules is _NO_MODULES or self.modules.are_here()
         if (
             modules_are_here
             and self.objects is None

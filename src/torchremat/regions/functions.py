@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import ParamSpec, TypeVar, cast
+from typing import ParamSpec, TypeVar
 
 import torch
 
@@ -99,7 +99,8 @@ def _run(function: Callable[..., R], settings: Settings, args: tuple[object, ...
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     body = continued(partial(call_plainly, function))
-    return cast("R", new_region(settings).call(body, args, kwargs, modules_of(function, (*args, *kwargs.values()))))
+    modules = modules_of(function, (*args, *kwargs.values()) if kwargs else args)
+    return new_region(settings).call(body, args, kwargs, modules)  # pyright: ignore[reportReturnType]: it is what `function` returns
 
 
 _DEFAULTS = Settings()

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor
 
-from torchremat._compat.autograd import pop_saved_tensor_hooks, push_saved_tensor_hooks, set_grad_mode
+from torchremat._compat.autograd import pop_saved_tensor_hooks, push_saved_tensor_hooks, retains_graph, set_grad_mode
 from torchremat.errors import MutationError, bug
 from torchremat.regions.differences import Difference, DivergedError, Kind
 from torchremat.regions.guards import WrittenObjectError
@@ -74,6 +73,7 @@ class Recompute:
         "needed",
         "only",
         "region",
+        "task",
         "values",
     )
 
@@ -88,6 +88,7 @@ class Recompute:
     ) -> None:
         self.region = region
         self.key = key
+        self.task = key if isinstance(key, int) and not retains_graph() else None
         self.only = only
         self.needed = _last_alive(region) if only is None else only
         if not checks:
@@ -185,7 +186,11 @@ class Recompute:
         # As the template was made.
         args, kwargs = join(call.template, [self._input(call, number, i, links) for i in range(len(call.sources))])  # pyright: ignore[reportGeneralTypeIssues]
         output = None
-        restored = self._restored(call, number)
+        try:
+            # The forward's own backward has left its gradients; those of the recompute are nobody's. See Rule 6
+            restored = call.restored(without_gradients=self.keeps)
+        except (ChangedStateError, WrittenObjectError) as error:
+            raise MutationError(error.message(region.name(number))) from None
         run, pack = call.run_again, self.pack
         if self.log is not None:
             run, pack = partial(self.log.run, run, call.body), self._pack_logged
@@ -221,15 +226,6 @@ class Recompute:
                 raise MutationError(self._changed_input(call, number, place, error)) from None
         return links[source]
 
-    def _restored(self, call: Call, number: int) -> ExitStack | None:
-        try:
-            # The forward's own backward has left its gradients; those of the recompute are nobody's. See Rule 6
-            return call.restored(without_gradients=self.keeps)
-        except ChangedStateError as error:
-            raise MutationError(error.message(self.region.name(number))) from None
-        except WrittenObjectError as error:
-            raise MutationError(error.message(self.region.name(number))) from None
-
     def pack(self, tensor: Tensor) -> object:
         """Take the next saved tensor: the hook of a recompute."""
         if self.is_stopped:
@@ -237,7 +233,8 @@ class Recompute:
         index = self.count
         self.count = index + 1
         region = self.region
-        if index >= len(region.slots):
+        slots = region.slots
+        if index >= len(slots):
             self._too_many()
         if self.metadata is not None:
             then, now = self.metadata[index], metadata_of(tensor)
@@ -250,11 +247,16 @@ class Recompute:
         if self.only is None or index == self.only:
             # Without its `grad_fn`, which would keep the recomputed graph.
             value = tensor if tensor.is_leaf else region.detached(tensor)
-            slot = region.slots[index]()
+            slot = slots[index]()
             if self.key is None:
                 self._found = value, value._version
             elif slot is not None:
-                slot.put(self.key, value)
+                if self.task is None or (slot.task is not None and slot.task != self.task):
+                    slot.put(self.key, value)
+                else:
+                    slot.tensor = value
+                    slot.version = value._version
+                    slot.task = self.task
         if index == self.last:
             self._stop()
         return self.region.detached(tensor) if self.keeps else None  # See Rule 6

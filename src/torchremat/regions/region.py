@@ -46,7 +46,7 @@ from torchremat.regions.settings import Observer, Settings
 from torchremat.regions.threads import thread
 from torchremat.regions.values import Fingerprints
 from torchremat.saved.metadata import Metadata, metadata_of
-from torchremat.saved.structure import split
+from torchremat.saved.structure import split, split_call
 from torchremat.saved.tensor import SavedTensor, holding, version_of
 
 if TYPE_CHECKING:
@@ -70,30 +70,26 @@ class Slot:
     So that tensor is gone with the slot: who drops the graph drops what was recomputed for it. See Rule 12
     """
 
-    __slots__ = ("__weakref__", "index", "key", "others", "region", "tensor", "version")
+    __slots__ = ("__weakref__", "index", "others", "region", "task", "tensor", "version")
 
     def __init__(self, region: Region, index: int) -> None:
         self.region = region
         self.index = index
-        self.key: Key | None = None  # whom the tensor belongs to; None without one
-        self.others: dict[Key, tuple[Tensor, int]] | None = None  # for several backward calls at once
+        # The backward whose tensor waits here and may be handed out as it is: the slot goes with the node that asks.
+        self.task: int | None = None
         self.tensor: Tensor
         self.version: int
+        self.others: dict[Key, tuple[Tensor, int]] | None = None  # what waits for any other backward or session
 
     def put(self, key: Key, tensor: Tensor) -> None:
-        """Let a recomputed tensor wait here, with the version that it is saved at."""
-        if self.key is None or self.key == key:
-            self.tensor = tensor
-            self.version = tensor._version
-            self.key = key
-        else:
-            if self.others is None:
-                self.others = {}
-            self.others[key] = tensor, tensor._version
+        """Let a recomputed tensor wait here until it is dropped, with the version that it is saved at."""
+        if self.others is None:
+            self.others = {}
+        self.others[key] = tensor, tensor._version
 
     def has(self, key: Key) -> bool:
         """Return whether a tensor waits here for `key`."""
-        return self.key == key or (self.others is not None and key in self.others)
+        return self.task == key or (self.others is not None and key in self.others)
 
     def take(self, key: Key, *, keep: bool) -> Tensor:
         """Return the tensor that waits for `key`; unless `keep` it no longer does.
@@ -101,7 +97,7 @@ class Slot:
         Raises:
             MutationError: It was written in place since it was saved.
         """
-        if self.key == key:
+        if self.task == key:
             tensor, version = self.tensor, self.version
         else:
             assert self.others is not None
@@ -114,9 +110,9 @@ class Slot:
 
     def drop(self, key: Key) -> None:
         """Drop the tensor that waits for `key`, if there is one."""
-        if self.key == key:
+        if self.task == key:
             del self.tensor
-            self.key = None  # last, since another thread may put a tensor then
+            self.task = None  # last, since another thread may put a tensor then
         elif self.others is not None:
             self.others.pop(key, None)
 
@@ -195,7 +191,7 @@ class Region:
         """
         tensors: list[Tensor] = []
         objects: list[object] = []
-        template = split((args, kwargs), tensors, objects)
+        template = split_call(args, kwargs, tensors, objects)
         number, first_slot = len(self.made), len(self.slots)
         call = Call(body, template, [self._source(tensor, number) for tensor in tensors])
         observer = self.settings.observer
@@ -416,7 +412,7 @@ class Region:
 def unpack(slot: Slot) -> Tensor:
     """Return the tensor of a slot: the hook that autograd calls."""
     # What is recomputed already is handed out without any lock: no other node asks for it.
-    if slot.key != current_graph_task() or open_sessions or thread.recomputing or retains_graph():
+    if slot.task != current_graph_task() or thread.recomputing:
         return slot.region.unpack(slot)
     tensor = slot.tensor
     if tensor._version != slot.version:

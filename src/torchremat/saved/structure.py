@@ -87,6 +87,19 @@ def split(value: object, tensors: list[Tensor], objects: list[object]) -> object
     return value
 
 
+def split_call(
+    args: tuple[object, ...], kwargs: dict[str, object], tensors: list[Tensor], objects: list[object]
+) -> object:
+    """Return the template of the arguments of a call, `split((args, kwargs), ...)`."""
+    if len(args) == 1 and not kwargs and type(args[0]) is Tensor:
+        tensors.append(args[0])
+        return _ONE_TENSOR  # by far the most frequent call
+    return split((args, kwargs), tensors, objects)
+
+
+_ONE_TENSOR: tuple[tuple[Leaf], dict[str, object]] = ((_LEAVES[0],), {})
+
+
 def _leaf(tensor: Tensor, tensors: list[Tensor]) -> Leaf:
     index = len(tensors)
     tensors.append(tensor)
@@ -101,6 +114,8 @@ def _attributes(value: object) -> dict[str, object]:
 
 def join(template: object, tensors: Sequence[Tensor]) -> object:
     """Return the value that `split` made `template` from, with `tensors` in their places."""
+    if template is _ONE_TENSOR:
+        return (tensors[0],), {}
     if type(template) is Leaf:
         return tensors[template.index]
     if type(template) is tuple:

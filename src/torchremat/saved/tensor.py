@@ -46,12 +46,12 @@ class SavedTensor:
 
     def __init__(self, tensor: Tensor) -> None:
         self.requires_grad = tensor.requires_grad
-        self.version = version_of(tensor)
         self._unpack = None
         self._alias = None
         self._original = None
         if type(tensor) is not Tensor and isinstance(tensor, nn.Parameter):
             self._kept: object = tensor  # See NOTE [ Why an alias ]
+            self.version = version_of(tensor)
             return
         alias = self.detached(tensor, False)
         self.version = self.version_in(alias)
