@@ -117,17 +117,19 @@ class Call:
             WrittenObjectError: A tensor inside an object among the arguments was.
         """
         modules_are_here = self.modules is _NO_MODULES or self.modules.are_here()
+        surroundings_are_here = self._surroundings.are_here()
         if (
             modules_are_here
+            and surroundings_are_here
             and self.objects is None
             and self._captured is None
             and not self.generators
             and not without_gradients
-            and self._surroundings.are_here()
         ):
             return None
         with ExitStack() as stack:
-            self._surroundings.restore(stack)
+            if not surroundings_are_here:
+                self._surroundings.restore(stack)
             if not modules_are_here:
                 self.modules.restore(stack)
             if self.objects is not None:

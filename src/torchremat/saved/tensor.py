@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from weakref import ref
 
-import torch
 from torch import Tensor, nn
 
 from torchremat._compat.autograd import set_grad_mode, top_saved_tensor_hooks
@@ -53,25 +52,25 @@ class SavedTensor:
             self._kept: object = tensor  # See NOTE [ Why an alias ]
             self.version = version_of(tensor)
             return
-        alias = self.detached(tensor, False)
-        self.version = self.version_in(alias)
         hooks = top_saved_tensor_hooks(True)
+        alias = self.detached(tensor, hooks is not None and self.requires_grad)
+        self.version = self.version_in(alias)
         if hooks is None:
             self._kept = alias
             if not self.requires_grad:
                 self._original = ref(tensor)
             return
-        alias = self.detached(tensor, self.requires_grad)
         pack, self._unpack = hooks
         self._metadata = metadata_of(tensor)
         # Hooks that hand back the tensor they were given are as good as none: then its version is still to be checked.
         self._alias = ref(alias)
         # Whatever a hook computes is none of the graph's business; autograd calls hooks without grad as well.
         holding.now = True
+        set_grad_mode(False)  # a region's forward has it on
         try:
-            with torch.no_grad():
-                self._kept = pack(alias)
+            self._kept = pack(alias)
         finally:
+            set_grad_mode(True)
             holding.now = False
 
     def unpack(self) -> Tensor:
