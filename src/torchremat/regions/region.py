@@ -209,7 +209,8 @@ class Region:
             run = partial(call.log.run, body, body)
         del tensors, objects
         self.made.append(call)
-        thread.calls.append(call)
+        running = thread.calls
+        running.append(call)
         try:
             push_saved_tensor_hooks(pack, unpack)  # See Rule 1
             try:
@@ -237,7 +238,7 @@ class Region:
                 raise UnsupportedError(_TRANSFORM_INSIDE) from None
             raise
         finally:
-            thread.calls.pop()
+            running.pop()
         if not last:
             self._remember(output, number)
         elif self._known:
