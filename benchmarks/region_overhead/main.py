@@ -160,8 +160,29 @@ def added(case: Case, rounds: int, steps: int) -> dict[str, object]:
     }
 
 
+def checks(rounds: int, *, width: int, tokens: int) -> dict[str, object]:
+    """Run a block of a transformer, forward and backward, with each check in turn; return the seconds of a step."""
+    torch.manual_seed(0)
+    block = nn.TransformerEncoderLayer(width, 8, 4 * width, dropout=0.1, batch_first=True)
+    x = torch.randn(4, tokens, width, requires_grad=True)
+    runs: dict[str, Callable[[Tensor], Tensor]] = {"plain": block}
+    runs |= {check: torchremat.checkpointed(block, check=check) for check in ("none", "metadata", "values")}
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(rounds + 1):
+        for name, step in runs.items():
+            start_s = time.perf_counter()
+            step(x).sum().backward()
+            if turn:
+                seconds[name].append(time.perf_counter() - start_s)
+    return {
+        name: {"seconds": statistics.median(each), "ratio": asdict(ratio(each, seconds["metadata"]))}
+        for name, each in seconds.items()
+    }
+
+
 def run(smoke: bool) -> dict[str, object]:
     found: dict[str, object] = {"functions": {}, "bars": []}
+    found["checks"] = checks(1, width=16, tokens=8) if smoke else checks(ROUNDS, width=512, tokens=256)
     for name, case in CASES.items():
         steps = max(5, STEPS // (1 + case.operations // 10))
         result = added(case, 2 if smoke else ROUNDS, 5 if smoke else steps)
@@ -181,7 +202,14 @@ def tables(results: dict[str, object]) -> dict[str, str]:
         cell = f"{spread['median']:.2f} ({spread['low']:.2f}-{spread['high']:.2f})"
         rows.append([name, f"{1e6 * one['seconds']['by hand']:.1f}", micro["torch"], micro["ours"], cell])
     head = ["microseconds per step", "by hand", "torch adds", "ours adds", "ours / torch's"]
-    return {"overhead": markdown(head, rows)}
+    checked = [
+        [name, f"{1e3 * one['seconds']:.1f}", f"{one['ratio']['median']:.2f}"]
+        for name, one in results["checks"].items()
+    ]
+    return {
+        "overhead": markdown(head, rows),
+        "checks": markdown(["check", "milliseconds per step", "ratio to `metadata`"], checked),
+    }
 
 
 if __name__ == "__main__":

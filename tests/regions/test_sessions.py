@@ -237,7 +237,7 @@ def test_no_region_outlives_its_session():
 
 @pytest.mark.parametrize("passes", [0, -1])
 def test_passes_must_be_positive(passes):
-    with pytest.raises(UnsupportedError, match=f"passes={passes}: a session needs at least 1 pass"), session(passes):
+    with pytest.raises(UnsupportedError, match=f"passes={passes!r}: an int of at least 1 is needed"), session(passes):
         pass
 
 

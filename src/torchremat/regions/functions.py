@@ -30,6 +30,7 @@ def checkpoint(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R
     Raises:
         CheckpointError: In backward, when the recompute differs from the forward.
         MutationError: In backward, when an input or parameter was changed in place in between.
+        UnsupportedError: `function` is no callable.
 
     >>> import torch
     >>> x = torch.ones(3, requires_grad=True)
@@ -96,6 +97,8 @@ def checkpointed(
 
 @outside_graphs
 def _run(function: Callable[..., R], settings: Settings, args: tuple[object, ...], kwargs: dict[str, object]) -> R:
+    if not callable(function):
+        raise UnsupportedError(f"function: a callable is needed, got {type(function).__name__}.")
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     body = continued(partial(call_plainly, function))

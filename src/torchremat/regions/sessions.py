@@ -59,9 +59,9 @@ class Session:
     __slots__ = ("__weakref__", "_created", "_recomputed", "passes", "unpacks_once")
 
     def __init__(self, passes: int | None = None, *, unpacks_once: bool = False) -> None:
-        if passes is not None and passes < 1:
+        if passes is not None and (type(passes) is not int or passes < 1):
             raise UnsupportedError(
-                f"passes={passes}: a session needs at least 1 pass, or None to keep all until it closes."
+                f"passes={passes!r}: an int of at least 1 is needed, or None to keep all until the session closes."
             )
         self.passes = passes
         self.unpacks_once = unpacks_once
