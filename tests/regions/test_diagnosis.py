@@ -252,15 +252,15 @@ def test_random_draws_that_torch_knows_nothing_of(draw, seed, entry):
     assert f"which a recompute restores only if `torchremat.extend.{entry}` is registered" in text
 
 
-def test_a_generator_in_the_closure():
+def test_a_generator_in_the_closure_that_is_not_preserved():
     generator = torch.Generator()
 
     def body(x):
         return x[: torch.randint(1, 1000, (), generator=generator).item()].exp()
 
-    text = message(lambda: checkpoint(body, leaf(1000)))
+    text = message(lambda: checkpointed(body, preserve_rng=False)(leaf(1000)))
 
-    assert "Likely cause: the region draws from the generator `generator`, which it does not get as an argument" in text
+    assert "Likely cause: the region draws from the generator `generator`, and `preserve_rng=False`" in text
 
 
 def test_a_generator_that_is_not_preserved():

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from torchremat._compat.transforms import outside_batches
 from torchremat.ambient.generators import GeneratorState, drawn, generator_states
+from torchremat.ambient.locks import EXCHANGING
 from torchremat.ambient.registry import Captured, entries
 from torchremat.ambient.surroundings import Surroundings, surroundings
 from torchremat.errors import MutationError
 from torchremat.regions.guards import Objects
-from torchremat.regions.modules import ModuleState, tensors_reached
+from torchremat.regions.modules import ModuleState, generators_reached, tensors_reached
 from torchremat.regions.settings import Settings
 from torchremat.regions.threads import thread
 from torchremat.saved.tensor import version_of
@@ -85,15 +86,17 @@ class Call:
         """
         self._surroundings = surroundings()
         self._context = copy_context()
-        if settings.guard:
-            modules = [*modules, *(one for one in settings.guard if isinstance(one, nn.Module))]
-        self.modules = ModuleState(modules) if modules else _NO_MODULES
         if objects or settings.guard:
             self.objects = Objects(objects, settings.guard)
+            if self.objects.modules:
+                modules = [*modules, *self.objects.modules]
+        self.modules = ModuleState(modules) if modules else _NO_MODULES
         if settings.preserve_rng:
             devices = _devices(tensors, modules, self.body) if _ACCELERATED else ()
-            others = [one for one in objects if isinstance(one, torch.Generator)] if objects else ()
-            self.generators = generator_states(devices, others)
+            others = generators_reached(self.body) + self.modules.generators
+            if self.objects is not None:
+                others += self.objects.generators
+            self.generators = generator_states(devices, dict.fromkeys(others))
         if entries:
             self._captured = Captured()
 
@@ -114,7 +117,6 @@ class Call:
 
         Raises:
             ChangedStateError: A parameter or buffer was written in place.
-            WrittenObjectError: A tensor inside an object among the arguments was.
         """
         modules_are_here = self.modules is _NO_MODULES or self.modules.are_here()
         surroundings_are_here = self._surroundings.are_here()
@@ -128,6 +130,8 @@ class Call:
         ):
             return None
         with ExitStack() as stack:
+            if self.generators or self.objects is not None or self._captured is not None or without_gradients:
+                stack.enter_context(EXCHANGING)
             if not surroundings_are_here:
                 self._surroundings.restore(stack)
             if not modules_are_here:

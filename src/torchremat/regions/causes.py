@@ -77,10 +77,10 @@ def _draws(region: Region, call: int, difference: Difference, found: Rerun, oper
                 f"the region draws from {name}, which a recompute restores only if `torchremat.extend.{entry}` is "
                 "registered. Register it, or draw before the region and pass what was drawn."
             )
-        elif not name.startswith(DEFAULT):
-            yield f"the region draws from {name}, which it does not get as an argument. Pass it as one."
         elif not region.settings.preserve_rng:
             yield f"the region draws from {name}, and `preserve_rng=False`. Leave that option at True."
+        elif not name.startswith(DEFAULT):
+            yield f"the region draws from {name}, which it does not get as an argument. Pass it as one."
 
 
 def _training(

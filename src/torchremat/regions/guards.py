@@ -3,33 +3,38 @@
 A forward that appends to a key-value cache would do so again when it is recomputed. What the objects held before is
 remembered by identity, the recompute sees it, and afterwards all is as before the recompute (rule 11).
 
-    object                             a tensor in it is written in place     how it is known
-    argument                           the recompute raises MutationError     found among the arguments
-    named by the user, `guard=`        the recompute sees a clone from before cloned before the forward
-    named, with snapshot and restore   whatever these two do                  `snapshot()` before the forward
+    object                             a tensor in it is written in place      how it is known
+    argument                           a recompute that uses it raises         found among the arguments
+    named by the user, `guard=`        by the forward: the recompute sees a    cloned before the forward
+                                       clone from before; by others: as above
+    named, with snapshot and restore   whatever these two do                   `snapshot()` before the forward
 
-Missing on purpose: objects that are reached in other ways (globals, closures) and are not named, and NumPy arrays.
+NumPy arrays are looked after if they are named or inside of what is.
+
+Missing on purpose: objects that are reached in other ways (globals, closures) and are not named.
 """
 
 from __future__ import annotations
 
+import random
 import types
-from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from typing import Any, Protocol, cast, runtime_checkable
+from copy import deepcopy
+from typing import Any, NamedTuple, NoReturn, Protocol, cast, runtime_checkable
 from weakref import ReferenceType, ref
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from torchremat.errors import UnsupportedError
+from torchremat.errors import UnsupportedError, bug
 from torchremat.saved.tensor import version_of
 
 _MOST_ITEMS = 100_000
 _ATOMS = (
-    nn.Module, type, types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType, torch.Generator,
-    torch.dtype, torch.device, str, bytes, int, float, complex, type(None),
+    type, types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType, torch.dtype, torch.device, str, bytes, int, float, complex, type(None),
 )  # fmt: skip
 _MUTABLE = (list, dict, set, deque, bytearray)
 
@@ -47,15 +52,25 @@ class Guarded(Protocol):
         ...
 
 
-class WrittenObjectError(Exception):
-    """A tensor inside an object among the arguments was written in place."""
+class WrittenObjectError(BaseException):
+    """A tensor inside an object was written in place, and the recompute needs what it held before.
 
-    def __init__(self, name: str) -> None:
+    No `Exception`: user code that swallows those must not swallow it.
+    """
+
+    def __init__(self, name: str, *, is_named: bool) -> None:
         super().__init__(name)
         self.name = name
+        self.is_named = is_named
 
     def message(self, region: str) -> str:
         """Return the words for it, given those for the region."""
+        if self.is_named:
+            return (
+                f"{region}: the tensor `{self.name}` inside a guarded object was written in place after the forward, "
+                "which had only read it, so the call cannot be recomputed. Read a clone of it, run backward before it "
+                "is written, or write out of place."
+            )
         return (
             f"{region}: the tensor `{self.name}` inside an argument was written in place, in the forward or since, so "
             "the call cannot be recomputed. Name the object as `guard=[...]`, keep it out of the region, or pass the "
@@ -63,43 +78,133 @@ class WrittenObjectError(Exception):
         )
 
 
-class _Clone:
-    """What a tensor inside a named object was before the forward."""
+class _Written(Tensor):
+    """What a recompute finds in the place of a tensor that was written: whoever does not use it need not care.
 
-    __slots__ = ("before", "name", "tensor", "version")
+    The static caches of language models hold one tensor per layer, and a layer reads its own alone.
+    """
 
-    def __init__(self, name: str, tensor: Tensor) -> None:
-        self.name = name
-        self.tensor = tensor
-        self.version = version_of(tensor)
-        self.before = tensor.detach().clone()
+    words: tuple[str, bool]
 
-    def is_needed(self) -> bool:
-        """Return whether the tensor was written since, or may have been."""
-        return self.tensor.is_inference() or version_of(self.tensor) != self.version
+    @classmethod
+    def in_place_of(cls, name: str, *, is_named: bool) -> _Written:
+        made = cast("_Written", Tensor._make_subclass(cls, torch.empty(0)))
+        object.__setattr__(made, "words", (name, is_named))
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: object,
+        types: object,
+        args: Sequence[object] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> NoReturn:
+        pending: list[object] = [*args, *(kwargs or {}).values()]
+        while pending:
+            item = pending.pop()
+            if isinstance(item, _Written):
+                name, is_named = cast("tuple[str, bool]", object.__getattribute__(item, "words"))
+                raise WrittenObjectError(name, is_named=is_named)
+            if isinstance(item, list | tuple):
+                pending += cast("Sequence[object]", item)
+        raise bug("a tensor that was written is used without being an argument")
+
+
+class _Seen(NamedTuple):
+    """A tensor inside an object, as the forward saw it."""
+
+    name: str
+    tensor: ReferenceType[Tensor]
+    version: int
+    is_named: bool
+
+    def is_written(self) -> bool:
+        """Return whether it is alive and was written since, or may have been."""
+        tensor = self.tensor()
+        if tensor is None:
+            return False
+        return tensor.is_inference() if self.version < 0 else tensor._version != self.version
+
+
+class _Clones:
+    """What the tensors inside named objects were before the forward, by the id of the tensor."""
+
+    __slots__ = ("_before",)
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        # Tensors of one storage stay views of one another.
+        shared = Counter(_storage_of(tensor) for tensor in tensors)
+        storages: dict[int, torch.UntypedStorage] = {}
+        self._before: dict[int, tuple[Tensor, bool]] = {}
+        for tensor in tensors:
+            key = _storage_of(tensor)
+            if shared[key] > 1 and key not in storages:
+                storages[key] = tensor.untyped_storage().clone()
+            before = tensor.detach()
+            clone = _viewed(before, storages[key]) if key in storages else before.clone()
+            self._before[id(tensor)] = clone, tensor.requires_grad
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        return id(tensor) in self._before
+
+    def keep(self, written: Iterable[int]) -> None:
+        """Keep those of the tensors with these ids alone."""
+        self._before = {key: self._before[key] for key in written if key in self._before}
+
+    def shown(self) -> dict[int, Tensor]:
+        """Return tensors for one recompute, which may write to them, by the id of the one that each stands for."""
+        again = _Clones([clone for clone, _ in self._before.values()])
+        clones = [clone for clone, _ in again._before.values()]
+        shown: dict[int, Tensor] = {}
+        for (key, (_, requires_grad)), clone in zip(self._before.items(), clones, strict=True):
+            if requires_grad:
+                with torch.enable_grad():
+                    clone = clone.requires_grad_().clone()  # noqa: PLW2901: a leaf could not be written in place
+            shown[key] = clone
+        return shown
+
+
+def _storage_of(tensor: Tensor) -> int:
+    # Sparse and other tensors have none, and share nothing.
+    return tensor.untyped_storage()._cdata if type(tensor) is Tensor and tensor.layout is torch.strided else id(tensor)
+
+
+def _viewed(tensor: Tensor, storage: torch.UntypedStorage) -> Tensor:
+    return tensor.new_empty(0).set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 class Objects:
     """The mutable objects that a region can change, as the forward saw them.
 
     Lists, dicts, sets, deques and attributes are remembered, to any depth. A tensor inside that is written in place
-    cannot be brought back, unless the user has named the object.
+    cannot be brought back, unless the user has named the object and it was the forward that wrote.
+
+    Attributes:
+        generators: The generators of torch among them and inside.
+        modules: The modules inside of what the user has named.
     """
 
-    __slots__ = ("_before", "_clones", "_snapshots", "_tensors", "_written")
+    __slots__ = ("_before", "_clones", "_snapshots", "_tensors", "generators", "modules")
 
     def __init__(self, objects: list[object], guard: Sequence[object] = ()) -> None:
+        self.generators: list[torch.Generator] = []
+        self.modules: list[nn.Module] = []
         self._before: list[tuple[object, object]] = []
-        self._tensors: list[tuple[str, ReferenceType[Tensor], int]] = []
-        self._written: str | None = None
-        # By id of the tensor.
-        self._clones: dict[int, _Clone] = {}
-        self._snapshots = [(one, one.snapshot()) for one in guard if isinstance(one, Guarded)]
+        self._tensors: list[_Seen] = []
+        self._snapshots: list[tuple[Guarded, object]] = []
         seen: set[int] = set()
-        self._look(objects, seen, named=False)
-        self._look([one for one in guard if not isinstance(one, Guarded)], seen, named=True)
+        named: list[Tensor] = []
+        for one in guard:
+            if isinstance(one, Guarded) and not isinstance(one, nn.Module):
+                self._snapshots.append((one, one.snapshot()))
+                seen.add(id(one))  # it looks after itself, as an argument too
+        # First, since what is named may be an argument as well.
+        self._look(list(guard), seen, named)
+        self._look(objects, seen, None)
+        self._clones = _Clones(named)
 
-    def _look(self, objects: list[object], seen: set[int], *, named: bool) -> None:
+    def _look(self, objects: list[object], seen: set[int], named: list[Tensor] | None) -> None:
         pending = [(type(item).__name__, item) for item in objects]
         while pending:
             name, item = pending.pop()
@@ -113,16 +218,24 @@ class Objects:
                     "whether the forward changes one cannot be watched. Pass what the function needs of it."
                 )
             if isinstance(item, Tensor):
-                if named:
-                    self._clones[id(item)] = _Clone(name, item)
-                elif not item.is_inference():
-                    self._tensors.append((name, ref(item), item._version))
+                self._tensors.append(_Seen(name, ref(item), version_of(item), named is not None))
+                if named is not None:
+                    named.append(item)
+            elif isinstance(item, nn.Module):
+                if named is not None:
+                    self.modules.append(item)
+            elif isinstance(item, torch.Generator):
+                self.generators.append(item)
             elif isinstance(item, (tuple, frozenset)):
                 pending += [(f"{name}[{i}]", one) for i, one in enumerate(cast("tuple[object, ...]", item))]
             else:
-                self._look_into(name, item, pending)
+                self._look_into(name, item, pending, is_named=named is not None)
 
-    def _look_into(self, name: str, item: object, pending: list[tuple[str, object]]) -> None:
+    def _look_into(self, name: str, item: object, pending: list[tuple[str, object]], *, is_named: bool) -> None:
+        if isinstance(item, _FOREIGN):
+            held = _Foreign.of(item)
+            if held is not None and (is_named or not isinstance(item, np.ndarray)):
+                self._snapshots.append((held, held.snapshot()))
         for own in (item, getattr(item, "__dict__", None), _Slots.of(item)):
             if isinstance(own, (*_MUTABLE, _Slots)):
                 contents = _copied(own)
@@ -131,65 +244,111 @@ class Objects:
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors inside that are still alive."""
-        return [tensor for _, alive, _ in self._tensors if (tensor := alive()) is not None]
+        return [tensor for one in self._tensors if (tensor := one.tensor()) is not None]
 
     def settle(self) -> bool:
-        """Keep only what the forward has changed; return whether there is still anything to restore or to watch."""
-        clones = self._clones
-        self._clones = {key: clone for key, clone in clones.items() if clone.is_needed()}
-        # What the forward has left alone is watched as if nobody had named it.
-        self._tensors += [
-            (clone.name, ref(clone.tensor), clone.version) for key, clone in clones.items() if key not in self._clones
-        ]
-        self._before = [
-            (own, before)
-            for own, before in self._before
-            if not _same(own, before) or (self._clones and self._cloned(before) is not before)
-        ]
-        self._written = self._name_written()
-        return bool(self._before or self._tensors or self._snapshots)
+        """Keep clones of what the forward has written alone; return whether there is anything to restore."""
+        self._clones.keep([id(one.tensor()) for one in self._tensors if one.is_named and one.is_written()])
+        return bool(self._before or self._snapshots)
 
-    def _name_written(self) -> str | None:
-        if self._written is not None:
-            return self._written
-        for name, alive, version in self._tensors:
-            tensor = alive()
-            if tensor is not None and tensor._version != version and id(tensor) not in self._clones:
-                return name
-        return None
+    def put_back(self) -> None:
+        """Give the objects the contents that they had, for good; tensors are left as they are."""
+        for own, before in self._before:
+            if not _same(own, before):
+                _refill(own, before)
+        for own, before in self._snapshots:
+            own.restore(before)
 
     def restore(self, stack: ExitStack) -> None:
-        """Give the objects the contents that the forward saw, until `stack` is closed.
-
-        Raises:
-            WrittenObjectError: A tensor inside was written in place.
-        """
-        written = self._name_written()
-        if written is not None:
-            raise WrittenObjectError(written)
+        """Give the objects the contents that the forward saw, until `stack` is closed."""
+        # A recompute that writes to a clone must find another one the next time.
+        shown = self._clones.shown()
+        for one in self._tensors:
+            if one.is_written() and id(tensor := one.tensor()) not in shown and tensor is not None:
+                shown[id(tensor)] = _Written.in_place_of(one.name, is_named=one.is_named)
         for own, before in self._before:
-            stack.callback(_refill, own, _copied(own))
-            # A recompute that writes to a clone must find another one the next time.
-            _refill(own, self._cloned(before) if self._clones else before)
+            contents = _with(shown, before) if shown else before
+            if not _same(own, contents):
+                stack.callback(_refill, own, _copied(own))
+                _refill(own, contents)
         for own, before in self._snapshots:
             stack.callback(own.restore, own.snapshot())
             own.restore(before)
 
-    def _cloned(self, contents: object) -> object:
-        """Return `contents` with new clones in the places of tensors that were written; itself if there are none."""
-        if isinstance(contents, Tensor):
-            found = self._clones.get(id(contents))
-            return contents if found is None else found.before.clone().requires_grad_(contents.requires_grad)
-        if isinstance(contents, dict):
-            items = cast("dict[object, object]", contents)
-            cloned = {key: self._cloned(value) for key, value in items.items()}
-            return contents if all(cloned[key] is items[key] for key in items) else cloned
-        if type(contents) in (list, tuple, deque):
-            each = cast("list[object]", contents)
-            new = [self._cloned(one) for one in each]
-            same = all(a is b for a, b in zip(each, new, strict=True))
-            return contents if same else type(each)(new)
-        return contents
+
+def _with(shown: dict[int, Tensor], contents: object) -> object:
+    """Return `contents` with other tensors in the places of some, by id; itself if it has none of them."""
+    if isinstance(contents, Tensor):
+        return shown.get(id(contents), contents)
+    if isinstance(contents, dict):
+        items = cast("dict[object, object]", contents)
+        new = {key: _with(shown, value) if isinstance(value, Tensor | tuple) else value for key, value in items.items()}
+        return contents if all(new[key] is items[key] for key in items) else new
+    if type(contents) in (list, tuple, deque):
+        each = cast("list[object]", contents)
+        made = [_with(shown, one) if isinstance(one, Tensor | tuple) else one for one in each]
+        same = all(a is b for a, b in zip(each, made, strict=True))
+        return contents if same else type(each)(made)
+    return contents
+
+
+class _Foreign:
+    """An object whose state is not Python's: an array, or random numbers of Python or NumPy."""
+
+    __slots__ = ("_item",)
+
+    def __init__(self, item: random.Random | np.ndarray[Any, Any] | np.random.Generator | np.random.RandomState) -> None:
+        self._item = item
+
+    @classmethod
+    def of(cls, item: object) -> _Foreign | None:
+        """Return the one for an object, None if it has no state or keeps it for itself."""
+        if isinstance(item, random.SystemRandom) or (isinstance(item, np.ndarray) and not item.flags.writeable):
+            return None
+        return cls(cast("Any", item))
+
+    def snapshot(self) -> object:
+        item = self._item
+        if isinstance(item, random.Random):
+            return item.getstate()
+        if isinstance(item, np.ndarray):
+            return item.copy()
+        return item.get_state() if isinstance(item, np.random.RandomState) else deepcopy(item.bit_generator.state)
+
+    def restore(self, state: Any) -> None:
+        item = self._item
+        if isinstance(item, random.Random):
+            item.setstate(state)
+        elif isinstance(item, np.ndarray):
+            item[...] = state
+        elif isinstance(item, np.random.RandomState):
+            item.set_state(state)
+        else:
+            item.bit_generator.state = state
+
+
+_FOREIGN = (random.Random, np.ndarray, np.random.Generator, np.random.RandomState)
+
+
+def check_named(one: object) -> None:
+    """Refuse to guard what has no contents that could be given back.
+
+    Raises:
+        UnsupportedError: It is a tensor, a class, a constant, or an object that shows none of its state.
+    """
+    if (
+        isinstance(one, (Tensor, type))
+        or (type(one).__module__ == "builtins" and type(one).__hash__ is not None)
+        or not (
+            isinstance(one, (Guarded, nn.Module, torch.Generator, *_FOREIGN, *_MUTABLE))
+            or hasattr(one, "__dict__")
+            or _Slots.of(one) is not None
+        )
+    ):
+        raise UnsupportedError(
+            f"guard: {type(one).__name__} cannot be changed and given back its contents; name the object that holds "
+            "it, or give it `snapshot()` and `restore(state)`."
+        )
 
 
 def tensors_inside(objects: list[object]) -> list[Tensor]:
@@ -208,10 +367,11 @@ class _Slots:
 
     @staticmethod
     def of(item: object) -> _Slots | None:
-        classes = type(item).__mro__
-        found = [vars(kind)["__slots__"] for kind in classes if "__slots__" in vars(kind)]
-        names = [name for one in found for name in ((one,) if isinstance(one, str) else one)]
-        members = [name for name in names if isinstance(getattr(type(item), name, None), types.MemberDescriptorType)]
+        # By what the classes have, since private names are not there as they are written in `__slots__`.
+        classes = [vars(kind) for kind in type(item).__mro__ if "__slots__" in vars(kind)]
+        members = [
+            name for own in classes for name, one in own.items() if isinstance(one, types.MemberDescriptorType)
+        ]
         return _Slots(item, members) if members else None
 
     def read(self) -> dict[str, object]:

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import dis
 import functools
-import threading
 import types
 from collections.abc import Callable, Iterable, MutableMapping
 from contextlib import ExitStack
@@ -32,6 +31,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from torchremat._compat.sharding import has_fsdp, is_dtensor, is_hook_of_fsdp, is_managed
+from torchremat.ambient.locks import EXCHANGING
 from torchremat.regions.sharding import WatchedShard, listen_to_optimizers, watch
 
 _ScriptModule = torch.jit.ScriptModule
@@ -39,10 +39,6 @@ T = TypeVar("T")
 _WATCHES = "_torchremat_only_watches"
 
 _Holder = MutableMapping[str, Any]  # of tensors and None; a module's own attributes hold other things as well
-
-# Shared state of a module is exchanged for the time of a recompute: two recomputes in two threads must not put back
-# each other's.
-_EXCHANGING = threading.RLock()
 
 # NOTE [ Which buffers a forward changes ]
 # Versions cannot tell: native BatchNorm does not bump that of `running_mean`. So the first forward of a module in a
@@ -99,7 +95,13 @@ def _reached(function: object) -> Iterable[object]:
     if isinstance(function, types.FunctionType):
         known = function.__globals__
         named = [known[name] for name in _global_names(function.__code__) if name in known]
-        return (*named, *_closed_over(function)) if function.__closure__ else named
+        if function.__closure__:
+            named += _closed_over(function)
+        if function.__defaults__:  # `lambda x, layer=layer: layer(x)`
+            named += function.__defaults__
+        if function.__kwdefaults__:
+            named += function.__kwdefaults__.values()
+        return named
     # An object that is called, or whose method is.
     return [one for one in getattr(function, "__dict__", {}).values() if isinstance(one, nn.Module)]
 
@@ -109,6 +111,28 @@ def _global_names(code: types.CodeType) -> tuple[str, ...]:
     # `co_names` has the names of attributes as well: `x.linear` is not the global `linear`.
     loads = (one.argval for one in dis.get_instructions(code) if one.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
     return tuple(dict.fromkeys(loads))
+
+
+def generators_reached(function: object) -> list[torch.Generator]:
+    """Return the generators that a function reaches as `modules_of` reaches modules, but for those in modules."""
+    found: list[torch.Generator] = []
+    pending, seen = [function], set[int]()
+    while pending:
+        item = pending.pop()
+        kind = type(item)
+        if kind is torch.Generator:
+            found.append(cast("torch.Generator", item))
+        elif kind in _FUNCTIONS and id(item) not in seen:
+            seen.add(id(item))
+            pending += _reached(item)
+            if kind is types.MethodType:
+                pending += getattr(cast("types.MethodType", item).__self__, "__dict__", {}).values()
+        elif kind is list or kind is tuple:
+            pending += [one for one in cast("list[object]", item) if type(one) is torch.Generator]
+    return found
+
+
+_FUNCTIONS = frozenset({types.FunctionType, types.MethodType, functools.partial})
 
 
 def tensors_reached(function: object) -> list[Tensor]:
@@ -158,7 +182,7 @@ class ChangedStateError(Exception):
 class ModuleState:
     """The state of some modules, as a forward saw it."""
 
-    __slots__ = ("_kept", "_modules", "_shards", "_training", "_unknown", "_watched")
+    __slots__ = ("_kept", "_modules", "_shards", "_training", "_unknown", "_watched", "generators")
 
     def __init__(self, modules: list[nn.Module]) -> None:
         self._modules = modules
@@ -171,12 +195,16 @@ class ModuleState:
         seen: set[nn.Module] = set()
         training = self._training
         may_be_managed = has_fsdp()
+        self.generators: list[torch.Generator] = []
         while pending:
             module = pending.pop()
             if module in seen:
                 continue
             seen.add(module)
             training.append((module, module.training))
+            # Torch's own modules have none, and looking for one takes as long as all the rest.
+            if type(module).__module__[:9] != "torch.nn." and torch.Generator in map(type, module.__dict__.values()):
+                self.generators += [one for one in module.__dict__.values() if type(one) is torch.Generator]
             if isinstance(module, _ScriptModule):
                 # Its state is C++'s: it can be watched, and not be exchanged.
                 self._watch(dict(module.named_parameters(recurse=False)))
@@ -292,9 +320,12 @@ class ModuleState:
 
         Buffers are exchanged, not written: a `copy_` into a buffer makes every node that saved it raise.
         """
-        stack.enter_context(_EXCHANGING)
-        for module, name, _, _, before in self._kept:
-            _exchange(stack, module._buffers, name, before.clone())
+        stack.enter_context(EXCHANGING)
+        clones: dict[int, Tensor] = {}  # a buffer that two modules share stays one
+        for module, name, buffer, _, before in self._kept:
+            if id(buffer) not in clones:
+                clones[id(buffer)] = before.clone()
+            _exchange(stack, module._buffers, name, clones[id(buffer)])
         for holder, name, tensor, _ in self._watched:
             now = holder.get(name)
             if now is not tensor and _is_plain(now) and _is_plain(tensor):

@@ -11,7 +11,7 @@ import sys
 import types
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -208,10 +208,7 @@ class Reach:
         for module, flag in self._training:
             module.training = flag
         for objects in self._objects:
-            if objects.settle():
-                with ExitStack() as stack:
-                    objects.restore(stack)
-                    stack.pop_all()  # for good
+            objects.put_back()
 
     def _described(self) -> dict[str, str]:
         found: dict[str, str] = {}

@@ -189,7 +189,7 @@ class Recompute:
         try:
             # The forward's own backward has left its gradients; those of the recompute are nobody's. See Rule 6
             restored = call.restored(without_gradients=self.keeps)
-        except (ChangedStateError, WrittenObjectError) as error:
+        except ChangedStateError as error:
             raise MutationError(error.message(region.name(number))) from None
         run, pack = call.run_again, self.pack
         if self.log is not None:
@@ -197,6 +197,8 @@ class Recompute:
         push_saved_tensor_hooks(pack, self.unpack)
         try:
             output = run(args, kwargs)
+        except WrittenObjectError as error:
+            raise MutationError(error.message(region.name(number))) from None
         except BaseException as error:
             # What arrives need not be the `_Stop`: TorchScript makes a RuntimeError of it, user code what it likes.
             if not self.is_stopped or isinstance(error, KeyboardInterrupt | SystemExit):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, cast, get_args
 from torch import Tensor
 
 from torchremat.errors import UnsupportedError
+from torchremat.regions.guards import check_named
 
 if TYPE_CHECKING:
     from torchremat.regions.region import Region
@@ -96,10 +97,6 @@ class Settings:
         if not isinstance(guard, list | tuple):
             raise UnsupportedError(f"guard: a list of objects is needed, got {type(guard).__name__}.")
         for one in cast("Sequence[object]", guard):
-            if isinstance(one, Tensor) or (type(one).__module__ == "builtins" and type(one).__hash__ is not None):
-                raise UnsupportedError(
-                    f"guard: {type(one).__name__} cannot be changed and given back its contents; name the object that "
-                    "holds it."
-                )
+            check_named(one)
         object.__setattr__(self, "guard", tuple(cast("Sequence[object]", guard)))
         object.__setattr__(self, "turns", Turns(self.check_every))
