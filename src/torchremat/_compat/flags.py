@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
@@ -34,10 +33,8 @@ def _flag(name: str, setter: str | None = None) -> NumericFlag:
     return NumericFlag(getter, cast("Callable[[Any], None]", private(f"_C._set_{setter or name}", needed_for=_AMBIENT)))
 
 
-def _precision(backend: str, operation: str) -> NumericFlag:
-    getter = cast("Callable[[str, str], object]", private("_C._get_fp32_precision_getter", needed_for=_AMBIENT))
-    setter = cast("Callable[[str, str, Any], None]", private("_C._set_fp32_precision_setter", needed_for=_AMBIENT))
-    return NumericFlag(partial(getter, backend, operation), partial(setter, backend, operation))
+_get_precision = cast("Callable[[str, str], str]", private("_C._get_fp32_precision_getter", needed_for=_AMBIENT))
+_set_precision = cast("Callable[[str, str, str], None]", private("_C._set_fp32_precision_setter", needed_for=_AMBIENT))
 
 
 def _set_deterministic(value: bool) -> None:
@@ -66,6 +63,7 @@ known_flags = (
     NumericFlag(torch.get_default_dtype, torch.set_default_dtype),
     NumericFlag(torch.are_deterministic_algorithms_enabled, _set_deterministic),
     NumericFlag(torch.is_deterministic_algorithms_warn_only_enabled, _set_warn_only),
+    _flag("torch_function_state"),
 )
 # The others that this build of torch can make use of.
 other_flags = (
@@ -76,6 +74,48 @@ other_flags = (
     _flag("math_sdp_enabled", "sdp_use_math"),
     _flag("overrideable_sdp_enabled", "sdp_use_overrideable"),
     _flag("math_sdp_allow_fp16_bf16_reduction"),
-    *(_precision(backend, operation) for backend in _BACKENDS for operation in ("matmul", "conv", "rnn")),
     *(_flag(name, setter) for name, setter in (_CUDA_FLAGS if torch.backends.cuda.is_built() else ())),
 )
+
+
+# NOTE [ Precisions that are inherited ]
+# An operation of a backend whose precision is "none" has that of its backend, which in turn has that of all backends,
+# and that is what is read. Whoever writes what was read ties the operation to it, so that a later setting of the
+# backend passes it by. So parents are written first, and an operation only if it has not followed. The old way to set
+# it (`set_float32_matmul_precision`) sets operations as well as a word of its own, and torch raises where that word and
+# they disagree; so it comes before all of them.
+_PARENTS = (("generic", "all"), *((backend, "all") for backend in _BACKENDS))
+_OPERATIONS = tuple((backend, operation) for backend in _BACKENDS for operation in ("matmul", "conv", "rnn"))
+
+
+class Precisions:
+    """How exactly matrices of float32 are multiplied, as it is now."""
+
+    __slots__ = ("_old", "_operations", "_parents")
+
+    def __init__(self) -> None:
+        self._operations = [_get_precision(*one) for one in _OPERATIONS]
+        self._parents = [_get_precision(*one) for one in _PARENTS]
+        self._old = _old_precision()
+
+    def are_here(self) -> bool:
+        """Return whether they still are what they were."""
+        return [_get_precision(*one) for one in _OPERATIONS] == self._operations
+
+    def write(self) -> None:
+        """Make them what they were."""
+        # See NOTE [ Precisions that are inherited ]
+        if self._old is not None and self._old != _old_precision():
+            torch.set_float32_matmul_precision(self._old)
+        wanted = (*zip(_PARENTS, self._parents, strict=True), *zip(_OPERATIONS, self._operations, strict=True))
+        for (backend, operation), value in wanted:
+            for candidate in ("none", value):
+                if _get_precision(backend, operation) != value:
+                    _set_precision(backend, operation, candidate)
+
+
+def _old_precision() -> str | None:
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:  # it was set in the new way, so that there is no word for it
+        return None

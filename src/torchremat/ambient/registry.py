@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
+import torch
 
 from torchremat.errors import UnsupportedError
 
@@ -22,7 +23,7 @@ class Ambient(Protocol):
 
     Before the forward of a region `capture` is called; before a recompute `capture` is called again, then `restore`
     with what the first one returned; after it `restore` with what the second one returned. All of it in the thread that
-    runs the forward or the recompute.
+    runs the forward or the recompute, and without grad.
     """
 
     @property
@@ -86,13 +87,20 @@ class Captured:
     __slots__ = ("_states",)
 
     def __init__(self) -> None:
-        self._states = [(entry, entry.capture()) for entry in entries]
+        with torch.no_grad():  # what entries do is no part of any graph
+            self._states = [(entry, entry.capture()) for entry in entries]
 
     def restore(self, stack: ExitStack) -> None:
         """Restore them until `stack` is closed."""
         for entry, then in self._states:
-            stack.callback(entry.restore, entry.capture())
-            entry.restore(then)
+            with torch.no_grad():
+                stack.callback(_put_back, entry, entry.capture())
+                entry.restore(then)
+
+
+def _put_back(entry: Ambient, state: object) -> None:
+    with torch.no_grad():
+        entry.restore(state)
 
 
 class _PythonRandom:

@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeVar, cast
 
 import torch
 
-from torchremat._compat.flags import GlobalState, known_flags, other_flags
+from torchremat._compat.flags import GlobalState, Precisions, known_flags, other_flags
 from torchremat._compat.modes import (
     dispatch_modes,
     function_modes,
@@ -29,6 +29,7 @@ from torchremat._compat.modes import (
     set_infrastructure_mode,
     unset_infrastructure_mode,
 )
+from torchremat.ambient.locks import EXCHANGING
 
 M = TypeVar("M")
 
@@ -54,6 +55,10 @@ _READS = tuple(flag.read for flag in other_flags)
 _DEVICE_TYPES = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "maia", "xla", "ipu")
 
 
+# Those for which a dtype is likely to be set without switching autocast on, which is not worth asking all for.
+_LIKELY_TYPES = ("cpu", "cuda") if torch.backends.cuda.is_built() else ("cpu",)
+
+
 class Autocast(NamedTuple):
     """The autocast state of one device type."""
 
@@ -73,10 +78,12 @@ class Surroundings:
     __slots__ = (
         "_autocast",
         "_caches",
+        "_dtypes",
         "_function_modes",
         "_known",
         "_modes",
         "_others",
+        "_precisions",
         "_state",
         "casts",
         "has_modes",
@@ -86,6 +93,8 @@ class Surroundings:
         self._state = GlobalState()
         self._known = [flag.read() for flag in known_flags]
         self._others = [read() for read in _READS]
+        self._precisions = Precisions()
+        self._dtypes = [torch.get_autocast_dtype(kind) for kind in _LIKELY_TYPES]
         self._autocast = [_autocast(kind) for kind in _DEVICE_TYPES]
         self._caches = torch.is_autocast_cache_enabled()
         self.casts = any(one.enabled for one in self._autocast)
@@ -96,7 +105,13 @@ class Surroundings:
     def are_here(self) -> bool:
         """Return whether this is what surrounds the caller now, so that nothing has to be restored."""
         # Under autocast there is always something to do: see `_restore_autocast`.
-        if self.casts or not self._state.check() or [read() for read in _READS] != self._others:
+        if (
+            self.casts
+            or not self._state.check()
+            or [read() for read in _READS] != self._others
+            or not self._precisions.are_here()
+            or [torch.get_autocast_dtype(kind) for kind in _LIKELY_TYPES] != self._dtypes
+        ):
             return False
         if not has_modes():
             return not self.has_modes
@@ -109,11 +124,17 @@ class Surroundings:
     def restore(self, stack: ExitStack) -> None:
         """Restore them until `stack` is closed."""
         self._restore_autocast(stack)
-        for flag, then in zip((*known_flags, *other_flags), (*self._known, *self._others), strict=True):
-            now = flag.read()
-            if now != then:
-                stack.callback(flag.write, now)
-                flag.write(then)
+        flags = list(zip((*known_flags, *other_flags), (*self._known, *self._others), strict=True))
+        if any(flag.read() != then for flag, then in flags) or not self._precisions.are_here():
+            stack.enter_context(EXCHANGING)
+            for flag, then in flags:
+                now = flag.read()
+                if now != then:
+                    stack.callback(flag.write, now)
+                    flag.write(then)
+            if not self._precisions.are_here():
+                stack.callback(Precisions().write)
+                self._precisions.write()
         if not self.has_modes and not has_modes():
             return
         for key, mode in self._modes[0].items():
@@ -125,13 +146,14 @@ class Surroundings:
         _exchange(stack, function_modes, self._function_modes, push_function_mode, pop_function_mode)
 
     def _restore_autocast(self, stack: ExitStack) -> None:
+        casts = self.casts or any(map(torch.is_autocast_enabled, _DEVICE_TYPES))
         for then in self._autocast:
             now = _autocast(then.device_type)
             if now != then:
                 stack.callback(_set_autocast, now)
                 _set_autocast(then)
         caches = self._caches
-        if self.casts and caches:
+        if casts and caches:
             # The cache of casted weights would keep those of the recompute, and with them its graph, for whoever casts
             # next. It is emptied when the outermost autocast ends; if that is not ours, the recompute does without.
             depth = torch.autocast_increment_nesting()

@@ -86,11 +86,11 @@ class Call:
         """
         self._surroundings = surroundings()
         self._context = copy_context()
+        named: list[nn.Module] = []
         if objects or settings.guard:
             self.objects = Objects(objects, settings.guard)
-            if self.objects.modules:
-                modules = [*modules, *self.objects.modules]
-        self.modules = ModuleState(modules) if modules else _NO_MODULES
+            named = self.objects.modules
+        self.modules = ModuleState([*modules, *named], named) if modules or named else _NO_MODULES
         if settings.preserve_rng:
             devices = _devices(tensors, modules, self.body) if _ACCELERATED else ()
             others = generators_reached(self.body) + self.modules.generators

@@ -8,6 +8,7 @@ remembered by identity, the recompute sees it, and afterwards all is as before t
     named by the user, `guard=`        by the forward: the recompute sees a    cloned before the forward
                                        clone from before; by others: as above
     named, with snapshot and restore   whatever these two do                   `snapshot()` before the forward
+    named, a module                    as above, in its attributes             its buffers: see `modules`
 
 NumPy arrays are looked after if they are named or inside of what is.
 
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import random
 import types
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
@@ -30,11 +31,13 @@ import torch
 from torch import Tensor, nn
 
 from torchremat.errors import UnsupportedError, bug
+from torchremat.saved.copies import again
 from torchremat.saved.tensor import version_of
 
 _MOST_ITEMS = 100_000
 _ATOMS = (
-    type, types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType, torch.dtype, torch.device, str, bytes, int, float, complex, type(None),
+    type, types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType, torch.dtype, torch.device,
+    str, bytes, int, float, complex, type(None),
 )  # fmt: skip
 _MUTABLE = (list, dict, set, deque, bytearray)
 
@@ -88,7 +91,7 @@ class _Written(Tensor):
 
     @classmethod
     def in_place_of(cls, name: str, *, is_named: bool) -> _Written:
-        made = cast("_Written", Tensor._make_subclass(cls, torch.empty(0)))
+        made = torch.empty(0).as_subclass(cls)
         object.__setattr__(made, "words", (name, is_named))
         return made
 
@@ -133,20 +136,10 @@ class _Clones:
     __slots__ = ("_before",)
 
     def __init__(self, tensors: list[Tensor]) -> None:
-        # Tensors of one storage stay views of one another.
-        shared = Counter(_storage_of(tensor) for tensor in tensors)
-        storages: dict[int, torch.UntypedStorage] = {}
-        self._before: dict[int, tuple[Tensor, bool]] = {}
-        for tensor in tensors:
-            key = _storage_of(tensor)
-            if shared[key] > 1 and key not in storages:
-                storages[key] = tensor.untyped_storage().clone()
-            before = tensor.detach()
-            clone = _viewed(before, storages[key]) if key in storages else before.clone()
-            self._before[id(tensor)] = clone, tensor.requires_grad
-
-    def __contains__(self, tensor: Tensor) -> bool:
-        return id(tensor) in self._before
+        clones = again(tensors)
+        self._before = {
+            id(tensor): (clone, tensor.requires_grad) for tensor, clone in zip(tensors, clones, strict=True)
+        }
 
     def keep(self, written: Iterable[int]) -> None:
         """Keep those of the tensors with these ids alone."""
@@ -154,24 +147,13 @@ class _Clones:
 
     def shown(self) -> dict[int, Tensor]:
         """Return tensors for one recompute, which may write to them, by the id of the one that each stands for."""
-        again = _Clones([clone for clone, _ in self._before.values()])
-        clones = [clone for clone, _ in again._before.values()]
+        clones = again([clone for clone, _ in self._before.values()])
         shown: dict[int, Tensor] = {}
         for (key, (_, requires_grad)), clone in zip(self._before.items(), clones, strict=True):
-            if requires_grad:
-                with torch.enable_grad():
-                    clone = clone.requires_grad_().clone()  # noqa: PLW2901: a leaf could not be written in place
-            shown[key] = clone
+            with torch.enable_grad():
+                # Not a leaf, which could not be written in place.
+                shown[key] = clone.requires_grad_().clone() if requires_grad else clone
         return shown
-
-
-def _storage_of(tensor: Tensor) -> int:
-    # Sparse and other tensors have none, and share nothing.
-    return tensor.untyped_storage()._cdata if type(tensor) is Tensor and tensor.layout is torch.strided else id(tensor)
-
-
-def _viewed(tensor: Tensor, storage: torch.UntypedStorage) -> Tensor:
-    return tensor.new_empty(0).set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 class Objects:
@@ -224,6 +206,11 @@ class Objects:
             elif isinstance(item, nn.Module):
                 if named is not None:
                     self.modules.append(item)
+                    for inner in item.modules():
+                        own = _Attributes(inner)
+                        contents = own.read()
+                        self._before.append((own, contents))
+                        pending += _named(name, contents)
             elif isinstance(item, torch.Generator):
                 self.generators.append(item)
             elif isinstance(item, (tuple, frozenset)):
@@ -297,7 +284,9 @@ class _Foreign:
 
     __slots__ = ("_item",)
 
-    def __init__(self, item: random.Random | np.ndarray[Any, Any] | np.random.Generator | np.random.RandomState) -> None:
+    def __init__(
+        self, item: random.Random | np.ndarray[Any, Any] | np.random.Generator | np.random.RandomState
+    ) -> None:
         self._item = item
 
     @classmethod
@@ -369,9 +358,7 @@ class _Slots:
     def of(item: object) -> _Slots | None:
         # By what the classes have, since private names are not there as they are written in `__slots__`.
         classes = [vars(kind) for kind in type(item).__mro__ if "__slots__" in vars(kind)]
-        members = [
-            name for own in classes for name, one in own.items() if isinstance(one, types.MemberDescriptorType)
-        ]
+        members = [name for own in classes for name, one in own.items() if isinstance(one, types.MemberDescriptorType)]
         return _Slots(item, members) if members else None
 
     def read(self) -> dict[str, object]:
@@ -385,9 +372,31 @@ class _Slots:
                 object.__delattr__(self.item, name)
 
 
+class _Attributes:
+    """The attributes of a module that are none of every module's, as a container."""
+
+    __slots__ = ("module",)
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def read(self) -> dict[str, object]:
+        # A wrapped module has its `forward` there.
+        return {name: one for name, one in vars(self.module).items() if name not in _OF_EVERY_MODULE}
+
+    def write(self, contents: dict[str, object]) -> None:
+        own = vars(self.module)
+        for name in self.read().keys() - contents.keys():
+            del own[name]
+        own.update(contents)
+
+
+_OF_EVERY_MODULE = {*vars(nn.Module()), "forward"}
+
+
 def _copied(own: object) -> object:
     # The methods of the built-in class: a subclass may have written its own, with effects.
-    if isinstance(own, _Slots):
+    if isinstance(own, _Slots | _Attributes):
         return own.read()
     for kind in _MUTABLE:
         if isinstance(own, kind):
@@ -416,7 +425,7 @@ def _same(own: object, before: object) -> bool:
 
 
 def _refill(own: object, contents: object) -> None:
-    if isinstance(own, _Slots):
+    if isinstance(own, _Slots | _Attributes):
         own.write(cast("dict[str, object]", contents))
     elif isinstance(own, dict):
         kind = OrderedDict if isinstance(own, OrderedDict) else dict  # the former keeps its order in a list of its own

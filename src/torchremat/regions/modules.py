@@ -21,7 +21,7 @@ from __future__ import annotations
 import dis
 import functools
 import types
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from contextlib import ExitStack
 from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
@@ -33,6 +33,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torchremat._compat.sharding import has_fsdp, is_dtensor, is_hook_of_fsdp, is_managed
 from torchremat.ambient.locks import EXCHANGING
 from torchremat.regions.sharding import WatchedShard, listen_to_optimizers, watch
+from torchremat.saved.copies import again
 
 _ScriptModule = torch.jit.ScriptModule
 T = TypeVar("T")
@@ -43,13 +44,20 @@ _Holder = MutableMapping[str, Any]  # of tensors and None; a module's own attrib
 # NOTE [ Which buffers a forward changes ]
 # Versions cannot tell: native BatchNorm does not bump that of `running_mean`. So the first forward of a module in a
 # training state is watched by value, all of its buffers cloned and compared, and what it changed is remembered per
-# module; from then on only those are cloned.
+# module; from then on only those are cloned, and small ones, since a module may change one every tenth time. In modules
+# that the user has named every forward is a first one. Norms that may not change their statistics the first time, with
+# a momentum of 0 that grows, are known by their class.
 #
 # NOTE [ Hooks that compute weights ]
 # The hooks of the outermost modules run outside of the region. Those of `weight_norm` and `spectral_norm` compute a
 # weight, a plain attribute then, and write to buffers that the forward itself does not read. So the attribute is the
 # forward's for the recompute, and all buffers are kept.
 _changed: WeakKeyDictionary[nn.Module, dict[bool, frozenset[str]]] = WeakKeyDictionary()
+_SMALL_BYTES = 16 << 10
+_NORMS = (
+    nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm,
+    nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d,
+)  # fmt: skip
 
 
 def modules_of(function: object, arguments: Iterable[object] = ()) -> list[nn.Module]:
@@ -164,14 +172,21 @@ def _closed_over(function: types.FunctionType) -> Iterable[object]:
 class ChangedStateError(Exception):
     """A parameter or buffer was written in place."""
 
-    def __init__(self, name: str, before: int, now: int) -> None:
+    def __init__(self, name: str, before: int, now: int, *, by_forward: bool = False) -> None:
         super().__init__(name, before, now)
         self.name = name
         self.before = before
         self.now = now
+        self.by_forward = by_forward
 
     def message(self, region: str) -> str:
         """Return the words for it, given those for the region."""
+        if self.by_forward:
+            return (
+                f"{region}: its forward wrote `{self.name}` in place, a large buffer that it had left alone the "
+                "first time, so that there is no copy of what it was. Write out of place, or name the module "
+                "in `guard=[...]`, so that all of its buffers are copied before each forward."
+            )
         return (
             f"{region}: its parameter or buffer `{self.name}` was changed in place between forward and recompute: "
             f"version {self.before} then, {self.now} now. Recomputing would give wrong gradients. Run backward before "
@@ -182,14 +197,30 @@ class ChangedStateError(Exception):
 class ModuleState:
     """The state of some modules, as a forward saw it."""
 
-    __slots__ = ("_kept", "_modules", "_shards", "_training", "_unknown", "_watched", "generators")
+    __slots__ = (
+        "_kept",
+        "_large",
+        "_modules",
+        "_named",
+        "_shards",
+        "_small",
+        "_training",
+        "_unknown",
+        "_watched",
+        "_written",
+        "generators",
+    )
 
-    def __init__(self, modules: list[nn.Module]) -> None:
+    def __init__(self, modules: list[nn.Module], named: Sequence[nn.Module] = ()) -> None:
         self._modules = modules
         self._training: list[tuple[nn.Module, bool]] = []
         self._watched: list[tuple[_Holder, str, Tensor, int]] = []
         self._kept: list[tuple[nn.Module, str, Tensor, int, Tensor]] = []
         self._unknown: list[nn.Module] = []
+        self._small: list[tuple[nn.Module, str, Tensor, int, Tensor]] = []
+        self._large: list[tuple[Tensor, int]] = []
+        self._written: set[int] = set()  # those of them, by id, that the forward itself has written
+        self._named = {inner for module in named for inner in module.modules()} if named else ()
         self._shards: list[WatchedShard] = []
         pending = list(modules)
         seen: set[nn.Module] = set()
@@ -241,25 +272,36 @@ class ModuleState:
                 listen_to_optimizers()
 
     def _keep(self, module: nn.Module) -> None:
-        names = _changed.get(module, {}).get(module.training)
-        if module in self._modules and _computes_weights(module):
+        names = None if module in self._named else _changed.get(module, {}).get(module.training)
+        if isinstance(module, _NORMS) and module.training:
+            names = module._buffers.keys()
+        elif module in self._modules and _computes_weights(module):
             names = module._buffers.keys()  # See NOTE [ Hooks that compute weights ]
         elif names is None:
             self._unknown.append(module)
-        elif not names:
-            self._watch(module._buffers)
-            return
         for name, buffer in module._buffers.items():
-            if buffer is None:
+            if buffer is None or isinstance(buffer, UninitializedBuffer):
                 continue
             if names is None or name in names:
                 version = 0 if buffer.is_inference() else buffer._version
                 self._kept.append((module, name, buffer, version, buffer.detach().clone()))
+            elif buffer.nbytes <= _SMALL_BYTES and not buffer.is_inference():
+                self._small.append((module, name, buffer, buffer._version, buffer.detach().clone()))
             else:
                 self._watch(module._buffers, {name: buffer})
+                if not buffer.is_inference():
+                    self._large.append((buffer, buffer._version))
 
     def settle(self) -> None:
         """Keep only the buffers that the forward has changed."""
+        self._written = {id(buffer) for buffer, version in self._large if buffer._version != version}
+        for one in self._small:
+            module, name, buffer, version, _ = one
+            if buffer._version != version or module._buffers.get(name) is not buffer:
+                self._kept.append(one)
+            else:
+                self._watched.append((module._buffers, name, buffer, version))
+        self._small = []
         if not self._unknown:
             return
         # See NOTE [ Which buffers a forward changes ]
@@ -299,7 +341,8 @@ class ModuleState:
         same = not self._kept
         for holder, name, tensor, version in self._watched:
             if tensor._version != version:
-                raise ChangedStateError(self._name(holder, name), version, tensor._version)
+                by_forward = id(tensor) in self._written
+                raise ChangedStateError(self._name(holder, name), version, tensor._version, by_forward=by_forward)
             if holder.get(name) is not tensor:
                 same = False
         for module, flag in self._training:
@@ -321,11 +364,9 @@ class ModuleState:
         Buffers are exchanged, not written: a `copy_` into a buffer makes every node that saved it raise.
         """
         stack.enter_context(EXCHANGING)
-        clones: dict[int, Tensor] = {}  # a buffer that two modules share stays one
-        for module, name, buffer, _, before in self._kept:
-            if id(buffer) not in clones:
-                clones[id(buffer)] = before.clone()
-            _exchange(stack, module._buffers, name, clones[id(buffer)])
+        clones = again([buffer for _, _, buffer, _, _ in self._kept], [before for *_, before in self._kept])
+        for (module, name, *_), clone in zip(self._kept, clones, strict=True):
+            _exchange(stack, module._buffers, name, clone)
         for holder, name, tensor, _ in self._watched:
             now = holder.get(name)
             if now is not tensor and _is_plain(now) and _is_plain(tensor):

@@ -1,0 +1,41 @@
+"""Copies of tensors that stay views of one another where the tensors are."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+from torch import Tensor
+
+
+def again(tensors: list[Tensor], values: list[Tensor] | None = None) -> list[Tensor]:
+    """Return a copy of each tensor, without its graph; tensors of one storage have copies of one storage.
+
+    Args:
+        tensors: Any shapes; the same one several times has one copy.
+        values: What to put into the copies, of the same shapes; the values of `tensors` if None.
+    """
+    values = tensors if values is None else values
+    keys = [_storage_of(tensor) for tensor in tensors]
+    shared = Counter(keys)
+    storages: dict[int, torch.UntypedStorage] = {}
+    copies: list[Tensor] = []
+    with torch.no_grad():
+        for tensor, key, value in zip(tensors, keys, values, strict=True):
+            if shared[key] == 1:
+                copies.append(value.clone())
+                continue
+            if key not in storages:
+                storages[key] = tensor.untyped_storage().clone()
+            copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            copy.set_(storages[key], tensor.storage_offset(), tensor.shape, tensor.stride())
+            if value is not tensor:
+                copy.copy_(value)
+            copies.append(copy)
+    return copies
+
+
+def _storage_of(tensor: Tensor) -> int:
+    # Sparse and other tensors have none, empty ones no address; they share nothing.
+    address = tensor.untyped_storage().data_ptr() if type(tensor) is Tensor and tensor.layout is torch.strided else 0
+    return address or id(tensor)
