@@ -168,7 +168,8 @@ def surroundings() -> Surroundings:
     """Return what surrounds the caller."""
     # They hardly ever change, and comparing is cheaper than asking for everything.
     last = _here.last
-    if last is not None and last.are_here():
+    # Infrastructure modes that have come may stay around a recompute, but a forward inside of them is another one.
+    if last is not None and last.are_here() and not (has_modes() and infrastructure_modes()):
         return last
     found = Surroundings()
     _here.last = None if found.has_modes else found  # a mode that has been left must not live on here
