@@ -16,14 +16,15 @@ def again(tensors: list[Tensor], values: list[Tensor] | None = None) -> list[Ten
         values: What to put into the copies, of the same shapes; the values of `tensors` if None.
     """
     values = tensors if values is None else values
-    keys = [_storage_of(tensor) for tensor in tensors]
-    shared = Counter(keys)
+    distinct = {id(tensor): (tensor, value) for tensor, value in zip(tensors, values, strict=True)}
+    shared = Counter(_storage_of(tensor) for tensor, _ in distinct.values())
     storages: dict[int, torch.UntypedStorage] = {}
-    copies: list[Tensor] = []
+    copies: dict[int, Tensor] = {}
     with torch.no_grad():
-        for tensor, key, value in zip(tensors, keys, values, strict=True):
+        for tensor, value in distinct.values():
+            key = _storage_of(tensor)
             if shared[key] == 1:
-                copies.append(value.clone())
+                copies[id(tensor)] = value.clone()
                 continue
             if key not in storages:
                 storages[key] = tensor.untyped_storage().clone()
@@ -31,8 +32,8 @@ def again(tensors: list[Tensor], values: list[Tensor] | None = None) -> list[Ten
             copy.set_(storages[key], tensor.storage_offset(), tensor.shape, tensor.stride())
             if value is not tensor:
                 copy.copy_(value)
-            copies.append(copy)
-    return copies
+            copies[id(tensor)] = copy
+    return [copies[id(tensor)] for tensor in tensors]
 
 
 def _storage_of(tensor: Tensor) -> int:
