@@ -159,8 +159,8 @@ class Recompute:
         try:
             for number, call in enumerate(list(region.made)):
                 self._run_call(call, number, links)
-                if self.is_stopped:
-                    break
+                if self.is_stopped or call.is_running:
+                    break  # what runs for the first time has not saved all yet, and may save nothing more
                 if self.count != call.slots and self.checks:
                     raise DivergedError(number, self._counted("too few", call.slots))
                 for source in [source for source in links if region.last_use[source] == number]:
