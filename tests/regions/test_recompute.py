@@ -52,6 +52,16 @@ def test_an_input_that_is_changed_in_place_is_named(place, when):
     )
 
 
+def test_an_input_that_the_region_itself_writes_and_that_hooks_have_a_copy_of():
+    # The copy is right, and a leaf: autograd's own words for that meant nothing to whoever read them.
+    h = leaf(3) * 2
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.clone(), lambda tensor: tensor):
+        y = checkpoint(lambda h: h.add_(1).exp().sin(), h).sum()
+
+    with pytest.raises(MutationError, match="an input that requires grad is written in place in the region"):
+        y.backward()
+
+
 def test_an_input_that_is_changed_under_hooks_that_keep_it():
     h = leaf(3) * 2
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):

@@ -202,6 +202,8 @@ class Recompute:
         except BaseException as error:
             # What arrives need not be the `_Stop`: TorchScript makes a RuntimeError of it, user code what it likes.
             if not self.is_stopped or isinstance(error, KeyboardInterrupt | SystemExit):
+                if isinstance(error, RuntimeError) and _WRITES_TO_LEAF in str(error):
+                    raise MutationError(self._writes_to_input(number)) from error
                 raise
         finally:
             pop_saved_tensor_hooks()
@@ -307,6 +309,12 @@ class Recompute:
     def _counted(self, kind: Kind, saved_then: int) -> Difference:
         return Difference(kind=kind, saved_then=saved_then, saved_now=self.count)
 
+    def _writes_to_input(self, number: int) -> str:
+        return (
+            f"{self.region.name(number)}: an input that requires grad is written in place in the region. The recompute "
+            "has a leaf in its place, which cannot be written. Write to a clone of the input."
+        )
+
     def _changed_input(self, call: Call, number: int, place: int, error: ChangedError) -> str:
         found = place_of(call.template, place) or ""
         where = f"args{found[3:]}" if found.startswith("[0]") else f"kwargs{found[3:]}"
@@ -315,3 +323,7 @@ class Recompute:
             f"version {error.before} then, {error.now} now. Recomputing would give wrong gradients. Make the change "
             "out of place, pass a clone, or run backward before it."
         )
+
+
+# The words of autograd, for a leaf as for a view of one.
+_WRITES_TO_LEAF = "a leaf Variable that requires grad is being used in an in-place operation"
