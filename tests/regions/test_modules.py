@@ -8,9 +8,10 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn.utils import parametrizations, parametrize
 from torch.nn.utils.parametrizations import spectral_norm
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from regions.comparing import leaf, same
-from torchremat import CheckpointError, MutationError, checkpoint, wrap
+from torchremat import CheckpointError, MutationError, checkpoint, checkpointed, extend, wrap
 from torchremat.regions.modules import ModuleState, modules_of
 
 
@@ -141,13 +142,14 @@ def test_only_the_buffers_that_change_are_kept():
     assert sum(copied.nbytes for *_, copied in state._kept) == 32
 
 
-@pytest.mark.parametrize("name", ["first.weight", "first.bias", "norm.weight", "norm.running_mean"])
+@pytest.mark.parametrize("name", ["first.weight", "first.bias", "norm.weight", "norm.large"])
 def test_a_write_between_forward_and_backward_is_an_error_that_names_it(name):
     model = nn.ModuleDict({"body": Net().eval()})
+    model["body"].norm.register_buffer("large", torch.zeros(100_000))
     wrap(model, "body")
     y = model["body"](leaf(8, 4)).sum()
     with torch.no_grad():
-        model["body"].get_parameter(name).mul_(2) if "running" not in name else model["body"].get_buffer(name).mul_(2)
+        model["body"].get_parameter(name).mul_(2) if "large" not in name else model["body"].get_buffer(name).mul_(2)
 
     with pytest.raises(MutationError, match=rf"region body: its parameter or buffer `body\.{name}` .* in place"):
         y.backward()
@@ -308,3 +310,161 @@ def test_a_script_module():
     x = leaf(2, 4)
 
     assert same(lambda: checkpoint(net, x), lambda: net(x), [x], [net])
+
+
+# ---------------------------------------------------------------------------------------- buffers, the less usual kinds
+
+
+class Codebook(nn.Module):
+    """Has a buffer that follows what the module sees, when it is told so."""
+
+    def __init__(self, size, way="lerp_"):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(size))
+        self.way = way
+
+    def forward(self, x, follows=True):
+        if follows:
+            one = x.detach().mean().expand(self.mean.shape)
+            if self.way == "lerp_":
+                self.mean.lerp_(one, 0.5)
+            elif self.way == "copy_":
+                self.mean.copy_(self.mean * 0.5 + one * 0.5)
+            else:
+                self.mean = self.mean * 0.5 + one * 0.5
+        return (x.exp() * (1 + self.mean[:4].clone())).sin()
+
+
+def several(call, make, x, follows):
+    """Several forwards before one backward; return the gradient, the buffers and how often the module has run."""
+    torch.manual_seed(0)
+    module = make()
+    counted = []
+    module.register_forward_pre_hook(extend.only_watches(lambda *_: counted.append(1)))
+    outputs = [call(lambda x, one: module(x, *one), x * n, one).sum() for n, one in enumerate(follows, 1)]
+    (grad,) = torch.autograd.grad(sum(outputs), x)
+    return grad, [buffer.clone() for buffer in module.buffers()], len(counted)
+
+
+def is_as_plain(make, follows=((True,), (True,))):
+    x = leaf(3, 4)
+    ours, buffers, calls = several(checkpoint, make, x, follows)
+    plain, expected, _ = several(lambda f, *args: f(*args), make, x, follows)
+    return torch.equal(ours, plain) and all(map(torch.equal, buffers, expected)) and calls == 2 * len(follows)
+
+
+@pytest.mark.parametrize("way", ["lerp_", "copy_", "replaced"])
+@pytest.mark.parametrize("size", [4, 100_000])
+def test_an_average_that_is_written(way, size):
+    assert is_as_plain(lambda: Codebook(size, way))
+
+
+@pytest.mark.parametrize("follows", ["01", "10", "0110", "0101"])
+def test_a_small_buffer_that_is_written_now_and_then(follows):
+    assert is_as_plain(lambda: Codebook(4), [(one == "1",) for one in follows])
+
+
+def test_a_large_buffer_that_is_written_later_than_the_first_time_needs_a_guard():
+    module, plain = Codebook(100_000), Codebook(100_000)
+    x = leaf(3, 4)
+    checkpoint(module, x, follows=False).sum().backward()
+    y = checkpoint(module, x).sum()
+    with pytest.raises(MutationError, match=r"its forward wrote `mean` in place, a large buffer .* `guard=\[...\]`"):
+        y.backward()
+
+    module = Codebook(100_000)
+    region = checkpointed(module, guard=[module])
+    region(x, follows=False).sum().backward()
+    (ours,) = torch.autograd.grad(region(x).sum(), x)
+    assert torch.equal(ours, torch.autograd.grad(plain(x).sum(), x)[0])
+    assert torch.equal(module.mean, plain.mean)
+
+
+def test_a_large_buffer_that_is_written_by_the_next_forward_is_an_error():
+    x = leaf(3, 4)
+    module = Codebook(100_000)
+    y = checkpoint(module, x, follows=False).sum()
+    checkpoint(module, x)
+
+    with pytest.raises(MutationError, match="`mean` was changed in place between forward and recompute"):
+        y.backward()
+
+
+def test_a_large_buffer_that_is_not_written_is_not_copied():
+    module = Codebook(100_000)
+    x = leaf(3, 4)
+    allocated = []
+
+    class Watches(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten.clone.default:
+                allocated.append(result.nbytes)
+            return result
+
+    checkpoint(module, x, False).sum().backward()  # the first time it may be
+    with extend.only_watches(Watches()):
+        checkpoint(module, x, False).sum().backward()
+
+    # The clone of four numbers in the forward, and in the recompute.
+    assert allocated == [16, 16]
+
+
+def test_a_norm_whose_momentum_is_zero_at_first():
+    def run(call):
+        torch.manual_seed(0)
+        norm = nn.BatchNorm1d(4, momentum=0.0)
+        x = torch.randn(8, 4, requires_grad=True)
+        for momentum in (0.0, 0.1):
+            norm.momentum = momentum
+            call(lambda x: norm(x).exp().sin(), x).sum().backward()
+        return norm.running_mean, norm.running_var, norm.num_batches_tracked, x.grad
+
+    assert all(map(torch.equal, run(checkpoint), run(lambda f, x: f(x))))
+
+
+@pytest.mark.parametrize("kind", ["shared", "view"])
+def test_buffers_that_are_one(kind):
+    class Parts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Module(), nn.Module()
+            self.a.register_buffer("mean", torch.zeros(8))
+            self.b.register_buffer("mean", self.a.mean if kind == "shared" else self.a.mean[:4])
+
+        def forward(self, x):
+            self.a.mean.add_(1)
+            return (x.exp() * self.b.mean[:4].clone()).sin()
+
+    assert is_as_plain(Parts, [(), ()])
+
+
+def test_lazy_norms():
+    net = nn.Sequential(nn.LazyBatchNorm1d(), nn.Tanh())
+    for _ in range(2):
+        checkpoint(net, leaf(3, 4)).sum().backward()
+
+    assert net[0].num_batches_tracked == 2
+
+
+def test_modules_in_the_defaults_of_a_function():
+    norms = [nn.BatchNorm1d(4) for _ in range(3)]
+    h = leaf(8, 4)
+    for norm in norms:
+        h = checkpoint(lambda x, norm=norm: norm(x).exp().sin(), h)
+    h.sum().backward()
+
+    assert [int(norm.num_batches_tracked) for norm in norms] == [1, 1, 1]
+
+
+def test_a_parameter_that_the_forward_itself_writes_is_an_error():
+    class Clamps(nn.Linear):
+        def forward(self, x):
+            with torch.no_grad():
+                self.weight.clamp_(-0.1, 0.1)
+            return super().forward(x).exp()
+
+    y = checkpoint(Clamps(4, 4), leaf(2, 4)).sum()
+
+    with pytest.raises(MutationError, match="`weight` was changed in place"):
+        y.backward()

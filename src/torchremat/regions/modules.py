@@ -7,7 +7,8 @@ is gone, and an error names it.
     state                          between forward and recompute         the recompute
     buffer                         changed by the forward                sees a clone from before
     parameter or buffer            replaced by another tensor            sees the one from before
-    parameter or buffer            written in place                      raises MutationError
+    small buffer                   written in place                      sees a clone from before
+    parameter or large buffer      written in place                      raises MutationError
     `training`                     flipped                               sees the flag from before
 
 Missing on purpose: parameters that a function reaches without any module, and writes that bump no version: those of
@@ -198,6 +199,7 @@ class ModuleState:
     """The state of some modules, as a forward saw it."""
 
     __slots__ = (
+        "_copies",
         "_kept",
         "_large",
         "_modules",
@@ -218,6 +220,7 @@ class ModuleState:
         self._kept: list[tuple[nn.Module, str, Tensor, int, Tensor]] = []
         self._unknown: list[nn.Module] = []
         self._small: list[tuple[nn.Module, str, Tensor, int, Tensor]] = []
+        self._copies: dict[int, Tensor] = {}  # of small buffers that the forward has left alone, by their id
         self._large: list[tuple[Tensor, int]] = []
         self._written: set[int] = set()  # those of them, by id, that the forward itself has written
         self._named = {inner for module in named for inner in module.modules()} if named else ()
@@ -296,11 +299,12 @@ class ModuleState:
         """Keep only the buffers that the forward has changed."""
         self._written = {id(buffer) for buffer, version in self._large if buffer._version != version}
         for one in self._small:
-            module, name, buffer, version, _ = one
+            module, name, buffer, version, before = one
             if buffer._version != version or module._buffers.get(name) is not buffer:
                 self._kept.append(one)
             else:
                 self._watched.append((module._buffers, name, buffer, version))
+                self._copies[id(buffer)] = before
         self._small = []
         if not self._unknown:
             return
@@ -314,6 +318,8 @@ class ModuleState:
                 changed.get(module, set[str]()).add(name)
             elif not buffer.is_inference():
                 self._watched.append((module._buffers, name, buffer, version))
+                if buffer.nbytes <= _SMALL_BYTES:
+                    self._copies[id(buffer)] = before
         for module, names in changed.items():
             _changed.setdefault(module, {})[module.training] = frozenset(names)
 
@@ -341,6 +347,9 @@ class ModuleState:
         same = not self._kept
         for holder, name, tensor, version in self._watched:
             if tensor._version != version:
+                if id(tensor) in self._copies:
+                    same = False
+                    continue
                 by_forward = id(tensor) in self._written
                 raise ChangedStateError(self._name(holder, name), version, tensor._version, by_forward=by_forward)
             if holder.get(name) is not tensor:
@@ -367,9 +376,11 @@ class ModuleState:
         clones = again([buffer for _, _, buffer, _, _ in self._kept], [before for *_, before in self._kept])
         for (module, name, *_), clone in zip(self._kept, clones, strict=True):
             _exchange(stack, module._buffers, name, clone)
-        for holder, name, tensor, _ in self._watched:
+        for holder, name, tensor, version in self._watched:
             now = holder.get(name)
-            if now is not tensor and _is_plain(now) and _is_plain(tensor):
+            if tensor._version != version:
+                _exchange(stack, holder, name, self._copies[id(tensor)].clone())
+            elif now is not tensor and _is_plain(now) and _is_plain(tensor):
                 _exchange(stack, holder, name, tensor)
         for module, flag in self._training:
             if module.training is not flag:
