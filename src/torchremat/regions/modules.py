@@ -24,7 +24,7 @@ import functools
 import types
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from contextlib import ExitStack
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -195,6 +195,16 @@ class ChangedStateError(Exception):
         )
 
 
+class _Kept(NamedTuple):
+    """A buffer, and what it was before the forward."""
+
+    module: nn.Module
+    name: str
+    buffer: Tensor
+    version: int
+    before: Tensor
+
+
 class ModuleState:
     """The state of some modules, as a forward saw it."""
 
@@ -217,9 +227,9 @@ class ModuleState:
         self._modules = modules
         self._training: list[tuple[nn.Module, bool]] = []
         self._watched: list[tuple[_Holder, str, Tensor, int]] = []
-        self._kept: list[tuple[nn.Module, str, Tensor, int, Tensor]] = []
+        self._kept: list[_Kept] = []
         self._unknown: list[nn.Module] = []
-        self._small: list[tuple[nn.Module, str, Tensor, int, Tensor]] = []
+        self._small: list[_Kept] = []
         self._copies: dict[int, Tensor] = {}  # of small buffers that the forward has left alone, by their id
         self._large: list[tuple[Tensor, int]] = []
         self._written: set[int] = set()  # those of them, by id, that the forward itself has written
@@ -287,9 +297,9 @@ class ModuleState:
                 continue
             if names is None or name in names:
                 version = 0 if buffer.is_inference() else buffer._version
-                self._kept.append((module, name, buffer, version, buffer.detach().clone()))
+                self._kept.append(_Kept(module, name, buffer, version, buffer.detach().clone()))
             elif buffer.nbytes <= _SMALL_BYTES and not buffer.is_inference():
-                self._small.append((module, name, buffer, buffer._version, buffer.detach().clone()))
+                self._small.append(_Kept(module, name, buffer, buffer._version, buffer.detach().clone()))
             else:
                 self._watch(module._buffers, {name: buffer})
                 if not buffer.is_inference():
@@ -299,29 +309,31 @@ class ModuleState:
         """Keep only the buffers that the forward has changed."""
         self._written = {id(buffer) for buffer, version in self._large if buffer._version != version}
         for one in self._small:
-            module, name, buffer, version, before = one
-            if buffer._version != version or module._buffers.get(name) is not buffer:
+            if one.buffer._version != one.version or one.module._buffers.get(one.name) is not one.buffer:
                 self._kept.append(one)
             else:
-                self._watched.append((module._buffers, name, buffer, version))
-                self._copies[id(buffer)] = before
+                self._leave(one)
         self._small = []
         if not self._unknown:
             return
         # See NOTE [ Which buffers a forward changes ]
         changed: dict[nn.Module, set[str]] = {module: set() for module in self._unknown}
         kept, self._kept, self._unknown = self._kept, [], []
-        for module, name, buffer, version, before in kept:
-            now = module._buffers.get(name)
-            if module not in changed or now is not buffer or not _equal(buffer, before):
-                self._kept.append((module, name, buffer, version, before))
-                changed.get(module, set[str]()).add(name)
-            elif not buffer.is_inference():
-                self._watched.append((module._buffers, name, buffer, version))
-                if buffer.nbytes <= _SMALL_BYTES:
-                    self._copies[id(buffer)] = before
+        for one in kept:
+            now = one.module._buffers.get(one.name)
+            if one.module not in changed or now is not one.buffer or not _equal(one.buffer, one.before):
+                self._kept.append(one)
+                changed.get(one.module, set[str]()).add(one.name)
+            elif not one.buffer.is_inference():
+                self._leave(one)
         for module, names in changed.items():
             _changed.setdefault(module, {})[module.training] = frozenset(names)
+
+    def _leave(self, one: _Kept) -> None:
+        """Take a buffer that the forward has left alone, and that another forward may change."""
+        self._watched.append((one.module._buffers, one.name, one.buffer, one.version))
+        if one.buffer.nbytes <= _SMALL_BYTES:
+            self._copies[id(one.buffer)] = one.before
 
     def parameters(self) -> list[Tensor]:
         """Return the parameters and watched buffers."""
@@ -373,9 +385,9 @@ class ModuleState:
         Buffers are exchanged, not written: a `copy_` into a buffer makes every node that saved it raise.
         """
         stack.enter_context(EXCHANGING)
-        clones = again([buffer for _, _, buffer, _, _ in self._kept], [before for *_, before in self._kept])
-        for (module, name, *_), clone in zip(self._kept, clones, strict=True):
-            _exchange(stack, module._buffers, name, clone)
+        clones = again([one.buffer for one in self._kept], [one.before for one in self._kept])
+        for one, clone in zip(self._kept, clones, strict=True):
+            _exchange(stack, one.module._buffers, one.name, clone)
         for holder, name, tensor, version in self._watched:
             now = holder.get(name)
             if tensor._version != version:

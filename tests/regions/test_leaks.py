@@ -1,0 +1,325 @@
+"""A thousand steps with the cycle collector off: nothing is left behind, however a step ends."""
+
+import gc
+from collections import Counter
+from weakref import WeakSet
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from torchremat import checkpoint, checkpointed, frozen, plan, session, wrap
+from torchremat._compat.autograd import top_saved_tensor_hooks
+from torchremat.interop.torch_checkpoint import checkpoint as drop_in
+from torchremat.regions.calls import Call
+from torchremat.regions.recompute import Recompute
+from torchremat.regions.region import Region, Slot
+from torchremat.regions.sessions import Session, open_sessions
+from torchremat.regions.threads import thread
+
+OURS = (Region, Slot, Session, Call, Recompute)
+
+
+class Failed(Exception):
+    pass
+
+
+class Machine:
+    """A small model, and a switch for when it fails."""
+
+    def __init__(self):
+        self.layer = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.2))
+        self.wrapped = wrap(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh()), "*", every=2)
+        self.fails_in = 0  # the run of the body that fails, counted from 1
+        self.error = Failed
+        self.storages = WeakSet()
+
+    def body(self, x):
+        y = self.layer(x).exp()
+        self.storages.add(y.untyped_storage())
+        self.fails_in -= 1
+        if self.fails_in == 0:
+            raise self.error
+        return (y.sin() * frozen("sign", y.detach().sign())).tanh()
+
+    def input(self):
+        x = torch.ones(3, 4, requires_grad=True)
+        self.storages.add(x.untyped_storage())
+        return x
+
+
+def fail(grad):
+    raise Failed
+
+
+def normal(machine):
+    checkpoint(machine.body, machine.input()).sum().backward()
+
+
+def forward_raises(machine, error=Failed):
+    machine.fails_in, machine.error = 1, error
+    checkpoint(lambda x: checkpoint(machine.body, x.sin()).sin(), machine.input())
+
+
+def recompute_raises(machine, error=Failed):
+    machine.fails_in, machine.error = 2, error
+    checkpoint(lambda x: checkpoint(machine.body, x.sin()).sin(), machine.input()).sum().backward()
+
+
+def inner_recompute_raises(machine):
+    machine.fails_in = 3
+    checkpoint(lambda x: checkpoint(machine.body, x.sin()).sin(), machine.input()).sum().backward()
+
+
+def backward_raises(machine):
+    y = checkpoint(machine.body, machine.input())
+    z = checkpoint(torch.exp, y)
+    y.register_hook(fail)
+    z.sum().backward()
+
+
+def interrupted_forward(machine):
+    forward_raises(machine, KeyboardInterrupt)
+
+
+def interrupted_recompute(machine):
+    recompute_raises(machine, KeyboardInterrupt)
+
+
+def dropped(machine):
+    checkpoint(machine.body, machine.input())
+
+
+def partly_used(machine):
+    x = machine.input()
+    outputs = checkpoint(lambda x: (machine.body(x), x.exp()), x)
+    outputs[0].sum().backward(retain_graph=True)
+
+
+def twice(machine):
+    x = machine.input()
+    (grad,) = torch.autograd.grad(checkpoint(machine.body, x).sum(), x, create_graph=True)
+    grad.square().sum().backward()
+
+
+def retained(machine):
+    loss = checkpoint(machine.body, machine.input()).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def nested(machine):
+    def middle(x):
+        return checkpoint(machine.body, x.sin()).sin()
+
+    checkpoint(lambda x: checkpoint(middle, x).sin(), machine.input()).sum().backward()
+
+
+def backward_inside(machine):
+    def body(x):
+        y = machine.body(x)
+        (grad,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+        return (y * grad).sin()
+
+    checkpoint(body, machine.input()).sum().backward()
+
+
+def options(machine):
+    cache = []
+
+    def body(x, kept):
+        kept.append(x.detach())
+        return machine.body(x)
+
+    body = checkpointed(body, guard=[cache], early_stop=False, check="none")
+    body(machine.input(), cache).sum().backward()
+
+
+def values(machine):
+    checkpointed(machine.body, check="values")(machine.input()).sum().backward()
+
+
+def values_unused(machine):
+    checkpointed(machine.body, check="values")(machine.input())
+
+
+def in_session(machine):
+    with session(passes=2) as one:
+        loss = checkpoint(lambda x: checkpoint(machine.body, x.sin()).sin(), machine.input()).sum()
+        one.recompute()
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+
+def session_abandoned(machine):
+    with session() as one:
+        loss = checkpoint(machine.body, machine.input()).sum()
+        one.recompute()
+        loss.backward(retain_graph=True)
+        raise Failed
+
+
+def session_with_failing_recompute(machine):
+    machine.fails_in = 2
+    with session() as one:
+        loss = checkpoint(machine.body, machine.input()).sum()
+        one.recompute()
+        loss.backward()
+
+
+def wrapped(machine):
+    machine.wrapped(machine.input()).sum().backward()
+
+
+def non_reentrant_drop_in(machine):
+    drop_in(machine.body, machine.input(), use_reentrant=False).sum().backward()
+
+
+def reentrant(machine):
+    drop_in(machine.body, machine.input(), use_reentrant=True).sum().backward()
+
+
+def reentrant_raises(machine):
+    machine.fails_in = 2
+    drop_in(machine.body, machine.input(), use_reentrant=True).sum().backward()
+
+
+def autocast_and_hooks(machine):
+    with torch.autograd.graph.save_on_cpu(), torch.autocast("cpu", torch.bfloat16):
+        y = checkpoint(machine.body, machine.input())
+    y.float().sum().backward()
+
+
+def mutated(machine):
+    h = machine.input() * 1
+    y = checkpoint(machine.body, h)
+    h.add_(1)
+    try:
+        y.sum().backward()
+    except RuntimeError as error:
+        raise Failed from error
+
+
+def writes_to_input(machine):
+    h = machine.input() * 1
+    checkpoint(lambda h: h.mul_(h.detach().clone()).sin(), h)
+
+
+STEPS = [
+    normal, forward_raises, recompute_raises, inner_recompute_raises, backward_raises, interrupted_forward,
+    interrupted_recompute, dropped, partly_used, twice, retained, nested, backward_inside, options, values,
+    values_unused,
+    in_session, session_abandoned, session_with_failing_recompute, wrapped, non_reentrant_drop_in, reentrant,
+    reentrant_raises, autocast_and_hooks, mutated, writes_to_input,
+]  # fmt: skip
+RAISING = {
+    forward_raises, recompute_raises, inner_recompute_raises, backward_raises, interrupted_forward,
+    interrupted_recompute, session_abandoned, session_with_failing_recompute, reentrant_raises, mutated,
+}  # fmt: skip
+
+
+def alive():
+    """How many of our objects and of tensors there are, by type."""
+    kinds = Counter(type(one) for one in gc.get_objects())
+    return {kind.__name__: kinds[kind] for kind in (*OURS, torch.Tensor, nn.Parameter)}
+
+
+def state():
+    """What a step could leave switched on."""
+    return {
+        "grad": torch.is_grad_enabled(),
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "hooks": top_saved_tensor_hooks(True),
+        "recomputing": thread.recomputing,
+        "calls": len(thread.calls),
+        "scopes": len(thread.scopes),
+        "frozen": dict(thread.frozen),
+        "dispatch modes": len(_get_current_dispatch_mode_stack()),
+        "function modes": torch._C._len_torch_function_stack(),
+        "sessions": len(open_sessions),
+    }
+
+
+def run(step, machine):
+    try:
+        step(machine)
+    except (Failed, KeyboardInterrupt):
+        return True
+    return False
+
+
+@pytest.fixture
+def without_collector():
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
+def test_forty_steps_leave_nothing_behind(step, without_collector):
+    machine = Machine()
+    before = state()
+    run(step, machine)  # gradients and what is made at the first use
+    machine.fails_in = 0
+    objects = alive()
+
+    ended = {run(step, machine) for _ in range(40)}
+
+    assert ended == {step in RAISING}
+    assert alive() == objects
+    assert len(machine.storages) == 0
+    assert state() == before
+
+
+def test_a_thousand_steps_of_all_kinds_leave_nothing_behind(without_collector):
+    machine = Machine()
+    for step in STEPS:
+        run(step, machine)
+        machine.fails_in = 0
+    objects = alive()
+
+    for number in range(1000):
+        step = STEPS[number % len(STEPS)]
+        assert run(step, machine) == (step in RAISING)
+        machine.fails_in = 0
+
+    assert alive() == objects
+    assert len(machine.storages) == 0
+
+
+def test_a_planned_model_leaves_nothing_behind(without_collector):
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(6)))
+    x = torch.ones(512, 64)
+    plan(model, lambda model: model(x).sum(), budget="80%").apply(model)
+    model(x).sum().backward()
+    gc.collect()
+    objects = alive()
+
+    for number in range(100):
+        loss = model(x).sum()
+        if number == 0:
+            assert alive()["Region"] > objects["Region"]
+        if number % 3:
+            loss.backward()
+        del loss
+
+    assert alive() == objects
+
+
+def test_what_is_held_is_seen(without_collector):
+    machine = Machine()
+    objects = alive()
+
+    x = machine.input()
+    y = checkpoint(machine.body, x)
+
+    found = alive()
+    assert {name: found[name] - objects[name] for name in ("Region", "Call", "Session")} == {
+        "Region": 1,
+        "Call": 1,
+        "Session": 0,
+    }
+    assert found["Slot"] > objects["Slot"] and found["Tensor"] >= objects["Tensor"] + 2
+    assert len(machine.storages) == 1 and y.requires_grad
