@@ -440,6 +440,24 @@ def test_backward_inside_nested_regions():
     assert same(lambda: checkpoint(lambda x: checkpoint(body, x.sin()), x), lambda: body(x.sin()), [x])
 
 
+def test_gradients_that_a_backward_inside_leaves_at_what_is_closed_over_are_left_once():
+    # Those at parameters of modules were, and those at tensors of the closure were left by the recompute as well.
+    def grads(call):
+        scale = torch.tensor(0.7, requires_grad=True)
+        parameter = nn.Parameter(torch.tensor(0.3))
+
+        def body(x):
+            y = (x * scale * parameter).exp()
+            y.sum().backward(retain_graph=True)
+            return y.sin()
+
+        x = torch.ones(2, requires_grad=True)
+        call(body, x).sum().backward()
+        return x.grad, scale.grad, parameter.grad
+
+    assert all(map(torch.equal, grads(checkpoint), grads(lambda f, x: f(x))))
+
+
 def test_gradients_that_a_backward_inside_leaves_are_left_once():
     layer = nn.Linear(4, 4)
     x = leaf(2, 4)

@@ -139,8 +139,8 @@ class Call:
             if self.objects is not None:
                 self.objects.restore(stack)
             if without_gradients:
-                for tensor in self.modules.parameters():
-                    if tensor.requires_grad:
+                for tensor in (*self.modules.parameters(), *tensors_reached(self.body)):
+                    if tensor.requires_grad and tensor.is_leaf:
                         stack.callback(setattr, tensor, "grad", tensor.grad)
                         tensor.grad = None
             if self.generators:
