@@ -1,8 +1,16 @@
 """Regions: pieces of forward that can be recomputed.
 
+In reading order:
+
+settings.py     how a region behaves
+threads.py      what each thread does with regions right now
 guards.py       what a region changes in the objects among its arguments
-modules.py      what it sees of its modules: parameters, buffers, training flags
+sharding.py     parameters that FSDP2 has sharded
+modules.py      what a region sees of its modules: parameters, buffers, training flags
+calls.py        one call in a region: all that it takes to make it again
 sessions.py     whom recomputed tensors belong to, and how long
+differences.py  what a check finds, as bare facts
+values.py       the check of values
 recompute.py    one recompute
 region.py       the region itself: calls, slots, unpacking
 transforms.py   regions under torch.func and forward-mode differentiation
@@ -10,4 +18,14 @@ compiling.py    regions in compiled functions
 runs.py         several calls as one region, regions inside regions
 functions.py    functions as regions
 wrapping.py     modules as regions, by name
+reentrant.py    the reentrant region
+inside.py       what code that runs in a region can ask, and say
+
+The message for a recompute that is not its forward:
+
+diagnosis.py    the whole message
+causes.py       why, probably
+reruns.py       a region run once more, leaving no trace
+operators.py    the operators that it ran, where, and what they saved
+reach.py        what it can be seen to reach, by name
 """

@@ -1,1 +1,7 @@
-"""Saved tensors: what autograd, or a region, keeps between forward and backward."""
+"""Saved tensors: what autograd, or a region, keeps between forward and backward.
+
+metadata.py      what is known of one without looking at its values
+fingerprints.py  numbers that stand for its values
+structure.py     arguments taken apart into tensors and a template
+tensor.py        one tensor that a region keeps for its recompute
+"""
