@@ -6,6 +6,5 @@ so that a recompute leaves no trace in the thread that runs it.
 surroundings.py   autocast, numeric flags, function and dispatch modes
 generators.py     torch's random generators
 locks.py          one recompute at a time exchanges what all threads share
-locks.py          one recompute at a time exchanges what all threads share
 registry.py       what users add: the random numbers of Python and NumPy, their own
 """
