@@ -319,16 +319,21 @@ def test_a_function_that_breaks_the_graph_is_a_region_of_ours():
     assert len(log) == 2 and graphs.checkpoints == [0, 0]
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"preserve_rng": False}, {"early_stop": False}, {"check": "values"}, {"debug": True}, {"guard": [[]]}],
+    ids=str,
+)
 @pytest.mark.parametrize("way", ["checkpointed", "wrapped"])
-def test_options_that_the_operator_cannot_honour_break_the_graph(way):
+def test_options_that_the_operator_cannot_honour_break_the_graph(way, options):
     graphs, x = Graphs(), leaf(16, 4)
     block = Counted(Block()) if way == "checkpointed" else Block()
     plain, _ = measured(lambda: block(x), [x])
     if way == "checkpointed":
-        region = checkpointed(block, preserve_rng=False)
+        region = checkpointed(block, **options)
         block.calls = 0
     else:
-        region = wrap(nn.Sequential(block), "0", preserve_rng=False)
+        region = wrap(nn.Sequential(block), "0", **options)
     run = torch.compile(lambda x: region(x * 1) + 0, backend=graphs)
 
     ours, _ = measured(lambda: run(x), [x])

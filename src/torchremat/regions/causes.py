@@ -63,8 +63,8 @@ def _changes(
     more = [f"`{one.name}`" for one in others if not one.name.startswith((inner, f"{change.name}."))][:2]
     yield (
         f"`{change.name}` changes each time that the region runs: {change.before} before, {change.after} after"
-        f"{', and so do ' + ' and '.join(more) if more else ''}. It is not put back for the recompute. Name it in "
-        "`guard=[...]`, pass it as an argument, or change it outside of the region."
+        f"{', and so do ' + ' and '.join(more) if more else ''}. It is not put back for the recompute. Name it, "
+        "or the object that holds it if it is a plain value, in `guard=[...]`, pass it as an argument, or change it outside of the region."
     )
 
 

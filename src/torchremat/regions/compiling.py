@@ -60,6 +60,8 @@ def call_in_graph(
             return function(*args, **kwargs)
         if (
             settings.preserve_rng
+            and settings.early_stop
+            and not settings.debug
             and settings.observer is None
             and not settings.guard
             and settings.check in ("metadata", "none")
