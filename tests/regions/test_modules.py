@@ -468,3 +468,25 @@ def test_a_parameter_that_the_forward_itself_writes_is_an_error():
 
     with pytest.raises(MutationError, match="`weight` was changed in place"):
         y.backward()
+
+
+def test_a_backward_inside_of_a_forward_that_changes_what_another_left_alone():
+    # While the second forward ran, the clones of what the first had left alone were not shown to its own recompute,
+    # which wrote the statistics a second time.
+    def train(call):
+        net = Averaged()
+
+        def first(x):
+            return x.exp() if net.training else x
+
+        def second(x):
+            y = net(x)
+            (grad,) = torch.autograd.grad(y.exp().sum(), y)
+            return y * grad
+
+        x = torch.ones(3, 4, requires_grad=True)
+        call(first, x)
+        call(second, x).sum().backward()
+        return [x.grad, *net.buffers()]
+
+    assert all(map(torch.equal, train(checkpoint), train(lambda f, x: f(x))))

@@ -356,7 +356,7 @@ class ModuleState:
         """
         if self._shards:
             self._check_shards()
-        same = not self._kept
+        same = not self._kept and not self._small
         for holder, name, tensor, version in self._watched:
             if tensor._version != version:
                 if id(tensor) in self._copies:
@@ -385,8 +385,9 @@ class ModuleState:
         Buffers are exchanged, not written: a `copy_` into a buffer makes every node that saved it raise.
         """
         stack.enter_context(EXCHANGING)
-        clones = again([one.buffer for one in self._kept], [one.before for one in self._kept])
-        for one, clone in zip(self._kept, clones, strict=True):
+        kept = [*self._kept, *self._small]  # the latter while the forward still runs
+        clones = again([one.buffer for one in kept], [one.before for one in kept])
+        for one, clone in zip(kept, clones, strict=True):
             _exchange(stack, one.module._buffers, one.name, clone)
         for holder, name, tensor, version in self._watched:
             now = holder.get(name)
