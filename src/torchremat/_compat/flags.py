@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
@@ -86,6 +87,10 @@ other_flags = (
 # they disagree; so it comes before all of them.
 _PARENTS = (("generic", "all"), *((backend, "all") for backend in _BACKENDS))
 _OPERATIONS = tuple((backend, operation) for backend in _BACKENDS for operation in ("matmul", "conv", "rnn"))
+
+
+# Each operation's, for whoever only wants to know whether they are what they were.
+precision_reads = tuple(partial(_get_precision, *one) for one in _OPERATIONS)
 
 
 class Precisions:

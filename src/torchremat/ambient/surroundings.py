@@ -12,11 +12,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import NamedTuple, TypeVar, cast
 
 import torch
 
-from torchremat._compat.flags import GlobalState, Precisions, known_flags, other_flags
+from torchremat._compat.flags import GlobalState, Precisions, known_flags, other_flags, precision_reads
 from torchremat._compat.modes import (
     dispatch_modes,
     function_modes,
@@ -49,14 +50,19 @@ _WATCHERS = (
 )
 _WATCHES = "_torchremat_only_watches"
 
-_READS = tuple(flag.read for flag in other_flags)
-
 # All that autocast knows. Asking for one that this build of torch lacks is fine.
 _DEVICE_TYPES = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "maia", "xla", "ipu")
 
 
 # Those for which a dtype is likely to be set without switching autocast on, which is not worth asking all for.
 _LIKELY_TYPES = ("cpu", "cuda") if torch.backends.cuda.is_built() else ("cpu",)
+
+# What `GlobalState` does not know of. All of it is asked before each forward and each recompute.
+_READS = (
+    *(flag.read for flag in other_flags),
+    *precision_reads,
+    *(partial(torch.get_autocast_dtype, kind) for kind in _LIKELY_TYPES),
+)
 
 
 class Autocast(NamedTuple):
@@ -78,12 +84,12 @@ class Surroundings:
     __slots__ = (
         "_autocast",
         "_caches",
-        "_dtypes",
         "_function_modes",
         "_known",
         "_modes",
         "_others",
         "_precisions",
+        "_reads",
         "_state",
         "casts",
         "has_modes",
@@ -92,9 +98,9 @@ class Surroundings:
     def __init__(self) -> None:
         self._state = GlobalState()
         self._known = [flag.read() for flag in known_flags]
-        self._others = [read() for read in _READS]
+        self._others = [flag.read() for flag in other_flags]
         self._precisions = Precisions()
-        self._dtypes = [torch.get_autocast_dtype(kind) for kind in _LIKELY_TYPES]
+        self._reads = [read() for read in _READS]
         self._autocast = [_autocast(kind) for kind in _DEVICE_TYPES]
         self._caches = torch.is_autocast_cache_enabled()
         self.casts = any(one.enabled for one in self._autocast)
@@ -105,13 +111,7 @@ class Surroundings:
     def are_here(self) -> bool:
         """Return whether this is what surrounds the caller now, so that nothing has to be restored."""
         # Under autocast there is always something to do: see `_restore_autocast`.
-        if (
-            self.casts
-            or not self._state.check()
-            or [read() for read in _READS] != self._others
-            or not self._precisions.are_here()
-            or [torch.get_autocast_dtype(kind) for kind in _LIKELY_TYPES] != self._dtypes
-        ):
+        if self.casts or not self._state.check() or [read() for read in _READS] != self._reads:
             return False
         if not has_modes():
             return not self.has_modes

@@ -64,7 +64,8 @@ def _changes(
     yield (
         f"`{change.name}` changes each time that the region runs: {change.before} before, {change.after} after"
         f"{', and so do ' + ' and '.join(more) if more else ''}. It is not put back for the recompute. Name it, "
-        "or the object that holds it if it is a plain value, in `guard=[...]`, pass it as an argument, or change it outside of the region."
+        "or the object that holds it if it is a plain value, in `guard=[...]`, pass it as an argument, or change it "
+        "outside of the region."
     )
 
 

@@ -68,11 +68,9 @@ def modules_of(function: object, arguments: Iterable[object] = ()) -> list[nn.Mo
     its arguments.
     """
     pending = [item for item in arguments if type(item) not in _ATOMS]
-    if not pending and isinstance(function, nn.Module):
-        return [function]
+    if not pending and (isinstance(function, nn.Module) or _reaches_nothing(function)):
+        return [function] if isinstance(function, nn.Module) else []
     pending += _reached(function)
-    if not pending:
-        return []
     found: list[nn.Module] = []
     seen: set[int] = set()
     while pending:
@@ -90,7 +88,7 @@ def modules_of(function: object, arguments: Iterable[object] = ()) -> list[nn.Mo
     return found
 
 
-_ATOMS = frozenset({Tensor, nn.Parameter, type(None), bool, int, float, str})
+_ATOMS = frozenset({Tensor, nn.Parameter, type(None), bool, int, float, str, types.ModuleType})
 
 
 def _reached(function: object) -> Iterable[object]:
@@ -115,6 +113,22 @@ def _reached(function: object) -> Iterable[object]:
     return [one for one in getattr(function, "__dict__", {}).values() if isinstance(one, nn.Module)]
 
 
+def _reaches_nothing(function: object) -> bool:
+    """Return whether it is plain that a function reaches nothing with a state: most do not, and all are asked twice."""
+    if type(function) is not types.FunctionType or function.__defaults__ or function.__kwdefaults__:
+        return False
+    for name in _global_names(function.__code__):
+        if type(function.__globals__.get(name)) not in _ATOMS:
+            return False
+    for cell in function.__closure__ or ():
+        try:
+            if type(cell.cell_contents) not in _ATOMS:
+                return False
+        except ValueError:  # a cell that is not filled yet
+            continue
+    return True
+
+
 @functools.lru_cache(maxsize=4096)
 def _global_names(code: types.CodeType) -> tuple[str, ...]:
     # `co_names` has the names of attributes as well: `x.linear` is not the global `linear`.
@@ -125,6 +139,12 @@ def _global_names(code: types.CodeType) -> tuple[str, ...]:
 def generators_reached(function: object) -> list[torch.Generator]:
     """Return the generators that a function reaches as `modules_of` reaches modules, but for those in modules."""
     found: list[torch.Generator] = []
+    while type(function) is functools.partial and len(function.args) == 1 and not function.keywords:
+        if not _reaches_nothing(function.func):
+            break
+        function = function.args[0]  # the body of a call, most often
+    if _reaches_nothing(function):
+        return found
     pending, seen = [function], set[int]()
     while pending:
         item = pending.pop()

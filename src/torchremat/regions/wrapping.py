@@ -161,7 +161,10 @@ def set_forward(module: nn.Module, name: str, settings: Settings | None, scope: 
     if is_wrapped(module):
         raise WrapError(_is_wrapped_already(name, module))
     if isinstance(module, torch.jit.ScriptModule):
-        raise WrapError(f"`{name or type(module).__name__}` is a ScriptModule, whose forward cannot be replaced; wrap it before scripting.")
+        raise WrapError(
+            f"`{name or type(module).__name__}` is a ScriptModule, whose forward cannot be replaced; wrap it before "
+            "scripting."
+        )
     own = cast("Callable[..., object] | None", module.__dict__.get(_FORWARD))
     module.forward = WrappedForward(module, name, settings, scope, own)
     object.__setattr__(module, _REPLICATE, refuse_data_parallel)
