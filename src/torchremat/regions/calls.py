@@ -17,7 +17,7 @@ from torchremat.ambient.registry import Captured, entries
 from torchremat.ambient.surroundings import Surroundings, surroundings
 from torchremat.errors import MutationError
 from torchremat.regions.guards import Objects
-from torchremat.regions.modules import ModuleState, generators_reached, tensors_reached
+from torchremat.regions.modules import NOTHING, ModuleState, generators_reached, tensors_reached
 from torchremat.regions.settings import Settings
 from torchremat.regions.threads import thread
 from torchremat.saved.tensor import version_of
@@ -93,10 +93,12 @@ class Call:
         self.modules = ModuleState([*modules, *named], named) if modules or named else _NO_MODULES
         if settings.preserve_rng:
             devices = _devices(tensors, modules, self.body) if _ACCELERATED else ()
-            others = generators_reached(self.body) + self.modules.generators
+            others: list[torch.Generator] = []
+            if modules is not NOTHING:
+                others += generators_reached(self.body) + self.modules.generators
             if self.objects is not None:
                 others += self.objects.generators
-            self.generators = generator_states(devices, dict.fromkeys(others))
+            self.generators = generator_states(devices, dict.fromkeys(others) if others else ())
         if entries:
             self._captured = Captured()
 
@@ -153,6 +155,8 @@ class Call:
 
     def run_again(self, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Run the call in a recompute: what it sets in context variables or has frozen is not set or frozen again."""
+        if self._frozen is None and not thread.frozen:
+            return self._context.copy().run(self.body, args, kwargs)
         had = thread.frozen
         thread.frozen = {name: iter(kept) for name, kept in self._frozen.items()} if self._frozen else {}
         try:

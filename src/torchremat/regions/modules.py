@@ -61,6 +61,10 @@ _NORMS = (
 )  # fmt: skip
 
 
+# The modules of a function that reaches nothing with a state, no generators either.
+NOTHING: list[nn.Module] = []
+
+
 def modules_of(function: object, arguments: Iterable[object] = ()) -> list[nn.Module]:
     """Return the modules that a call of `function` can be seen to run.
 
@@ -68,8 +72,10 @@ def modules_of(function: object, arguments: Iterable[object] = ()) -> list[nn.Mo
     its arguments.
     """
     pending = [item for item in arguments if type(item) not in _ATOMS]
-    if not pending and (isinstance(function, nn.Module) or _reaches_nothing(function)):
-        return [function] if isinstance(function, nn.Module) else []
+    if not pending and isinstance(function, nn.Module):
+        return [function]
+    if not pending and _reaches_nothing(function):
+        return NOTHING
     pending += _reached(function)
     found: list[nn.Module] = []
     seen: set[int] = set()
@@ -114,7 +120,7 @@ def _reached(function: object) -> Iterable[object]:
 
 
 def _reaches_nothing(function: object) -> bool:
-    """Return whether it is plain that a function reaches nothing with a state: most do not, and all are asked twice."""
+    """Return whether it is plain that a function reaches nothing with a state, as most do not."""
     if type(function) is not types.FunctionType or function.__defaults__ or function.__kwdefaults__:
         return False
     for name in _global_names(function.__code__):
@@ -139,12 +145,6 @@ def _global_names(code: types.CodeType) -> tuple[str, ...]:
 def generators_reached(function: object) -> list[torch.Generator]:
     """Return the generators that a function reaches as `modules_of` reaches modules, but for those in modules."""
     found: list[torch.Generator] = []
-    while type(function) is functools.partial and len(function.args) == 1 and not function.keywords:
-        if not _reaches_nothing(function.func):
-            break
-        function = function.args[0]  # the body of a call, most often
-    if _reaches_nothing(function):
-        return found
     pending, seen = [function], set[int]()
     while pending:
         item = pending.pop()

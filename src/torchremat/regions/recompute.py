@@ -39,14 +39,6 @@ class _Stop(BaseException):
     """
 
 
-def _last_alive(region: Region) -> int:
-    slots = region.slots
-    last = len(slots) - 1
-    while last >= 0 and slots[last]() is None:
-        last -= 1
-    return last
-
-
 class Recompute:
     """One run of a region's calls for the tensors that they save.
 
@@ -90,10 +82,15 @@ class Recompute:
         self.key = key
         self.task = key if isinstance(key, int) and not retains_graph() else None
         self.only = only
-        self.needed = _last_alive(region) if only is None else only
+        slots = region.slots
+        self.needed = len(slots) - 1 if only is None else only
+        while only is None and self.needed >= 0 and slots[self.needed]() is None:
+            self.needed -= 1
         if not checks:
             self.needed = -1
-        self.last = self._last()
+        self.last = self.needed
+        if not region.settings.early_stop or region.fresh:
+            self.last = self._last()
         self.count = 0
         self.metadata = region.metadata if region.settings.check != "none" else None
         self.values = None
@@ -241,7 +238,11 @@ class Recompute:
         if index >= len(slots):
             self._too_many()
         if self.metadata is not None:
-            then, now = self.metadata[index], metadata_of(tensor)
+            then = self.metadata[index]
+            try:
+                now = tensor.shape, tensor.dtype, tensor.device, tensor.stride()
+            except RuntimeError:
+                now = metadata_of(tensor)
             if then != now and not agree(then, now):
                 self._differs("metadata", index, now)
             if self.values is not None:

@@ -271,7 +271,11 @@ class Region:
         index = len(slots)
         slot = Slot(self, index)
         slots.append(ref(slot))
-        self.metadata.append(metadata_of(tensor))
+        try:
+            # What `metadata_of` returns, without calling it.
+            self.metadata.append((tensor.shape, tensor.dtype, tensor.device, tensor.stride()))
+        except RuntimeError:
+            self.metadata.append(metadata_of(tensor))
         if not tensor.requires_grad and tensor.is_floating_point() and tensor._version == 0 and not holding.now:
             self.fresh.add(index)
         return slot
@@ -311,6 +315,8 @@ class Region:
                 if session is not None and session.unpacks_once and self._has_unpacked(session, slot.index):
                     raise CheckpointError(f"{self.name(self.call_of(slot.index))}: {_UNPACKED_ONCE}")
                 self._recompute_for(key, slot.index)
+                if slot.task == key and not thread.recomputing:
+                    return slot.tensor  # see `unpack` below; most regions are asked for the first time here
             return slot.take(key, keep=self._is_needed_again(slot, session, task))
 
     def _is_needed_again(self, slot: Slot, session: Session | None, task: int) -> bool:
@@ -381,7 +387,7 @@ class Region:
             self._unpacked.clear()
 
     def _recompute(self, key: Key | None, only: int | None) -> Recompute:
-        if self.made[-1].is_running:
+        if self.made[-1].slots < 0:
             # A backward runs inside the region's own forward (rule 6), and will do so again in the recompute, whose
             # graph then has to be able to give back what it saves.
             self.runs_backward = True

@@ -53,8 +53,12 @@ class SavedTensor:
             self.version = version_of(tensor)
             return
         hooks = top_saved_tensor_hooks(True)
-        alias = self.detached(tensor, hooks is not None and self.requires_grad)
-        self.version = self.version_in(alias)
+        if type(self) is SavedTensor and hooks is None:
+            alias = tensor.detach()  # as below, but for two calls
+            self.version = version_of(tensor)
+        else:
+            alias = self.detached(tensor, hooks is not None and self.requires_grad)
+            self.version = self.version_in(alias)
         if hooks is None:
             self._kept = alias
             if not self.requires_grad:
