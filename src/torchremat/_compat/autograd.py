@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from torchremat._compat.binding import private
 
@@ -39,13 +39,8 @@ is_in_tls = cast("Callable[[str], bool]", private("_C._is_key_in_tls", needed_fo
 python_node = cast("type", private("autograd.function.BackwardCFunction", needed_for=_REGIONS))
 
 
-class _Engine(NamedTuple):
-    queue_callback: Callable[[Callable[[], None]], None]
-
-
-_engine = cast("_Engine", private("autograd.Variable._execution_engine", needed_for=_REGIONS))
-
-
-def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Run `callback` when the backward that is running now has ended. Autograd drops it if the backward raises."""
-    _engine.queue_callback(callback)
+# Runs a function when the backward that is running now has ended. Autograd drops it if the backward raises.
+at_end_of_backward = cast(
+    "Callable[[Callable[[], None]], None]",
+    private("autograd.Variable._execution_engine.queue_callback", needed_for=_REGIONS),
+)

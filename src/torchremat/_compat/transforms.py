@@ -81,6 +81,13 @@ _enter_batch = cast("Callable[[], int]", private("_C._vmapmode_increment_nesting
 _leave_batch = cast("Callable[[], int]", private("_C._vmapmode_decrement_nesting", needed_for=_TRANSFORMS))
 
 
+def is_in_batch() -> bool:
+    """Return whether a backward for several gradients at once runs (`is_grads_batched`)."""
+    depth = _enter_batch()  # one more than it was
+    _leave_batch()
+    return depth > 1
+
+
 @contextmanager
 def outside_batches() -> Generator[None]:
     """Let random numbers be drawn in a backward for several gradients at once (`is_grads_batched`)."""

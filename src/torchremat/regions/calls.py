@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from torchremat._compat.transforms import outside_batches
+from torchremat._compat.transforms import is_in_batch, outside_batches
 from torchremat.ambient.generators import GeneratorState, drawn, generator_states
 from torchremat.ambient.locks import EXCHANGING
 from torchremat.ambient.registry import Captured, entries
@@ -146,7 +146,8 @@ class Call:
                         stack.callback(setattr, tensor, "grad", tensor.grad)
                         tensor.grad = None
             if self.generators:
-                stack.enter_context(outside_batches())
+                if is_in_batch():
+                    stack.enter_context(outside_batches())
                 for generator in self.generators:
                     generator.restore(stack)
             if self._captured is not None:

@@ -97,6 +97,10 @@ def modules_of(function: object, arguments: Iterable[object] = ()) -> list[nn.Mo
 _ATOMS = frozenset({Tensor, nn.Parameter, type(None), bool, int, float, str, types.ModuleType})
 
 
+# Whose functions reach nothing of the user's, and much of their own.
+_LIBRARIES = frozenset({"torch", "torchremat", "functools", "contextlib"})
+
+
 def _reached(function: object) -> Iterable[object]:
     if isinstance(function, nn.Module):
         return (function,)
@@ -106,6 +110,8 @@ def _reached(function: object) -> Iterable[object]:
     if isinstance(function, types.MethodType):
         return (*_reached(function.__self__), *_reached(function.__func__))
     if isinstance(function, types.FunctionType):
+        if (function.__module__ or "").partition(".")[0] in _LIBRARIES:
+            return ()
         known = function.__globals__
         named = [known[name] for name in _global_names(function.__code__) if name in known]
         if function.__closure__:
