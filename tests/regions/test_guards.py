@@ -577,3 +577,17 @@ def test_what_was_changed_is_put_back_when_a_recompute_raises():
         y.backward()
 
     assert cache.count == 1 and cache.keys[0] is keys and torch.equal(keys, value)
+
+
+def test_what_was_emptied_since_the_forward_stays_empty():
+    # What was as the forward had found it was not put back after the recompute, which fills it again.
+    cache = Cache()
+
+    def body(x):
+        return cache.update(x).exp()
+
+    y = checkpointed(body, guard=[cache])(leaf(3)).sum()
+    cache.layers.clear()
+    y.backward()
+
+    assert cache.layers == [] and cache.names == {"count": 1}

@@ -241,8 +241,7 @@ class Objects:
     def put_back(self) -> None:
         """Give the objects the contents that they had, for good; tensors are left as they are."""
         for own, before in self._before:
-            if not _same(own, before):
-                _refill(own, before)
+            _make(own, before)
         for own, before in self._snapshots:
             own.restore(before)
 
@@ -255,9 +254,9 @@ class Objects:
                 shown[id(tensor)] = _Written.in_place_of(one.name, is_named=one.is_named)
         for own, before in self._before:
             contents = _with(shown, before) if shown else before
-            if not _same(own, contents):
-                stack.callback(_refill, own, _copied(own))
-                _refill(own, contents)
+            # Also if it is the same now: the recompute is about to change it.
+            stack.callback(_make, own, _copied(own))
+            _make(own, contents)
         for own, before in self._snapshots:
             stack.callback(own.restore, own.snapshot())
             own.restore(before)
@@ -422,6 +421,11 @@ def _same(own: object, before: object) -> bool:
         a, b = cast("list[object]", now), cast("list[object]", before)
         return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
     return now == before
+
+
+def _make(own: object, contents: object) -> None:
+    if not _same(own, contents):
+        _refill(own, contents)
 
 
 def _refill(own: object, contents: object) -> None:
