@@ -156,7 +156,7 @@ def test_a_write_between_forward_and_backward_is_an_error_that_names_it(name):
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
-@pytest.mark.parametrize("options", [{}, {"foreach": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}], ids=str)
 def test_an_optimizer_step_before_backward_is_an_error(kind, options):
     net = Net()
     optimizer = kind(net.parameters(), lr=0.1, **options)
@@ -166,6 +166,27 @@ def test_an_optimizer_step_before_backward_is_an_error(kind, options):
 
     with pytest.raises(MutationError, match=r"optimizer\.step"):
         y.backward()
+
+
+@pytest.mark.parametrize("options", [{}, {"fused": True}], ids=str)
+def test_a_step_over_a_parameter_in_a_closure_is_an_error(options):
+    weight = nn.Parameter(torch.randn(4, 4))
+    optimizer = torch.optim.SGD([weight], lr=0.1, **options)
+    counter = torch.zeros(())
+
+    def body(x):
+        counter.add_(1)
+        return (x @ weight).exp().sin()
+
+    weight.grad = torch.ones(4, 4)
+    first, second = (checkpoint(body, leaf(8, 4)).sum() for _ in range(2))
+    second.backward()
+    optimizer.step()
+
+    with pytest.raises(
+        MutationError, match=r"parameter or buffer `a leaf of shape \(4, 4\) that it closes over` was changed"
+    ):
+        first.backward()
 
 
 def test_an_optimizer_that_steps_inside_backward_is_none():

@@ -5,6 +5,7 @@ In reading order:
 settings.py     how a region behaves
 threads.py      what each thread does with regions right now
 guards.py       what a region changes in the objects among its arguments
+optimizers.py   optimizers that write parameters without saying so
 sharding.py     parameters that FSDP2 has sharded
 modules.py      what a region sees of its modules: parameters, buffers, training flags
 calls.py        one call in a region: all that it takes to make it again

@@ -17,7 +17,7 @@ from torchremat.ambient.registry import Captured, entries
 from torchremat.ambient.surroundings import Surroundings, surroundings
 from torchremat.errors import MutationError
 from torchremat.regions.guards import Objects
-from torchremat.regions.modules import NOTHING, ModuleState, generators_reached, tensors_reached
+from torchremat.regions.modules import NOTHING, ChangedStateError, ModuleState, generators_reached, tensors_reached
 from torchremat.regions.settings import Settings
 from torchremat.regions.threads import thread
 from torchremat.saved.tensor import version_of
@@ -40,6 +40,7 @@ class Call:
         "_captured",
         "_context",
         "_frozen",
+        "_leaves",
         "_surroundings",
         "body",
         "generators",
@@ -63,6 +64,7 @@ class Call:
         self._surroundings: Surroundings
         self._context: Context
         self._captured: Captured | None = None
+        self._leaves: list[tuple[Tensor, int]] = []
         self._frozen: dict[str, list[Frozen]] | None = None
 
     @property
@@ -91,6 +93,10 @@ class Call:
             self.objects = Objects(objects, settings.guard)
             named = self.objects.modules
         self.modules = ModuleState([*modules, *named], named) if modules or named else _NO_MODULES
+        if modules is not NOTHING:
+            reached = tensors_reached(self.body)
+            # What does not require grad may be changed by every forward, as a counter is.
+            self._leaves = [(one, one._version) for one in reached if one.requires_grad and one.is_leaf]
         if settings.preserve_rng:
             devices = _devices(tensors, modules, self.body) if _ACCELERATED else ()
             others: list[torch.Generator] = []
@@ -120,6 +126,11 @@ class Call:
         Raises:
             ChangedStateError: A parameter or buffer was written in place.
         """
+        for leaf, version in self._leaves:
+            if leaf._version != version:
+                raise ChangedStateError(
+                    f"a leaf of shape {tuple(leaf.shape)} that it closes over", version, leaf._version
+                )
         modules_are_here = self.modules is _NO_MODULES or self.modules.are_here()
         surroundings_are_here = self._surroundings.are_here()
         if (

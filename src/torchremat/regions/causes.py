@@ -179,7 +179,7 @@ def _written(
     if names:
         yield (
             f"{' or '.join(names[:2])} was written between forward and recompute past its version counter (`.data`, "
-            "NumPy, a fused optimizer). Write to it after backward."
+            "NumPy). Write to it after backward."
         )
 
 

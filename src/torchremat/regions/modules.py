@@ -11,10 +11,9 @@ is gone, and an error names it.
     parameter or large buffer      written in place                      raises MutationError
     `training`                     flipped                               sees the flag from before
 
-Missing on purpose: parameters that a function reaches without any module, and writes that bump no version: those of
-fused optimizers (of which plain autograd knows nothing either) and of `.data`. Native BatchNorm does not bump the
-versions of its buffers, so that a write by another forward is seen in training, where they are kept, and not in
-evaluation.
+Missing on purpose: writes that bump no version: those of `.data`, and of kernels that are not torch's. Native BatchNorm
+does not bump the versions of its buffers, so that a write by another forward is seen in training, where they are kept,
+and not in evaluation.
 """
 
 from __future__ import annotations
@@ -31,9 +30,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from torchremat._compat.sharding import has_fsdp, is_dtensor, is_hook_of_fsdp, is_managed
+from torchremat._compat.sharding import has_fsdp, is_hook_of_fsdp, is_managed
 from torchremat.ambient.locks import EXCHANGING
-from torchremat.regions.sharding import WatchedShard, listen_to_optimizers, watch
+from torchremat.regions.optimizers import listen_to_optimizers
+from torchremat.regions.sharding import WatchedShard, watch
 from torchremat.saved.copies import again
 
 _ScriptModule = torch.jit.ScriptModule
@@ -94,7 +94,8 @@ def modules_of(function: object, arguments: Iterable[object] = ()) -> list[nn.Mo
     return found
 
 
-_ATOMS = frozenset({Tensor, nn.Parameter, type(None), bool, int, float, str, types.ModuleType})
+_INERT = frozenset({type(None), bool, int, float, str, types.ModuleType})
+_ATOMS = _INERT | {Tensor, nn.Parameter}
 
 
 # Whose functions reach nothing of the user's, and much of their own.
@@ -130,11 +131,11 @@ def _reaches_nothing(function: object) -> bool:
     if type(function) is not types.FunctionType or function.__defaults__ or function.__kwdefaults__:
         return False
     for name in _global_names(function.__code__):
-        if type(function.__globals__.get(name)) not in _ATOMS:
+        if type(function.__globals__.get(name)) not in _INERT:
             return False
     for cell in function.__closure__ or ():
         try:
-            if type(cell.cell_contents) not in _ATOMS:
+            if type(cell.cell_contents) not in _INERT:
                 return False
         except ValueError:  # a cell that is not filled yet
             continue
@@ -262,6 +263,8 @@ class ModuleState:
         self._named = {inner for module in named for inner in module.modules()} if named else ()
         self._shards: list[WatchedShard] = []
         pending = list(modules)
+        if pending:
+            listen_to_optimizers()  # See NOTE [ Optimizers that bump no version ]
         seen: set[nn.Module] = set()
         training = self._training
         may_be_managed = has_fsdp()
@@ -307,8 +310,6 @@ class ModuleState:
                 continue
             if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
                 watched.pop()  # the forward is about to make it
-            elif is_dtensor(tensor):
-                listen_to_optimizers()
 
     def _keep(self, module: nn.Module) -> None:
         names = None if module in self._named else _changed.get(module, {}).get(module.training)

@@ -16,7 +16,7 @@ Missing on purpose: any list of live regions. Autograd owns the slots, so that w
 
 from __future__ import annotations
 
-from _thread import RLock  # what `threading.RLock` returns, without the function around it
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
@@ -159,7 +159,7 @@ class Region:
         self._known: dict[int, tuple[ReferenceType[Tensor], int, Source]] = {}
         self._recomputed: set[Key] = set()
         self._unpacked: dict[int, set[int]] = {}  # by slot, the backward calls of a session that have asked for it
-        self._lock = RLock()
+        self._lock = threading.RLock()
         session = active_session() if open_sessions else None
         if session is not None and not thread.recomputing:
             session.created(self)

@@ -13,21 +13,13 @@ Missing on purpose: FSDP1, whose flat parameters are written under the names of 
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from torchremat._compat.sharding import Shard, all_shards, is_dtensor
+from torchremat._compat.sharding import Shard, all_shards
 from torchremat.errors import UnsupportedError
-
-# NOTE [ Optimizers that bump no version ]
-# The foreach kernels, which are the default on CUDA, and the fused ones write the parts of DTensors without moving any
-# version, neither that of the DTensor nor that of its part. So from the first region with a DTensor on, a hook after
-# every optimizer's step moves them.
 
 # By module and name. What is reached through a shard is kept by the module alone.
 _shards: WeakKeyDictionary[nn.Module, dict[str, Shard]] = WeakKeyDictionary()
@@ -97,23 +89,6 @@ def watch(module: nn.Module) -> list[WatchedShard]:
 
 
 def _find(wanted: nn.Module) -> dict[str, Shard]:
-    listen_to_optimizers()
     for module, name, shard in all_shards():
         _shards.setdefault(module, {})[name] = shard
     return _shards.setdefault(wanted, {})
-
-
-@functools.cache
-def listen_to_optimizers() -> None:
-    """Let every optimizer's step, from now on, move the versions of the DTensors that it writes."""
-    register_optimizer_step_post_hook(_stepped)  # See NOTE [ Optimizers that bump no version ]
-
-
-def _stepped(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    written = [
-        parameter
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        if is_dtensor(parameter) and parameter.grad is not None
-    ]
-    torch.autograd.graph.increment_version(written)
