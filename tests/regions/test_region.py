@@ -545,15 +545,17 @@ def test_an_in_place_operation_on_an_input_makes_no_cycle():
 
 def test_a_region_goes_as_soon_as_its_nodes_have_run():
     x = h = leaf(4)
+    # `save_on_cpu` on the CPU makes cycles of operations that save their outputs; other tests leave some behind.
+    others = set(map(id, live_regions()))
     for _ in range(3):
         h = checkpoint(three, h)
-    regions = list(map(ref, live_regions()))
+    regions = [ref(one) for one in live_regions() if id(one) not in others]
     left = []
     x.register_hook(lambda _: left.append(sum(region() is not None for region in regions)))
 
     h.sum().backward(retain_graph=False)
 
-    assert len(regions) >= 3 and left == [0]
+    assert len(regions) == 3 and left == [0]
 
 
 # ------------------------------------------------------------------------------------------------------- the rest
