@@ -14,8 +14,9 @@ from torchremat._compat.autograd import top_saved_tensor_hooks
 from torchremat.interop.torch_checkpoint import checkpoint as drop_in
 from torchremat.regions.calls import Call
 from torchremat.regions.recompute import Recompute
-from torchremat.regions.region import Region, Slot
+from torchremat.regions.region import Region
 from torchremat.regions.sessions import Session, open_sessions
+from torchremat.regions.slots import Slot
 from torchremat.regions.threads import thread
 
 OURS = (Region, Slot, Session, Call, Recompute)

@@ -13,7 +13,8 @@ sessions.py     whom recomputed tensors belong to, and how long
 differences.py  what a check finds, as bare facts
 values.py       the check of values
 recompute.py    one recompute
-region.py       the region itself: calls, slots, unpacking
+slots.py        what autograd holds in place of a saved tensor
+region.py       the region itself: calls, saving, unpacking
 transforms.py   regions under torch.func and forward-mode differentiation
 compiling.py    regions in compiled functions
 runs.py         several calls as one region, regions inside regions

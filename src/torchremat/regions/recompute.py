@@ -22,7 +22,8 @@ from torchremat.saved.tensor import ChangedError
 if TYPE_CHECKING:
     from torchremat.regions.calls import Call, Source
     from torchremat.regions.operators import OperatorLog
-    from torchremat.regions.region import Key, Region
+    from torchremat.regions.region import Region
+    from torchremat.regions.slots import Key
 
 # NOTE [ What is written after it was saved ]
 # An operation may save a tensor first and fill it then, without a new version: `rrelu` saves its noise so, as the only

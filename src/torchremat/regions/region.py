@@ -23,8 +23,6 @@ from typing import TYPE_CHECKING
 from weakref import ReferenceType, ref
 
 from torch import Tensor, nn
-from torch.autograd.graph import Node
-from torch.utils.hooks import RemovableHandle
 
 from torchremat._compat.autograd import (
     at_end_of_backward,
@@ -43,6 +41,7 @@ from torchremat.regions.differences import DivergedError
 from torchremat.regions.recompute import Recompute
 from torchremat.regions.sessions import Session, active_session, open_sessions
 from torchremat.regions.settings import Observer, Settings
+from torchremat.regions.slots import LOST, Key, Slot, Unpin
 from torchremat.regions.threads import thread
 from torchremat.regions.values import Fingerprints
 from torchremat.saved.metadata import Metadata, metadata_of
@@ -52,69 +51,11 @@ from torchremat.saved.tensor import SavedTensor, holding, version_of
 if TYPE_CHECKING:
     from torchremat.regions.operators import OperatorLog
 
-# Whom recomputed tensors belong to: a backward, by its number, or a session.
-Key = int | Session
-
 _TRANSFORM_INSIDE = (
     "torch.func.grad, vjp, jacrev and hessian do not run inside a region: they refuse saved-tensor hooks, which a "
     "region consists of. Make the region inside of the function that is transformed, or use torch.autograd.grad or "
     "torch.func.jvp in the region."
 )
-
-_LOST = -1  # the index of a slot whose call has raised
-
-
-class Slot:
-    """What autograd holds in place of a saved tensor, and where the recomputed one waits until it is asked for.
-
-    So that tensor is gone with the slot: who drops the graph drops what was recomputed for it. See Rule 12
-    """
-
-    __slots__ = ("__weakref__", "index", "others", "region", "task", "tensor", "version")
-
-    def __init__(self, region: Region, index: int) -> None:
-        self.region = region
-        self.index = index
-        # The backward whose tensor waits here and may be handed out as it is: the slot goes with the node that asks.
-        self.task: int | None = None
-        self.tensor: Tensor
-        self.version: int
-        self.others: dict[Key, tuple[Tensor, int]] | None = None  # what waits for any other backward or session
-
-    def put(self, key: Key, tensor: Tensor) -> None:
-        """Let a recomputed tensor wait here until it is dropped, with the version that it is saved at."""
-        if self.others is None:
-            self.others = {}
-        self.others[key] = tensor, tensor._version
-
-    def has(self, key: Key) -> bool:
-        """Return whether a tensor waits here for `key`."""
-        return self.task == key or (self.others is not None and key in self.others)
-
-    def take(self, key: Key, *, keep: bool) -> Tensor:
-        """Return the tensor that waits for `key`; unless `keep` it no longer does.
-
-        Raises:
-            MutationError: It was written in place since it was saved.
-        """
-        if self.task == key:
-            tensor, version = self.tensor, self.version
-        else:
-            assert self.others is not None
-            tensor, version = self.others[key]
-        if not keep:
-            self.drop(key)
-        if tensor._version != version:
-            raise self.region.written_since(tensor, version, self.index)
-        return tensor
-
-    def drop(self, key: Key) -> None:
-        """Drop the tensor that waits for `key`, if there is one."""
-        if self.task == key:
-            del self.tensor
-            self.task = None  # last, since another thread may put a tensor then
-        elif self.others is not None:
-            self.others.pop(key, None)
 
 
 class Region:
@@ -229,7 +170,7 @@ class Region:
             # What was saved is dropped with the half-made graph; the next call, if any, takes this one's place.
             for alive in self.slots[first_slot:]:
                 if (slot := alive()) is not None:
-                    slot.index = _LOST
+                    slot.index = LOST
             del self.made[number:], self.slots[first_slot:], self.metadata[first_slot:]
             self.fresh = {index for index in self.fresh if index < first_slot}
             if self.fingerprints is not None:
@@ -300,7 +241,7 @@ class Region:
 
     def unpack(self, slot: Slot) -> Tensor:
         """Return the tensor of a slot, recomputing the region if it is not there."""
-        if slot.index == _LOST:
+        if slot.index == LOST:
             raise CheckpointError(
                 "a tensor was asked for that a region saved in a forward which raised; run that forward again before "
                 "its backward."
@@ -343,7 +284,7 @@ class Region:
         node = current_node()
         if node is None or not isinstance(node, python_node):
             return False
-        _Unpin(slot, key).after(node)
+        Unpin(slot, key).after(node)
         return True
 
     def _recompute_for(self, key: Key, index: int) -> None:
@@ -431,25 +372,6 @@ def _forget(region: ReferenceType[Region], task: int) -> None:
     alive = region()
     if alive is not None:
         alive.forget(task)
-
-
-class _Unpin:
-    """Drops what a node has unpacked when the node has run."""
-
-    def __init__(self, slot: Slot, key: Key) -> None:
-        self.slot = ref(slot)
-        self.key = key
-        self.handle: RemovableHandle | None = None
-
-    def after(self, node: Node) -> None:
-        self.handle = node.register_hook(self)
-
-    def __call__(self, *_: object) -> None:
-        slot = self.slot()
-        if slot is not None:
-            slot.drop(self.key)
-        if self.handle is not None:
-            self.handle.remove()
 
 
 _UNPACKED_ONCE = (

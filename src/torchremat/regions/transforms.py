@@ -58,8 +58,9 @@ from torchremat._compat.transforms import (
 from torchremat.errors import CheckpointError, UnsupportedError
 from torchremat.regions.calls import Body
 from torchremat.regions.recompute import Recompute
-from torchremat.regions.region import Key, Region, Slot
+from torchremat.regions.region import Region
 from torchremat.regions.settings import Settings
+from torchremat.regions.slots import Key, Slot
 from torchremat.saved.tensor import SavedTensor, version_of
 
 

@@ -1,0 +1,94 @@
+"""What autograd holds in place of a saved tensor."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+from weakref import ref
+
+from torch import Tensor
+from torch.autograd.graph import Node
+from torch.utils.hooks import RemovableHandle
+
+from torchremat.regions.sessions import Session
+
+if TYPE_CHECKING:
+    from torchremat.regions.region import Region
+
+# Whom recomputed tensors belong to: a backward, by its number, or a session.
+Key = int | Session
+
+LOST = -1  # the index of a slot whose call has raised
+
+
+class Slot:
+    """What autograd holds in place of a saved tensor, and where the recomputed one waits until it is asked for.
+
+    So that tensor is gone with the slot: who drops the graph drops what was recomputed for it. See Rule 12
+    """
+
+    __slots__ = ("__weakref__", "index", "others", "region", "task", "tensor", "version")
+
+    def __init__(self, region: Region, index: int) -> None:
+        self.region = region
+        self.index = index
+        # The backward whose tensor waits here and may be handed out as it is: the slot goes with the node that asks.
+        self.task: int | None = None
+        self.tensor: Tensor
+        self.version: int
+        self.others: dict[Key, tuple[Tensor, int]] | None = None  # what waits for any other backward or session
+
+    def put(self, key: Key, tensor: Tensor) -> None:
+        """Let a recomputed tensor wait here until it is dropped, with the version that it is saved at."""
+        if self.others is None:
+            self.others = {}
+        self.others[key] = tensor, tensor._version
+
+    def has(self, key: Key) -> bool:
+        """Return whether a tensor waits here for `key`."""
+        return self.task == key or (self.others is not None and key in self.others)
+
+    def take(self, key: Key, *, keep: bool) -> Tensor:
+        """Return the tensor that waits for `key`; unless `keep` it no longer does.
+
+        Raises:
+            MutationError: It was written in place since it was saved.
+        """
+        if self.task == key:
+            tensor, version = self.tensor, self.version
+        else:
+            assert self.others is not None
+            tensor, version = self.others[key]
+        if not keep:
+            self.drop(key)
+        if tensor._version != version:
+            raise self.region.written_since(tensor, version, self.index)
+        return tensor
+
+    def drop(self, key: Key) -> None:
+        """Drop the tensor that waits for `key`, if there is one."""
+        if self.task == key:
+            del self.tensor
+            self.task = None  # last, since another thread may put a tensor then
+        elif self.others is not None:
+            self.others.pop(key, None)
+
+
+class Unpin:
+    """Drops what a node has unpacked when the node has run."""
+
+    def __init__(self, slot: Slot, key: Key) -> None:
+        self.slot = ref(slot)
+        self.key = key
+        self.handle: RemovableHandle | None = None
+
+    def after(self, node: Node) -> None:
+        """Wait for a node."""
+        self.handle = node.register_hook(self)
+
+    def __call__(self, *_: object) -> None:
+        """Drop it: the hook of the node."""
+        slot = self.slot()
+        if slot is not None:
+            slot.drop(self.key)
+        if self.handle is not None:
+            self.handle.remove()
