@@ -350,3 +350,22 @@ def test_dropout_beside_it_draws_the_same():
         return F.dropout(x.exp() * mask, 0.5).sin().cos()
 
     assert same(lambda: checkpoint(body, x), lambda: body(x), [x])
+
+
+def test_a_recompute_starts_as_if_no_region_were_active():
+    # Rule 3: the backward of one region runs in the forward of another, which it is no part of.
+    x, seen = torch.ones(3, requires_grad=True), []
+
+    def body(x):
+        seen.append((is_checkpointing(), is_recomputing()))
+        return x.exp().sin()
+
+    loss = checkpoint(body, x).sum()
+
+    def other(z):
+        loss.backward()
+        return z.exp().sin()
+
+    checkpoint(other, torch.ones(3, requires_grad=True))
+
+    assert seen == [(True, False), (False, True)]
