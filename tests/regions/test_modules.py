@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from regions.comparing import leaf, same
 from torchremat import CheckpointError, MutationError, checkpoint, checkpointed, extend, wrap
-from torchremat.regions.modules import ModuleState, modules_of
+from torchremat.regions.modules import ModuleState
+from torchremat.regions.visible import modules_of
 
 
 class Net(nn.Module):

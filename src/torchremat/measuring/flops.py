@@ -17,7 +17,7 @@ from typing import cast
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from torchremat.measuring.modes import EagerMode
+from torchremat._compat.modes import EagerMode
 
 _Operator = Callable[..., object]
 _Formula = Callable[..., int]

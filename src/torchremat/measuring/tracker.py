@@ -26,8 +26,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, UntypedStorage
 
+from torchremat._compat.modes import EagerMode
 from torchremat.measuring.bindings import is_wrapper_subclass
-from torchremat.measuring.modes import EagerMode
 
 _LIFTED = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
 

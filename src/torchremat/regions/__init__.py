@@ -4,7 +4,9 @@ In reading order:
 
 settings.py     how a region behaves
 threads.py      what each thread does with regions right now
+contents.py     contents of mutable objects: read, compared, written back
 guards.py       what a region changes in the objects among its arguments
+visible.py      what a function can be seen to reach before it runs
 optimizers.py   optimizers that write parameters without saying so
 sharding.py     parameters that FSDP2 has sharded
 modules.py      what a region sees of its modules: parameters, buffers, training flags

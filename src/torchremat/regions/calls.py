@@ -17,9 +17,10 @@ from torchremat.ambient.registry import Captured, entries
 from torchremat.ambient.surroundings import Surroundings, surroundings
 from torchremat.errors import MutationError
 from torchremat.regions.guards import Objects
-from torchremat.regions.modules import NOTHING, ChangedStateError, ModuleState, generators_reached, tensors_reached
+from torchremat.regions.modules import ChangedStateError, ModuleState
 from torchremat.regions.settings import Settings
 from torchremat.regions.threads import thread
+from torchremat.regions.visible import NOTHING, generators_reached, tensors_reached
 from torchremat.saved.tensor import version_of
 
 if TYPE_CHECKING:

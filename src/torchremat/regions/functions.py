@@ -12,10 +12,10 @@ import torch
 from torchremat._compat.graphs import outside_graphs
 from torchremat.errors import UnsupportedError
 from torchremat.regions.compiling import call_in_graph
-from torchremat.regions.modules import modules_of
 from torchremat.regions.runs import call_plainly, continued
 from torchremat.regions.settings import Check, Settings
 from torchremat.regions.transforms import new_region
+from torchremat.regions.visible import modules_of
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -17,12 +17,10 @@ Missing on purpose: objects that are reached in other ways (globals, closures) a
 
 from __future__ import annotations
 
-import random
 import types
-from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from copy import deepcopy
 from typing import Any, NamedTuple, NoReturn, Protocol, cast, runtime_checkable
 from weakref import ReferenceType, ref
 
@@ -31,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from torchremat.errors import UnsupportedError, bug
+from torchremat.regions.contents import FOREIGN, MUTABLE, Attributes, Foreign, Slots, copied, make, named_items
 from torchremat.saved.copies import again
 from torchremat.saved.tensor import version_of
 
@@ -39,7 +38,6 @@ _ATOMS = (
     type, types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType, torch.dtype, torch.device,
     str, bytes, int, float, complex, type(None),
 )  # fmt: skip
-_MUTABLE = (list, dict, set, deque, bytearray)
 
 
 @runtime_checkable
@@ -207,10 +205,10 @@ class Objects:
                 if named is not None:
                     self.modules.append(item)
                     for inner in item.modules():
-                        own = _Attributes(inner)
+                        own = Attributes(inner)
                         contents = own.read()
                         self._before.append((own, contents))
-                        pending += _named(name, contents)
+                        pending += named_items(name, contents)
             elif isinstance(item, torch.Generator):
                 self.generators.append(item)
             elif isinstance(item, (tuple, frozenset)):
@@ -219,15 +217,15 @@ class Objects:
                 self._look_into(name, item, pending, is_named=named is not None)
 
     def _look_into(self, name: str, item: object, pending: list[tuple[str, object]], *, is_named: bool) -> None:
-        if isinstance(item, _FOREIGN):
-            held = _Foreign.of(item)
+        if isinstance(item, FOREIGN):
+            held = Foreign.of(item)
             if held is not None and (is_named or not isinstance(item, np.ndarray)):
                 self._snapshots.append((held, held.snapshot()))
-        for own in (item, getattr(item, "__dict__", None), _Slots.of(item)):
-            if isinstance(own, (*_MUTABLE, _Slots)):
-                contents = _copied(own)
+        for own in (item, getattr(item, "__dict__", None), Slots.of(item)):
+            if isinstance(own, (*MUTABLE, Slots)):
+                contents = copied(own)
                 self._before.append((own, contents))
-                pending += _named(name, contents)
+                pending += named_items(name, contents)
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors inside that are still alive."""
@@ -241,7 +239,7 @@ class Objects:
     def put_back(self) -> None:
         """Give the objects the contents that they had, for good; tensors are left as they are."""
         for own, before in self._before:
-            _make(own, before)
+            make(own, before)
         for own, before in self._snapshots:
             own.restore(before)
 
@@ -255,8 +253,8 @@ class Objects:
         for own, before in self._before:
             contents = _with(shown, before) if shown else before
             # Also if it is the same now: the recompute is about to change it.
-            stack.callback(_make, own, _copied(own))
-            _make(own, contents)
+            stack.callback(make, own, copied(own))
+            make(own, contents)
         for own, before in self._snapshots:
             stack.callback(own.restore, own.snapshot())
             own.restore(before)
@@ -278,46 +276,6 @@ def _with(shown: dict[int, Tensor], contents: object) -> object:
     return contents
 
 
-class _Foreign:
-    """An object whose state is not Python's: an array, or random numbers of Python or NumPy."""
-
-    __slots__ = ("_item",)
-
-    def __init__(
-        self, item: random.Random | np.ndarray[Any, Any] | np.random.Generator | np.random.RandomState
-    ) -> None:
-        self._item = item
-
-    @classmethod
-    def of(cls, item: object) -> _Foreign | None:
-        """Return the one for an object, None if it has no state or keeps it for itself."""
-        if isinstance(item, random.SystemRandom) or (isinstance(item, np.ndarray) and not item.flags.writeable):
-            return None
-        return cls(cast("Any", item))
-
-    def snapshot(self) -> object:
-        item = self._item
-        if isinstance(item, random.Random):
-            return item.getstate()
-        if isinstance(item, np.ndarray):
-            return item.copy()
-        return item.get_state() if isinstance(item, np.random.RandomState) else deepcopy(item.bit_generator.state)
-
-    def restore(self, state: Any) -> None:
-        item = self._item
-        if isinstance(item, random.Random):
-            item.setstate(state)
-        elif isinstance(item, np.ndarray):
-            item[...] = state
-        elif isinstance(item, np.random.RandomState):
-            item.set_state(state)
-        else:
-            item.bit_generator.state = state
-
-
-_FOREIGN = (random.Random, np.ndarray, np.random.Generator, np.random.RandomState)
-
-
 def check_named(one: object) -> None:
     """Refuse to guard what has no contents that could be given back.
 
@@ -328,9 +286,9 @@ def check_named(one: object) -> None:
         isinstance(one, (Tensor, type))
         or (type(one).__module__ == "builtins" and type(one).__hash__ is not None)
         or not (
-            isinstance(one, (Guarded, nn.Module, torch.Generator, *_FOREIGN, *_MUTABLE))
+            isinstance(one, (Guarded, nn.Module, torch.Generator, *FOREIGN, *MUTABLE))
             or hasattr(one, "__dict__")
-            or _Slots.of(one) is not None
+            or Slots.of(one) is not None
         )
     ):
         raise UnsupportedError(
@@ -342,106 +300,3 @@ def check_named(one: object) -> None:
 def tensors_inside(objects: list[object]) -> list[Tensor]:
     """Return the tensors that mutable objects hold now, found as `Objects` finds them."""
     return Objects(objects).tensors()
-
-
-class _Slots:
-    """The attributes of an object whose class has `__slots__`, as a container."""
-
-    __slots__ = ("item", "names")
-
-    def __init__(self, item: object, names: list[str]) -> None:
-        self.item = item
-        self.names = names
-
-    @staticmethod
-    def of(item: object) -> _Slots | None:
-        # By what the classes have, since private names are not there as they are written in `__slots__`.
-        classes = [vars(kind) for kind in type(item).__mro__ if "__slots__" in vars(kind)]
-        members = [name for own in classes for name, one in own.items() if isinstance(one, types.MemberDescriptorType)]
-        return _Slots(item, members) if members else None
-
-    def read(self) -> dict[str, object]:
-        return {name: getattr(self.item, name) for name in self.names if hasattr(self.item, name)}
-
-    def write(self, contents: dict[str, object]) -> None:
-        for name in self.names:
-            if name in contents:
-                object.__setattr__(self.item, name, contents[name])
-            elif hasattr(self.item, name):
-                object.__delattr__(self.item, name)
-
-
-class _Attributes:
-    """The attributes of a module that are none of every module's, as a container."""
-
-    __slots__ = ("module",)
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-
-    def read(self) -> dict[str, object]:
-        # A wrapped module has its `forward` there.
-        return {name: one for name, one in vars(self.module).items() if name not in _OF_EVERY_MODULE}
-
-    def write(self, contents: dict[str, object]) -> None:
-        own = vars(self.module)
-        for name in self.read().keys() - contents.keys():
-            del own[name]
-        own.update(contents)
-
-
-_OF_EVERY_MODULE = {*vars(nn.Module()), "forward"}
-
-
-def _copied(own: object) -> object:
-    # The methods of the built-in class: a subclass may have written its own, with effects.
-    if isinstance(own, _Slots | _Attributes):
-        return own.read()
-    for kind in _MUTABLE:
-        if isinstance(own, kind):
-            return kind.copy(own)  # pyright: ignore[reportArgumentType]: it is of that kind
-    raise TypeError(type(own).__name__)
-
-
-def _named(name: str, contents: object) -> Iterator[tuple[str, object]]:
-    if isinstance(contents, dict):
-        for key, value in cast("dict[object, object]", contents).items():
-            yield f"{name}.{key}", value
-    elif not isinstance(contents, bytearray):
-        for i, value in enumerate(cast("list[object]", contents)):
-            yield f"{name}[{i}]", value
-
-
-def _same(own: object, before: object) -> bool:
-    now = _copied(own)
-    if isinstance(before, dict):
-        a, b = cast("dict[object, object]", now), cast("dict[object, object]", before)
-        return a.keys() == b.keys() and all(a[key] is b[key] for key in a)
-    if isinstance(before, (list, deque)):
-        a, b = cast("list[object]", now), cast("list[object]", before)
-        return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
-    return now == before
-
-
-def _make(own: object, contents: object) -> None:
-    if not _same(own, contents):
-        _refill(own, contents)
-
-
-def _refill(own: object, contents: object) -> None:
-    if isinstance(own, _Slots | _Attributes):
-        own.write(cast("dict[str, object]", contents))
-    elif isinstance(own, dict):
-        kind = OrderedDict if isinstance(own, OrderedDict) else dict  # the former keeps its order in a list of its own
-        kind.clear(own)  # pyright: ignore[reportArgumentType, reportUnknownArgumentType]: it is of that kind
-        kind.update(own, cast("dict[object, object]", contents))  # pyright: ignore[reportArgumentType, reportCallIssue]
-    elif isinstance(own, set):
-        set.clear(cast("set[object]", own))
-        set.update(cast("set[object]", own), cast("set[object]", contents))
-    elif isinstance(own, list):
-        list.__setitem__(cast("list[object]", own), slice(None), cast("list[object]", contents))
-    elif isinstance(own, bytearray):
-        own[:] = cast("bytearray", contents)
-    elif isinstance(own, deque):
-        deque.clear(cast("deque[object]", own))
-        deque.extend(cast("deque[object]", own), cast("deque[object]", contents))

@@ -12,17 +12,16 @@ import hashlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING, Self, cast
+from typing import TYPE_CHECKING, cast
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, UntypedStorage, nn
 
-from torchremat._compat.modes import DispatchMode, sequence_number, set_versions
+from torchremat._compat.modes import EagerMode, sequence_number, set_versions
 from torchremat.regions.reach import function_of
 from torchremat.saved.metadata import metadata_of
 from torchremat.saved.structure import tensors_in
@@ -119,7 +118,7 @@ class _Place:
 _NOWHERE = Source("?", 0, "?")
 
 
-class OperatorLog(DispatchMode):
+class OperatorLog(EagerMode):
     """A log of the operators that run while a body runs in it.
 
     Args:
@@ -137,9 +136,6 @@ class OperatorLog(DispatchMode):
         arguments: The addresses of the tensors that each body got.
         ends: How many tensors had been saved when each body had run.
     """
-
-    # Without this torch refuses to run a higher-order operator below a mode.
-    supports_higher_order_operators = True
 
     def __init__(self, names: Mapping[int, str], *, digests: bool = False, restores: bool = False) -> None:
         super().__init__()
@@ -162,21 +158,6 @@ class OperatorLog(DispatchMode):
         self._pending: list[int] = []
         self._sequence = -1
         self._outermost: FrameType | None = None
-        self._entered: list[ExitStack] = []
-
-    def __enter__(self) -> Self:
-        with ExitStack() as stack:
-            # Compiled code does not run under a mode, and dynamo notes for good what it could not compile; told
-            # beforehand to run eagerly, it notes nothing. Where it is not loaded nothing is compiled.
-            if "torch._dynamo" in sys.modules:
-                stack.enter_context(torch.compiler.set_stance("force_eager"))
-            super().__enter__()
-            self._entered.append(stack.pop_all())
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)
-        self._entered.pop().close()
 
     def run(self, run: Body, body: Body, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Return what `run` returns, which is `body` or runs it, and log what it does."""

@@ -24,10 +24,11 @@ from torchremat._compat.checkpoints import is_plain_backward
 from torchremat.errors import MutationError, UnsupportedError
 from torchremat.regions.calls import Call
 from torchremat.regions.guards import WrittenObjectError
-from torchremat.regions.modules import ChangedStateError, modules_of
+from torchremat.regions.modules import ChangedStateError
 from torchremat.regions.runs import call_plainly
 from torchremat.regions.settings import Settings
 from torchremat.regions.threads import thread
+from torchremat.regions.visible import modules_of
 from torchremat.saved.structure import join, place_of, split
 from torchremat.saved.tensor import version_of
 

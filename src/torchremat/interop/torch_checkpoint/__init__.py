@@ -45,11 +45,11 @@ from torchremat._compat.transforms import innermost_transform
 from torchremat.errors import UnsupportedError
 from torchremat.interop.torch_checkpoint.contexts import ContextFn, Contexts, run_in_contexts
 from torchremat.interop.torch_checkpoint.groups import GraphExecGroup
-from torchremat.regions.modules import modules_of
 from torchremat.regions.reentrant import CheckpointFunction
 from torchremat.regions.runs import call_plainly, continued
 from torchremat.regions.settings import Check, Settings
 from torchremat.regions.transforms import new_region
+from torchremat.regions.visible import modules_of
 
 # In torch's order.
 __all__ = [
