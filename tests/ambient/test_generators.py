@@ -1,14 +1,13 @@
 """Generators: wherever a region reaches them, the recompute draws the same, and they are left as they were."""
 
 import functools
-import threading
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from regions.comparing import leaf
+from regions.comparing import backward_at_once, leaf
 from torchremat import checkpoint, checkpointed
 
 of_module = torch.Generator()
@@ -130,17 +129,7 @@ def test_backward_in_several_threads_draws_what_each_forward_drew():
     torch.manual_seed(0)
     outputs = [checkpoint(body, x).sum() for x in xs]
     state = torch.get_rng_state()
-    start = threading.Barrier(4)
-
-    def work(output):
-        start.wait()
-        output.backward()
-
-    threads = [threading.Thread(target=work, args=(output,)) for output in outputs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    backward_at_once(outputs)
 
     assert [torch.equal(x.grad, grad) for x, grad in zip(xs, plain, strict=True)] == [True] * 4
     assert torch.equal(torch.get_rng_state(), state)

@@ -1,6 +1,7 @@
 """What the tests of regions share: a run beside its plain run, calls that are counted, storages that are watched."""
 
 import gc
+import threading
 from weakref import WeakSet
 
 import torch
@@ -72,6 +73,21 @@ def same(ours, plain, leaves, modules=()):
     for module, one in zip(modules, state, strict=True):
         module.load_state_dict(one)
     return equal(result(ours, leaves, modules), expected)
+
+
+def backward_at_once(outputs):
+    """Go backward through each output in a thread of its own, all of which begin together."""
+    start = threading.Barrier(len(outputs))
+
+    def work(output):
+        start.wait()
+        output.backward()
+
+    threads = [threading.Thread(target=work, args=(output,)) for output in outputs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def live_regions():

@@ -11,7 +11,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from regions.comparing import Counted, Twice, Watched, leaf, live_regions, same, three
+from regions.comparing import Counted, Twice, Watched, backward_at_once, leaf, live_regions, same, three
 from torchremat import CheckpointError, MutationError, checkpoint, checkpointed, session
 
 # ------------------------------------------------------------------------------------ rule 1: the innermost alone
@@ -626,17 +626,7 @@ def test_backward_in_several_threads():
     norm.reset_running_stats()
     outputs = [checkpoint(lambda x: three(norm(x)), x).sum() for x in xs]
     after = norm.running_mean.clone()
-    start = threading.Barrier(4)
-
-    def work(output):
-        start.wait()
-        output.backward()
-
-    threads = [threading.Thread(target=work, args=(output,)) for output in outputs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    backward_at_once(outputs)
 
     assert all(torch.equal(x.grad, grad) for x, grad in zip(xs, plain, strict=True))
     assert torch.equal(norm.running_mean, after) and norm.num_batches_tracked == 4
