@@ -5,14 +5,17 @@
     ├── CheckpointError    (RuntimeError)  a recompute differs from its forward; torch's error of that name as well
     ├── MutationError      (RuntimeError)  an input or buffer changed between forward and recompute
     ├── PlanError          (ValueError)    a plan that does not belong to this model, or a file that is none
+    ├── PolicyError        (ValueError)    a policy that cannot be, or that names what does not exist
     ├── ScheduleError      (ValueError)    a schedule that breaks its own rules
     ├── StepError          (ValueError)    a training step that cannot be measured or planned
+    ├── StoreError         (RuntimeError)  a stored tensor that cannot be had back, or a store without room
     ├── UnsupportedError   (RuntimeError)  something that cannot be honoured here
     ├── VersionError       (ImportError)   this torch lacks a name that a part needs
     └── WrapError          (ValueError)    modules that cannot be wrapped, or a pattern that matches none
 
     ShapeWarning           (UserWarning)   a call larger than those planned for
     OrderWarning           (UserWarning)   a model that called its modules in another order than planned
+    StoreWarning           (UserWarning)   a store without room, so that a tensor stays where it is
 
 `bug` makes the error for what cannot happen.
 """
@@ -42,12 +45,20 @@ class PlanError(TorchrematError, ValueError):
     """A plan that does not belong to this model, or a file that holds none."""
 
 
+class PolicyError(TorchrematError, ValueError):
+    """A policy that cannot be, or that names something which does not exist."""
+
+
 class ScheduleError(TorchrematError, ValueError):
     """A schedule that breaks its own rules."""
 
 
 class StepError(TorchrematError, ValueError):
     """A training step that cannot be measured or planned."""
+
+
+class StoreError(TorchrematError, RuntimeError):
+    """A stored tensor that cannot be had back, or a store that has no room for one. Never other data instead."""
 
 
 class UnsupportedError(TorchrematError, RuntimeError):
@@ -68,6 +79,10 @@ class ShapeWarning(UserWarning):
 
 class OrderWarning(UserWarning):
     """A model that called its modules in another order than the plan was made for."""
+
+
+class StoreWarning(UserWarning):
+    """A store that has no room, so that a saved tensor stays where it is."""
 
 
 def bug(fact: str) -> AssertionError:

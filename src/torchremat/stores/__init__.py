@@ -1,0 +1,1 @@
+"""Stores: where saved tensors wait between forward and backward, each behind the same two methods."""
