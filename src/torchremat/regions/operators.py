@@ -23,9 +23,9 @@ from torch import Tensor, UntypedStorage, nn
 
 from torchremat._compat.modes import EagerMode, sequence_number, set_versions
 from torchremat.regions.reach import function_of
-from torchremat.saved.metadata import metadata_of
+from torchremat.saved.held import holding
+from torchremat.saved.metadata import metadata_of, version_of
 from torchremat.saved.structure import tensors_in
-from torchremat.saved.tensor import holding, version_of
 
 if TYPE_CHECKING:
     from torchremat.regions.calls import Body

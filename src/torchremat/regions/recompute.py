@@ -15,9 +15,9 @@ from torchremat.regions.guards import WrittenObjectError
 from torchremat.regions.modules import ChangedStateError
 from torchremat.regions.threads import thread
 from torchremat.regions.values import ValueCheck
+from torchremat.saved.held import ChangedError
 from torchremat.saved.metadata import Metadata, agree, metadata_of
 from torchremat.saved.structure import join, place_of, split
-from torchremat.saved.tensor import ChangedError
 
 if TYPE_CHECKING:
     from torchremat.regions.calls import Call, Source

@@ -44,9 +44,9 @@ from torchremat.regions.settings import Observer, Settings
 from torchremat.regions.slots import LOST, Key, Slot, Unpin
 from torchremat.regions.threads import thread
 from torchremat.regions.values import Fingerprints
-from torchremat.saved.metadata import Metadata, metadata_of
+from torchremat.saved.held import HeldTensor, holding
+from torchremat.saved.metadata import Metadata, metadata_of, version_of
 from torchremat.saved.structure import split, split_call
-from torchremat.saved.tensor import SavedTensor, holding, version_of
 
 if TYPE_CHECKING:
     from torchremat.regions.operators import OperatorLog
@@ -80,14 +80,14 @@ class Region:
     )
 
     # How an input is held, and how a recomputed tensor loses its graph: under torch.func there is more to it.
-    saved_tensor: type[SavedTensor] = SavedTensor
+    held_tensor: type[HeldTensor] = HeldTensor
     detached: Callable[[Tensor], Tensor] = staticmethod(Tensor.detach)
 
     def __init__(self, settings: Settings, label: object = None) -> None:
         self.settings = settings
         self.label = label
         self.made: list[Call] = []
-        self.held: list[SavedTensor] = []
+        self.held: list[HeldTensor] = []
         self.slots: list[ReferenceType[Slot]] = []
         self.metadata: list[Metadata] = []
         self.fresh: set[int] = set()  # see NOTE [ What is written after it was saved ]
@@ -193,7 +193,7 @@ class Region:
             source = known[2]
         else:
             source = len(self.held)
-            held = self.saved_tensor(tensor)
+            held = self.held_tensor(tensor)
             self.held.append(held)  # See Rule 2
             self._known[id(tensor)] = (ref(tensor), held.version, source)
         self.last_use[source] = number

@@ -61,7 +61,8 @@ from torchremat.regions.recompute import Recompute
 from torchremat.regions.region import Region
 from torchremat.regions.settings import Settings
 from torchremat.regions.slots import Key, Slot
-from torchremat.saved.tensor import SavedTensor, version_of
+from torchremat.saved.held import HeldTensor
+from torchremat.saved.metadata import version_of
 
 
 def new_region(settings: Settings, label: object = None) -> Region:
@@ -69,19 +70,19 @@ def new_region(settings: Settings, label: object = None) -> Region:
     return _TransformedRegion(settings, label) if is_transformed() else Region(settings, label)
 
 
-class _HeldTensor(SavedTensor):
+class _HeldAtLevel(HeldTensor):
     """An input that is held at its level, with its tangent."""
 
     __slots__ = ("_level", "_tangent")
 
     def __init__(self, tensor: Tensor) -> None:
         self._level = _level_to_detach(tensor)
-        self._tangent: SavedTensor | Tensor | None = None
+        self._tangent: HeldTensor | Tensor | None = None
         super().__init__(tensor)
         if self._level < 0 and innermost_transform() is None:
             tangent = forward_ad.unpack_dual(tensor).tangent
             # Without a graph it is kept as it is: torch.autograd.functional batches it in a way that cannot detach.
-            self._tangent = SavedTensor(tangent) if tangent is not None and tangent.requires_grad else tangent
+            self._tangent = HeldTensor(tangent) if tangent is not None and tangent.requires_grad else tangent
 
     def detached(self, tensor: Tensor, requires_grad: bool) -> Tensor:
         """Return an alias of the tensor without its graph at the level that the region is differentiated at."""
@@ -101,7 +102,7 @@ class _HeldTensor(SavedTensor):
         tensor = super().unpack()
         if self._tangent is None:
             return tensor
-        tangent = self._tangent.unpack() if isinstance(self._tangent, SavedTensor) else self._tangent
+        tangent = self._tangent.unpack() if isinstance(self._tangent, HeldTensor) else self._tangent
         return forward_ad.make_dual(tensor, tangent)
 
 
@@ -110,7 +111,7 @@ class _TransformedRegion(Region):
 
     __slots__ = ("_is_dual", "_lower", "_transforms")
 
-    saved_tensor = _HeldTensor
+    held_tensor = _HeldAtLevel
 
     def __init__(self, settings: Settings, label: object = None) -> None:
         super().__init__(settings, label)

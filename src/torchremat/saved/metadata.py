@@ -17,6 +17,11 @@ def metadata_of(tensor: Tensor) -> Metadata:
         return tensor.shape, tensor.dtype, tensor.device, tensor.layout
 
 
+def version_of(tensor: Tensor) -> int:
+    """Return how often a tensor was written in place, or -1 for one of inference mode, which does not count."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
 def agree(then: Metadata, now: Metadata) -> bool:
     """Return whether two tensors are alike in shape, dtype, device, and in layout or the class of their strides.
 

@@ -6,14 +6,15 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from torchremat import checkpoint
-from torchremat.saved.tensor import ChangedError, SavedTensor, version_of
+from torchremat.saved.held import ChangedError, HeldTensor
+from torchremat.saved.metadata import version_of
 
 
 def test_unpack_gives_a_leaf_of_its_own():
     x = torch.ones(2, requires_grad=True)
     h = x * 2
 
-    found = SavedTensor(h).unpack()
+    found = HeldTensor(h).unpack()
 
     assert torch.equal(found, h)
     assert found is not h and found.is_leaf and found.requires_grad
@@ -23,7 +24,7 @@ def test_unpack_gives_a_leaf_of_its_own():
 def test_a_parameter_is_kept_as_it_is():
     parameter = nn.Parameter(torch.ones(2))
 
-    assert SavedTensor(parameter).unpack() is parameter
+    assert HeldTensor(parameter).unpack() is parameter
 
 
 def test_the_graph_of_a_tensor_is_not_kept():
@@ -31,7 +32,7 @@ def test_the_graph_of_a_tensor_is_not_kept():
     storage = weakref.ref(inner.untyped_storage())
     h = inner + 1
 
-    saved = SavedTensor(h)
+    saved = HeldTensor(h)
     del h, inner
 
     assert storage() is None
@@ -41,7 +42,7 @@ def test_the_graph_of_a_tensor_is_not_kept():
 @pytest.mark.parametrize("kind", [torch.Tensor, nn.Parameter])
 def test_a_write_is_an_error(kind):
     tensor = torch.ones(2) if kind is torch.Tensor else nn.Parameter(torch.ones(2))
-    saved = SavedTensor(tensor)
+    saved = HeldTensor(tensor)
     with torch.no_grad():
         tensor.add_(1)
 
@@ -64,7 +65,7 @@ def test_hooks_see_the_tensor_once_and_give_it_back():
 
     x = torch.ones(2, requires_grad=True)
     with saved_tensors_hooks(pack, unpack):
-        saved = SavedTensor(x * 2)
+        saved = HeldTensor(x * 2)
 
     found = saved.unpack()
 
@@ -75,7 +76,7 @@ def test_hooks_see_the_tensor_once_and_give_it_back():
 def test_a_copy_that_hooks_have_made_may_outlive_a_write():
     tensor = torch.ones(2)
     with saved_tensors_hooks(torch.clone, lambda packed: packed):
-        saved = SavedTensor(tensor)
+        saved = HeldTensor(tensor)
     tensor.add_(1)
 
     assert saved.unpack().tolist() == [1.0, 1.0]
@@ -84,7 +85,7 @@ def test_a_copy_that_hooks_have_made_may_outlive_a_write():
 def test_a_write_is_an_error_if_hooks_hand_back_what_they_got():
     tensor = torch.ones(2)
     with saved_tensors_hooks(lambda tensor: tensor, lambda packed: packed):
-        saved = SavedTensor(tensor)
+        saved = HeldTensor(tensor)
     tensor.add_(1)
 
     with pytest.raises(ChangedError):
@@ -96,7 +97,7 @@ def test_inference_tensors_have_no_version():
         tensor = torch.ones(2)
 
     assert version_of(tensor) == -1
-    assert SavedTensor(tensor).unpack().tolist() == [1.0, 1.0]
+    assert HeldTensor(tensor).unpack().tolist() == [1.0, 1.0]
 
 
 def test_a_tensor_that_does_not_require_grad_stays_the_same_object():

@@ -13,7 +13,7 @@ from weakref import ref
 from torch import Tensor, nn
 
 from torchremat._compat.autograd import set_grad_mode, top_saved_tensor_hooks
-from torchremat.saved.metadata import metadata_of, with_strides
+from torchremat.saved.metadata import metadata_of, version_of, with_strides
 
 
 class _Holding(threading.local):
@@ -24,12 +24,7 @@ class _Holding(threading.local):
 holding = _Holding()
 
 
-def version_of(tensor: Tensor) -> int:
-    """Return how often a tensor was written in place, or -1 for one of inference mode, which does not count."""
-    return -1 if tensor.is_inference() else tensor._version
-
-
-class SavedTensor:
+class HeldTensor:
     """A tensor at a version.
 
     NOTE [ Why an alias ]
@@ -53,7 +48,7 @@ class SavedTensor:
             self.version = version_of(tensor)
             return
         hooks = top_saved_tensor_hooks(True)
-        if type(self) is SavedTensor and hooks is None:
+        if type(self) is HeldTensor and hooks is None:
             alias = tensor.detach()  # as below, but for two calls
             self.version = version_of(tensor)
         else:
@@ -113,7 +108,7 @@ class SavedTensor:
 
 
 class ChangedError(Exception):
-    """A saved tensor was written in place; whoever unpacks it knows its name."""
+    """A tensor that is held was written in place; whoever unpacks it knows its name."""
 
     def __init__(self, before: int, now: int) -> None:
         super().__init__(before, now)
