@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
@@ -125,3 +125,19 @@ class EagerMode(DispatchMode):
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
         self._entered.pop().close()
+
+
+_exclude = cast(
+    "Callable[[object, bool], AbstractContextManager[None]]",
+    private("_C._SetExcludeDispatchKeyGuard", needed_for=_MODES),
+)
+_VERSIONS = private("_C.DispatchKey.ADInplaceOrView", needed_for=_MODES)
+
+
+def shared_alias(tensor: Tensor) -> Tensor:
+    """Return an alias, made in a dispatch mode, that counts its versions together with the tensor.
+
+    Below autograd, where modes run, `detach` would give it a count of its own.
+    """
+    with _exclude(_VERSIONS, False):
+        return tensor.detach()

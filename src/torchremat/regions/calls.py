@@ -25,6 +25,7 @@ from torchremat.saved.metadata import version_of
 
 if TYPE_CHECKING:
     from torchremat.regions.operators import OperatorLog
+    from torchremat.regions.selection import Selection
 
 # A call's function with its positional and keyword arguments, called as body(args, kwargs). A body is run in a
 # recompute as in the forward, so it must look up nothing that may have changed since.
@@ -48,6 +49,7 @@ class Call:
         "log",
         "modules",
         "objects",
+        "selection",
         "slots",
         "sources",
         "template",
@@ -62,6 +64,7 @@ class Call:
         self.generators: list[GeneratorState] = []
         self.objects: Objects | None = None
         self.log: OperatorLog | None = None  # of the forward, with `debug=True`
+        self.selection: Selection | None = None  # what is kept by a policy, here or in a region inside
         self._surroundings: Surroundings
         self._context: Context
         self._captured: Captured | None = None

@@ -223,6 +223,11 @@ class ModuleState:
         if one.buffer.nbytes <= _SMALL_BYTES:
             self._copies[id(one.buffer)] = one.before
 
+    @property
+    def has_shards(self) -> bool:
+        """Whether FSDP2 manages some of the parameters."""
+        return bool(self._shards)
+
     def parameters(self) -> list[Tensor]:
         """Return the parameters and watched buffers."""
         return [tensor for _, _, tensor, _ in self._watched]

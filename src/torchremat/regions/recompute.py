@@ -11,8 +11,10 @@ from torch import Tensor
 from torchremat._compat.autograd import pop_saved_tensor_hooks, push_saved_tensor_hooks, retains_graph, set_grad_mode
 from torchremat.errors import MutationError, bug
 from torchremat.regions.differences import Difference, DivergedError, Kind
+from torchremat.regions.choosing import Replay
 from torchremat.regions.guards import WrittenObjectError
 from torchremat.regions.modules import ChangedStateError
+from torchremat.regions.slots import waits
 from torchremat.regions.threads import thread
 from torchremat.regions.values import ValueCheck
 from torchremat.saved.held import ChangedError
@@ -85,7 +87,7 @@ class Recompute:
         self.only = only
         slots = region.slots
         self.needed = len(slots) - 1 if only is None else only
-        while only is None and self.needed >= 0 and slots[self.needed]() is None:
+        while only is None and self.needed >= 0 and not waits(slots[self.needed]()):
             self.needed -= 1
         if not checks:
             self.needed = -1
@@ -152,6 +154,8 @@ class Recompute:
         # See Rule 3; active hooks are covered by those of the recompute
         had_scopes, thread.scopes = thread.scopes, []
         had_calls, thread.calls = thread.calls, []
+        had_selecting, thread.selecting = thread.selecting, None
+        had_inner = thread.inner
         thread.recomputing += 1
         set_grad_mode(True)
         try:
@@ -168,6 +172,8 @@ class Recompute:
             thread.recomputing -= 1
             thread.scopes = had_scopes
             thread.calls = had_calls
+            thread.selecting = had_selecting
+            thread.inner = had_inner
         if self.values is not None and self.difference is None:
             found = self.values.differs_at_end()
             if found is not None:
@@ -192,6 +198,10 @@ class Recompute:
         run, pack = call.run_again, self.pack
         if self.log is not None:
             run, pack = partial(self.log.run, run, call.body), self._pack_logged
+        replay = None
+        if call.selection is not None and self.checks:
+            replay = Replay(call.selection, takes=self.task is not None and self.only is None)
+            run, pack = partial(replay.run, run), partial(replay.pack, pack)
         push_saved_tensor_hooks(pack, self.unpack)
         try:
             output = run(args, kwargs)
@@ -207,6 +217,8 @@ class Recompute:
             pop_saved_tensor_hooks()
             if restored is not None:
                 restored.close()
+            if replay is not None:
+                replay.check(region.name(number))
         if number + 1 == len(region.made) or self.is_stopped:
             return
         del args, kwargs
@@ -256,7 +268,7 @@ class Recompute:
             slot = slots[index]()
             if self.key is None:
                 self._found = value, value._version
-            elif slot is not None:
+            elif slot is not None and slot.value is None:
                 if self.task is None or (slot.task is not None and slot.task != self.task):
                     slot.put(self.key, value)
                 else:

@@ -36,12 +36,15 @@ from torchremat._compat.autograd import (
 from torchremat._compat.transforms import is_of_transform
 from torchremat.errors import CheckpointError, MutationError, UnsupportedError
 from torchremat.regions.calls import Body, Call, Source
+from torchremat.regions.choosing import Choosing
+from torchremat.regions.decisions import Policy
 from torchremat.regions.diagnosis import explain, log_of
 from torchremat.regions.differences import DivergedError
 from torchremat.regions.recompute import Recompute
+from torchremat.regions.selecting import SeenBy
 from torchremat.regions.sessions import Session, active_session, open_sessions
 from torchremat.regions.settings import Observer, Settings
-from torchremat.regions.slots import LOST, Key, Slot, Unpin
+from torchremat.regions.slots import LOST, Key, Slot, Unpin, waits
 from torchremat.regions.threads import thread
 from torchremat.regions.values import Fingerprints
 from torchremat.saved.held import HeldTensor, holding
@@ -79,6 +82,8 @@ class Region:
         "slots",
     )
 
+    # Whether slots may have tensors that are kept anyway.
+    serves = True
     # How an input is held, and how a recomputed tensor loses its graph: under torch.func there is more to it.
     held_tensor: type[HeldTensor] = HeldTensor
     detached: Callable[[Tensor], Tensor] = staticmethod(Tensor.detach)
@@ -130,6 +135,24 @@ class Region:
             modules: The modules that run in it, for their state and devices.
             last: Whether no further call will join, so that outputs need not be remembered.
         """
+        policy = self.settings.policy
+        if policy is None and thread.selecting is None:
+            return self._call(body, args, kwargs, modules, None, last=last)
+        if policy is None:
+            policy = thread.selecting.selection.policy  # See NOTE [ Selective recompute ], 7
+        with SeenBy(None):
+            return self._call(body, args, kwargs, modules, policy, last=last)
+
+    def _call(
+        self,
+        body: Body,
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+        modules: list[nn.Module],
+        policy: Policy | None,
+        *,
+        last: bool,
+    ) -> object:
         tensors: list[Tensor] = []
         objects: list[object] = []
         template = split_call(args, kwargs, tensors, objects)
@@ -148,6 +171,10 @@ class Region:
             call.log = log_of(self, call)
             pack = partial(self._pack_logged, call.log, pack)
             run = partial(call.log.run, body, body)
+        choosing = None
+        if policy is not None:
+            choosing = Choosing(self, call, tensors, policy)
+            pack, run = partial(choosing.pack, pack), partial(choosing.run, run)
         del tensors, objects
         self.made.append(call)
         running = thread.calls
@@ -164,6 +191,8 @@ class Region:
                 self.fingerprints.settle()
             call.settle()
             call.slots = len(self.slots)
+            if choosing is not None:
+                choosing.settle()
             if observer is not None:
                 observer.ended(self, number, output)
         except BaseException as error:
@@ -246,6 +275,11 @@ class Region:
                 "a tensor was asked for that a region saved in a forward which raised; run that forward again before "
                 "its backward."
             )
+        if slot.value is not None:
+            tensor = slot.value.get()
+            if tensor is not None:
+                return tensor
+            slot.value = None  # it was written in place since; the recompute finds out what that means
         session = active_session() if open_sessions else None
         task = current_graph_task()
         key = task if session is None else session
@@ -313,7 +347,7 @@ class Region:
     def recompute_for(self, session: Session) -> bool:
         """Recompute ahead of any backward for a session; return whether anything had to be done. See Rule 9."""
         with self._lock:
-            if session in self._recomputed or all(slot() is None for slot in self.slots):
+            if session in self._recomputed or not any(waits(slot()) for slot in self.slots):
                 return False
             self._recompute_for(session, 0)
             return True

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Literal, Protocol, cast, get_args
 
 from torch import Tensor
 
-from torchremat.errors import UnsupportedError
+from torchremat.errors import PolicyError, UnsupportedError
+from torchremat.regions.decisions import Decision, Policy
 from torchremat.regions.guards import check_named
 
 if TYPE_CHECKING:
@@ -78,8 +79,10 @@ class Settings:
     early_stop: bool = True
     guard: Sequence[object] = ()
     debug: bool = False
+    policy: Policy | None = None
     observer: Observer | None = None
     turns: Turns = field(init=False, compare=False)
+    decisions: dict[object, Decision] = field(init=False, compare=False, default_factory=dict[object, "Decision"])
 
     def __post_init__(self) -> None:
         """Refuse what cannot be honoured: users are not type-checked."""
@@ -98,5 +101,11 @@ class Settings:
             raise UnsupportedError(f"guard: a list of objects is needed, got {type(guard).__name__}.")
         for one in cast("Sequence[object]", guard):
             check_named(one)
+        policy: object = self.policy
+        if policy is not None and not callable(policy):
+            raise PolicyError(
+                f"policy={policy!r}: a function of a context, an operator and its arguments is needed, as those of "
+                "torchremat.policies are."
+            )
         object.__setattr__(self, "guard", tuple(cast("Sequence[object]", guard)))
         object.__setattr__(self, "turns", Turns(self.check_every))

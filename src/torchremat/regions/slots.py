@@ -13,6 +13,7 @@ from torchremat.regions.sessions import Session
 
 if TYPE_CHECKING:
     from torchremat.regions.region import Region
+    from torchremat.regions.selection import HeldView, Stored, Value
 
 # Whom recomputed tensors belong to: a backward, by its number, or a session.
 Key = int | Session
@@ -27,6 +28,9 @@ class Slot:
     """
 
     __slots__ = ("__weakref__", "index", "others", "region", "task", "tensor", "version")
+
+    # What the slot itself has, so that it need not be recomputed: see `ServedSlot`.
+    value: Value | Stored | HeldView | None = None
 
     def __init__(self, region: Region, index: int) -> None:
         self.region = region
@@ -71,6 +75,21 @@ class Slot:
             self.task = None  # last, since another thread may put a tensor then
         elif self.others is not None:
             self.others.pop(key, None)
+
+
+class ServedSlot(Slot):
+    """A slot whose tensor is kept anyway. See NOTE [ Selective recompute ]."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, region: Region, index: int, value: Value | Stored | HeldView) -> None:
+        super().__init__(region, index)
+        self.value: Value | Stored | HeldView | None = value
+
+
+def waits(slot: Slot | None) -> bool:
+    """Return whether a slot is alive and has no tensor of its own."""
+    return slot is not None and slot.value is None
 
 
 class Unpin:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
+from weakref import ReferenceType
 
 if TYPE_CHECKING:
     from torchremat.regions.calls import Call, Frozen
+    from torchremat.regions.selecting import Collecting, Replaying
+    from torchremat.regions.selection import Selection
 
 
 class Thread(threading.local):
@@ -19,6 +22,8 @@ class Thread(threading.local):
             were made in it.
         frozen: What the call that runs again has frozen in its forward, by name.
         scopes: The scopes that are open, innermost last. Kept by `runs`.
+        selecting: Who sees the operators that run, for a policy.
+        inner: What regions that are met in a recompute take over, see NOTE [ Selective recompute ].
     """
 
     def __init__(self) -> None:
@@ -26,6 +31,8 @@ class Thread(threading.local):
         self.calls: list[Call] = []
         self.frozen: Mapping[str, Iterator[Frozen]] = {}
         self.scopes: list[object] = []
+        self.selecting: Collecting | Replaying | None = None
+        self.inner: Iterator[ReferenceType[Selection]] = iter(())
 
 
 thread = Thread()

@@ -111,6 +111,8 @@ class _TransformedRegion(Region):
 
     __slots__ = ("_is_dual", "_lower", "_transforms")
 
+    serves = False  # what is kept is the inside of what autograd saves at a level
+
     held_tensor = _HeldAtLevel
 
     def __init__(self, settings: Settings, label: object = None) -> None:

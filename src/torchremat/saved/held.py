@@ -97,6 +97,11 @@ class HeldTensor:
             return original
         return self.detached(tensor, self.requires_grad)
 
+    @property
+    def is_hooked(self) -> bool:
+        """Whether hooks have taken the tensor."""
+        return self._unpack is not None
+
     def detached(self, tensor: Tensor, requires_grad: bool) -> Tensor:
         """Return an alias of the tensor without its graph."""
         alias = tensor.detach()

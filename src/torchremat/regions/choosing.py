@@ -1,0 +1,170 @@
+"""A call whose outputs a policy chooses from: its forward, and its part in a recompute.
+
+See NOTE [ Selective recompute ].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+from weakref import ref
+
+from torch import Tensor, UntypedStorage
+
+from torchremat.regions.paths import ModulePaths
+from torchremat.regions.selecting import Collecting, Replaying, SeenBy
+from torchremat.regions.selection import HeldView, Selection, Stored, Value, memory_of
+from torchremat.regions.slots import ServedSlot, Slot
+from torchremat.regions.threads import thread
+from torchremat.saved.held import HeldTensor
+from torchremat.saved.metadata import version_of
+
+if TYPE_CHECKING:
+    from torchremat.regions.calls import Body, Call
+    from torchremat.regions.decisions import Policy
+    from torchremat.regions.region import Region
+
+
+class Choosing:
+    """The forward of a call under a policy, its own or that of the region around it.
+
+    Args:
+        region: The region.
+        call: The call, which gets the selection.
+        tensors: The tensors among its arguments.
+    """
+
+    def __init__(self, region: Region, call: Call, tensors: list[Tensor], policy: Policy) -> None:
+        self._region = region
+        self._call = call
+        around = thread.selecting
+        taken_over = next(thread.inner, None) if thread.recomputing else None
+        selection = None if taken_over is None else taken_over()
+        self._is_nested = bool(thread.calls) or thread.recomputing > 0
+        self._run: Collecting | Replaying
+        if selection is not None:
+            self._run = Replaying(selection, takes=False)
+        else:
+            selection = Selection(policy)
+            settings = region.settings
+            paths = ModulePaths(call, region.label)
+            self._run = Collecting(selection, policy, settings.decisions, paths, settings.preserve_rng)
+            if thread.calls and not isinstance(around, Replaying):
+                _selection_of(thread.calls[-1]).inner.append(ref(selection))
+        self.selection = call.selection = selection
+        self._held: dict[UntypedStorage, tuple[Tensor, HeldTensor]] = {}
+        for tensor, source in zip(tensors, call.sources, strict=True):
+            memory = memory_of(tensor)
+            if memory is not None and isinstance(source, int):
+                self._held[memory] = tensor, region.held[source]
+
+    def run(self, run: Body, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        """Run the call and let its operators be seen."""
+        had = thread.inner
+        thread.inner = iter(self.selection.inner) if isinstance(self._run, Replaying) else iter(())
+        try:
+            with SeenBy(self._run):
+                return run(args, kwargs)
+        finally:
+            thread.inner = had
+
+    def pack(self, pack: Callable[[Tensor], object], tensor: Tensor) -> object:
+        """Return a slot for a tensor that autograd saves, with the tensor if that is kept anyway: the hook."""
+        run, thread.selecting = thread.selecting, None
+        try:
+            slot = pack(tensor)
+            if not isinstance(self._run, Collecting):
+                return slot
+            assert isinstance(slot, Slot)
+            value = self._value(tensor) if self._region.serves else None
+            if value is None:
+                self.selection.end = len(self.selection.operators)
+                return slot
+            served = ServedSlot(slot.region, slot.index, value)
+            slot.region.slots[slot.index] = ref(served)
+            return served
+        finally:
+            thread.selecting = run
+
+    def _value(self, tensor: Tensor) -> Value | Stored | HeldView | None:
+        value = self.selection.value_of(tensor)
+        if value is not None:
+            return value
+        memory = memory_of(tensor)
+        if memory in self._held:
+            return _view_of(tensor, *self._held[memory])
+        base = tensor if tensor._base is None else tensor._base
+        # A parameter, or a view of it. The memory of a sharded one is given back after the forward.
+        if base.is_leaf and base.requires_grad and not self._call.modules.has_shards:
+            return Value(tensor.detach())
+        return None
+
+    def settle(self) -> None:
+        """Drop what no recompute needs."""
+        self._held.clear()
+        if isinstance(self._run, Replaying):
+            self._run.check(self._region.name(0))
+        else:
+            self.selection.settle(everything=self._is_nested or not self._region.settings.early_stop)
+
+
+class Replay:
+    """The part of a call in a recompute.
+
+    Args:
+        selection: What its forward kept.
+        takes: Whether nobody comes a second time.
+    """
+
+    def __init__(self, selection: Selection, *, takes: bool) -> None:
+        self._selection = selection
+        self._run = None if selection.policy is None else Replaying(selection, takes=takes)
+
+    def run(self, run: Body, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        """Run the call again; regions that it meets take over what theirs have kept."""
+        thread.inner = iter(self._selection.inner)
+        with SeenBy(self._run):
+            return run(args, kwargs)
+
+    def pack(self, pack: Callable[[Tensor], object], tensor: Tensor) -> object:
+        """Take a tensor that autograd saves: the hook."""
+        run, thread.selecting = thread.selecting, None
+        try:
+            return pack(tensor)
+        finally:
+            thread.selecting = run
+
+    def check(self, region: str) -> None:
+        """Raise if other operators have run than in the forward.
+
+        Raises:
+            CheckpointError: They have.
+        """
+        if self._run is not None:
+            self._run.check(region)
+
+
+def _selection_of(call: Call) -> Selection:
+    if call.selection is None:
+        call.selection = Selection(None)
+    return call.selection
+
+
+def _view_of(tensor: Tensor, held_from: Tensor, held: HeldTensor) -> Value | HeldView | None:
+    """Return what the slot of a tensor may have that shares its memory with an input which the region holds."""
+    if version_of(tensor) != held.version:
+        return None  # the region has written to it, which is an error that the recompute finds
+    if not held.is_hooked:
+        return Value(tensor.detach())
+    offset = int(tensor.storage_offset() - held_from.storage_offset())
+    plain = tensor.dtype == held_from.dtype and not (tensor.is_conj() or tensor.is_neg())
+    if not plain or offset < 0 or offset + _extent(tensor) > _extent(held_from):
+        return None
+    return HeldView(held, held_from.stride(), tensor.shape, tensor.stride(), offset)
+
+
+def _extent(tensor: Tensor) -> int:
+    """Return how many elements lie from its first to its last one."""
+    if tensor.numel() == 0:
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -1,0 +1,129 @@
+"""What a policy is, and what it answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
+
+from torchremat.errors import PolicyError
+from torchremat.saved.handles import Store
+from torchremat.stores.host import Host
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What becomes of an operator's output.
+
+    Attributes:
+        kind: `"save"`: it is kept; `"store"`: it waits in `store`; `"recompute"`: the operator runs again.
+        store: Where it waits.
+    """
+
+    kind: Literal["save", "recompute", "store"]
+    store: Store | None = None
+
+
+SAVE = Decision("save")
+RECOMPUTE = Decision("recompute")
+
+# What a policy may answer.
+Answer = Decision | CheckpointPolicy | bool
+
+
+class OperatorContext(SelectiveCheckpointContext):
+    """What a policy is told beside the operator and its arguments. It is torch's own context and more.
+
+    Attributes:
+        op_output: What the operator returned. Do not keep it.
+        is_recompute: False, as policies are asked in the forward alone.
+    """
+
+    def __init__(self, names: ModuleNames) -> None:
+        super().__init__(is_recompute=False)
+        self._names = names
+
+    @property
+    def module(self) -> str:
+        """The path of the innermost module that runs the operator, "" outside of any."""
+        return self._names.running()
+
+    @property
+    def modules(self) -> list[str]:
+        """The paths of all modules whose call is running, in the region and around it, innermost first."""
+        return self._names.all_running()
+
+
+class ModuleNames(Protocol):
+    """Knows the modules of a region by their paths."""
+
+    def running(self) -> str:
+        """Return the path of the innermost module that is running."""
+        ...
+
+    def all_running(self) -> list[str]:
+        """Return the paths of those that are running, innermost first."""
+        ...
+
+    def known(self) -> list[str]:
+        """Return the paths of all modules that the region sees."""
+        ...
+
+
+class Policy(Protocol):
+    """Chooses, for each operator that runs in a region, what becomes of its output.
+
+    A policy is asked in the forward alone, once for each operator, when it has run. Two attributes tell the region how
+    to ask:
+
+        `by_operator`    the answer depends on nothing but the operator: it is asked once for each
+        `reads_names`    it is asked for named tensors as well, with `torchremat.name` in the place of the operator
+
+    Functions have neither, and nor need they: `def policy(ctx, op, *args, **kwargs)` as for
+    `torch.utils.checkpoint.create_selective_checkpoint_contexts` is a policy.
+    """
+
+    def __call__(self, ctx: OperatorContext, op: object, /, *args: Any, **kwargs: Any) -> Answer:
+        """Return what becomes of the output of `op`."""
+        ...
+
+
+def decision_of(answer: object, policy: object) -> Decision:
+    """Return the decision that an answer stands for.
+
+    Raises:
+        PolicyError: It is none that a policy may give.
+    """
+    if type(answer) is Decision:
+        return answer
+    if type(answer) is bool:
+        return SAVE if answer else RECOMPUTE
+    if isinstance(answer, CheckpointPolicy):
+        return _TORCHS[answer]
+    raise PolicyError(
+        f"the policy {describe(policy)} answered {answer!r}; allowed are True and False, "
+        "torch.utils.checkpoint.CheckpointPolicy, and the decisions of torchremat.extend."
+    )
+
+
+def stored_in(store: Store) -> Decision:
+    """Return the decision to let an output wait in a store."""
+    return Decision("store", store)
+
+
+def describe(policy: object) -> str:
+    """Return the words for a policy in a message."""
+    return getattr(policy, "__qualname__", None) or repr(policy)
+
+
+# Torch's "offload" names no store.
+_IN_HOST = stored_in(Host())
+_TORCHS = {
+    CheckpointPolicy.MUST_SAVE: SAVE,
+    CheckpointPolicy.PREFER_SAVE: SAVE,
+    CheckpointPolicy.MUST_RECOMPUTE: RECOMPUTE,
+    CheckpointPolicy.PREFER_RECOMPUTE: RECOMPUTE,
+    CheckpointPolicy.MUST_CPU_OFFLOAD: _IN_HOST,
+    CheckpointPolicy.PREFER_CPU_OFFLOAD: _IN_HOST,
+}

@@ -1,0 +1,44 @@
+"""Names for tensors, by which a policy knows them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torchremat.errors import UnsupportedError
+from torchremat.regions.selecting import SeenBy
+from torchremat.regions.threads import thread
+
+
+def name(tensor: Tensor, name: str) -> Tensor:
+    """Return `tensor`, which policies know by `name` from now on.
+
+    Put it where the tensor is made, in the model's code: `qkv = name(self.qkv(x), "qkv")`. What a policy that reads
+    names says of it holds for the operator that made the tensor, as a whole. Without such a policy, and in compiled
+    functions, it does nothing else.
+
+    Args:
+        tensor: Any tensor; the result of a custom Function as well.
+        name: One name may be used for several tensors.
+
+    Raises:
+        UnsupportedError: `tensor` is no tensor, or `name` no string.
+
+    >>> import torch
+    >>> from torchremat import checkpointed
+    >>> from torchremat.policies import save_only_these_names
+    >>> block = checkpointed(lambda x: name(x.exp(), "e").sin(), policy=save_only_these_names("e"))
+    >>> block(torch.zeros(1, requires_grad=True)).sum().backward()  # `exp` runs once
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return tensor
+    if not isinstance(tensor, Tensor) or not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]: users are not type-checked
+        raise UnsupportedError(f"name(tensor, name): a tensor and a string are needed, got {tensor!r} and {name!r}.")
+    run = thread.selecting
+    if run is not None:
+        with SeenBy(None):
+            run.named(_NAME, tensor, name)
+    return tensor
+
+
+_NAME = name

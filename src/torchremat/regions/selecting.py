@@ -1,0 +1,246 @@
+"""What sees the operators of a region: it asks the policy in the forward, and gives what was kept in a recompute.
+
+See NOTE [ Selective recompute ].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, cast
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from torchremat._compat.modes import EagerMode, dispatch_modes
+from torchremat.ambient.surroundings import only_watches
+from torchremat.errors import CheckpointError
+from torchremat.regions.decisions import Decision, ModuleNames, OperatorContext, Policy, decision_of
+from torchremat.regions.selection import Operator, Selection, memory_of, written_by
+from torchremat.regions.threads import thread
+from torchremat.regions.traits import Traits, traits_of
+
+Args = tuple[Any, ...]
+Kwargs = Mapping[str, Any]
+
+
+class Collecting:
+    """The forward of a call: a policy is asked about every operator.
+
+    Args:
+        selection: Gets what is kept.
+        decisions: What a policy that goes by the operator alone has said before.
+        names: The modules of the region.
+        preserve_rng: Whether a recompute has to draw what the forward drew.
+    """
+
+    def __init__(
+        self, selection: Selection, policy: Policy, decisions: dict[object, Decision], names: ModuleNames, preserve_rng: bool
+    ) -> None:
+        self.selection = selection
+        self._policy = policy
+        self._decisions = decisions if getattr(policy, "by_operator", False) else None
+        self._context = OperatorContext(names)
+        self._preserve_rng = preserve_rng
+        reads_names = getattr(policy, "reads_names", False)
+        self._produced: WeakKeyDictionary[UntypedStorage, _Produced] | None = (
+            WeakKeyDictionary() if reads_names else None
+        )
+
+    def operator(self, operator: Operator, args: Args, kwargs: Kwargs) -> object:
+        """Run an operator."""
+        traits = traits_of(operator)
+        if traits.is_ignored or (traits.is_cast and _casts_weight(args)):
+            return operator(*args, **kwargs)
+        selection = self.selection
+        index = len(selection.operators)
+        selection.operators.append(operator)
+        written = written_by(traits.writes, args, kwargs) if traits.writes else ()
+        if written:
+            selection.protect(written)
+        output = operator(*args, **kwargs)
+        decision = self._decide(operator, output, args, kwargs)
+        if decision.kind != "recompute":
+            if traits.is_kept:
+                selection.keep(index, output, decision, self._generator(traits, output, kwargs))
+            else:
+                for tensor in written or _tensors(output):
+                    selection.keep_memory(tensor, decision)
+        if self._produced is not None:
+            self._note(index, traits, output, written)
+        return output
+
+    def _decide(self, operator: Operator, output: object, args: Args, kwargs: Kwargs) -> Decision:
+        decisions = self._decisions
+        if decisions is not None:
+            found = decisions.get(operator)
+            if found is not None:
+                return found
+        context = self._context
+        context.op_output = output
+        decision = decision_of(self._policy(context, operator, *args, **kwargs), self._policy)
+        context.op_output = None
+        if decisions is not None:
+            decisions[operator] = decision
+        return decision
+
+    def _generator(self, traits: Traits, output: object, kwargs: Kwargs) -> torch.Generator | torch.device | None:
+        if not traits.is_random or not self._preserve_rng:
+            return None
+        given = kwargs.get("generator")
+        if given is not None:
+            return cast("torch.Generator", given)
+        device = _tensors(output)[0].device
+        return torch.default_generator if device.type == "cpu" else device
+
+    # ------------------------------------------------------------------------------------------------------- names
+
+    def named(self, operator: object, tensor: Tensor, name: str) -> None:
+        """Ask about a tensor that was given a name."""
+        if self._produced is None:
+            return
+        context = self._context
+        context.op_output = tensor
+        decision = decision_of(self._policy(context, operator, tensor, name), self._policy)
+        context.op_output = None
+        memory = memory_of(tensor)
+        if decision.kind == "recompute" or memory is None:
+            return
+        selection = self.selection
+        found = self._produced.get(memory)
+        if found is None or found.index in selection.kept or tensor._version != found.version:
+            selection.keep_memory(tensor, decision)
+            return
+        # What the operator returned, of which the tensor is a view.
+        output = tensor.detach()
+        if output.dtype != found.dtype:
+            output = output.view(found.dtype)
+        selection.keep(found.index, output.as_strided(found.shape, found.strides, found.offset), decision, None)
+
+    def _note(self, index: int, traits: Traits, output: object, written: object) -> None:
+        assert self._produced is not None
+        for tensor in _tensors(output):
+            memory = memory_of(tensor)
+            if memory is None or (not traits.is_kept and not written and memory in self._produced):
+                continue  # a view of what another operator made
+            if traits.is_kept and not traits.is_random and isinstance(output, Tensor):
+                self._produced[memory] = _Produced(
+                    index, tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.dtype, tensor._version
+                )
+            else:
+                self._produced.pop(memory, None)
+
+
+class _Produced(NamedTuple):
+    """An operator's only output, for whoever gives it a name later."""
+
+    index: int
+    shape: torch.Size
+    strides: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    version: int
+
+
+class Replaying:
+    """A recompute of a call: what was kept takes the place of what would be computed.
+
+    Args:
+        selection: What was kept.
+        takes: Whether nobody comes a second time. See NOTE [ Selective recompute ], 5.
+    """
+
+    def __init__(self, selection: Selection, *, takes: bool) -> None:
+        self.selection = selection
+        self._takes = takes
+        self._count = 0
+        self.difference: str | None = None
+
+    def operator(self, operator: Operator, args: Args, kwargs: Kwargs) -> object:
+        """Run an operator, or return what was kept of it."""
+        traits = traits_of(operator)
+        if self.difference is not None or traits.is_ignored or (traits.is_cast and _casts_weight(args)):
+            return operator(*args, **kwargs)
+        selection = self.selection
+        index = self._count
+        self._count = index + 1
+        self.difference = selection.differs(index, operator)
+        kept = selection.kept.get(index)
+        if kept is not None and self.difference is None:
+            output = kept.again()
+            if output is None or self._takes:
+                selection.kept.pop(index, None)
+            if output is not None:
+                return output
+        if traits.writes:
+            selection.protect(written_by(traits.writes, args, kwargs))
+        return operator(*args, **kwargs)
+
+    def named(self, operator: object, tensor: Tensor, name: str) -> None:
+        """Do nothing: it was decided in the forward."""
+
+    def check(self, region: str) -> None:
+        """Raise if the recompute has run other operators than the forward."""
+        if self.difference is not None:
+            raise CheckpointError(
+                f"{region}: {self.difference}. Outputs are kept by a policy, and would have been given to the wrong "
+                "operators. The function does not do the same twice: look for a branch on data or on state that has "
+                "changed, a cache that the forward filled, or remove the policy."
+            )
+
+
+@only_watches
+class _Mode(EagerMode):
+    """The mode that shows each operator to whoever collects or replays now; there is one at a time in a thread."""
+
+    def __torch_dispatch__(
+        self,
+        func: Operator,
+        types: tuple[type, ...],
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        run = thread.selecting
+        if run is None:
+            return func(*args, **(kwargs or {}))
+        return run.operator(func, args, kwargs or {})
+
+
+class SeenBy(AbstractContextManager[None]):
+    """A block whose operators are seen by `run`; None hides them from everybody."""
+
+    __slots__ = ("_had", "_mode", "_run")
+
+    def __init__(self, run: Collecting | Replaying | None) -> None:
+        self._run = run
+        self._mode: _Mode | None = None
+
+    def __enter__(self) -> None:
+        self._had = thread.selecting
+        # A backward in a region runs with the region's modes, in whatever thread.
+        if self._run is not None and not any(type(mode) is _Mode for mode in dispatch_modes()):
+            self._mode = _Mode()
+            self._mode.__enter__()
+        thread.selecting = self._run
+
+    def __exit__(self, *error: object) -> None:
+        thread.selecting = self._had
+        if self._mode is not None:
+            self._mode.__exit__(*error)
+
+
+def _casts_weight(args: Args) -> bool:
+    """Return whether autocast casts a weight: the cast is cached, so that a recompute may do it where the forward did
+    not.
+    """
+    tensor = args[0]
+    return tensor.requires_grad and tensor.is_leaf and torch.is_autocast_enabled(tensor.device.type)
+
+
+def _tensors(output: object) -> list[Tensor]:
+    if isinstance(output, Tensor):
+        return [output]
+    if isinstance(output, list | tuple):
+        return [one for one in cast("list[object]", output) if isinstance(one, Tensor)]
+    return []

@@ -1,0 +1,273 @@
+"""What one call of a region keeps of its operators' outputs, by a policy.
+
+NOTE [ Selective recompute ]
+
+1. In the forward a policy is asked for the output of each operator. What it wants kept is kept as an alias with its
+   version, or in a store.
+2. A recompute runs the same operators in the same order. For those whose output is kept it gets a new alias of that,
+   and the operator does not run. If the order is another one, that is an error: the wrong output would be worse.
+3. A tensor that autograd saves, and whose memory is kept anyway, is not recomputed for autograd: its slot has it. A
+   recompute ends at the last save whose slot has nothing, and a region whose slots have all does not run again at all.
+   Operators after that end are not reached by any recompute, so what was kept of them goes with the forward, unless
+   its slot has it.
+4. What is kept and about to be written in place, by the region itself, is copied first. What was written later, by
+   somebody else, is known by its version: the operator runs again.
+5. A recompute for a graph that is not retained takes what it gets: nobody comes a second time. If somebody does, for
+   another part of the graph, the operator runs again.
+6. A kept operator that draws random numbers leaves the generator as it would have left it.
+7. An operator in a nested region belongs to the innermost region alone, as a saved tensor does. A region without a
+   policy has that of the region around it. A recompute of the outer region meets the inner one again, as a new region,
+   which takes over what the first one has kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, cast
+from weakref import ReferenceType, WeakKeyDictionary
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from torchremat._compat.modes import shared_alias
+from torchremat.ambient.generators import get_generator, set_generator
+from torchremat.regions.decisions import Decision, Policy
+from torchremat.saved.handles import Store
+from torchremat.saved.held import ChangedError, HeldTensor
+from torchremat.saved.metadata import version_of
+from torchremat.stores.catalog import catalog_of
+
+Operator = Callable[..., object]
+
+
+class Value:
+    """A tensor that is kept as an alias, at a version: an operator's output, or what a slot has."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.version = version_of(tensor)
+
+    def get(self) -> Tensor | None:
+        """Return the tensor, None if it was written in place since."""
+        return self.tensor if version_of(self.tensor) == self.version else None
+
+    def copy_for_write(self) -> None:
+        """Keep a copy instead, since the memory is about to be written."""
+        copy = torch.empty_strided(
+            self.tensor.shape, self.tensor.stride(), dtype=self.tensor.dtype, device=self.tensor.device
+        )
+        self.tensor = copy.copy_(self.tensor)
+        self.version = copy._version
+
+
+class Stored(NamedTuple):
+    """A tensor that waits in a store."""
+
+    handle: Any
+
+    def get(self) -> Tensor | None:
+        """Return the tensor."""
+        return self.handle.get()
+
+
+class HeldView(NamedTuple):
+    """A view of an input that a region holds by the hooks of whatever encloses it."""
+
+    held: HeldTensor
+    held_strides: tuple[int, ...]
+    shape: torch.Size
+    strides: tuple[int, ...]
+    offset: int
+
+    def get(self) -> Tensor | None:
+        """Return the tensor, None if the input was written in place since."""
+        with torch.enable_grad():
+            try:
+                tensor = self.held.unpack().detach()
+            except ChangedError:
+                return None
+        if tensor.stride() != self.held_strides:
+            return None  # a store that packs what it is given
+        return tensor.as_strided(self.shape, self.strides, int(tensor.storage_offset()) + self.offset)
+
+
+class Kept:
+    """The outputs of one operator.
+
+    Attributes:
+        values: In the place of each tensor a `Value` or `Stored`; the structure is the operator's.
+        draws: With what generator the operator drew, and how it left it.
+    """
+
+    __slots__ = ("draws", "values")
+
+    def __init__(self, values: object) -> None:
+        self.values = values
+        self.draws: tuple[torch.Generator | torch.device, Tensor] | None = None
+
+    def again(self) -> object | None:
+        """Return the outputs for a recompute, None if they cannot be had any more."""
+        try:
+            output = _mapped(self.values, _again)
+        except _GoneError:
+            return None
+        if self.draws is not None:
+            set_generator(*self.draws)  # See NOTE [ Selective recompute ], 6
+        return output
+
+
+class _GoneError(Exception):
+    """A kept tensor was written in place."""
+
+
+def _again(value: object) -> object:
+    if isinstance(value, Value | Stored):
+        tensor = value.get()
+        if tensor is None:
+            raise _GoneError
+        return tensor.detach()
+    return value
+
+
+def _mapped(value: object, function: Callable[[object], object]) -> object:
+    if type(value) is tuple:
+        return tuple([_mapped(one, function) for one in cast("tuple[object, ...]", value)])
+    if type(value) is list:
+        return [_mapped(one, function) for one in cast("list[object]", value)]
+    return function(value)
+
+
+class Selection:
+    """What one call keeps.
+
+    Attributes:
+        policy: Chooses; None if there is none, and only regions inside have one.
+        operators: Those that ran, in order.
+        kept: The outputs that are kept for recomputes, by number of the operator.
+        inner: What regions inside keep, in the order in which they ran.
+        end: How many operators had run at the last save whose slot has nothing.
+        taken: The numbers of what recomputes have taken.
+    """
+
+    __slots__ = ("__weakref__", "_memories", "_offloaded", "end", "inner", "kept", "operators", "policy")
+
+    def __init__(self, policy: Policy | None) -> None:
+        self.policy = policy
+        self.operators: list[Operator] = []
+        self.kept: dict[int, Kept] = {}
+        self.inner: list[ReferenceType[Selection]] = []
+        self.end = 0
+        self._memories: dict[UntypedStorage, list[Value]] = {}  # what is kept as aliases, by its memory
+        self._offloaded: WeakKeyDictionary[UntypedStorage, Store] = WeakKeyDictionary()
+
+    # --------------------------------------------------------------------------------------------------- forward
+
+    def keep(self, index: int, output: object, decision: Decision, draws: torch.Generator | torch.device | None) -> None:
+        """Keep the output of the operator that ran as number `index`, as decided.
+
+        Args:
+            index: The number.
+            output: What it returned.
+            decision: To save it, or to store it.
+            draws: The generator that it drew with.
+        """
+        found: list[Tensor] = []
+
+        def value(one: object) -> object:
+            if not isinstance(one, Tensor):
+                return one
+            found.append(one)
+            return self._value(one, decision)
+
+        kept = Kept(_mapped(output, value))
+        if not found:
+            return  # a number, read from a tensor: reading it again is exact
+        if draws is not None:
+            kept.draws = draws, get_generator(draws)
+        self.kept[index] = kept
+
+    def keep_memory(self, tensor: Tensor, decision: Decision) -> None:
+        """Let slots have what shares the memory of `tensor`, as decided."""
+        memory = memory_of(tensor)
+        if memory is None:
+            return
+        if decision.kind == "store":
+            assert decision.store is not None
+            self._offloaded[memory] = decision.store
+        else:
+            self._memories.setdefault(memory, [])
+
+    def _value(self, tensor: Tensor, decision: Decision) -> Value | Stored:
+        self.keep_memory(tensor, decision)
+        if decision.kind == "store":
+            assert decision.store is not None
+            return Stored(catalog_of(decision.store).put(tensor))
+        value = Value(shared_alias(tensor))
+        memory = memory_of(tensor)
+        if memory is not None:
+            self._memories[memory].append(value)
+        return value
+
+    def value_of(self, tensor: Tensor) -> Value | Stored | None:
+        """Return what the slot of a tensor that autograd saves may have, if its memory is kept; else None."""
+        memory = memory_of(tensor)
+        if memory is None:
+            return None
+        if memory in self._memories:
+            return Value(tensor.detach())
+        store = self._offloaded.get(memory)
+        return None if store is None else Stored(catalog_of(store).put(tensor))
+
+    def protect(self, written: list[Tensor]) -> None:
+        """Copy what is kept of the memory that is about to be written."""
+        for tensor in written:
+            memory = memory_of(tensor)
+            if memory is None:
+                continue
+            for value in self._memories.pop(memory, ()):
+                if value.get() is not None:
+                    value.copy_for_write()
+            self._offloaded.pop(memory, None)
+
+    def settle(self, *, everything: bool) -> None:
+        """Drop what no recompute gets to; `everything` if one may run to the end."""
+        self._offloaded.clear()
+        if everything:
+            return
+        for index in [one for one in self.kept if one >= self.end]:
+            del self.kept[index]
+        if not self.kept:
+            self._memories.clear()
+
+    # -------------------------------------------------------------------------------------------------- recompute
+
+    def differs(self, index: int, operator: Operator) -> str | None:
+        """Return the words for an operator that is not the one which ran there in the forward, None if it is."""
+        if index < len(self.operators) and self.operators[index] is operator:
+            return None
+        then = self.operators[index] if index < len(self.operators) else "none any more"
+        return f"operator {index} of the recompute is {operator}, and in the forward it was {then}"
+
+
+def memory_of(tensor: Tensor) -> UntypedStorage | None:
+    """Return the memory of a tensor; None if it is of a kind that has none to show."""
+    try:
+        return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+def written_by(
+    writes: tuple[tuple[int, str], ...], args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> list[Tensor]:
+    """Return the tensors that an operator writes, by the places and names of its arguments."""
+    found: list[Tensor] = []
+    for place, name in writes:
+        value = args[place] if place < len(args) else kwargs.get(name)
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += [one for one in cast("list[object]", value) if isinstance(one, Tensor)]
+    return found
