@@ -24,7 +24,6 @@ from torch import nn
 
 from torchremat.errors import TorchrematError
 from torchremat.measuring.measurement import measure
-from torchremat.measuring.sizes import format_bytes, parse_bytes
 from torchremat.measuring.step import loss_of, run_backward
 from torchremat.planning.budgets import margin_of, percentage_of
 from torchremat.planning.chains import Cost
@@ -34,6 +33,7 @@ from torchremat.planning.planner import Planner
 from torchremat.planning.plans import Plan
 from torchremat.planning.tracing import Step
 from torchremat.planning.verification import Report, verify
+from torchremat.saved.sizes import format_bytes, parse_bytes
 
 _SHAPE = "(model, step) or (model, step, optimizer)"
 

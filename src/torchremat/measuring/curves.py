@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchremat.errors import UnsupportedError
-from torchremat.measuring.sizes import format_bytes
 from torchremat.measuring.timeline import Timeline
+from torchremat.saved.sizes import format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

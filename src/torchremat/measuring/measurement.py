@@ -27,8 +27,8 @@ from torchremat.measuring.allocator import profiler_is_active
 from torchremat.measuring.curves import curve_of, draw
 from torchremat.measuring.heap import heap_set_aside
 from torchremat.measuring.runs import run_counted, run_plain, run_traced, subject_of
-from torchremat.measuring.sizes import format_bytes
 from torchremat.measuring.timeline import Timeline
+from torchremat.saved.sizes import format_bytes
 
 Source = Literal["allocator", "tracker", "cuda"]
 

@@ -9,12 +9,12 @@ from torch import nn
 
 from torchremat.errors import BudgetError, bug
 from torchremat.measuring.runs import run_traced, subject_of
-from torchremat.measuring.sizes import format_bytes
 from torchremat.planning.budgets import check_budget, margin_of
 from torchremat.planning.chains import Cost
 from torchremat.planning.planner import Planner
 from torchremat.planning.plans import Plan
 from torchremat.planning.tracing import Step
+from torchremat.saved.sizes import format_bytes
 
 M = TypeVar("M", bound=nn.Module)
 

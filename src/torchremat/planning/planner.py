@@ -8,7 +8,6 @@ from torch import nn
 from torchremat.errors import BudgetError
 from torchremat.measuring.heap import heap_set_aside
 from torchremat.measuring.runs import run_traced, subject_of
-from torchremat.measuring.sizes import format_bytes
 from torchremat.planning.budgets import bytes_of, check_budget, free_on, margin_of, percentage_of
 from torchremat.planning.chains import Cost
 from torchremat.planning.layout import bare, calls_of
@@ -21,6 +20,7 @@ from torchremat.planning.reading import Profile
 from torchremat.planning.shapes import InputSizes
 from torchremat.planning.solving import Candidate, Search
 from torchremat.planning.tracing import Step
+from torchremat.saved.sizes import format_bytes
 from torchremat.schedules.chain import Tree
 
 _COSTS = ("seconds", "flops")

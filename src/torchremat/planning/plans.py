@@ -11,12 +11,12 @@ from torch import nn
 
 from torchremat.errors import PlanError
 from torchremat.measuring.curves import Curve, Phase, draw
-from torchremat.measuring.sizes import format_bytes
 from torchremat.planning.chains import Cost
 from torchremat.planning.files import from_json, to_json
 from torchremat.planning.layout import Calls, check_bare, install, uninstall
 from torchremat.planning.shapes import InputSizes
 from torchremat.regions.settings import Settings
+from torchremat.saved.sizes import format_bytes
 from torchremat.schedules.chain import Keep, Region, Tree
 
 PlainSource = Literal["measured", "predicted"]

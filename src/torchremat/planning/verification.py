@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from torchremat.measuring.runs import Subject, run_counted, run_plain, run_traced, subject_of
-from torchremat.measuring.sizes import format_bytes
 from torchremat.measuring.step import run_backward
 from torchremat.measuring.untouched import gradient_leaves
 from torchremat.planning.layout import applied_scopes, bare
 from torchremat.planning.optimizers import measure_optimizer
 from torchremat.planning.tracing import Step
 from torchremat.regions.wrapping import is_wrapped
+from torchremat.saved.sizes import format_bytes
 
 _TIMED_RUNS = 3
 

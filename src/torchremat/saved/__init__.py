@@ -6,4 +6,5 @@ structure.py     arguments taken apart into tensors and a template
 held.py          one tensor that a region keeps for its recompute
 copies.py        copies that stay views of one another
 handles.py       what is asked of a store
+sizes.py         bytes as people write them
 """
