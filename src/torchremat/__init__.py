@@ -30,13 +30,19 @@ from torchremat.regions.functions import checkpoint, checkpointed
 from torchremat.regions.inside import frozen, is_checkpointing, is_recomputing, run_once
 from torchremat.regions.sessions import Session, session
 from torchremat.regions.wrapping import unwrap, wrap
+from torchremat.stores.host import Host
+from torchremat.stores.keep import Keep
+from torchremat.stores.statistics import StoreStatistics
+from torchremat.stores.tiers import Tiers
 
 __version__ = "0.1.0"
 
 __all__ = [
     "BudgetError",
     "CheckpointError",
+    "Host",
     "Installation",
+    "Keep",
     "Measurement",
     "MutationError",
     "OrderWarning",
@@ -50,7 +56,9 @@ __all__ = [
     "ShapeWarning",
     "StepError",
     "StoreError",
+    "StoreStatistics",
     "StoreWarning",
+    "Tiers",
     "TorchrematError",
     "UnsupportedError",
     "VersionError",

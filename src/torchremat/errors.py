@@ -60,6 +60,13 @@ class StepError(TorchrematError, ValueError):
 class StoreError(TorchrematError, RuntimeError):
     """A stored tensor that cannot be had back, or a store that has no room for one. Never other data instead."""
 
+    def add(self, fact: str) -> None:
+        """Add a sentence to the message.
+
+        A store knows shape and bytes. Who knows more, for example which node saved the tensor, adds it on the way.
+        """
+        self.args = (f"{self} {fact}",)
+
 
 class UnsupportedError(TorchrematError, RuntimeError):
     """Something that cannot be honoured here; never a silent fallback."""

@@ -19,10 +19,13 @@ extend.register(Recipe())
 from torchremat.ambient.registry import Ambient, numpy_random, python_random, register, registered, unregister
 from torchremat.ambient.surroundings import only_watches
 from torchremat.regions.guards import Guarded
+from torchremat.saved.handles import Handle, Store
 
 __all__ = [
     "Ambient",
     "Guarded",
+    "Handle",
+    "Store",
     "numpy_random",
     "only_watches",
     "python_random",

@@ -1,1 +1,8 @@
-"""Stores: where saved tensors wait between forward and backward, each behind the same two methods."""
+"""Stores: where saved tensors wait between forward and backward, each behind the same two methods.
+
+statistics.py  what a store counts, and the limit that it holds to
+contents.py    what is known of a stored tensor, and how it is made anew
+keep.py        where it is
+host.py        in memory of the host
+tiers.py       in the first of several stores that has room
+"""

@@ -1,0 +1,94 @@
+"""A store in memory of the host."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from torchremat.errors import MutationError, StoreError
+from torchremat.saved.held import version_of
+from torchremat.saved.sizes import format_bytes
+from torchremat.stores.contents import Content, content_of, written_since
+from torchremat.stores.statistics import Ledger, StoreStatistics, filled, limit_of
+
+
+class Host:
+    """A store in memory of the host.
+
+    A tensor that is in the host's memory already is copied as well, so that it may be written in place afterwards: what
+    comes back is what was put.
+
+    Args:
+        limit: The most that it holds: bytes, or a size such as `"6GiB"`. None is no limit.
+        strict: Whether a tensor for which there is no room is an error; else it stays where it is.
+
+    Raises:
+        UnsupportedError: `limit` is no size.
+    """
+
+    def __init__(self, limit: int | str | None = None, *, strict: bool = False) -> None:
+        self.strict = strict
+        self._ledger = Ledger(limit_of(limit, "Host(limit=...)"))
+
+    @property
+    def statistics(self) -> StoreStatistics:
+        """What the store has done so far."""
+        return self._ledger.statistics()
+
+    def put(self, tensor: Tensor) -> HostHandle | None:
+        """Copy a tensor into memory of the host; None if that would be above the limit.
+
+        Raises:
+            StoreError: It would, and the store is strict.
+        """
+        content = content_of(tensor)
+        if not self._ledger.reserve(content.size_bytes):
+            if self.strict:
+                raise StoreError(f"no room for {content}: {self!r} {filled(self.statistics)}.")
+            return None
+        try:
+            return HostHandle(tensor, content, self._ledger)
+        except BaseException:
+            self._ledger.release(content.size_bytes)
+            raise
+
+    def __repr__(self) -> str:
+        limit = self._ledger.limit_bytes
+        return "Host()" if limit is None else f"Host({format_bytes(limit)!r})"
+
+
+class HostHandle:
+    """A copy in memory of the host, made while `put` ran. See NOTE [ Who owns a stored tensor ]"""
+
+    __slots__ = ("__weakref__", "_content", "_copy", "_ledger", "_written", "stored_bytes")
+
+    def __init__(self, tensor: Tensor, content: Content, ledger: Ledger) -> None:
+        self.stored_bytes = content.size_bytes
+        self._content = content
+        version = version_of(tensor)
+        self._copy = tensor.detach().clone() if tensor.device.type == "cpu" else tensor.detach().cpu()
+        now = version_of(tensor)
+        # Another thread has written to it meanwhile: then nobody knows what was copied.
+        self._written = None if now == version else written_since(tensor, version=version, now=now)
+        ledger.copied(out_bytes=self.stored_bytes)
+        self._ledger = ledger  # last: from here on the finalizer gives the bytes back
+
+    def get(self) -> Tensor:
+        """Return a copy on the device that the tensor came from, in fresh memory.
+
+        Raises:
+            MutationError: Another thread wrote to the tensor while it was copied.
+        """
+        if self._written is not None:
+            raise MutationError(*self._written.args)
+        device = self._content.device
+        fresh = self._copy.clone() if device.type == "cpu" else self._copy.to(device)
+        self._ledger.copied(in_bytes=self.stored_bytes)
+        return fresh
+
+    def prefetch(self) -> None:
+        """Memory of the host is read when it is asked for."""
+
+    def __del__(self) -> None:
+        # Not there if the constructor has raised.
+        if hasattr(self, "_ledger"):
+            self._ledger.release(self.stored_bytes)  # See NOTE [ What a finalizer may do ]

@@ -1,0 +1,66 @@
+"""A store that leaves a tensor where it is, and sees whether it is written."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from torchremat.saved.held import version_of
+from torchremat.stores.contents import check_version
+from torchremat.stores.statistics import Ledger, StoreStatistics
+
+
+class Keep:
+    """A store that copies nothing: the tensor stays where it is.
+
+    What it adds to autograd without hooks is nothing, and that is the point: with hooks autograd no longer checks that
+    a saved tensor is still what it was. This store does, and raises the error that autograd would.
+
+    `stored_bytes` counts a tensor as often as it is put, aliases as well.
+    """
+
+    def __init__(self) -> None:
+        self._ledger = Ledger(None)
+
+    @property
+    def statistics(self) -> StoreStatistics:
+        """What the store has done so far."""
+        return self._ledger.statistics()
+
+    def put(self, tensor: Tensor) -> KeepHandle:
+        """Keep an alias of the tensor, of any strides, together with its version."""
+        return KeepHandle(tensor, self._ledger)
+
+    def __repr__(self) -> str:
+        return "Keep()"
+
+
+class KeepHandle:
+    """A tensor that stayed where it was. See NOTE [ Who owns a stored tensor ]"""
+
+    __slots__ = ("__weakref__", "_alias", "_ledger", "_version", "stored_bytes")
+
+    def __init__(self, tensor: Tensor, ledger: Ledger) -> None:
+        # What a sparse tensor has is not told by `nbytes`; it counts as if it were dense.
+        self.stored_bytes = tensor.numel() * tensor.element_size()
+        # Without a graph: an output that its own node saves would else keep that node, a cycle that nobody collects.
+        self._alias = tensor.detach()
+        self._version = version_of(tensor)
+        self._ledger = ledger
+        ledger.reserve(self.stored_bytes)
+
+    def get(self) -> Tensor:
+        """Return an alias of the tensor.
+
+        Raises:
+            MutationError: It was written in place since it was put.
+        """
+        check_version(self._alias, self._version)
+        return self._alias.detach()
+
+    def prefetch(self) -> None:
+        """Nothing has to be brought back."""
+
+    def __del__(self) -> None:
+        # Not there if the constructor has raised.
+        if hasattr(self, "_ledger"):
+            self._ledger.release(self.stored_bytes)  # See NOTE [ What a finalizer may do ]

@@ -1,0 +1,131 @@
+"""What a store counts, and the limit that it holds to."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from dataclasses import dataclass
+
+from torchremat.errors import BudgetError, UnsupportedError
+from torchremat.saved.sizes import format_bytes, parse_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreStatistics:
+    """What a store has done since it was made; the same for every store.
+
+    Attributes:
+        limit_bytes: The most that it may hold; None without a limit.
+        stored_bytes: What it holds now, for handles that are alive.
+        peak_stored_bytes: The most that it has held at a time.
+        copied_out_bytes: What was copied into it, in all.
+        copied_in_bytes: What was copied back from it, in all; a tensor that is asked for twice counts twice.
+        refused: How many tensors it had no room for.
+        failed: How many it had taken and could not write, so that they stayed where they were.
+    """
+
+    limit_bytes: int | None
+    stored_bytes: int
+    peak_stored_bytes: int
+    copied_out_bytes: int
+    copied_in_bytes: int
+    refused: int
+    failed: int
+
+
+class Ledger:
+    """Counts for a store, and reserves bytes before any are touched. All threads may use it.
+
+    NOTE [ What a finalizer may do ]
+    A handle may be dropped anywhere, by the cycle collector as well, which starts in the middle of any line: also in
+    one that holds a lock of the store, in the same thread. So a finalizer takes no lock. It appends to a deque, which
+    is atomic, and whoever holds the lock next takes what was appended into account.
+    """
+
+    def __init__(self, limit_bytes: int | None) -> None:
+        self.limit_bytes = limit_bytes
+        self._lock = threading.Lock()
+        self._released: deque[int] = deque()
+        self._stored_bytes = 0
+        self._peak_stored_bytes = 0
+        self._copied_out_bytes = 0
+        self._copied_in_bytes = 0
+        self._refused = 0
+        self._failed = 0
+
+    def reserve(self, size: int) -> bool:
+        """Reserve bytes for one tensor, or count it as refused if that would be above the limit; never raises."""
+        with self._lock:
+            self._settle()
+            if self.limit_bytes is not None and self._stored_bytes + size > self.limit_bytes:
+                self._refused += 1
+                return False
+            self._stored_bytes += size
+            self._peak_stored_bytes = max(self._peak_stored_bytes, self._stored_bytes)
+            return True
+
+    def release(self, size: int) -> None:
+        """Give reserved bytes back. See NOTE [ What a finalizer may do ]."""
+        self._released.append(size)
+
+    def refuse(self, size: int) -> None:
+        """Give reserved bytes back for which there was no room after all."""
+        with self._lock:
+            self._stored_bytes -= size
+            self._refused += 1
+
+    def fail(self, size: int) -> None:
+        """Give reserved bytes back that could not be written."""
+        with self._lock:
+            self._stored_bytes -= size
+            self._failed += 1
+
+    def copied(self, *, out_bytes: int = 0, in_bytes: int = 0) -> None:
+        """Count bytes that were copied out to the store, or back in."""
+        with self._lock:
+            self._copied_out_bytes += out_bytes
+            self._copied_in_bytes += in_bytes
+
+    def statistics(self) -> StoreStatistics:
+        """Return the counts as they are now."""
+        with self._lock:
+            self._settle()
+            return StoreStatistics(
+                limit_bytes=self.limit_bytes,
+                stored_bytes=self._stored_bytes,
+                peak_stored_bytes=self._peak_stored_bytes,
+                copied_out_bytes=self._copied_out_bytes,
+                copied_in_bytes=self._copied_in_bytes,
+                refused=self._refused,
+                failed=self._failed,
+            )
+
+    def _settle(self) -> None:
+        while self._released:
+            self._stored_bytes -= self._released.popleft()
+
+
+def limit_of(limit: int | str | None, option: str) -> int | None:
+    """Return the bytes of a limit as a user writes it.
+
+    Args:
+        limit: Bytes, or a size such as `"6GiB"`, or None.
+        option: What the message calls it, for example `"Host(limit=...)"`.
+
+    Raises:
+        UnsupportedError: It is no size.
+    """
+    if limit is None:
+        return None
+    try:
+        return parse_bytes(limit)
+    except BudgetError as error:
+        raise UnsupportedError(f"{option}: {error}") from None
+
+
+def filled(statistics: StoreStatistics) -> str:
+    """Return how full a store is, in words."""
+    stored = format_bytes(statistics.stored_bytes)
+    if statistics.limit_bytes is None:
+        return f"holds {stored}"
+    return f"holds {stored} of {format_bytes(statistics.limit_bytes)}"

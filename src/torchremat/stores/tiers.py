@@ -1,0 +1,96 @@
+"""Several stores in order, of which the first with room takes a tensor."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from torchremat.errors import StoreError, UnsupportedError
+from torchremat.stores.contents import content_of
+from torchremat.stores.statistics import StoreStatistics, filled
+
+if TYPE_CHECKING:
+    from torchremat.saved.handles import Handle, Store
+
+
+class Tiers:
+    """Several stores in order: the first that has room takes a tensor.
+
+    Each has its own limit: `Tiers(Host("1GiB"), Disk(limit="100GiB"))`. What none of them has room for stays where it
+    is.
+
+    Args:
+        *stores: At least one, the fastest first. A strict one raises where the next one should be asked, so none may
+            be.
+        strict: Whether a tensor for which no store has room is an error; else it stays where it is.
+
+    Raises:
+        UnsupportedError: There is no store, or one of them is strict or no store.
+    """
+
+    def __init__(self, *stores: Store, strict: bool = False) -> None:
+        if not stores:
+            raise UnsupportedError("Tiers(): at least one store is needed.")
+        for store in stores:
+            if not callable(getattr(store, "put", None)):
+                raise UnsupportedError(f"Tiers(...): a store is needed, got {store!r}.")
+            if getattr(store, "strict", False):
+                raise UnsupportedError(
+                    f"Tiers(...): {store!r} is strict, so the stores after it would never be asked. Say "
+                    "`Tiers(..., strict=True)` instead, which raises if none of them has room."
+                )
+        self.stores = stores
+        self.strict = strict
+        self._lock = threading.Lock()
+        self._refused = 0
+
+    @property
+    def statistics(self) -> StoreStatistics:
+        """What the stores have done so far, in all; those of one store are its own `statistics`.
+
+        `refused` counts what no store had room for. The peaks of the stores need not be at the same time, so their sum
+        is the most that the peak can be. A store that has no statistics counts as nothing.
+        """
+        all_of = [one for store in self.stores if (one := _statistics_of(store)) is not None]
+        limits = [one.limit_bytes for one in all_of]
+        unlimited = len(limits) < len(self.stores) or None in limits
+        return StoreStatistics(
+            limit_bytes=None if unlimited else sum(limit for limit in limits if limit is not None),
+            stored_bytes=sum(one.stored_bytes for one in all_of),
+            peak_stored_bytes=sum(one.peak_stored_bytes for one in all_of),
+            copied_out_bytes=sum(one.copied_out_bytes for one in all_of),
+            copied_in_bytes=sum(one.copied_in_bytes for one in all_of),
+            refused=self._refused,
+            failed=sum(one.failed for one in all_of),
+        )
+
+    def put(self, tensor: Tensor) -> Handle | None:
+        """Put a tensor into the first store that has room; None if there is none.
+
+        Raises:
+            StoreError: There is none, and `strict` was asked for.
+        """
+        for store in self.stores:
+            handle = store.put(tensor)
+            if handle is not None:
+                return handle
+        with self._lock:
+            self._refused += 1
+        if self.strict:
+            raise StoreError(f"no room for {content_of(tensor)}: {', '.join(map(_filled, self.stores))}.")
+        return None
+
+    def __repr__(self) -> str:
+        return f"Tiers({', '.join(map(repr, self.stores))})"
+
+
+def _statistics_of(store: Store) -> StoreStatistics | None:
+    found = getattr(store, "statistics", None)
+    return found if isinstance(found, StoreStatistics) else None
+
+
+def _filled(store: Store) -> str:
+    statistics = _statistics_of(store)
+    return f"{store!r}" if statistics is None else f"{store!r} {filled(statistics)}"
