@@ -63,6 +63,7 @@ def call_in_graph(
             and settings.early_stop
             and not settings.debug
             and settings.observer is None
+            and settings.policy is None
             and not settings.guard
             and settings.check in ("metadata", "none")
         ):

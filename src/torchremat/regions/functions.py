@@ -12,6 +12,7 @@ import torch
 from torchremat._compat.graphs import outside_graphs
 from torchremat.errors import UnsupportedError
 from torchremat.regions.compiling import call_in_graph
+from torchremat.regions.decisions import Policy
 from torchremat.regions.runs import call_plainly, continued
 from torchremat.regions.settings import Check, Settings
 from torchremat.regions.transforms import new_region
@@ -52,6 +53,7 @@ def checkpointed(
     early_stop: bool = True,
     guard: Sequence[object] = (),
     debug: bool = False,
+    policy: Policy | None = None,
 ) -> Callable[P, R]:
     """Return `function` as a function whose every call is a region. Usable as a decorator.
 
@@ -71,9 +73,13 @@ def checkpointed(
             cloned if the object is named here.
         debug: Whether to log every operator of the forward, so that a `CheckpointError` shows both logs from where they
             part. Slow; compiled code runs eagerly.
+        policy: Chooses the operators whose outputs are kept, or wait in a store, instead of running again; one of
+            `torchremat.policies`, or a function as for `torch.utils.checkpoint.create_selective_checkpoint_contexts`.
+            Compiled code runs eagerly.
 
     Raises:
         UnsupportedError: An option has another value than those above.
+        PolicyError: `policy` is no function.
     """
     if not callable(function):
         raise UnsupportedError(f"function: a callable is needed, got {type(function).__name__}.")
@@ -84,6 +90,7 @@ def checkpointed(
         early_stop=early_stop,
         guard=guard,
         debug=debug,
+        policy=policy,
     )
 
     @functools.wraps(function)

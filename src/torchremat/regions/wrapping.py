@@ -26,6 +26,7 @@ from torch import nn
 from torchremat._compat.graphs import outside_graphs
 from torchremat.errors import UnsupportedError, WrapError
 from torchremat.regions.compiling import call_in_graph
+from torchremat.regions.decisions import Policy
 from torchremat.regions.runs import Scope, call_plainly, continued, is_in_scope, open_choice, run_choice
 from torchremat.regions.settings import Check, Settings
 from torchremat.regions.transforms import new_region
@@ -190,6 +191,7 @@ def wrap(
     early_stop: bool = True,
     guard: Sequence[object] = (),
     debug: bool = False,
+    policy: Policy | None = None,
 ) -> M:
     """Make calls of some modules of a model regions, and return the model.
 
@@ -204,6 +206,7 @@ def wrap(
         early_stop: See `checkpointed`.
         guard: See `checkpointed`.
         debug: See `checkpointed`.
+        policy: See `checkpointed`.
 
     Raises:
         WrapError: Nothing matches (the message has the closest names), or a match is wrapped already.
@@ -215,6 +218,7 @@ def wrap(
         early_stop=early_stop,
         guard=guard,
         debug=debug,
+        policy=policy,
     )
     if not isinstance(every, int) or isinstance(every, bool) or every < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise WrapError(f"every={every!r}: an int of at least 1 is needed.")
