@@ -52,6 +52,12 @@ def dispatch_modes() -> list[object]:
     return [mode for mode in modes if id(mode) not in kept_apart]
 
 
+def innermost_dispatch_mode_is(kind: type) -> bool:
+    """Return whether the innermost dispatch mode is of a class."""
+    count = _count_dispatch_modes()
+    return count > 0 and type(_dispatch_mode(count - 1)) is kind
+
+
 def pop_dispatch_mode() -> object:
     """Take the innermost dispatch mode off, not one that torch keeps apart."""
     return _pop_dispatch_mode(None)
@@ -108,6 +114,11 @@ class EagerMode(DispatchMode):
 
     # Without this torch refuses to run a higher-order operator below a mode.
     supports_higher_order_operators = True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Where code runs eagerly, each operator need not tell dynamo so: that takes longer than most operators.
+        return False
 
     def __init__(self) -> None:
         super().__init__()

@@ -6,13 +6,14 @@ See NOTE [ Selective recompute ].
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 from weakref import ref
 
 from torch import Tensor, UntypedStorage
 
 from torchremat.regions.paths import ModulePaths
-from torchremat.regions.selecting import Collecting, Replaying, SeenBy
+from torchremat.regions.selecting import Collecting, Replaying, SeenBy, unseen
 from torchremat.regions.selection import HeldView, Selection, Stored, Value, memory_of
 from torchremat.regions.slots import ServedSlot, Slot
 from torchremat.regions.threads import thread
@@ -68,23 +69,20 @@ class Choosing:
         finally:
             thread.inner = had
 
-    def pack(self, pack: Callable[[Tensor], object], tensor: Tensor) -> object:
-        """Return a slot for a tensor that autograd saves, with the tensor if that is kept anyway: the hook."""
-        run, thread.selecting = thread.selecting, None
-        try:
-            slot = pack(tensor)
-            if not isinstance(self._run, Collecting):
-                return slot
-            assert isinstance(slot, Slot)
-            value = self._value(tensor) if self._region.serves else None
-            if value is None:
-                self.selection.end = len(self.selection.operators)
-                return slot
-            served = ServedSlot(slot.region, slot.index, value)
-            slot.region.slots[slot.index] = ref(served)
-            return served
-        finally:
-            thread.selecting = run
+    def hook(self, pack: Callable[[Tensor], object]) -> Callable[[Tensor], object]:
+        """Return the hook for what autograd saves: its slot has the tensor if that is kept anyway."""
+        return partial(unseen, partial(self._pack, pack) if isinstance(self._run, Collecting) else pack)
+
+    def _pack(self, pack: Callable[[Tensor], object], tensor: Tensor) -> object:
+        slot = pack(tensor)
+        assert isinstance(slot, Slot)
+        value = self._value(tensor) if self._region.serves else None
+        if value is None:
+            self.selection.end = len(self.selection.operators)
+            return slot
+        served = ServedSlot(slot.region, slot.index, value)
+        slot.region.slots[slot.index] = ref(served)
+        return served
 
     def _value(self, tensor: Tensor) -> Value | Stored | HeldView | None:
         value = self.selection.value_of(tensor)
@@ -126,13 +124,9 @@ class Replay:
         with SeenBy(self._run):
             return run(args, kwargs)
 
-    def pack(self, pack: Callable[[Tensor], object], tensor: Tensor) -> object:
-        """Take a tensor that autograd saves: the hook."""
-        run, thread.selecting = thread.selecting, None
-        try:
-            return pack(tensor)
-        finally:
-            thread.selecting = run
+    def hook(self, pack: Callable[[Tensor], object]) -> Callable[[Tensor], object]:
+        """Return the hook for what autograd saves."""
+        return partial(unseen, pack)
 
     def check(self, region: str) -> None:
         """Raise if other operators have run than in the forward.

@@ -201,7 +201,7 @@ class Recompute:
         replay = None
         if call.selection is not None and self.checks:
             replay = Replay(call.selection, takes=self.task is not None and self.only is None)
-            run, pack = partial(replay.run, run), partial(replay.pack, pack)
+            run, pack = partial(replay.run, run), replay.hook(pack)
         push_saved_tensor_hooks(pack, self.unpack)
         try:
             output = run(args, kwargs)

@@ -174,7 +174,7 @@ class Region:
         choosing = None
         if policy is not None:
             choosing = Choosing(self, call, tensors, policy)
-            pack, run = partial(choosing.pack, pack), partial(choosing.run, run)
+            pack, run = choosing.hook(pack), partial(choosing.run, run)
         del tensors, objects
         self.made.append(call)
         running = thread.calls

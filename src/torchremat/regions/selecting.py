@@ -5,22 +5,29 @@ See NOTE [ Selective recompute ].
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, UntypedStorage
 
-from torchremat._compat.modes import EagerMode, dispatch_modes
+from torchremat._compat.modes import (
+    EagerMode,
+    dispatch_modes,
+    innermost_dispatch_mode_is,
+    pop_dispatch_mode,
+    push_dispatch_mode,
+)
 from torchremat.ambient.surroundings import only_watches
 from torchremat.errors import CheckpointError
-from torchremat.regions.decisions import Decision, ModuleNames, OperatorContext, Policy, decision_of
+from torchremat.regions.decisions import RECOMPUTE, Decision, ModuleNames, OperatorContext, Policy, decision_of
 from torchremat.regions.selection import Operator, Selection, memory_of, written_by
 from torchremat.regions.threads import thread
-from torchremat.regions.traits import Traits, traits_of
+from torchremat.regions.traits import Traits, known_traits, traits_of
 
+T = TypeVar("T")
 Args = tuple[Any, ...]
 Kwargs = Mapping[str, Any]
 
@@ -36,7 +43,7 @@ class Collecting:
     """
 
     def __init__(
-        self, selection: Selection, policy: Policy, decisions: dict[object, Decision], names: ModuleNames, preserve_rng: bool
+        self, selection: Selection, policy: Policy, decisions: dict[Traits, Decision], names: ModuleNames, preserve_rng: bool
     ) -> None:
         self.selection = selection
         self._policy = policy
@@ -50,20 +57,28 @@ class Collecting:
 
     def operator(self, operator: Operator, args: Args, kwargs: Kwargs) -> object:
         """Run an operator."""
-        traits = traits_of(operator)
+        traits = known_traits.get(id(operator)) or traits_of(operator)
         if traits.is_ignored or (traits.is_cast and _casts_weight(args)):
             return operator(*args, **kwargs)
         selection = self.selection
-        index = len(selection.operators)
-        selection.operators.append(operator)
-        written = written_by(traits.writes, args, kwargs) if traits.writes else ()
-        if written:
+        operators = selection.operators
+        index = len(operators)
+        operators.append(traits)
+        written = ()
+        if traits.writes:
+            written = written_by(traits.writes, args, kwargs)
             selection.protect(written)
         output = operator(*args, **kwargs)
-        decision = self._decide(operator, output, args, kwargs)
-        if decision.kind != "recompute":
+        decisions = self._decisions
+        decision = None if decisions is None else decisions.get(traits)
+        if decision is None:
+            decision = self._ask(operator, output, *args, **kwargs)
+            if decisions is not None:
+                decisions[traits] = decision
+        if decision is not RECOMPUTE:
             if traits.is_kept:
-                selection.keep(index, output, decision, self._generator(traits, output, kwargs))
+                draws = self._generator(output, kwargs) if traits.is_random and self._preserve_rng else None
+                selection.keep(index, output, decision, draws)
             else:
                 for tensor in written or _tensors(output):
                     selection.keep_memory(tensor, decision)
@@ -71,23 +86,16 @@ class Collecting:
             self._note(index, traits, output, written)
         return output
 
-    def _decide(self, operator: Operator, output: object, args: Args, kwargs: Kwargs) -> Decision:
-        decisions = self._decisions
-        if decisions is not None:
-            found = decisions.get(operator)
-            if found is not None:
-                return found
+    def _ask(self, operator: object, output: object, *args: object, **kwargs: object) -> Decision:
         context = self._context
         context.op_output = output
-        decision = decision_of(self._policy(context, operator, *args, **kwargs), self._policy)
+        answer = self._policy(context, operator, *args, **kwargs)
         context.op_output = None
-        if decisions is not None:
-            decisions[operator] = decision
-        return decision
+        if answer is False:
+            return RECOMPUTE
+        return decision_of(answer, self._policy)
 
-    def _generator(self, traits: Traits, output: object, kwargs: Kwargs) -> torch.Generator | torch.device | None:
-        if not traits.is_random or not self._preserve_rng:
-            return None
+    def _generator(self, output: object, kwargs: Kwargs) -> torch.Generator | torch.device:
         given = kwargs.get("generator")
         if given is not None:
             return cast("torch.Generator", given)
@@ -100,10 +108,7 @@ class Collecting:
         """Ask about a tensor that was given a name."""
         if self._produced is None:
             return
-        context = self._context
-        context.op_output = tensor
-        decision = decision_of(self._policy(context, operator, tensor, name), self._policy)
-        context.op_output = None
+        decision = self._ask(operator, tensor, tensor, name)
         memory = memory_of(tensor)
         if decision.kind == "recompute" or memory is None:
             return
@@ -159,15 +164,18 @@ class Replaying:
 
     def operator(self, operator: Operator, args: Args, kwargs: Kwargs) -> object:
         """Run an operator, or return what was kept of it."""
-        traits = traits_of(operator)
-        if self.difference is not None or traits.is_ignored or (traits.is_cast and _casts_weight(args)):
-            return operator(*args, **kwargs)
-        selection = self.selection
         index = self._count
+        selection = self.selection
+        operators = selection.operators
+        traits = operators[index] if index < len(operators) else None
+        if traits is None or traits.operator is not operator or (traits.is_cast and _casts_weight(args)):
+            traits = traits_of(operator)
+            if not (self.difference or traits.is_ignored or (traits.is_cast and _casts_weight(args))):
+                self.difference = selection.difference(index, operator)
+            return operator(*args, **kwargs)
         self._count = index + 1
-        self.difference = selection.differs(index, operator)
         kept = selection.kept.get(index)
-        if kept is not None and self.difference is None:
+        if kept is not None:
             output = kept.again()
             if output is None or self._takes:
                 selection.kept.pop(index, None)
@@ -228,6 +236,19 @@ class SeenBy(AbstractContextManager[None]):
         thread.selecting = self._had
         if self._mode is not None:
             self._mode.__exit__(*error)
+
+
+def unseen(function: Callable[[Tensor], T], tensor: Tensor) -> T:
+    """Return `function(tensor)`, whose operators nobody sees."""
+    run, thread.selecting = thread.selecting, None
+    # An operator that passes through a mode takes longer than all else that a hook does.
+    mode = pop_dispatch_mode() if innermost_dispatch_mode_is(_Mode) else None
+    try:
+        return function(tensor)
+    finally:
+        if mode is not None:
+            push_dispatch_mode(mode)
+        thread.selecting = run
 
 
 def _casts_weight(args: Args) -> bool:

@@ -23,6 +23,7 @@ NOTE [ Selective recompute ]
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple, cast
 from weakref import ReferenceType, WeakKeyDictionary
 
@@ -31,10 +32,10 @@ from torch import Tensor, UntypedStorage
 
 from torchremat._compat.modes import shared_alias
 from torchremat.ambient.generators import get_generator, set_generator
-from torchremat.regions.decisions import Decision, Policy
+from torchremat.regions.decisions import SAVE, Decision, Policy
+from torchremat.regions.traits import Traits
 from torchremat.saved.handles import Store
 from torchremat.saved.held import ChangedError, HeldTensor
-from torchremat.saved.metadata import version_of
 from torchremat.stores.catalog import catalog_of
 
 Operator = Callable[..., object]
@@ -47,11 +48,11 @@ class Value:
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
-        self.version = version_of(tensor)
+        self.version = tensor._version
 
     def get(self) -> Tensor | None:
         """Return the tensor, None if it was written in place since."""
-        return self.tensor if version_of(self.tensor) == self.version else None
+        return self.tensor if self.tensor._version == self.version else None
 
     def copy_for_write(self) -> None:
         """Keep a copy instead, since the memory is about to be written."""
@@ -109,9 +110,15 @@ class Kept:
 
     def again(self) -> object | None:
         """Return the outputs for a recompute, None if they cannot be had any more."""
-        try:
-            output = _mapped(self.values, _again)
-        except _GoneError:
+        values = self.values
+        if type(values) is Value:
+            output: object = values.tensor.detach() if values.tensor._version == values.version else None
+        else:
+            try:
+                output = _mapped(values, _again)
+            except _GoneError:
+                output = None
+        if output is None:
             return None
         if self.draws is not None:
             set_generator(*self.draws)  # See NOTE [ Selective recompute ], 6
@@ -144,7 +151,7 @@ class Selection:
 
     Attributes:
         policy: Chooses; None if there is none, and only regions inside have one.
-        operators: Those that ran, in order.
+        operators: The traits of those that ran, in order.
         kept: The outputs that are kept for recomputes, by number of the operator.
         inner: What regions inside keep, in the order in which they ran.
         end: How many operators had run at the last save whose slot has nothing.
@@ -155,7 +162,7 @@ class Selection:
 
     def __init__(self, policy: Policy | None) -> None:
         self.policy = policy
-        self.operators: list[Operator] = []
+        self.operators: list[Traits] = []
         self.kept: dict[int, Kept] = {}
         self.inner: list[ReferenceType[Selection]] = []
         self.end = 0
@@ -173,20 +180,15 @@ class Selection:
             decision: To save it, or to store it.
             draws: The generator that it drew with.
         """
-        found: list[Tensor] = []
-
-        def value(one: object) -> object:
-            if not isinstance(one, Tensor):
-                return one
-            found.append(one)
-            return self._value(one, decision)
-
-        kept = Kept(_mapped(output, value))
-        if not found:
-            return  # a number, read from a tensor: reading it again is exact
+        if type(output) is Tensor and decision is SAVE:
+            values: object = self._saved(output)
+        else:
+            if not has_tensors(output):
+                return  # a number, read from a tensor: reading it again is exact
+            values = _mapped(output, partial(self._value, decision))
+        kept = self.kept[index] = Kept(values)
         if draws is not None:
             kept.draws = draws, get_generator(draws)
-        self.kept[index] = kept
 
     def keep_memory(self, tensor: Tensor, decision: Decision) -> None:
         """Let slots have what shares the memory of `tensor`, as decided."""
@@ -199,15 +201,19 @@ class Selection:
         else:
             self._memories.setdefault(memory, [])
 
-    def _value(self, tensor: Tensor, decision: Decision) -> Value | Stored:
-        self.keep_memory(tensor, decision)
-        if decision.kind == "store":
-            assert decision.store is not None
-            return Stored(catalog_of(decision.store).put(tensor))
+    def _value(self, decision: Decision, value: object) -> object:
+        if not isinstance(value, Tensor):
+            return value
+        if decision.store is None:
+            return self._saved(value)
+        self.keep_memory(value, decision)
+        return Stored(catalog_of(decision.store).put(value))
+
+    def _saved(self, tensor: Tensor) -> Value:
         value = Value(shared_alias(tensor))
         memory = memory_of(tensor)
         if memory is not None:
-            self._memories[memory].append(value)
+            self._memories.setdefault(memory, []).append(value)
         return value
 
     def value_of(self, tensor: Tensor) -> Value | Stored | None:
@@ -243,12 +249,17 @@ class Selection:
 
     # -------------------------------------------------------------------------------------------------- recompute
 
-    def differs(self, index: int, operator: Operator) -> str | None:
-        """Return the words for an operator that is not the one which ran there in the forward, None if it is."""
-        if index < len(self.operators) and self.operators[index] is operator:
-            return None
-        then = self.operators[index] if index < len(self.operators) else "none any more"
+    def difference(self, index: int, operator: Operator) -> str:
+        """Return the words for an operator that is not the one which ran there in the forward."""
+        then = self.operators[index].operator if index < len(self.operators) else "none any more"
         return f"operator {index} of the recompute is {operator}, and in the forward it was {then}"
+
+
+def has_tensors(output: object) -> bool:
+    """Return whether there are tensors in what an operator has returned."""
+    if isinstance(output, tuple | list):
+        return any(map(has_tensors, cast("list[object]", output)))
+    return isinstance(output, Tensor)
 
 
 def memory_of(tensor: Tensor) -> UntypedStorage | None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torchremat.errors import PolicyError, UnsupportedError
 from torchremat.regions.decisions import Decision, Policy
 from torchremat.regions.guards import check_named
+from torchremat.regions.traits import Traits
 
 if TYPE_CHECKING:
     from torchremat.regions.region import Region
@@ -82,7 +83,7 @@ class Settings:
     policy: Policy | None = None
     observer: Observer | None = None
     turns: Turns = field(init=False, compare=False)
-    decisions: dict[object, Decision] = field(init=False, compare=False, default_factory=dict[object, "Decision"])
+    decisions: dict[Traits, Decision] = field(init=False, compare=False, default_factory=dict[Traits, Decision])
 
     def __post_init__(self) -> None:
         """Refuse what cannot be honoured: users are not type-checked."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.utils.checkpoint import SAC_IGNORED_OPS
@@ -22,10 +22,12 @@ from torch.utils.checkpoint import SAC_IGNORED_OPS
 # not recomputed for autograd's sake.
 
 
-class Traits(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)
+class Traits:
     """What matters of an operator.
 
     Attributes:
+        operator: An `OpOverload`, or a higher-order operator.
         is_ignored: Whether it is not even counted, as it computes nothing and runs now and then.
         is_cast: Whether it is the one with which autocast casts weights.
         is_kept: Whether its outputs can be. See NOTE [ What is never kept ].
@@ -33,21 +35,32 @@ class Traits(NamedTuple):
         writes: The places and names of the arguments that it writes.
     """
 
+    operator: object
     is_ignored: bool
-    is_cast: bool
-    is_kept: bool
-    is_random: bool
-    writes: tuple[tuple[int, str], ...]
+    is_cast: bool = False
+    is_kept: bool = False
+    is_random: bool = False
+    writes: tuple[tuple[int, str], ...] = ()
 
 
-@lru_cache(None)
+# By identity, as operators take their time to be hashed.
+known_traits: dict[int, Traits] = {}
+
+
 def traits_of(operator: Any) -> Traits:
-    """Return the traits of an operator: an `OpOverload`, or a higher-order operator."""
+    """Return the traits of an operator, always the same object."""
+    found = known_traits.get(id(operator))
+    if found is None:
+        found = known_traits[id(operator)] = _traits_of(operator)
+    return found
+
+
+def _traits_of(operator: Any) -> Traits:
     schema = getattr(operator, "_schema", None)
     name = str(operator)
     ignored = operator in SAC_IGNORED_OPS or name.startswith(("aten.detach", "aten.alias", "prim."))
     if schema is None:
-        return Traits(ignored, is_cast=False, is_kept=not ignored, is_random=False, writes=())
+        return Traits(operator, ignored, is_kept=not ignored)
     aliases = any(one.alias_info is not None for one in schema.returns) or name.startswith("aten._unsafe_view")
     writes = tuple(
         (place, argument.name)
@@ -56,7 +69,8 @@ def traits_of(operator: Any) -> Traits:
     )
     empty = name.startswith(("aten.empty", "aten.new_empty", "aten.resize", "aten.set_"))
     return Traits(
-        is_ignored=ignored,
+        operator,
+        ignored,
         is_cast=name == "aten._to_copy.default",
         is_kept=not (ignored or aliases or writes or empty),
         is_random=torch.Tag.nondeterministic_seeded in getattr(operator, "tags", ()),
