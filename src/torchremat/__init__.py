@@ -28,6 +28,7 @@ from torchremat.planning.plans import Plan
 from torchremat.planning.verification import Report, verify
 from torchremat.regions.functions import checkpoint, checkpointed
 from torchremat.regions.inside import frozen, is_checkpointing, is_recomputing, run_once
+from torchremat.regions.naming import name
 from torchremat.regions.sessions import Session, session
 from torchremat.regions.wrapping import unwrap, wrap
 from torchremat.stores.host import Host
@@ -71,6 +72,7 @@ __all__ = [
     "is_checkpointing",
     "is_recomputing",
     "measure",
+    "name",
     "plan",
     "run_once",
     "session",

@@ -54,6 +54,11 @@ class OperatorContext(SelectiveCheckpointContext):
         """The paths of all modules whose call is running, in the region and around it, innermost first."""
         return self._names.all_running()
 
+    @property
+    def known_modules(self) -> list[str]:
+        """The paths of all modules that the region sees."""
+        return self._names.known()
+
 
 class ModuleNames(Protocol):
     """Knows the modules of a region by their paths."""
@@ -80,7 +85,9 @@ class Policy(Protocol):
         `by_operator`    the answer depends on nothing but the operator: it is asked once for each
         `reads_names`    it is asked for named tensors as well, with `torchremat.name` in the place of the operator
 
-    Functions have neither, and nor need they: `def policy(ctx, op, *args, **kwargs)` as for
+    A method `unmet()` that returns words is asked in the first recompute: what the policy names and no forward has had.
+
+    Functions have none of these, and nor need they: `def policy(ctx, op, *args, **kwargs)` as for
     `torch.utils.checkpoint.create_selective_checkpoint_contexts` is a policy.
     """
 
@@ -105,6 +112,18 @@ def decision_of(answer: object, policy: object) -> Decision:
         f"the policy {describe(policy)} answered {answer!r}; allowed are True and False, "
         "torch.utils.checkpoint.CheckpointPolicy, and the decisions of torchremat.extend."
     )
+
+
+def check_met(policy: object) -> None:
+    """Raise if a policy names what no forward has had, now that a backward begins.
+
+    Raises:
+        PolicyError: It does.
+    """
+    unmet = getattr(policy, "unmet", None)
+    words = None if unmet is None else unmet()
+    if words is not None:
+        raise PolicyError(words)
 
 
 def stored_in(store: Store) -> Decision:

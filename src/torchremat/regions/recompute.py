@@ -10,8 +10,8 @@ from torch import Tensor
 
 from torchremat._compat.autograd import pop_saved_tensor_hooks, push_saved_tensor_hooks, retains_graph, set_grad_mode
 from torchremat.errors import MutationError, bug
-from torchremat.regions.differences import Difference, DivergedError, Kind
 from torchremat.regions.choosing import Replay
+from torchremat.regions.differences import Difference, DivergedError, Kind
 from torchremat.regions.guards import WrittenObjectError
 from torchremat.regions.modules import ChangedStateError
 from torchremat.regions.slots import waits

@@ -37,7 +37,7 @@ from torchremat._compat.transforms import is_of_transform
 from torchremat.errors import CheckpointError, MutationError, UnsupportedError
 from torchremat.regions.calls import Body, Call, Source
 from torchremat.regions.choosing import Choosing
-from torchremat.regions.decisions import Policy
+from torchremat.regions.decisions import Policy, check_met
 from torchremat.regions.diagnosis import explain, log_of
 from torchremat.regions.differences import DivergedError
 from torchremat.regions.recompute import Recompute
@@ -366,6 +366,8 @@ class Region:
             # A backward runs inside the region's own forward (rule 6), and will do so again in the recompute, whose
             # graph then has to be able to give back what it saves.
             self.runs_backward = True
+        elif self.settings.policy is not None:
+            check_met(self.settings.policy)
         # A log changes what compiled code does, so it is on again if it was on in the forward.
         log = log_of(self, self.made[-1]) if self.settings.debug else None
         recompute = Recompute(self, key, only, log)

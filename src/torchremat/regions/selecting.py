@@ -43,7 +43,12 @@ class Collecting:
     """
 
     def __init__(
-        self, selection: Selection, policy: Policy, decisions: dict[Traits, Decision], names: ModuleNames, preserve_rng: bool
+        self,
+        selection: Selection,
+        policy: Policy,
+        decisions: dict[Traits, Decision],
+        names: ModuleNames,
+        preserve_rng: bool,
     ) -> None:
         self.selection = selection
         self._policy = policy

@@ -171,7 +171,9 @@ class Selection:
 
     # --------------------------------------------------------------------------------------------------- forward
 
-    def keep(self, index: int, output: object, decision: Decision, draws: torch.Generator | torch.device | None) -> None:
+    def keep(
+        self, index: int, output: object, decision: Decision, draws: torch.Generator | torch.device | None
+    ) -> None:
         """Keep the output of the operator that ran as number `index`, as decided.
 
         Args:

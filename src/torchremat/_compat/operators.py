@@ -1,0 +1,54 @@
+"""Operators by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, cast
+
+import torch
+
+from torchremat._compat.binding import private
+
+_POLICIES = "policies per operator"
+_Overload = cast("type", private("_ops.OpOverload", needed_for=_POLICIES))
+_Packet = cast("type", private("_ops.OpOverloadPacket", needed_for=_POLICIES))
+_Operator = cast("type", private("_ops.OperatorBase", needed_for=_POLICIES))
+_all_names = cast("Callable[[], list[str]]", private("_C._dispatch_get_all_op_names", needed_for=_POLICIES))
+
+
+class OperatorName(NamedTuple):
+    """The name of an operator: `aten`, `mm`, `default`."""
+
+    namespace: str
+    packet: str
+    overload: str
+
+
+def name_of(operator: object) -> OperatorName:
+    """Return the name of an operator; higher-order ones are in the namespace `higher_order`."""
+    if isinstance(operator, _Overload):
+        packet, _, overload = str(operator).rpartition(".")
+        namespace, _, packet = packet.partition(".")
+        return OperatorName(namespace, packet, overload)
+    return OperatorName("higher_order", str(operator), "default")
+
+
+def pattern_of(operator: object) -> str | None:
+    """Return what an operator, a packet or a namespace is called, as `"aten.mm"`; None if it is none of these."""
+    if isinstance(operator, type(torch.ops.aten)):
+        return f"{str(operator.__name__).rpartition('.')[2]}.*"
+    if isinstance(operator, _Packet):
+        return str(operator)
+    return ".".join(name_of(operator)) if isinstance(operator, _Operator) else None
+
+
+def overloads_of(namespace: str, packet: str) -> list[str]:
+    """Return the overloads of an operator; none if there is no such operator."""
+    found = getattr(getattr(torch.ops, namespace), packet, None)
+    return found.overloads() if isinstance(found, _Packet) else []  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def packets_of(namespace: str) -> list[str]:
+    """Return the operators of a namespace."""
+    found = (name.partition("::") for name in _all_names())
+    return sorted({name.partition(".")[0] for space, _, name in found if space == namespace})

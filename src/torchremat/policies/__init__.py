@@ -1,0 +1,49 @@
+"""Policies: which operators' outputs a region keeps instead of computing them again.
+
+from torchremat import checkpointed, Disk, name, wrap
+from torchremat.policies import save_matmuls, save_only_these_names, save_operators
+
+wrap(model, "layers.*", policy=save_matmuls)
+wrap(model, "layers.*", policy=save_only_these_names("qkv") | save_operators("aten.mm").into(Disk()))
+
+A policy is a frozen value, called with a context, an operator and its arguments. `p | q` keeps what either keeps, as the
+first that keeps it says; `p & q` what both keep, as the first one says; `~p` what `p` does not; `p.into(store)` puts
+into a store what `p` keeps.
+
+policy.py     what they have in common, and how they combine
+operators.py  by operator
+names.py      by the names that `torchremat.name` gives
+modules.py    by the module that runs the operator
+sizes.py      by the size of the output
+"""
+
+from torchremat.policies.modules import save_in_modules
+from torchremat.policies.names import offload_these_names, save_any_names_but_these, save_only_these_names
+from torchremat.policies.operators import (
+    everything_saved,
+    nothing_saved,
+    save_attention,
+    save_convolutions,
+    save_matmuls,
+    save_operators,
+    save_unbatched_matmuls,
+)
+from torchremat.policies.policy import Policy
+from torchremat.policies.sizes import save_larger_than, save_smaller_than
+
+__all__ = [
+    "Policy",
+    "everything_saved",
+    "nothing_saved",
+    "offload_these_names",
+    "save_any_names_but_these",
+    "save_attention",
+    "save_convolutions",
+    "save_in_modules",
+    "save_larger_than",
+    "save_matmuls",
+    "save_only_these_names",
+    "save_operators",
+    "save_smaller_than",
+    "save_unbatched_matmuls",
+]

@@ -1,0 +1,148 @@
+"""What policies have in common, and how they combine."""
+
+from __future__ import annotations
+
+import difflib
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, cast
+
+from torchremat.errors import PolicyError
+from torchremat.regions.decisions import RECOMPUTE, SAVE, Decision, OperatorContext, decision_of, stored_in
+from torchremat.regions.decisions import Policy as AnyPolicy
+from torchremat.saved.handles import Store
+
+
+class Policy(ABC):
+    """A policy that combines with others. Functions combine with it as well: `save_matmuls | function`.
+
+    Attributes:
+        by_operator: Whether the operator alone decides, so that each is asked about once.
+        reads_names: Whether it has to be asked about tensors that were given a name.
+    """
+
+    by_operator: bool = False
+    reads_names: bool = False
+
+    @abstractmethod
+    def __call__(self, ctx: OperatorContext, op: object, /, *args: Any, **kwargs: Any) -> Decision:
+        """Return what becomes of the output of an operator.
+
+        Args:
+            ctx: What it returned, and which module runs it.
+            op: The operator, or `torchremat.name`.
+            args: Its arguments; for `torchremat.name` the tensor and the name.
+            kwargs: Its keyword arguments.
+        """
+
+    def into(self, store: Store) -> Policy:
+        """Return the policy that puts into `store` what this one keeps."""
+        return _Into(self, store)
+
+    def unmet(self) -> str | None:
+        """Return the words for what the policy names and no forward has had so far, None if there is nothing."""
+        return None
+
+    def __or__(self, other: AnyPolicy) -> Policy:
+        return _Either(self, _checked(other))
+
+    def __ror__(self, other: AnyPolicy) -> Policy:
+        return _Either(_checked(other), self)
+
+    def __and__(self, other: AnyPolicy) -> Policy:
+        return _Both(self, _checked(other))
+
+    def __rand__(self, other: AnyPolicy) -> Policy:
+        return _Both(_checked(other), self)
+
+    def __invert__(self) -> Policy:
+        return _Not(self)
+
+
+class _Combined(Policy):
+    """A policy made of others."""
+
+    def _inner(self) -> tuple[AnyPolicy, ...]:
+        return tuple(one for one in vars(self).values() if callable(one))
+
+    @property
+    def by_operator(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]: it is read alone
+        return all(getattr(one, "by_operator", False) for one in self._inner())
+
+    @property
+    def reads_names(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return any(getattr(one, "reads_names", False) for one in self._inner())
+
+    def unmet(self) -> str | None:
+        """Return those of the first that has such words."""
+        found = (one.unmet() for one in self._inner() if isinstance(one, Policy))
+        return next((words for words in found if words is not None), None)
+
+
+@dataclass(frozen=True)
+class _Into(_Combined):
+    policy: Policy
+    store: Store
+
+    def __call__(self, ctx: OperatorContext, op: object, /, *args: Any, **kwargs: Any) -> Decision:
+        return RECOMPUTE if self.policy(ctx, op, *args, **kwargs) is RECOMPUTE else stored_in(self.store)
+
+    def _inner(self) -> tuple[AnyPolicy, ...]:
+        return (self.policy,)
+
+
+@dataclass(frozen=True)
+class _Either(_Combined):
+    first: AnyPolicy
+    second: AnyPolicy
+
+    def __call__(self, ctx: OperatorContext, op: object, /, *args: Any, **kwargs: Any) -> Decision:
+        decision = decision_of(self.first(ctx, op, *args, **kwargs), self.first)
+        if decision is not RECOMPUTE:
+            return decision
+        return decision_of(self.second(ctx, op, *args, **kwargs), self.second)
+
+
+@dataclass(frozen=True)
+class _Both(_Combined):
+    first: AnyPolicy
+    second: AnyPolicy
+
+    def __call__(self, ctx: OperatorContext, op: object, /, *args: Any, **kwargs: Any) -> Decision:
+        decision = decision_of(self.first(ctx, op, *args, **kwargs), self.first)
+        if decision is RECOMPUTE:
+            return RECOMPUTE
+        other = decision_of(self.second(ctx, op, *args, **kwargs), self.second)
+        return RECOMPUTE if other is RECOMPUTE else decision
+
+
+@dataclass(frozen=True)
+class _Not(_Combined):
+    policy: Policy
+
+    def __call__(self, ctx: OperatorContext, op: object, /, *args: Any, **kwargs: Any) -> Decision:
+        return SAVE if self.policy(ctx, op, *args, **kwargs) is RECOMPUTE else RECOMPUTE
+
+
+def _checked(policy: object) -> AnyPolicy:
+    if not callable(policy):
+        raise PolicyError(f"{policy!r} is no policy: it cannot be called.")
+    return cast("AnyPolicy", policy)
+
+
+def unmet(policy: Policy, kind: str, missing: list[str], seen: set[str]) -> str | None:
+    """Return the words for names that a policy has and nothing else had.
+
+    Args:
+        policy: The policy.
+        kind: What they name: "tensor", "module".
+        missing: The names.
+        seen: Those that there were.
+    """
+    if not missing:
+        return None
+    close = [one for name in missing for one in difflib.get_close_matches(name, seen, n=3, cutoff=0.3)]
+    rest = sorted(seen.difference(close))
+    listed = ", ".join(map(repr, [*dict.fromkeys(close), *rest][:20])) or "none"
+    names = ", ".join(map(repr, missing))
+    return f"{policy!r}: no {kind} of a region with this policy is called {names}. Names that there are: {listed}."
