@@ -31,6 +31,7 @@ from torchremat.regions.inside import frozen, is_checkpointing, is_recomputing, 
 from torchremat.regions.naming import name
 from torchremat.regions.sessions import Session, session
 from torchremat.regions.wrapping import unwrap, wrap
+from torchremat.stores.disk import Disk
 from torchremat.stores.host import Host
 from torchremat.stores.keep import Keep
 from torchremat.stores.statistics import StoreStatistics
@@ -41,6 +42,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BudgetError",
     "CheckpointError",
+    "Disk",
     "Host",
     "Installation",
     "Keep",

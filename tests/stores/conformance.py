@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from torchremat import Host, Keep, Tiers
+from torchremat import Disk, Host, Keep, Tiers
 
 DTYPES = [
     torch.float32,
@@ -57,8 +57,10 @@ class Maker:
 STORES: dict[str, Maker] = {
     "keep": Maker(lambda limit, strict: Keep(), copies=False, has_limit=False),
     "host": Maker(lambda limit, strict: Host(limit, strict=strict)),
+    "disk": Maker(lambda limit, strict: Disk(limit=limit, strict=strict)),
+    "disk, nothing pending": Maker(lambda limit, strict: Disk(limit=limit, strict=strict, pending=1, threads=1)),
     "tiers of one": Maker(lambda limit, strict: Tiers(Host(limit), strict=strict)),
-    "tiers of two": Maker(lambda limit, strict: Tiers(Host(3000), Host(), strict=strict), has_limit=False),
+    "tiers of two": Maker(lambda limit, strict: Tiers(Host(3000), Disk(), strict=strict), has_limit=False),
 }
 
 

@@ -57,7 +57,7 @@ class Host:
 
 
 class HostHandle:
-    """A copy in memory of the host, made while `put` ran. See NOTE [ Who owns a stored tensor ]"""
+    """A copy in memory of the host, made while `put` ran. See NOTE [ Who owns a stored tensor ]."""
 
     __slots__ = ("__weakref__", "_content", "_copy", "_ledger", "_written", "stored_bytes")
 

@@ -35,7 +35,7 @@ class Keep:
 
 
 class KeepHandle:
-    """A tensor that stayed where it was. See NOTE [ Who owns a stored tensor ]"""
+    """A tensor that stayed where it was. See NOTE [ Who owns a stored tensor ]."""
 
     __slots__ = ("__weakref__", "_alias", "_ledger", "_version", "stored_bytes")
 

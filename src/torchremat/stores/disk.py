@@ -1,0 +1,224 @@
+"""A store on a disk."""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+import warnings
+import weakref
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from torchremat.errors import StoreError, StoreWarning, UnsupportedError
+from torchremat.saved.held import version_of
+from torchremat.saved.sizes import format_bytes
+from torchremat.stores.contents import Content, content_of, written_since
+from torchremat.stores.extents import Extent
+from torchremat.stores.slab import Slab
+from torchremat.stores.spool import Entry, Spool, State
+from torchremat.stores.statistics import Ledger, StoreStatistics, filled, limit_of
+
+_HOST = torch.device("cpu")
+
+
+class Disk:
+    """A store in one temporary file, which has no name: nothing is left of it, however the process ends.
+
+    Threads write behind the forward and read ahead of the backward. Each tensor has a checksum: what comes back is what
+    was put, or an error. A tensor that cannot be written stays where it is.
+
+    Args:
+        directory: Where the file lies; None is where temporary files lie. On a `tmpfs` the file is in memory.
+        limit: The most that it holds: bytes, or a size such as `"100GiB"`. None is no limit but the disk's.
+        strict: Whether a tensor that cannot be stored is an error; else it stays where it is.
+        threads: How many threads write and read, at least 1.
+        pending: How much may wait to be written: bytes, or a size. Where it is more, the forward waits for the disk.
+        timeout_s: How long to wait for a disk that does nothing at all before that is an error, in seconds.
+
+    Raises:
+        StoreError: No file can be made in `directory`.
+        UnsupportedError: Another argument is none.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str] | None = None,
+        limit: int | str | None = None,
+        *,
+        strict: bool = False,
+        threads: int = 2,
+        pending: int | str = "32MiB",
+        timeout_s: float = 120.0,
+    ) -> None:
+        pending_bytes = limit_of(pending, "Disk(pending=...)")
+        if pending_bytes is None:
+            raise UnsupportedError("Disk(pending=None): a size is needed; what waits to be written is in memory.")
+        if type(threads) is not int or threads < 1:
+            raise UnsupportedError(f"Disk(threads={threads!r}): an int of at least 1 is needed.")
+        if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < math.inf:  # pyright: ignore[reportUnnecessaryIsInstance]  user input
+            raise UnsupportedError(f"Disk(timeout_s={timeout_s!r}): a number of seconds above 0 is needed.")
+        if directory is not None and not isinstance(directory, str | os.PathLike):  # pyright: ignore[reportUnnecessaryIsInstance]  user input
+            raise UnsupportedError(f"Disk(directory={directory!r}): a path is needed.")
+        self.strict = strict
+        self.directory = Path(tempfile.gettempdir() if directory is None else directory)
+        limit_bytes = limit_of(limit, "Disk(limit=...)")
+        limited = "" if limit_bytes is None else f", {format_bytes(limit_bytes)!r}"
+        self._described = f"Disk({str(self.directory)!r}{limited})"
+        self._warned = False
+        self._lease = _Lease(
+            Spool(
+                Slab(self.directory, limit_bytes),
+                Ledger(limit_bytes),
+                threads=threads,
+                pending_limit_bytes=pending_bytes,
+                timeout_s=timeout_s,
+                name=self._described,
+            )
+        )
+
+    @property
+    def statistics(self) -> StoreStatistics:
+        """What the store has done so far."""
+        spool = self._lease.spool()
+        spool.settle()
+        return spool.ledger.statistics()
+
+    def put(self, tensor: Tensor) -> DiskHandle | None:
+        """Have a tensor written to the file; None if there is no room.
+
+        Raises:
+            StoreError: There is none, or an earlier write has failed, and the store is strict; or the disk hangs.
+        """
+        spool = self._lease.spool()
+        self._report(spool)
+        content = content_of(tensor)
+        # Before the limit is asked: what was dropped no longer counts.
+        spool.settle()
+        if not spool.ledger.reserve(content.size_bytes):
+            if self.strict:
+                raise StoreError(f"no room for {content}: {self!r} {filled(spool.ledger.statistics())}.")
+            return None
+        extents: list[Extent] | None = None
+        try:
+            extents = spool.take(content.size_bytes)
+            handle = None if extents is None else self._handle(tensor, content, extents)
+        except BaseException:
+            if extents is not None:
+                spool.give(extents)
+            spool.ledger.release(content.size_bytes)
+            raise
+        if handle is None:
+            spool.ledger.refuse(content.size_bytes)
+            self._complain(f"no room for {content}: {self._described} cannot grow: {spool.slab.full}.")
+            return None
+        # From here on the handle gives back what was taken.
+        handle.begin()
+        return handle
+
+    def _handle(self, tensor: Tensor, content: Content, extents: list[Extent]) -> DiskHandle:
+        version = version_of(tensor)
+        # The tensor itself, or a copy that nobody else knows.
+        source = tensor.detach().to(_HOST).resolve_conj().resolve_neg().contiguous()
+        entry = Entry(content, source, extents)
+        now = version_of(tensor)
+        if now != version:  # another thread has written to it meanwhile
+            entry.changed = str(written_since(tensor, version=version, now=now))
+        return DiskHandle(entry, self._lease)
+
+    def _report(self, spool: Spool) -> None:
+        """Tell of a write that has failed since, for which nobody was there to be told."""
+        if spool.failure is not None:
+            failure, spool.failure = spool.failure, None
+            self._complain(failure)
+
+    def _complain(self, message: str) -> None:
+        if self.strict:
+            raise StoreError(message)
+        if not self._warned:
+            self._warned = True
+            warnings.warn(f"{message} Such tensors stay where they are; this is said once.", StoreWarning, stacklevel=3)
+
+    def __repr__(self) -> str:
+        return self._described
+
+
+class _Lease:
+    """What the store and its handles share; with the last of them the threads end, and then the file goes."""
+
+    def __init__(self, spool: Spool) -> None:
+        self._spool = spool
+        self._process = os.getpid()
+        weakref.finalize(self, _close, spool, self._process)
+
+    def spool(self) -> Spool:
+        """Return the spool, in the process that made it.
+
+        Raises:
+            StoreError: This is a fork of that process: it has neither the threads nor the locks in a known state, and
+                the file is the other's.
+        """
+        if os.getpid() != self._process:
+            raise StoreError(
+                f"a Disk of process {self._process} is used in process {os.getpid()}, a fork of it. Make a Disk of its "
+                "own there."
+            )
+        return self._spool
+
+    def drop(self, entry: Entry) -> None:
+        """Forget a tensor. See NOTE [ What a finalizer may do ]."""
+        self._spool.dropped.append(entry)
+        # After it is in the queue, so that whoever finds no source finds it there.
+        entry.source = None
+        entry.ahead = None
+
+
+def _close(spool: Spool, process: int) -> None:
+    if os.getpid() == process:
+        spool.close()
+
+
+class DiskHandle:
+    """A tensor in the file, or on its way. See NOTE [ Who owns a stored tensor ]."""
+
+    __slots__ = ("__weakref__", "_entry", "_lease")
+
+    def __init__(self, entry: Entry, lease: _Lease) -> None:
+        self._entry = entry
+        self._lease = lease
+
+    @property
+    def stored_bytes(self) -> int:
+        """How many bytes the file holds for it; none if they could not be written."""
+        return 0 if self._entry.state is State.KEPT else self._entry.content.size_bytes
+
+    def begin(self) -> None:
+        """Have it written; called once, by the store."""
+        self._lease.spool().add(self._entry)
+
+    def get(self) -> Tensor:
+        """Return the tensor on the device that it came from, in fresh memory.
+
+        Raises:
+            StoreError: It cannot be read, or is not what was written.
+            MutationError: It was written in place before it was in the file.
+        """
+        fresh = self._lease.spool().get(self._entry)
+        return fresh.to(self._entry.content.device)
+
+    def prefetch(self) -> None:
+        """Have a thread read it, for the next `get`."""
+        self._lease.spool().prefetch(self._entry)
+
+    def settle(self) -> None:
+        """Wait until the tensor is in the file, so that its own memory is free; or until it is known to stay there.
+
+        Raises:
+            StoreError: The disk hangs.
+        """
+        self._lease.spool().wait_until_written(self._entry)
+
+    def __del__(self) -> None:
+        self._lease.drop(self._entry)

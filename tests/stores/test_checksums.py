@@ -1,0 +1,83 @@
+import random
+
+import numpy as np
+import pytest
+
+from torchremat.stores.checksums import checksum
+
+
+def data(size, seed=0):
+    return np.random.default_rng(seed).integers(256, size=size, dtype=np.uint8)
+
+
+def numbers(array):
+    """Both numbers by hand, in plain integers of any size."""
+    padded = array.tobytes() + bytes(-array.size % 512)
+    words = [int.from_bytes(padded[i : i + 8], "little", signed=True) for i in range(0, len(padded), 8)]
+    rows = [sum(words[i : i + 64]) for i in range(0, len(words), 64)]
+    columns = [sum(words[i::64]) for i in range(64)]
+    blocks = [sum((2 * i + 1) * row for i, row in enumerate(rows))]
+    blocks.append(sum((2 * i + 1) * column for i, column in enumerate(columns)))
+    return tuple((array.size * 6364136223846793005 + block) % 2**64 for block in blocks)
+
+
+@pytest.mark.parametrize("size", [512, 1024, 5120])
+def test_by_hand(size):
+    array = data(size)
+
+    assert checksum(array) == numbers(array)
+
+
+@pytest.mark.parametrize("size", [1, 7, 8, 511, 512, 513, 5000])
+def test_each_flipped_bit_changes_both_numbers(size):
+    array = data(size)
+    before = checksum(array)
+
+    for position in range(0, 8 * size, max(1, size // 60)):
+        array[position // 8] ^= 1 << position % 8
+        after = checksum(array)
+        assert after[0] != before[0] and after[1] != before[1]
+        array[position // 8] ^= 1 << position % 8
+    assert checksum(array) == before
+
+
+def test_two_flips_that_cancel_in_a_sum_are_seen():
+    words = np.zeros(64, dtype=np.int64)
+    words[3], words[40] = 1 << 20, 0
+    before = checksum(words.view(np.uint8))
+
+    words[3], words[40] = 0, 1 << 20
+
+    assert checksum(words.view(np.uint8)) != before
+
+
+@pytest.mark.parametrize("size", [4096, 512 * 2**15 + 1024])
+def test_sectors_that_are_exchanged_lost_or_cut_off_are_seen(size):
+    array = data(size)
+    before = checksum(array)
+    chance = random.Random(size)
+    sectors = size // 512
+
+    for _ in range(20):
+        left, right = chance.sample(range(sectors), 2)
+        other = array.copy()
+        other[512 * left : 512 * left + 512] = array[512 * right : 512 * right + 512]
+        assert checksum(other) != before
+        other[512 * right : 512 * right + 512] = array[512 * left : 512 * left + 512]
+        assert checksum(other) != before
+        other = array.copy()
+        other[512 * left : 512 * left + 512] = 0
+        assert checksum(other) != before
+    assert checksum(array[:-1]) != before
+    assert checksum(array[:-512]) != before
+
+
+def test_zeros_of_different_lengths_differ():
+    assert len({checksum(np.zeros(size, dtype=np.uint8)) for size in range(1000)}) == 1000
+
+
+def test_bytes_anywhere_in_memory():
+    array = data(10_000)
+
+    for start in range(9):
+        assert checksum(array[start : start + 5000]) == checksum(array[start : start + 5000].copy())
