@@ -34,6 +34,7 @@ from torchremat.regions.wrapping import unwrap, wrap
 from torchremat.stores.disk import Disk
 from torchremat.stores.host import Host
 from torchremat.stores.keep import Keep
+from torchremat.stores.offloading import Offload, offload
 from torchremat.stores.statistics import StoreStatistics
 from torchremat.stores.tiers import Tiers
 
@@ -48,6 +49,7 @@ __all__ = [
     "Keep",
     "Measurement",
     "MutationError",
+    "Offload",
     "OrderWarning",
     "Plan",
     "PlanError",
@@ -75,6 +77,7 @@ __all__ = [
     "is_recomputing",
     "measure",
     "name",
+    "offload",
     "plan",
     "run_once",
     "session",

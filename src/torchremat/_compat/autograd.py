@@ -44,3 +44,6 @@ at_end_of_backward = cast(
     "Callable[[Callable[[], None]], None]",
     private("autograd.Variable._execution_engine.queue_callback", needed_for=_REGIONS),
 )
+
+# A view of the negative of a tensor, made by setting a bit.
+negated = cast("Callable[[Tensor], Tensor]", private("_neg_view", needed_for="stores"))

@@ -10,4 +10,16 @@ disk.py        in a file without a name
   extents.py     which bytes of it are free
   checksums.py   whether what comes back is what was written
 tiers.py       in the first of several stores that has room
+
+geometry.py    where in its storage a tensor lies
+weak.py        bytes that are held by others
+kept.py        what is kept where it is
+owned.py       tensors that a model holds anyway
+schedule.py    the order in which a backward is likely to ask
+shared.py      what the records of a catalog share
+stored.py      what autograd holds in place of a tensor
+pieces.py      the pieces of a storage that a store has
+records.py     what a store has of one storage at one version
+catalog.py     what autograd saves, by storage and version
+offloading.py  what autograd saves in a block of code, put into a store
 """

@@ -1,0 +1,239 @@
+"""The catalog: what autograd saves, by storage and version, with a store behind it.
+
+`Catalog.put` is a hook that packs, `unpack` the one that unpacks. A tensor that autograd saves is one of
+
+    kept       parameters and their views, buffers, small ones, and what is not a plain array of bytes
+    apart      a subclass that says how it is taken apart: its inner tensors are put one by one
+    stored     all else; the bytes of a storage are stored once, whatever the number of its aliases
+
+Missing on purpose: any hold on what was put. See NOTE [ Who owns what ].
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any, Protocol, cast
+from weakref import ReferenceType, WeakValueDictionary, ref
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from torchremat._compat.autograd import current_node
+from torchremat._compat.modes import sequence_number
+from torchremat._compat.transforms import transform_level_of
+from torchremat.errors import StoreError
+from torchremat.saved.tensor import holding
+from torchremat.stores.geometry import span_of
+from torchremat.stores.kept import Kept
+from torchremat.stores.owned import is_in_running_module, is_leaf_of_model
+from torchremat.stores.records import Record
+from torchremat.stores.shared import Shared, Totals
+from torchremat.stores.stored import Stored
+
+if TYPE_CHECKING:
+    from torchremat.saved.handles import Store
+
+
+class Packed(Protocol):
+    """What autograd holds in place of a saved tensor."""
+
+    def get(self) -> Tensor:
+        """Return the tensor, without graph."""
+        ...
+
+
+class _Waiting(threading.local):
+    """What a thread has put and its operation may not have filled yet."""
+
+    record: ReferenceType[Record] | None = None
+    sequence = -1
+
+
+# NOTE [ What is filled after it was saved ]
+# `rrelu` saves its noise first and fills it then, without a new version. So the bytes of a tensor that could be such a
+# one, of floating point, never written, without grad, are not read when it is saved, but when another node saves
+# something, when the catalog is told to settle, or when the tensor is asked for.
+
+
+class Catalog:
+    """Puts what autograd saves into a store.
+
+    Args:
+        store: Where the bytes go.
+        min_bytes: Storages of fewer bytes stay where they are.
+        window_bytes: How many bytes may be brought back ahead of the backward at once; None for twice the largest
+            tensor, 0 for none.
+    """
+
+    def __init__(self, store: Store, *, min_bytes: int = 1024, window_bytes: int | None = None) -> None:
+        self.store = store
+        self.min_bytes = min_bytes
+        self.window_bytes = window_bytes
+        self._shared = Shared(store, window_bytes)
+        self._records: WeakValueDictionary[tuple[StorageWeakRef, object], Record] = WeakValueDictionary()
+        self._waiting = _Waiting()
+        self._lock = threading.RLock()
+
+    @property
+    def totals(self) -> Totals:
+        """What was done so far."""
+        return self._shared.totals
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _again, (type(self), self.store, self.min_bytes, self.window_bytes)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Catalog:
+        return self
+
+    def put(self, tensor: Tensor) -> Packed:
+        """Return what autograd is to hold in place of a tensor.
+
+        Raises:
+            StoreError: The store is strict, and has no room.
+        """
+        if self._waiting.record is not None and self._waiting.sequence != sequence_number():
+            self.settle()
+        packed = self._stored(tensor) if type(tensor) is Tensor else self._apart(tensor)
+        self._shared.saved(tensor, kept=packed is None)
+        return Kept(tensor) if packed is None else packed
+
+    def settle(self) -> None:
+        """Store what was saved before it was filled."""
+        # See NOTE [ What is filled after it was saved ]
+        record, self._waiting.record = self._waiting.record, None
+        alive = None if record is None else record()
+        if alive is not None:
+            alive.settle()
+
+    def _stored(self, tensor: Tensor, wrapper: Tensor | None = None) -> Stored | None:
+        """Return a plain tensor, stored; None if it is to be kept.
+
+        Args:
+            tensor: The tensor.
+            wrapper: The subclass that wraps it, and that alone counts writes.
+        """
+        # A region hands its inputs over as leaves, whatever they are; its parameters it keeps.
+        if not _is_plain(tensor) or (not holding.now and is_leaf_of_model(tensor)):
+            return None
+        storage = tensor.untyped_storage()
+        if storage.nbytes() < self.min_bytes:
+            return None
+        if not tensor.requires_grad and is_in_running_module(storage):
+            return None
+        stored = Stored(tensor, self._shared)
+        if span_of(stored)[1] > storage.nbytes():
+            return None  # a tensor of zeros has no memory
+        alias = stored.plain(tensor)
+        is_silent = _may_be_written_silently(tensor)
+        version = tensor._version if wrapper is None else (wrapper._version, tensor._version)
+        with self._lock:
+            key = (StorageWeakRef(storage), version)
+            record = None if is_silent else self._records.get(key)
+            if record is None:
+                record = Record(alias, self._shared, is_watched=wrapper is None)
+                if not is_silent:
+                    self._records[key] = record
+            stored.record = record
+        self._shared.schedule.add(stored, tensor.numel() * tensor.itemsize)
+        if wrapper is None and not holding.now and _may_be_filled_later(tensor):
+            record.add_later(stored, alias)
+            self._waiting.record, self._waiting.sequence = ref(record), sequence_number()
+        else:
+            record.add(stored, alias, watched=wrapper)
+        return stored
+
+    def _apart(self, tensor: Tensor) -> Apart | None:
+        kind = type(tensor)
+        # An asynchronous collective may still be writing to what it wraps.
+        if not hasattr(kind, "__tensor_flatten__") or hasattr(kind, "trigger_wait"):
+            return None
+        if not holding.now and is_leaf_of_model(tensor):
+            return None
+        names, context = cast("Any", tensor).__tensor_flatten__()
+        inner: dict[str, object] = {}
+        for name in names:
+            one = getattr(tensor, name)
+            if not isinstance(one, Tensor):
+                inner[name] = one
+            elif not (one.is_floating_point() or one.is_complex()):
+                inner[name] = one  # offsets and the like are known by identity
+            else:
+                part = self._stored(one, tensor) if type(one) is Tensor else self._apart(one)
+                if part is None:
+                    return None
+                inner[name] = part
+        if not any(isinstance(one, Stored | Apart) for one in inner.values()):
+            return None
+        return Apart(tensor, inner, context)
+
+
+class Apart:
+    """A tensor of a subclass, taken apart."""
+
+    __slots__ = ("_context", "_inner", "_kind", "_size", "_stride")
+
+    def __init__(self, tensor: Tensor, inner: dict[str, object], context: object) -> None:
+        self._kind = type(tensor)
+        self._size = tensor.size()
+        self._stride = tensor.stride()
+        self._inner = inner
+        self._context = context
+
+    def get(self) -> Tensor:
+        """Return the tensor, put together again."""
+        inner = {name: one.get() if isinstance(one, Stored | Apart) else one for name, one in self._inner.items()}
+        return cast("Any", self._kind).__tensor_unflatten__(inner, self._context, self._size, self._stride).detach()
+
+
+def unpack(packed: Packed) -> Tensor:
+    """Return a saved tensor: the hook that autograd calls.
+
+    Raises:
+        StoreError: The store does not have it any more; the message says for which node.
+        MutationError: It was kept where it is, and written in place since.
+    """
+    try:
+        return packed.get()
+    except StoreError as error:
+        raise StoreError(f"{_place_of(packed)}: {error}") from error
+
+
+def _place_of(packed: Packed) -> str:
+    node = current_node()
+    what = f"a tensor of shape {tuple(packed.size)} and {packed.dtype}" if isinstance(packed, Stored) else "a tensor"
+    if node is None:
+        return f"{what} that autograd has saved"
+    for name in dir(node):
+        # What it holds is asked for by name: `_raw_saved_self` is the one that the node has as `_saved_self`.
+        if name.startswith("_raw_saved_") and getattr(getattr(node, name), "data", None) is packed:
+            return f"{what} that {node.name()} has saved as `{name.removeprefix('_raw_saved_')}`"
+    return f"{what} that {node.name()} has saved"
+
+
+def _again(kind: type[Catalog], store: Store, min_bytes: int, window_bytes: int | None) -> Catalog:
+    return kind(store, min_bytes=min_bytes, window_bytes=window_bytes)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Return whether a tensor is an array in memory and nothing else."""
+    return (
+        tensor.layout is torch.strided
+        and tensor.device.type != "meta"
+        and not tensor.is_quantized
+        and not tensor.is_nested
+        and not tensor.is_inference()
+        and transform_level_of(tensor) == -1
+        and tensor.numel() > 0
+    )
+
+
+def _may_be_filled_later(tensor: Tensor) -> bool:
+    # See NOTE [ What is filled after it was saved ]
+    return not tensor.requires_grad and tensor._version == 0 and tensor.is_floating_point()
+
+
+def _may_be_written_silently(tensor: Tensor) -> bool:
+    # Batch normalisation writes its statistics without a new version: what was stored of them then is not what they are
+    # now. They have one dimension, and nobody asks for their gradient.
+    return not tensor.requires_grad and tensor.dim() == 1 and tensor.is_floating_point()

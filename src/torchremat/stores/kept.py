@@ -1,0 +1,58 @@
+"""What is kept where it is: autograd's own way, its check included."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from torchremat.errors import MutationError
+
+
+class Kept:
+    """A tensor that stays where it is, at a version; a handle of no bytes.
+
+    Autograd does not check versions where hooks are, so this does.
+
+    Args:
+        tensor: The tensor; an alias without its graph is held.
+        watched: The tensor whose version counts the writes, if it is another one: that of a subclass which wraps it.
+        version: The version that it was saved at, if it may have been written since.
+    """
+
+    __slots__ = ("_alias", "_version", "_watched")
+
+    def __init__(self, tensor: Tensor, watched: Tensor | None = None, version: int | None = None) -> None:
+        self._alias = tensor.detach()
+        self._watched = self._alias if watched is None else watched.detach()
+        self._version = _version_of(self._watched) if version is None else version
+
+    @property
+    def stored_bytes(self) -> int:
+        """How many bytes a store holds for it: none."""
+        return 0
+
+    def get(self) -> Tensor:
+        """Return the tensor.
+
+        Raises:
+            MutationError: It was written in place since.
+        """
+        now = _version_of(self._watched)
+        if now != self._version:
+            raise written_since(self._alias, self._version, now)
+        return self._alias
+
+    def prefetch(self) -> None:
+        """Do nothing: it is there."""
+
+
+def written_since(tensor: Tensor, then: int, now: int) -> MutationError:
+    """Return the error for a saved tensor that was written in place, in autograd's words."""
+    return MutationError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[{tensor.type()} {list(tensor.shape)}] is at version {now}; expected version {then} instead. It is kept "
+        "where it is between forward and backward; make the operation out of place, or run backward before it."
+    )
+
+
+def _version_of(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version

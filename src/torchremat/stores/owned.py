@@ -1,0 +1,47 @@
+"""Tensors that a model holds anyway: parameters and buffers, found through the modules that are being called."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import CodeType, FrameType
+from typing import cast
+
+from torch import Tensor, UntypedStorage, nn
+
+_CALL: CodeType = nn.Module._call_impl.__code__  # the frame that every call of a module has
+
+
+def is_leaf_of_model(tensor: Tensor) -> bool:
+    """Return whether a tensor is a parameter, any leaf that requires grad, or a view of one.
+
+    `nn.Linear` saves `weight.t()`, which is neither a leaf nor a `Parameter`.
+    """
+    base = tensor._base
+    return _is_leaf(tensor) or (base is not None and _is_leaf(base))
+
+
+def _is_leaf(tensor: Tensor) -> bool:
+    return (tensor.is_leaf and tensor.requires_grad) or isinstance(tensor, nn.Parameter)
+
+
+def is_in_running_module(storage: UntypedStorage) -> bool:
+    """Return whether a storage is that of a buffer or parameter of a module that is being called now, by itself."""
+    address = storage.data_ptr()
+    for module in _running():
+        for tensor in (*module.buffers(recurse=False), *module.parameters(recurse=False)):
+            # Both live, so one address is one storage.
+            if type(tensor) in _PLAIN and tensor.untyped_storage().data_ptr() == address != 0:
+                return True
+    return False
+
+
+_PLAIN = (Tensor, nn.Parameter)
+
+
+def _running() -> Iterator[nn.Module]:
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code is _CALL:
+            yield cast("nn.Module", frame.f_locals["self"])
+        frame = frame.f_back

@@ -1,0 +1,128 @@
+"""The pieces of a storage that a store has, and how they become bytes in memory again."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from torchremat.errors import StoreError
+from torchremat.stores.geometry import without_repeats
+from torchremat.stores.weak import WeakBytes
+
+if TYPE_CHECKING:
+    from torchremat.saved.handles import Handle
+    from torchremat.stores.stored import Stored
+
+# Kernels of the CPU tell addresses apart by the width of a vector, those of devices by that of a memory transaction.
+_ALIGNMENT = 64
+_DEVICE_ALIGNMENT = 256
+WORST_ITEMSIZE = 16  # of complex128
+
+
+class Piece:
+    """Some bytes of a storage that a store has.
+
+    Attributes:
+        handle: The store's claim on them.
+        start: The first byte.
+        stop: The byte after the last.
+        size: The shape of a pattern with gaps; None if all the bytes are here.
+        stride: Its strides.
+        dtype: Of the tensor that the store was given.
+        count: How many elements that tensor has.
+    """
+
+    __slots__ = ("count", "dtype", "handle", "size", "start", "stop", "stride")
+
+    def __init__(self, handle: Handle, start: int, stop: int, dtype: torch.dtype, count: int) -> None:
+        self.handle = handle
+        self.start = start
+        self.stop = stop
+        self.dtype = dtype
+        self.count = count
+        self.size: torch.Size | None = None
+        self.stride: tuple[int, ...] = ()
+
+    def load(self) -> Tensor:
+        """Return what the store was given, flat."""
+        tensor = self.handle.get()
+        if tensor.dtype != self.dtype or tensor.numel() != self.count or not tensor.is_contiguous():
+            raise StoreError(
+                f"{type(self.handle).__qualname__}.get() gave {tensor.numel()} elements of {tensor.dtype}, strides "
+                f"{tensor.stride()}; a contiguous tensor of {self.count} elements of {self.dtype} was stored."
+            )
+        return tensor.detach()
+
+
+class Island:
+    """Pieces that share bytes, or that a saved tensor spans; they come back in one buffer."""
+
+    __slots__ = ("hot", "pieces", "prefetched", "start", "stop")
+
+    def __init__(self, start: int, stop: int, pieces: list[Piece]) -> None:
+        self.start = start
+        self.stop = stop
+        self.pieces = pieces
+        self.hot: WeakBytes | None = None
+        self.prefetched = False
+
+    @property
+    def stored_bytes(self) -> int:
+        """How many bytes come back."""
+        return sum(piece.count * piece.dtype.itemsize for piece in self.pieces)
+
+    def load(self, start_address: int, device: torch.device) -> Tensor:
+        """Bring the bytes back, and return what holds them.
+
+        Args:
+            start_address: Where the storage began, 0 if that was no address for every dtype.
+            device: Where it was.
+        """
+        first = self.pieces[0]
+        alignment = _ALIGNMENT if device.type == "cpu" else _DEVICE_ALIGNMENT
+        shift = (start_address + self.start) % alignment
+        self.prefetched = False
+        if len(self.pieces) == 1 and first.size is None:
+            base = first.load()
+            at = int(base.storage_offset()) * base.dtype.itemsize
+            if base.data_ptr() % alignment == shift and (at - self.start) % WORST_ITEMSIZE == 0:
+                self.hot = WeakBytes(base, at - self.start)
+                return base
+            pieces = [(first, base)]
+        else:
+            pieces = [(piece, piece.load()) for piece in self.pieces]
+        # Whole elements of every type, from an address like the one that they had: kernels choose by it.
+        count = -(-(shift + self.stop - self.start) // WORST_ITEMSIZE) * WORST_ITEMSIZE
+        buffer = torch.empty(count, dtype=torch.uint8, device=device)
+        for piece, loaded in pieces:
+            place = shift + piece.start - self.start
+            if piece.size is None:
+                buffer[place : place + piece.stop - piece.start].copy_(loaded.reshape(-1).view(torch.uint8))
+            else:
+                whole = buffer.view(piece.dtype)
+                into = whole.as_strided(piece.size, piece.stride, place // piece.dtype.itemsize)
+                into.copy_(loaded.view(piece.size))
+        self.hot = WeakBytes(buffer, shift - self.start)
+        return buffer
+
+
+def cut(tensor: Tensor, start: int, stop: int, part: tuple[int, int]) -> Tensor:
+    """Return some bytes of a tensor's span, contiguous, in its dtype if they are whole elements."""
+    if part == (start, stop) and tensor.is_contiguous():
+        return tensor
+    itemsize = tensor.dtype.itemsize
+    whole = tensor.as_strided(((stop - start) // itemsize,), (1,), start // itemsize)
+    left, right = part[0] - start, part[1] - start
+    if left % itemsize or right % itemsize:
+        return whole.view(torch.uint8)[left:right]
+    return whole[left // itemsize : right // itemsize]
+
+
+def covers(piece: Piece, stored: Stored, start: int, stop: int) -> bool:
+    """Return whether a piece has a saved tensor, which spans the bytes from `start` to `stop`."""
+    if piece.size is None:
+        return piece.start <= start and stop <= piece.stop
+    same = piece.start == start and piece.stop == stop and piece.dtype == stored.dtype
+    return same and piece.size == without_repeats(stored) and piece.stride == stored.stride

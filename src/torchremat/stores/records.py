@@ -1,0 +1,233 @@
+"""One record per storage and version: which of its bytes a store has, and how they come back.
+
+    storage    |----- a -----|          |--- b ---|     what autograd has saved of it
+                   |------- c ------|                   c adds the bytes that a has not
+    islands    [p0            p1    ]   [p2       ]     spans that share bytes; each comes back as one buffer
+    pieces      p0, p1, p2                              what the store was given, each byte once
+
+A tensor with gaps, a column of a matrix, is a piece of its own without the gaps; its island spans them.
+
+NOTE [ Who owns what ]
+    autograd    its packed objects, `Stored`
+    Stored      its record
+    record      its pieces, and these the handles of the store, see NOTE [ Who owns a stored tensor ]
+    record      what is loaded, while others will ask for it, see NOTE [ How long what is loaded is held ]
+    anybody     weakly: the catalog its records, a record the storage that it was made of, and what it has loaded
+So what autograd frees is freed, down to the store's own bytes.
+"""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+from typing import TYPE_CHECKING
+from weakref import ReferenceType, ref
+
+from torch import Tensor
+
+from torchremat._compat.autograd import at_end_of_backward, current_graph_task
+from torchremat.stores.geometry import has_gaps, missing, span_of, without_repeats
+from torchremat.stores.kept import Kept
+from torchremat.stores.pieces import WORST_ITEMSIZE, Island, Piece, covers, cut
+from torchremat.stores.weak import WeakBytes
+
+if TYPE_CHECKING:
+    from torchremat.saved.handles import Handle
+    from torchremat.stores.shared import Shared
+    from torchremat.stores.stored import Stored
+
+
+class Record:
+    """What a store has of one storage at one version.
+
+    Args:
+        tensor: The first tensor that autograd saves of it, without its graph.
+        shared: What the records of a catalog share.
+        is_watched: Whether writes to the storage are counted by `tensor`.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_aliases",
+        "_device",
+        "_held",
+        "_islands",
+        "_lock",
+        "_origin",
+        "_shared",
+        "_start_address",
+        "_waiting",
+    )
+
+    def __init__(self, tensor: Tensor, shared: Shared, *, is_watched: bool = True) -> None:
+        storage = tensor.untyped_storage()
+        address = storage.data_ptr()
+        # Memory of others may begin anywhere; no buffer of ours can.
+        self._start_address = address if address % WORST_ITEMSIZE == 0 else 0
+        self._device = tensor.device
+        self._origin = WeakBytes(tensor) if is_watched else None
+        self._islands: list[Island] = []
+        self._aliases: list[ReferenceType[Stored]] = []
+        self._waiting: list[tuple[Tensor, int, Stored]] = []
+        # By backward: what it has loaded, and the saved tensors that it has not asked for yet.
+        self._held: dict[int, tuple[list[Tensor], set[ReferenceType[Stored]]]] = {}
+        self._shared = shared
+        self._lock = threading.RLock()
+
+    # ------------------------------------------------------------------------------------------------------ forward
+
+    def add(self, stored: Stored, tensor: Tensor, *, watched: Tensor | None = None) -> None:
+        """Store the bytes of a tensor that are not stored yet.
+
+        Args:
+            stored: Where it lies.
+            tensor: The tensor, without its graph, conjugation and negation.
+            watched: See `Kept`.
+        """
+        with self._lock:
+            if len(self._aliases) >= 16:
+                self._aliases = [alive for alive in self._aliases if alive() is not None]
+            self._aliases.append(ref(stored))
+            self._store(stored, tensor, watched, None)
+
+    def add_later(self, stored: Stored, tensor: Tensor) -> None:
+        """Store the bytes of a tensor when `settle` is called, at the latest when it is asked for."""
+        with self._lock:
+            self._aliases.append(ref(stored))
+            self._waiting.append((tensor, tensor._version, stored))
+
+    def settle(self) -> None:
+        """Store what was added to be stored later."""
+        with self._lock:
+            waiting, self._waiting = self._waiting, []
+            for tensor, version, stored in waiting:
+                self._store(stored, tensor, None, version)
+
+    def _store(self, stored: Stored, tensor: Tensor, watched: Tensor | None, version: int | None) -> None:
+        start, stop = span_of(stored)
+        if not has_gaps(stored):
+            covered = [(one.start, one.stop) for one in self._pieces() if one.size is None]
+            gaps = missing(start, stop, covered)
+            if not gaps:
+                return
+            pieces = [self._put(cut(tensor, start, stop, one), one, watched, version) for one in gaps]
+        elif any(covers(one, stored, start, stop) for one in self._pieces()):
+            return
+        else:
+            single = tensor.as_strided(without_repeats(stored), stored.stride, stored.offset)
+            # The store is given a copy of ours, so that nobody writes to it.
+            piece = self._put(single.contiguous(), (start, stop), watched, version, source=single)
+            piece.size, piece.stride = single.shape, stored.stride
+            pieces = [piece]
+        self._join(start, stop, pieces)
+
+    def _put(
+        self,
+        tensor: Tensor,
+        span: tuple[int, int],
+        watched: Tensor | None,
+        version: int | None,
+        source: Tensor | None = None,
+    ) -> Piece:
+        source = tensor if source is None else source
+        if version is not None and source._version != version:
+            # Written after it was saved and before it could be stored: as if it had been kept.
+            handle: Handle = Kept(source, version=version)
+        else:
+            # A wrapper's writes are not counted by what it wraps: a store that reads later would not notice.
+            given = tensor if watched is None or source is not tensor else tensor.clone()
+            handle = self._shared.put(given) or Kept(source, watched)
+        return Piece(handle, *span, tensor.dtype, tensor.numel())
+
+    def _pieces(self) -> list[Piece]:
+        return [piece for island in self._islands for piece in island.pieces]
+
+    def _join(self, start: int, stop: int, pieces: list[Piece]) -> None:
+        """Make one island of the pieces and the islands that they meet."""
+        met = [island for island in self._islands if island.start < stop and start < island.stop]
+        if met:
+            start = min(start, *[island.start for island in met])
+            stop = max(stop, *[island.stop for island in met])
+            self._islands = [island for island in self._islands if island not in met]
+        self._islands.append(Island(start, stop, [*(piece for island in met for piece in island.pieces), *pieces]))
+
+    # ----------------------------------------------------------------------------------------------------- backward
+
+    def get(self, stored: Stored) -> Tensor:
+        """Return a saved tensor, loaded if its bytes are nowhere."""
+        with self._lock:
+            if self._waiting:
+                self.settle()
+            task = current_graph_task()
+            if self._origin is not None:
+                storage = self._origin.storage()
+                if storage is not None:
+                    self._asked(task, stored)
+                    return self._origin.view(storage, stored)
+            island = self._island_of(stored)
+            storage = None if island.hot is None else island.hot.storage()
+            if storage is None:
+                self._shared.loaded(island.stored_bytes)
+                base = island.load(self._start_address, self._device)
+                storage = base.untyped_storage()
+                if task >= 0:
+                    self._hold(task, base, stored)
+            else:
+                self._asked(task, stored)
+            assert island.hot is not None
+            return island.hot.view(storage, stored)
+
+    def _island_of(self, stored: Stored) -> Island:
+        start, stop = span_of(stored)
+        return next(one for one in self._islands if one.start <= start and stop <= one.stop)
+
+    def prefetch(self, stored: Stored) -> int:
+        """Let the store begin to bring a saved tensor back; return how many bytes that will be."""
+        # Whoever unpacks it now needs no prefetch.
+        if not self._lock.acquire(blocking=False):
+            return 0
+        try:
+            if self._waiting or (self._origin is not None and self._origin.storage() is not None):
+                return 0
+            island = self._island_of(stored)
+            if island.prefetched or (island.hot is not None and island.hot.storage() is not None):
+                return 0
+            island.prefetched = True
+            for piece in island.pieces:
+                piece.handle.prefetch()
+            return island.stored_bytes
+        finally:
+            self._lock.release()
+
+    # NOTE [ How long what is loaded is held ]
+    # Each byte comes back once per backward: what is loaded is held until every saved tensor of the record that still
+    # lives has been asked for by the backward that loaded it; at the latest until that backward ends. From then on the
+    # nodes that have it are alone in holding it.
+
+    def _hold(self, task: int, base: Tensor, stored: Stored) -> None:
+        if task in self._held:
+            bases, others = self._held[task]
+            bases.append(base)
+        else:
+            others = {alive for alive in self._aliases if alive() is not None}
+            self._held[task] = [base], others
+            at_end_of_backward(partial(_release, ref(self), task))
+        self._asked(task, stored)
+
+    def _asked(self, task: int, stored: Stored) -> None:
+        held = self._held.get(task)
+        if held is not None:
+            held[1].discard(ref(stored))
+            if all(alive() is None for alive in held[1]):
+                del self._held[task]  # See NOTE [ How long what is loaded is held ]
+
+    def release(self, task: int) -> None:
+        """Hold nothing for a backward any more."""
+        with self._lock:
+            self._held.pop(task, None)
+
+
+def _release(record: ReferenceType[Record], task: int) -> None:
+    alive = record()
+    if alive is not None:
+        alive.release(task)

@@ -1,0 +1,83 @@
+"""The order in which a backward is likely to ask for saved tensors, and what is brought back ahead of it.
+
+Nodes run from the one that was made last to the first, and each asks for what it has saved in the order in which it
+saved it. Autograd promises nothing of the kind, so this is a hint: whatever the order, each tensor is right, and only
+its reading may have to be waited for.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+from weakref import ReferenceType, ref
+
+from torchremat._compat.autograd import current_graph_task
+from torchremat._compat.modes import sequence_number
+
+if TYPE_CHECKING:
+    from torchremat.stores.stored import Stored
+
+
+class Schedule:
+    """Saved tensors in the order in which they are likely to be asked for.
+
+    Args:
+        window_bytes: How many bytes may be on their way at once; None for twice the largest that is stored.
+    """
+
+    def __init__(self, window_bytes: int | None = None) -> None:
+        self._window_bytes = window_bytes
+        self._lock = threading.Lock()
+        self._added: list[tuple[int, ReferenceType[Stored]]] = []
+        self._order: list[ReferenceType[Stored]] = []
+        self._is_sorted = True
+        self._task = -1
+        self._next = 0
+        self._largest = 0
+        # What is on its way: the bytes of each.
+        self._coming: dict[ReferenceType[Stored], int] = {}
+
+    def add(self, stored: Stored, stored_bytes: int) -> None:
+        """Note a tensor that has been saved now, of so many bytes."""
+        with self._lock:
+            self._largest = max(self._largest, stored_bytes)
+            if len(self._added) >= 1024 and len(self._added) >= 2 * len(self._order):
+                self._sort()
+            self._added.append((-sequence_number(), ref(stored)))
+            self._is_sorted = False
+
+    def asked(self, stored: Stored) -> None:
+        """Bring back what comes after a tensor that is asked for now, as far as the window goes."""
+        task = current_graph_task()
+        if task < 0 or self._window_bytes == 0:
+            return
+        with self._lock:
+            if not self._is_sorted:
+                self._sort()
+            if task != self._task:
+                self._task, self._next = task, 0
+                self._coming.clear()
+            coming = self._coming
+            coming.pop(ref(stored), None)
+            self._next = max(self._next, stored.place + 1)
+            window = 2 * self._largest if self._window_bytes is None else self._window_bytes
+            on_their_way = sum(count for alive, count in coming.items() if alive() is not None)
+            while on_their_way < window and self._next < len(self._order):
+                following = self._order[self._next]
+                self._next += 1
+                one = following()
+                count = 0 if one is None else one.prefetch()
+                if count:
+                    coming[following] = count
+                    on_their_way += count
+
+    def _sort(self) -> None:
+        self._added = [(key, alive) for key, alive in self._added if alive() is not None]
+        self._added.sort(key=lambda one: one[0])
+        self._order = [alive for _, alive in self._added]
+        for place, alive in enumerate(self._order):
+            stored = alive()
+            if stored is not None:
+                stored.place = place
+        self._is_sorted = True
+        self._next = 0

@@ -1,0 +1,78 @@
+"""What the records of one catalog share: its store, its totals, and the order in which a backward is likely to ask."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torchremat.errors import StoreWarning
+from torchremat.stores.schedule import Schedule
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from torchremat.saved.handles import Handle, Store
+
+
+@dataclass(kw_only=True)
+class Totals:
+    """What a catalog has done so far.
+
+    Attributes:
+        saved: How many tensors autograd has saved.
+        saved_bytes: Their bytes, aliases each for itself.
+        kept: How many of them stayed where they are: parameters, buffers, small ones, those that no store takes.
+        copied_out_bytes: Bytes that the store has taken.
+        copied_in_bytes: Bytes that were brought back.
+        refused_bytes: Bytes that the store had no room for; they stayed where they are.
+    """
+
+    saved: int = 0
+    saved_bytes: int = 0
+    kept: int = 0
+    copied_out_bytes: int = 0
+    copied_in_bytes: int = 0
+    refused_bytes: int = 0
+
+
+class Shared:
+    """See the module."""
+
+    def __init__(self, store: Store, window_bytes: int | None) -> None:
+        self.store = store
+        self.totals = Totals()
+        self.schedule = Schedule(window_bytes)
+        self._lock = threading.Lock()
+        self._has_warned = False
+
+    def put(self, tensor: Tensor) -> Handle | None:
+        """Give a tensor to the store; return None if it has no room."""
+        handle = self.store.put(tensor)
+        with self._lock:
+            if handle is not None:
+                self.totals.copied_out_bytes += tensor.nbytes
+                return handle
+            self.totals.refused_bytes += tensor.nbytes
+            warns, self._has_warned = not self._has_warned, True
+        if warns:
+            warnings.warn(
+                f"{type(self.store).__name__} has no room for a saved tensor of {tensor.nbytes} bytes, which stays "
+                "where it is until backward, and so will others. `refused_bytes` counts them.",
+                StoreWarning,
+                stacklevel=2,
+            )
+        return None
+
+    def saved(self, tensor: Tensor, *, kept: bool) -> None:
+        """Count a saved tensor."""
+        with self._lock:
+            self.totals.saved += 1
+            self.totals.saved_bytes += tensor.numel() * tensor.itemsize
+            self.totals.kept += kept
+
+    def loaded(self, loaded_bytes: int) -> None:
+        """Count bytes that are brought back."""
+        with self._lock:
+            self.totals.copied_in_bytes += loaded_bytes

@@ -1,0 +1,76 @@
+"""What autograd holds in place of a tensor that a store has."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from torchremat._compat.autograd import negated
+
+if TYPE_CHECKING:
+    from torchremat.stores.records import Record
+    from torchremat.stores.shared import Shared
+
+
+class Stored:
+    """A saved tensor: its record, and where in the storage it lies. Dropping it is all that frees.
+
+    Attributes:
+        record: What the store has of its storage.
+        size: Its shape.
+        stride: Its strides in elements.
+        offset: The element of the storage that it begins with.
+        dtype: Its dtype.
+        is_conjugated: Whether its values are the conjugates of those in memory.
+        is_negated: Whether its values are the negatives of those in memory.
+        place: Its place in the order in which a backward is likely to ask; negative before that is known.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_shared",
+        "dtype",
+        "is_conjugated",
+        "is_negated",
+        "offset",
+        "place",
+        "record",
+        "size",
+        "stride",
+    )
+
+    def __init__(self, tensor: Tensor, shared: Shared) -> None:
+        self.record: Record
+        self.size = tensor.shape
+        self.stride = tensor.stride()
+        self.offset = int(tensor.storage_offset())
+        self.dtype = tensor.dtype
+        self.is_conjugated = tensor.is_conj()
+        self.is_negated = tensor.is_neg()
+        self.place = -1
+        self._shared = shared
+
+    def plain(self, tensor: Tensor) -> Tensor:
+        """Return an alias of the tensor with the values that are in memory, without its graph."""
+        alias = tensor.detach()
+        if self.is_conjugated:
+            alias = alias.conj()
+        return negated(alias) if self.is_negated else alias
+
+    def get(self) -> Tensor:
+        """Return the tensor: its values, strides and alignment, without graph.
+
+        Raises:
+            StoreError: It cannot be had back.
+            MutationError: It was kept where it is, and written in place since.
+        """
+        self._shared.schedule.asked(self)
+        tensor = self.record.get(self)
+        if self.is_conjugated:
+            tensor = tensor.conj()
+        return negated(tensor) if self.is_negated else tensor
+
+    def prefetch(self) -> int:
+        """Let the store begin to bring it back; return how many bytes that will be, 0 if there is nothing to do."""
+        return self.record.prefetch(self)

@@ -1,0 +1,55 @@
+"""Bytes that are held by others: a view of them as long as they live and nobody has written to them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+from weakref import ref
+
+import torch
+from torch import Tensor, UntypedStorage
+
+if TYPE_CHECKING:
+    from torchremat.stores.geometry import Lies
+
+
+class WeakBytes:
+    """A storage at a version, which it does not keep alive.
+
+    NOTE [ A version without a tensor ]
+    Versions are counted by tensors, not by storages, and a tensor keeps its storage. But a detached alias that is given
+    other data, of no bytes, still counts with the tensor that it was detached from; and an alias of such a counter that
+    is given a view of the storage counts with it again.
+
+    Args:
+        tensor: What the storage is reached through, without graph.
+        start: The byte of the storage at which offset 0 of what is asked for lies; it may be negative.
+    """
+
+    __slots__ = ("_bytes", "_counter", "_start", "_storage", "_version")
+
+    def __init__(self, tensor: Tensor, start: int = 0) -> None:
+        storage = tensor.untyped_storage()
+        self._storage = ref(storage)
+        self._bytes = storage.nbytes()
+        self._start = start
+        self._version = tensor._version
+        self._counter = tensor.detach()
+        # See NOTE [ A version without a tensor ]
+        self._counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+
+    def storage(self) -> UntypedStorage | None:
+        """Return the storage if it lives and holds what it held."""
+        storage = self._storage()
+        # Sharded parameters give their memory back and keep the storage.
+        if storage is None or storage.nbytes() != self._bytes or self._counter._version != self._version:
+            return None
+        return storage
+
+    def view(self, storage: UntypedStorage, place: Lies) -> Tensor:
+        """Return a tensor that lies in the storage as `place` says; writes to it are counted."""
+        view = self._counter.detach()
+        offset = place.offset + self._start // place.dtype.itemsize
+        view.data = torch.empty(0, dtype=place.dtype, device=storage.device).set_(
+            storage, offset, place.size, place.stride
+        )
+        return view
