@@ -219,13 +219,16 @@ def _is_plain(tensor: Tensor) -> bool:
     """Return whether a tensor is an array in memory and nothing else."""
     return (
         tensor.layout is torch.strided
-        and tensor.device.type != "meta"
+        and tensor.device.type in _DEVICES
         and not tensor.is_quantized
         and not tensor.is_nested
         and not tensor.is_inference()
         and transform_level_of(tensor) == -1
         and tensor.numel() > 0
     )
+
+
+_DEVICES = ("cpu", "cuda", "xpu")
 
 
 def _may_be_filled_later(tensor: Tensor) -> bool:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+from weakref import ReferenceType
 
 import torch
 from torch import Tensor
 
 from torchremat.errors import StoreError
 from torchremat.stores.geometry import without_repeats
+from torchremat.stores.kept import Kept
 from torchremat.stores.weak import WeakBytes
 
 if TYPE_CHECKING:
@@ -48,6 +50,8 @@ class Piece:
     def load(self) -> Tensor:
         """Return what the store was given, flat."""
         tensor = self.handle.get()
+        if isinstance(self.handle, Kept):
+            return tensor
         if tensor.dtype != self.dtype or tensor.numel() != self.count or not tensor.is_contiguous():
             raise StoreError(
                 f"{type(self.handle).__qualname__}.get() gave {tensor.numel()} elements of {tensor.dtype}, strides "
@@ -57,21 +61,42 @@ class Piece:
 
 
 class Island:
-    """Pieces that share bytes, or that a saved tensor spans; they come back in one buffer."""
+    """Pieces that share bytes, or that a saved tensor spans; they come back in one buffer.
 
-    __slots__ = ("hot", "pieces", "prefetched", "start", "stop")
+    Attributes:
+        start: The first byte in the storage.
+        stop: The byte after the last.
+        pieces: In any order.
+        hot: The buffer, while anybody has it.
+        held: By backward: the buffer, and the saved tensors that it has not asked for yet.
+        is_coming: Whether the store was told to bring them back.
+    """
+
+    __slots__ = ("__weakref__", "_loaded", "held", "hot", "is_coming", "pieces", "start", "stop")
 
     def __init__(self, start: int, stop: int, pieces: list[Piece]) -> None:
         self.start = start
         self.stop = stop
         self.pieces = pieces
         self.hot: WeakBytes | None = None
-        self.prefetched = False
+        self.held: dict[int, tuple[Tensor, set[ReferenceType[Stored]]]] = {}
+        self.is_coming = False
+        # On a device: the stream that has loaded it, and when it had.
+        self._loaded: tuple[torch.Stream, torch.Event] | None = None
 
     @property
     def stored_bytes(self) -> int:
         """How many bytes come back."""
         return sum(piece.count * piece.dtype.itemsize for piece in self.pieces)
+
+    def wait(self, tensor: Tensor) -> None:
+        """Let the current stream use a view of the buffer, which another stream may have loaded."""
+        if self._loaded is not None:
+            stream, event = self._loaded
+            current = torch.accelerator.current_stream(tensor.device)
+            if current != stream:
+                current.wait_event(event)
+                tensor.record_stream(current)
 
     def load(self, start_address: int, device: torch.device) -> Tensor:
         """Bring the bytes back, and return what holds them.
@@ -80,10 +105,17 @@ class Island:
             start_address: Where the storage began, 0 if that was no address for every dtype.
             device: Where it was.
         """
+        base = self._load(start_address, device)
+        if device.type != "cpu":
+            stream = torch.accelerator.current_stream(device)
+            self._loaded = stream, stream.record_event()
+        return base
+
+    def _load(self, start_address: int, device: torch.device) -> Tensor:
         first = self.pieces[0]
         alignment = _ALIGNMENT if device.type == "cpu" else _DEVICE_ALIGNMENT
         shift = (start_address + self.start) % alignment
-        self.prefetched = False
+        self.is_coming = False
         if len(self.pieces) == 1 and first.size is None:
             base = first.load()
             at = int(base.storage_offset()) * base.dtype.itemsize

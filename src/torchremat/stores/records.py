@@ -50,7 +50,6 @@ class Record:
         "__weakref__",
         "_aliases",
         "_device",
-        "_held",
         "_islands",
         "_lock",
         "_origin",
@@ -69,8 +68,6 @@ class Record:
         self._islands: list[Island] = []
         self._aliases: list[ReferenceType[Stored]] = []
         self._waiting: list[tuple[Tensor, int, Stored]] = []
-        # By backward: what it has loaded, and the saved tensors that it has not asked for yet.
-        self._held: dict[int, tuple[list[Tensor], set[ReferenceType[Stored]]]] = {}
         self._shared = shared
         self._lock = threading.RLock()
 
@@ -99,9 +96,10 @@ class Record:
     def settle(self) -> None:
         """Store what was added to be stored later."""
         with self._lock:
-            waiting, self._waiting = self._waiting, []
-            for tensor, version, stored in waiting:
+            while self._waiting:
+                tensor, version, stored = self._waiting[0]
                 self._store(stored, tensor, None, version)
+                del self._waiting[0]  # now that the store has not raised
 
     def _store(self, stored: Stored, tensor: Tensor, watched: Tensor | None, version: int | None) -> None:
         start, stop = span_of(stored)
@@ -158,24 +156,24 @@ class Record:
         with self._lock:
             if self._waiting:
                 self.settle()
-            task = current_graph_task()
-            if self._origin is not None:
-                storage = self._origin.storage()
-                if storage is not None:
-                    self._asked(task, stored)
-                    return self._origin.view(storage, stored)
             island = self._island_of(stored)
-            storage = None if island.hot is None else island.hot.storage()
+            where = self._origin
+            storage = None if where is None else where.storage()
+            if storage is None:
+                where = island.hot
+                storage = None if where is None else where.storage()
+            task = current_graph_task()
             if storage is None:
                 self._shared.loaded(island.stored_bytes)
                 base = island.load(self._start_address, self._device)
-                storage = base.untyped_storage()
-                if task >= 0:
-                    self._hold(task, base, stored)
-            else:
-                self._asked(task, stored)
-            assert island.hot is not None
-            return island.hot.view(storage, stored)
+                storage, where = base.untyped_storage(), island.hot
+                self._hold(island, task, base)
+            _asked(island, task, stored)
+            assert where is not None
+            found = where.view(storage, stored)
+            if where is island.hot:
+                island.wait(found)
+            return found
 
     def _island_of(self, stored: Stored) -> Island:
         start, stop = span_of(stored)
@@ -190,9 +188,9 @@ class Record:
             if self._waiting or (self._origin is not None and self._origin.storage() is not None):
                 return 0
             island = self._island_of(stored)
-            if island.prefetched or (island.hot is not None and island.hot.storage() is not None):
+            if island.is_coming or (island.hot is not None and island.hot.storage() is not None):
                 return 0
-            island.prefetched = True
+            island.is_coming = True
             for piece in island.pieces:
                 piece.handle.prefetch()
             return island.stored_bytes
@@ -204,30 +202,25 @@ class Record:
     # lives has been asked for by the backward that loaded it; at the latest until that backward ends. From then on the
     # nodes that have it are alone in holding it.
 
-    def _hold(self, task: int, base: Tensor, stored: Stored) -> None:
-        if task in self._held:
-            bases, others = self._held[task]
-            bases.append(base)
-        else:
-            others = {alive for alive in self._aliases if alive() is not None}
-            self._held[task] = [base], others
-            at_end_of_backward(partial(_release, ref(self), task))
-        self._asked(task, stored)
-
-    def _asked(self, task: int, stored: Stored) -> None:
-        held = self._held.get(task)
-        if held is not None:
-            held[1].discard(ref(stored))
-            if all(alive() is None for alive in held[1]):
-                del self._held[task]  # See NOTE [ How long what is loaded is held ]
-
-    def release(self, task: int) -> None:
-        """Hold nothing for a backward any more."""
-        with self._lock:
-            self._held.pop(task, None)
+    def _hold(self, island: Island, task: int, base: Tensor) -> None:
+        if task >= 0:
+            if task not in island.held:
+                at_end_of_backward(partial(_release, ref(island), task))
+            island.held[task] = (
+                base,
+                {alive for alive in self._aliases if (one := alive()) is not None and self._island_of(one) is island},
+            )
 
 
-def _release(record: ReferenceType[Record], task: int) -> None:
-    alive = record()
+def _asked(island: Island, task: int, stored: Stored) -> None:
+    held = island.held.get(task)
+    if held is not None:
+        held[1].discard(ref(stored))
+        if all(alive() is None for alive in held[1]):
+            del island.held[task]  # See NOTE [ How long what is loaded is held ]
+
+
+def _release(island: ReferenceType[Island], task: int) -> None:
+    alive = island()
     if alive is not None:
-        alive.release(task)
+        alive.held.pop(task, None)
