@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 from weakref import ref
 
 import torch
@@ -30,6 +30,10 @@ from torchremat.regions.decisions import Policy
 from torchremat.regions.runs import Scope, call_plainly, continued, is_in_scope, open_choice, run_choice
 from torchremat.regions.settings import Check, Settings
 from torchremat.regions.transforms import new_region
+from torchremat.stores.offloading import Offload, offload
+
+if TYPE_CHECKING:
+    from torchremat.saved.handles import Store
 
 Pattern = str | type[nn.Module] | Callable[[str, nn.Module], bool]
 M = TypeVar("M", bound=nn.Module)
@@ -48,7 +52,8 @@ class WrappedForward:
 
     Attributes:
         name: The module's name in the model, "" for the model itself.
-        settings: How its calls are recomputed if no scope decides; None if they are plain calls then.
+        settings: How its calls are recomputed if no scope decides, or where to what they save goes; None if they are
+            plain calls then.
         scope: The scope that a call of this module opens, if it is the root of a plan.
     """
 
@@ -56,7 +61,7 @@ class WrappedForward:
         self,
         module: nn.Module,
         name: str,
-        settings: Settings | None,
+        settings: Settings | Offload | None,
         scope: Scope | None = None,
         own: Callable[..., object] | None = None,
     ) -> None:
@@ -71,6 +76,8 @@ class WrappedForward:
         if not torch.is_grad_enabled():
             return self.function(*args, **kwargs)
         if torch.compiler.is_dynamo_compiling():
+            if isinstance(self.settings, Offload):
+                return _run(self, args, kwargs)
             if self.scope is None and self.settings is not None:
                 return call_in_graph(self.function, self.settings, partial(_run, self), args, kwargs)
             _refuse_plan(self)
@@ -111,17 +118,21 @@ class WrappedForward:
         if own is not None and getattr(own, "__self__", None) is module:
             own = own.__func__.__get__(copied)  # pyright: ignore[reportFunctionMemberAccess]
         settings = self.settings
-        if settings is not None and settings.guard:
+        if isinstance(settings, Settings) and settings.guard:
             settings = replace(settings, guard=deepcopy(settings.guard, memo))
         return WrappedForward(cast("nn.Module", copied), self.name, settings, self.scope, own)
 
     def __repr__(self) -> str:
-        return f"<forward of `{self.name}` as a region of torchremat>"
+        kind = "offloaded" if isinstance(self.settings, Offload) else "as a region"
+        return f"<forward of `{self.name}` {kind} by torchremat>"
 
 
 @outside_graphs
 def _run(forward: WrappedForward, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     function = forward.function
+    if isinstance(forward.settings, Offload):
+        with forward.settings:
+            return function(*args, **kwargs)
     if forward.scope is not None:
         return forward.scope.run(partial(call_plainly, function), args, kwargs)
     choice = open_choice(forward.name)
@@ -157,8 +168,8 @@ def is_wrapped(module: nn.Module) -> bool:
     return isinstance(module.__dict__.get(_FORWARD), WrappedForward)
 
 
-def set_forward(module: nn.Module, name: str, settings: Settings | None, scope: Scope | None = None) -> None:
-    """Make the calls of one module regions, as `settings` or the scope that is open says."""
+def set_forward(module: nn.Module, name: str, settings: Settings | Offload | None, scope: Scope | None = None) -> None:
+    """Make the calls of one module regions or offloaded, as `settings` or the scope that is open says."""
     if is_wrapped(module):
         raise WrapError(_is_wrapped_already(name, module))
     if isinstance(module, torch.jit.ScriptModule):
@@ -185,6 +196,7 @@ def wrap(
     modules: Pattern,
     *,
     every: int = 1,
+    store: Store | None = None,
     check: Check = "metadata",
     check_every: int = 1,
     preserve_rng: bool = True,
@@ -193,13 +205,15 @@ def wrap(
     debug: bool = False,
     policy: Policy | None = None,
 ) -> M:
-    """Make calls of some modules of a model regions, and return the model.
+    """Make calls of some modules of a model regions, or with `store` offloaded, and return the model.
 
     Args:
         model: The model; only attributes of the instances named below change, see `unwrap`.
         modules: A glob over names as `named_modules()` has them (`"layers.*"` means the children of `layers`, not
             theirs: a `*` does not match a dot), a type, or a predicate of name and module.
         every: Wrap the first of each `every` matches, in the order of `named_modules()`.
+        store: Where what autograd saves in these calls goes, instead of being recomputed; see `offload`. They share a
+            catalog: what several of them save is stored once. A compiled function is broken by such a call.
         check: See `checkpointed`.
         check_every: See `checkpointed`; every module counts its own calls.
         preserve_rng: See `checkpointed`.
@@ -209,7 +223,8 @@ def wrap(
         policy: See `checkpointed`.
 
     Raises:
-        WrapError: Nothing matches (the message has the closest names), or a match is wrapped already.
+        WrapError: Nothing matches (the message has the closest names), a match is wrapped already, or an option of
+            recomputing is given together with a store.
     """
     settings = Settings(
         check=check,
@@ -226,8 +241,14 @@ def wrap(
     for name, module in found:
         if is_wrapped(module):
             raise WrapError(_is_wrapped_already(name, module))
+    offloads = None if store is None else offload(store)
+    if offloads is not None and settings != Settings():
+        raise WrapError(
+            "store=: what goes to a store is not recomputed, so `check`, `check_every`, `preserve_rng`, `early_stop`, "
+            "`guard` and `debug` mean nothing; leave them out."
+        )
     for name, module in found:
-        set_forward(module, name, replace(settings))  # each takes turns of its own
+        set_forward(module, name, offloads or replace(settings))  # each takes turns of its own
     return model
 
 

@@ -64,9 +64,15 @@ class Catalog:
         min_bytes: Storages of fewer bytes stay where they are.
         window_bytes: How many bytes may be brought back ahead of the backward at once; None for twice the largest
             tensor, 0 for none.
+
+    Raises:
+        StoreError: `store` is none.
     """
 
     def __init__(self, store: Store, *, min_bytes: int = 1024, window_bytes: int | None = None) -> None:
+        if isinstance(store, type) or not callable(getattr(store, "put", None)):
+            found = store.__name__ if isinstance(store, type) else repr(store)
+            raise StoreError(f"store={found}: an object with a method `put` is needed, such as torchremat.Host().")
         self.store = store
         self.min_bytes = min_bytes
         self.window_bytes = window_bytes
