@@ -145,10 +145,9 @@ _exclude = cast(
 _VERSIONS = private("_C.DispatchKey.ADInplaceOrView", needed_for=_MODES)
 
 
-def shared_alias(tensor: Tensor) -> Tensor:
-    """Return an alias, made in a dispatch mode, that counts its versions together with the tensor.
+def counting_versions() -> AbstractContextManager[None]:
+    """Return a context in a dispatch mode in which aliases count their versions together.
 
-    Below autograd, where modes run, `detach` would give it a count of its own.
+    Below autograd, where modes run, `detach` would give an alias a count of its own.
     """
-    with _exclude(_VERSIONS, False):
-        return tensor.detach()
+    return _exclude(_VERSIONS, False)

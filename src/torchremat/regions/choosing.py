@@ -15,7 +15,7 @@ from torch import Tensor, UntypedStorage
 from torchremat.regions.paths import ModulePaths
 from torchremat.regions.selecting import Collecting, Replaying, SeenBy, unseen
 from torchremat.regions.selection import HeldView, Selection, Stored, Value, memory_of
-from torchremat.regions.slots import ServedSlot, Slot
+from torchremat.regions.slots import Slot
 from torchremat.regions.threads import thread
 from torchremat.saved.held import HeldTensor
 from torchremat.saved.metadata import version_of
@@ -80,9 +80,7 @@ class Choosing:
         if value is None:
             self.selection.end = len(self.selection.operators)
             return slot
-        served = ServedSlot(slot.region, slot.index, value)
-        slot.region.slots[slot.index] = ref(served)
-        return served
+        return slot.served(value)
 
     def _value(self, tensor: Tensor) -> Value | Stored | HeldView | None:
         value = self.selection.value_of(tensor)

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
+from weakref import WeakValueDictionary
 
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from torchremat.errors import PolicyError
 from torchremat.saved.handles import Store
+from torchremat.stores.catalog import Catalog
 from torchremat.stores.host import Host
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class Decision:
     """What becomes of an operator's output.
 
     Attributes:
-        kind: `"save"`: it is kept; `"store"`: it waits in `store`; `"recompute"`: the operator runs again.
-        store: Where it waits.
+        kind: `"save"`: it is kept; `"store"`: it waits in a store; `"recompute"`: the operator runs again.
+        catalog: What puts it into the store.
     """
 
     kind: Literal["save", "recompute", "store"]
-    store: Store | None = None
+    catalog: Catalog | None = None
 
 
 SAVE = Decision("save")
@@ -127,8 +129,15 @@ def check_met(policy: object) -> None:
 
 
 def stored_in(store: Store) -> Decision:
-    """Return the decision to let an output wait in a store."""
-    return Decision("store", store)
+    """Return the decision to let an output wait in a store; it is always the same for one store."""
+    found = _by_store.get(id(store))
+    if found is None:
+        found = _by_store[id(store)] = Decision("store", Catalog(store, min_bytes=0))
+    return found
+
+
+# While the decision lives so does its store, and nobody else has its id.
+_by_store: WeakValueDictionary[int, Decision] = WeakValueDictionary()
 
 
 def describe(policy: object) -> str:

@@ -30,13 +30,12 @@ from weakref import ReferenceType, WeakKeyDictionary
 import torch
 from torch import Tensor, UntypedStorage
 
-from torchremat._compat.modes import shared_alias
+from torchremat._compat.modes import counting_versions
 from torchremat.ambient.generators import get_generator, set_generator
 from torchremat.regions.decisions import SAVE, Decision, Policy
 from torchremat.regions.traits import Traits
-from torchremat.saved.handles import Store
 from torchremat.saved.held import ChangedError, HeldTensor
-from torchremat.stores.catalog import catalog_of
+from torchremat.stores.catalog import Catalog, Packed
 
 Operator = Callable[..., object]
 
@@ -66,11 +65,11 @@ class Value:
 class Stored(NamedTuple):
     """A tensor that waits in a store."""
 
-    handle: Any
+    packed: Packed
 
     def get(self) -> Tensor | None:
         """Return the tensor."""
-        return self.handle.get()
+        return self.packed.get()
 
 
 class HeldView(NamedTuple):
@@ -167,7 +166,7 @@ class Selection:
         self.inner: list[ReferenceType[Selection]] = []
         self.end = 0
         self._memories: dict[UntypedStorage, list[Value]] = {}  # what is kept as aliases, by its memory
-        self._offloaded: WeakKeyDictionary[UntypedStorage, Store] = WeakKeyDictionary()
+        self._offloaded: WeakKeyDictionary[UntypedStorage, Catalog] = WeakKeyDictionary()
 
     # --------------------------------------------------------------------------------------------------- forward
 
@@ -197,22 +196,25 @@ class Selection:
         memory = memory_of(tensor)
         if memory is None:
             return
-        if decision.kind == "store":
-            assert decision.store is not None
-            self._offloaded[memory] = decision.store
+        if decision.catalog is not None:
+            self._offloaded[memory] = decision.catalog
         else:
             self._memories.setdefault(memory, [])
 
     def _value(self, decision: Decision, value: object) -> object:
         if not isinstance(value, Tensor):
             return value
-        if decision.store is None:
-            return self._saved(value)
-        self.keep_memory(value, decision)
-        return Stored(catalog_of(decision.store).put(value))
+        if decision.catalog is not None:
+            with counting_versions():
+                stored = decision.catalog.put_complete(value)
+            if stored is not None:
+                self.keep_memory(value, decision)
+                return Stored(stored)
+        return self._saved(value)
 
     def _saved(self, tensor: Tensor) -> Value:
-        value = Value(shared_alias(tensor))
+        with counting_versions():
+            value = Value(tensor.detach())
         memory = memory_of(tensor)
         if memory is not None:
             self._memories.setdefault(memory, []).append(value)
@@ -225,8 +227,8 @@ class Selection:
             return None
         if memory in self._memories:
             return Value(tensor.detach())
-        store = self._offloaded.get(memory)
-        return None if store is None else Stored(catalog_of(store).put(tensor))
+        catalog = self._offloaded.get(memory)
+        return None if catalog is None else Stored(catalog.put(tensor))
 
     def protect(self, written: list[Tensor]) -> None:
         """Copy what is kept of the memory that is about to be written."""

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 from weakref import ref
 
 from torch import Tensor
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
+from torchremat.errors import UnsupportedError
 from torchremat.regions.sessions import Session
 
 if TYPE_CHECKING:
     from torchremat.regions.region import Region
-    from torchremat.regions.selection import HeldView, Stored, Value
+
+
+class Served(Protocol):
+    """What a slot has of its own."""
+
+    def get(self) -> Tensor | None:
+        """Return the tensor, None if it has to be recomputed after all."""
+        ...
+
 
 # Whom recomputed tensors belong to: a backward, by its number, or a session.
 Key = int | Session
@@ -30,7 +39,7 @@ class Slot:
     __slots__ = ("__weakref__", "index", "others", "region", "task", "tensor", "version")
 
     # What the slot itself has, so that it need not be recomputed: see `ServedSlot`.
-    value: Value | Stored | HeldView | None = None
+    value: Served | None = None
 
     def __init__(self, region: Region, index: int) -> None:
         self.region = region
@@ -40,6 +49,18 @@ class Slot:
         self.tensor: Tensor
         self.version: int
         self.others: dict[Key, tuple[Tensor, int]] | None = None  # what waits for any other backward or session
+
+    def served(self, value: Served) -> ServedSlot:
+        """Return the slot that takes the place of this one, before autograd has it, and that has its tensor.
+
+        Raises:
+            UnsupportedError: It is the slot of a region that cannot have such.
+        """
+        if not self.region.serves:
+            raise UnsupportedError("offload inside of a region does not work under torch.func. Put it around the region.")
+        slot = ServedSlot(self.region, self.index, value)
+        self.region.slots[self.index] = ref(slot)
+        return slot
 
     def put(self, key: Key, tensor: Tensor) -> None:
         """Let a recomputed tensor wait here until it is dropped, with the version that it is saved at."""
@@ -82,9 +103,9 @@ class ServedSlot(Slot):
 
     __slots__ = ("value",)
 
-    def __init__(self, region: Region, index: int, value: Value | Stored | HeldView) -> None:
+    def __init__(self, region: Region, index: int, value: Served) -> None:
         super().__init__(region, index)
-        self.value: Value | Stored | HeldView | None = value
+        self.value: Served | None = value
 
 
 def waits(slot: Slot | None) -> bool:

@@ -23,7 +23,7 @@ from torchremat._compat.autograd import current_node
 from torchremat._compat.modes import sequence_number
 from torchremat._compat.transforms import transform_level_of
 from torchremat.errors import StoreError
-from torchremat.saved.tensor import holding
+from torchremat.saved.held import holding
 from torchremat.stores.geometry import span_of
 from torchremat.stores.kept import Kept
 from torchremat.stores.owned import is_in_running_module, is_leaf_of_model
@@ -104,6 +104,16 @@ class Catalog:
         self._shared.saved(tensor, kept=packed is None)
         return Kept(tensor) if packed is None else packed
 
+    def put_complete(self, tensor: Tensor) -> Packed | None:
+        """Return the same for what an operator has returned, which is complete; None if it is to be kept.
+
+        Raises:
+            StoreError: The store is strict, and has no room.
+        """
+        packed = self._stored(tensor, is_complete=True) if type(tensor) is Tensor else self._apart(tensor)
+        self._shared.saved(tensor, kept=packed is None)
+        return packed
+
     def settle(self) -> None:
         """Store what was saved before it was filled."""
         # See NOTE [ What is filled after it was saved ]
@@ -112,12 +122,15 @@ class Catalog:
         if alive is not None:
             alive.settle()
 
-    def _stored(self, tensor: Tensor, wrapper: Tensor | None = None) -> Stored | None:
+    def _stored(
+        self, tensor: Tensor, wrapper: Tensor | None = None, *, is_complete: bool = False
+    ) -> Stored | None:
         """Return a plain tensor, stored; None if it is to be kept.
 
         Args:
             tensor: The tensor.
             wrapper: The subclass that wraps it, and that alone counts writes.
+            is_complete: Whether nobody will write to it without a new version.
         """
         # A region hands its inputs over as leaves, whatever they are; its parameters it keeps.
         if not _is_plain(tensor) or (not holding.now and is_leaf_of_model(tensor)):
@@ -131,7 +144,7 @@ class Catalog:
         if span_of(stored)[1] > storage.nbytes():
             return None  # a tensor of zeros has no memory
         alias = stored.plain(tensor)
-        is_silent = _may_be_written_silently(tensor)
+        is_silent = not is_complete and _may_be_written_silently(tensor)
         version = tensor._version if wrapper is None else (wrapper._version, tensor._version)
         with self._lock:
             key = (StorageWeakRef(storage), version)
@@ -142,7 +155,7 @@ class Catalog:
                     self._records[key] = record
             stored.record = record
         self._shared.schedule.add(stored, tensor.numel() * tensor.itemsize)
-        if wrapper is None and not holding.now and _may_be_filled_later(tensor):
+        if wrapper is None and not (is_complete or holding.now) and _may_be_filled_later(tensor):
             record.add_later(stored, alias)
             self._waiting.record, self._waiting.sequence = ref(record), sequence_number()
         else:

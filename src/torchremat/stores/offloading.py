@@ -2,16 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ContextDecorator
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+from torch import Tensor
 
 from torchremat._compat.autograd import pop_saved_tensor_hooks, push_saved_tensor_hooks, top_saved_tensor_hooks
 from torchremat._compat.graphs import outside_graphs
 from torchremat.errors import UnsupportedError
-from torchremat.stores.catalog import Catalog, unpack
+from torchremat.stores.catalog import Catalog, Packed, unpack
 
 if TYPE_CHECKING:
     from torchremat.saved.handles import Store
+
+
+# NOTE [ Inside of a region ]
+# Only the innermost hooks are called. If those of a store were, a region around them would not know of what is saved,
+# and would neither recompute it nor count it in a recompute. So the region's hook is called as well: it has the slot,
+# and the slot has what is stored. Such a slot is not recomputed.
+
+
+@runtime_checkable
+class Servable(Protocol):
+    """What a region packs: it may have a tensor of its own."""
+
+    def served(self, value: Packed, /) -> object:
+        """Return what takes its place, and has the tensor."""
+        ...
 
 
 def offload(store: Store, *, min_bytes: int = 1024, window_bytes: int | None = None) -> Offload:
@@ -20,7 +39,7 @@ def offload(store: Store, *, min_bytes: int = 1024, window_bytes: int | None = N
     Gradients are those of the plain run, bit for bit, unless the store is one that loses bits. Parameters, buffers and
     small tensors stay where they are. It may be entered several times, one inside of the other and in several threads;
     of two that are nested the inner one takes what is saved. Regions inside of it put their inputs into the store, and
-    what they save is recomputed.
+    what they save is recomputed. Inside of a region, what is saved in the block is stored and not recomputed.
 
     Args:
         store: Where the bytes go.
@@ -29,7 +48,7 @@ def offload(store: Store, *, min_bytes: int = 1024, window_bytes: int | None = N
             tensor, 0 for none.
 
     Raises:
-        UnsupportedError: On entering, inside of a region.
+        UnsupportedError: On entering, inside of a region of `torch.utils.checkpoint`.
     """
     return Offload(Catalog(store, min_bytes=min_bytes, window_bytes=window_bytes))
 
@@ -69,11 +88,26 @@ class Offload(ContextDecorator):
         """Begin.
 
         Raises:
-            UnsupportedError: The code runs in a region, which would have nothing left to recompute.
+            UnsupportedError: The code runs in a region of `torch.utils.checkpoint`, which would recompute nothing.
         """
-        _refuse_regions()
-        push_saved_tensor_hooks(self.catalog.put, unpack)
+        hooks = top_saved_tensor_hooks(True)
+        module = "" if hooks is None else str(getattr(hooks[1], "__module__", ""))
+        if module == "torch.utils.checkpoint":
+            raise UnsupportedError(
+                "offload cannot be entered inside of a region of torch.utils.checkpoint: what it takes would no longer "
+                "be recomputed. Put offload around the region, or use torchremat.checkpoint."
+            )
+        if hooks is not None and module.startswith(_REGIONS):
+            # See NOTE [ Inside of a region ]
+            push_saved_tensor_hooks(partial(self._serve, hooks[0]), hooks[1])
+        else:
+            push_saved_tensor_hooks(self.catalog.put, unpack)
         return self
+
+    def _serve(self, pack: Callable[[Tensor], object], tensor: Tensor) -> object:
+        slot = pack(tensor)
+        # In a recompute there is none.
+        return slot.served(self.catalog.put(tensor)) if isinstance(slot, Servable) else slot
 
     @outside_graphs
     def __exit__(self, kind: object, *_: object) -> None:
@@ -86,15 +120,4 @@ class Offload(ContextDecorator):
         return f"<offload to {self.catalog.store!r}: {self.copied_out_bytes} bytes out, {self.copied_in_bytes} back>"
 
 
-def _refuse_regions() -> None:
-    hooks = top_saved_tensor_hooks(True)
-    module = "" if hooks is None else str(getattr(hooks[1], "__module__", ""))
-    if module.startswith(_RECOMPUTING):
-        raise UnsupportedError(
-            "offload cannot be entered inside of a region: what it takes would no longer be recomputed. Put offload "
-            "around the region, whose inputs then go to the store."
-        )
-
-
-# Those whose hooks recompute: our regions, and torch's.
-_RECOMPUTING = ("torchremat.regions.", "torch.utils.checkpoint")
+_REGIONS = "torchremat.regions."
