@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -33,6 +33,16 @@ def name_of(operator: object) -> OperatorName:
     return OperatorName("higher_order", str(operator), "default")
 
 
+def is_operator(thing: object) -> bool:
+    """Return whether something is an overload or a higher-order operator, and not all overloads of one name."""
+    return isinstance(thing, _Operator) and not isinstance(thing, _Packet)
+
+
+def is_packet(thing: object) -> bool:
+    """Return whether something stands for all overloads of one name."""
+    return isinstance(thing, _Packet)
+
+
 def pattern_of(operator: object) -> str | None:
     """Return what an operator, a packet or a namespace is called, as `"aten.mm"`; None if it is none of these."""
     if isinstance(operator, type(torch.ops.aten)):
@@ -45,7 +55,7 @@ def pattern_of(operator: object) -> str | None:
 def overloads_of(namespace: str, packet: str) -> list[str]:
     """Return the overloads of an operator; none if there is no such operator."""
     found = getattr(getattr(torch.ops, namespace), packet, None)
-    return found.overloads() if isinstance(found, _Packet) else []  # pyright: ignore[reportAttributeAccessIssue]
+    return cast("Any", found).overloads() if isinstance(found, _Packet) else []
 
 
 def packets_of(namespace: str) -> list[str]:

@@ -6,9 +6,9 @@ from torchremat.policies import save_matmuls, save_only_these_names, save_operat
 wrap(model, "layers.*", policy=save_matmuls)
 wrap(model, "layers.*", policy=save_only_these_names("qkv") | save_operators("aten.mm").into(Disk()))
 
-A policy is a frozen value, called with a context, an operator and its arguments. `p | q` keeps what either keeps, as the
-first that keeps it says; `p & q` what both keep, as the first one says; `~p` what `p` does not; `p.into(store)` puts
-into a store what `p` keeps.
+A policy is a frozen value, called with a context, an operator and its arguments. `p | q` keeps what either keeps, as
+the first that keeps it says; `p & q` what both keep, as the first one says; `~p` what `p` does not; `p.into(store)`
+puts into a store what `p` keeps.
 
 policy.py     what they have in common, and how they combine
 operators.py  by operator

@@ -107,18 +107,16 @@ def _checked(wanted: str) -> str:
 _UNBATCHED = ("aten.mm", "aten.addmm", "aten._scaled_mm", "aten._int_mm", "aten.mv", "aten.addmv")
 _BATCHED = ("aten.bmm", "aten.baddbmm", "aten.dot", "aten.vdot")
 _CONVOLUTIONS = ("aten.convolution", "aten._convolution", "aten.mkldnn_convolution", "aten.cudnn_convolution")
-_ATTENTION = tuple(
-    f"aten._{one}"
-    for one in (
-        "scaled_dot_product_flash_attention",
-        "scaled_dot_product_flash_attention_for_cpu",
-        "scaled_dot_product_efficient_attention",
-        "scaled_dot_product_cudnn_attention",
-        "scaled_dot_product_fused_attention_overrideable",
-        "flash_attention_forward",
-        "efficient_attention_forward",
-    )
-) + ("higher_order.flex_attention.default",)
+_ATTENTION = (
+    "aten._scaled_dot_product_flash_attention",
+    "aten._scaled_dot_product_flash_attention_for_cpu",
+    "aten._scaled_dot_product_efficient_attention",
+    "aten._scaled_dot_product_cudnn_attention",
+    "aten._scaled_dot_product_fused_attention_overrideable",
+    "aten._flash_attention_forward",
+    "aten._efficient_attention_forward",
+    "higher_order.flex_attention.default",
+)
 
 # Keeps the outputs of matrix products, those of linear layers and of attention that is written out.
 save_matmuls: Policy = _Operators(frozenset((*_UNBATCHED, *_BATCHED)), "save_matmuls")

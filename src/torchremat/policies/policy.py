@@ -63,7 +63,7 @@ class _Combined(Policy):
     """A policy made of others."""
 
     def _inner(self) -> tuple[AnyPolicy, ...]:
-        return tuple(one for one in vars(self).values() if callable(one))
+        return cast("tuple[AnyPolicy, ...]", tuple(one for one in vars(self).values() if callable(one)))
 
     @property
     def by_operator(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]: it is read alone

@@ -80,7 +80,7 @@ class Choosing:
         if value is None:
             self.selection.end = len(self.selection.operators)
             return slot
-        return slot.served(value)
+        return slot.served(lambda _: value, tensor)
 
     def _value(self, tensor: Tensor) -> Value | Stored | HeldView | None:
         value = self.selection.value_of(tensor)

@@ -41,10 +41,10 @@ from torchremat.regions.decisions import Policy, check_met
 from torchremat.regions.diagnosis import explain, log_of
 from torchremat.regions.differences import DivergedError
 from torchremat.regions.recompute import Recompute
-from torchremat.regions.selecting import SeenBy
+from torchremat.regions.selecting import SeenBy, unseen
 from torchremat.regions.sessions import Session, active_session, open_sessions
 from torchremat.regions.settings import Observer, Settings
-from torchremat.regions.slots import LOST, Key, Slot, Unpin, waits
+from torchremat.regions.slots import LOST, Key, Served, Slot, Unpin, waits
 from torchremat.regions.threads import thread
 from torchremat.regions.values import Fingerprints
 from torchremat.saved.held import HeldTensor, holding
@@ -136,9 +136,9 @@ class Region:
             last: Whether no further call will join, so that outputs need not be remembered.
         """
         policy = self.settings.policy
-        if policy is None and thread.selecting is None:
-            return self._call(body, args, kwargs, modules, None, last=last)
         if policy is None:
+            if thread.selecting is None:
+                return self._call(body, args, kwargs, modules, None, last=last)
             policy = thread.selecting.selection.policy  # See NOTE [ Selective recompute ], 7
         with SeenBy(None):
             return self._call(body, args, kwargs, modules, policy, last=last)
@@ -276,7 +276,7 @@ class Region:
                 "its backward."
             )
         if slot.value is not None:
-            tensor = slot.value.get()
+            tensor = unseen(_get, slot.value)
             if tensor is not None:
                 return tensor
             slot.value = None  # it was written in place since; the recompute finds out what that means
@@ -402,6 +402,10 @@ def unpack(slot: Slot) -> Tensor:
     if tensor._version != slot.version:
         raise slot.region.written_since(tensor, slot.version, slot.index)
     return tensor
+
+
+def _get(value: Served) -> Tensor | None:
+    return value.get()
 
 
 def _forget(region: ReferenceType[Region], task: int) -> None:

@@ -28,6 +28,7 @@ from torchremat.regions.threads import thread
 from torchremat.regions.traits import Traits, known_traits, traits_of
 
 T = TypeVar("T")
+A = TypeVar("A")
 Args = tuple[Any, ...]
 Kwargs = Mapping[str, Any]
 
@@ -63,12 +64,13 @@ class Collecting:
     def operator(self, operator: Operator, args: Args, kwargs: Kwargs) -> object:
         """Run an operator."""
         traits = known_traits.get(id(operator)) or traits_of(operator)
-        if traits.is_ignored or (traits.is_cast and _casts_weight(args)):
+        if traits.is_ignored:
             return operator(*args, **kwargs)
         selection = self.selection
         operators = selection.operators
         index = len(operators)
-        operators.append(traits)
+        if not traits.is_cast:
+            operators.append(traits)
         written = ()
         if traits.writes:
             written = written_by(traits.writes, args, kwargs)
@@ -119,14 +121,14 @@ class Collecting:
             return
         selection = self.selection
         found = self._produced.get(memory)
-        if found is None or found.index in selection.kept or tensor._version != found.version:
+        if found is None or found.number in selection.kept or tensor._version != found.version:
             selection.keep_memory(tensor, decision)
             return
         # What the operator returned, of which the tensor is a view.
         output = tensor.detach()
         if output.dtype != found.dtype:
             output = output.view(found.dtype)
-        selection.keep(found.index, output.as_strided(found.shape, found.strides, found.offset), decision, None)
+        selection.keep(found.number, output.as_strided(found.shape, found.strides, found.offset), decision, None)
 
     def _note(self, index: int, traits: Traits, output: object, written: object) -> None:
         assert self._produced is not None
@@ -145,7 +147,7 @@ class Collecting:
 class _Produced(NamedTuple):
     """An operator's only output, for whoever gives it a name later."""
 
-    index: int
+    number: int
     shape: torch.Size
     strides: tuple[int, ...]
     offset: int
@@ -173,9 +175,9 @@ class Replaying:
         selection = self.selection
         operators = selection.operators
         traits = operators[index] if index < len(operators) else None
-        if traits is None or traits.operator is not operator or (traits.is_cast and _casts_weight(args)):
+        if traits is None or traits.operator is not operator:
             traits = traits_of(operator)
-            if not (self.difference or traits.is_ignored or (traits.is_cast and _casts_weight(args))):
+            if not (self.difference or traits.is_ignored or traits.is_cast):
                 self.difference = selection.difference(index, operator)
             return operator(*args, **kwargs)
         self._count = index + 1
@@ -243,25 +245,17 @@ class SeenBy(AbstractContextManager[None]):
             self._mode.__exit__(*error)
 
 
-def unseen(function: Callable[[Tensor], T], tensor: Tensor) -> T:
-    """Return `function(tensor)`, whose operators nobody sees."""
+def unseen(function: Callable[[A], T], argument: A) -> T:
+    """Return `function(argument)`, whose operators nobody sees."""
     run, thread.selecting = thread.selecting, None
     # An operator that passes through a mode takes longer than all else that a hook does.
     mode = pop_dispatch_mode() if innermost_dispatch_mode_is(_Mode) else None
     try:
-        return function(tensor)
+        return function(argument)
     finally:
         if mode is not None:
             push_dispatch_mode(mode)
         thread.selecting = run
-
-
-def _casts_weight(args: Args) -> bool:
-    """Return whether autocast casts a weight: the cast is cached, so that a recompute may do it where the forward did
-    not.
-    """
-    tensor = args[0]
-    return tensor.requires_grad and tensor.is_leaf and torch.is_autocast_enabled(tensor.device.type)
 
 
 def _tensors(output: object) -> list[Tensor]:

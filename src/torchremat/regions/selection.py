@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 from weakref import ReferenceType, WeakKeyDictionary
 
 import torch
@@ -239,6 +239,7 @@ class Selection:
             for value in self._memories.pop(memory, ()):
                 if value.get() is not None:
                     value.copy_for_write()
+                    self._memories[value.tensor.untyped_storage()] = [value]
             self._offloaded.pop(memory, None)
 
     def settle(self, *, everything: bool) -> None:
@@ -248,8 +249,13 @@ class Selection:
             return
         for index in [one for one in self.kept if one >= self.end]:
             del self.kept[index]
-        if not self.kept:
-            self._memories.clear()
+        found: list[Value] = []
+        for kept in self.kept.values():
+            _mapped(kept.values, lambda value: found.append(value) if isinstance(value, Value) else None)
+        self._memories.clear()
+        for value in found:
+            if (memory := memory_of(value.tensor)) is not None:
+                self._memories.setdefault(memory, []).append(value)
 
     # -------------------------------------------------------------------------------------------------- recompute
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 from weakref import ref
 
@@ -10,6 +11,7 @@ from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from torchremat.errors import UnsupportedError
+from torchremat.regions.selecting import unseen
 from torchremat.regions.sessions import Session
 
 if TYPE_CHECKING:
@@ -50,15 +52,17 @@ class Slot:
         self.version: int
         self.others: dict[Key, tuple[Tensor, int]] | None = None  # what waits for any other backward or session
 
-    def served(self, value: Served) -> ServedSlot:
-        """Return the slot that takes the place of this one, before autograd has it, and that has its tensor.
+    def served(self, put: Callable[[Tensor], Served], tensor: Tensor) -> ServedSlot:
+        """Return the slot that takes the place of this one, before autograd has it, and that has `put(tensor)`.
 
         Raises:
             UnsupportedError: It is the slot of a region that cannot have such.
         """
         if not self.region.serves:
-            raise UnsupportedError("offload inside of a region does not work under torch.func. Put it around the region.")
-        slot = ServedSlot(self.region, self.index, value)
+            raise UnsupportedError(
+                "offload inside of a region does not work under torch.func. Put it around the region."
+            )
+        slot = ServedSlot(self.region, self.index, unseen(put, tensor))
         self.region.slots[self.index] = ref(slot)
         return slot
 

@@ -11,12 +11,14 @@ from torch.utils.checkpoint import SAC_IGNORED_OPS
 # NOTE [ What is never kept ]
 #
 # A recompute runs the same operators in the same order as the forward, and for those whose outputs are kept it gets
-# these instead. Three kinds of operators run again whatever a policy says, since that is exact and costs nothing:
+# these instead. Four kinds of operators run again whatever a policy says, since that is exact and costs little:
 #
 #   views             an alias that came from elsewhere would not see what is written to its base, nor the base what is
 #                     written to it
 #   in-place          they write to a tensor of the recompute
 #   without values    `empty` and the like: what is written into them is what counts
+#   casts             autocast keeps those of leaves: a forward may find one where its recompute has to cast, and a
+#                     recompute, to which inputs are leaves, where its forward had to. So they are not even counted.
 #
 # What a policy says of these is still of use: a tensor with that memory which autograd saves stays where it is, and is
 # not recomputed for autograd's sake.
@@ -28,8 +30,8 @@ class Traits:
 
     Attributes:
         operator: An `OpOverload`, or a higher-order operator.
-        is_ignored: Whether it is not even counted, as it computes nothing and runs now and then.
-        is_cast: Whether it is the one with which autocast casts weights.
+        is_ignored: Whether it computes nothing and runs now and then, so that nobody is asked about it.
+        is_cast: Whether it is a cast.
         is_kept: Whether its outputs can be. See NOTE [ What is never kept ].
         is_random: Whether it draws random numbers.
         writes: The places and names of the arguments that it writes.
@@ -67,12 +69,13 @@ def _traits_of(operator: Any) -> Traits:
         for place, argument in enumerate(schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     )
+    cast = name == "aten._to_copy.default"
     empty = name.startswith(("aten.empty", "aten.new_empty", "aten.resize", "aten.set_"))
     return Traits(
         operator,
         ignored,
-        is_cast=name == "aten._to_copy.default",
-        is_kept=not (ignored or aliases or writes or empty),
+        is_cast=cast,
+        is_kept=not (ignored or aliases or writes or empty or cast),
         is_random=torch.Tag.nondeterministic_seeded in getattr(operator, "tags", ()),
         writes=writes,
     )

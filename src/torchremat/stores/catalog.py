@@ -122,9 +122,7 @@ class Catalog:
         if alive is not None:
             alive.settle()
 
-    def _stored(
-        self, tensor: Tensor, wrapper: Tensor | None = None, *, is_complete: bool = False
-    ) -> Stored | None:
+    def _stored(self, tensor: Tensor, wrapper: Tensor | None = None, *, is_complete: bool = False) -> Stored | None:
         """Return a plain tensor, stored; None if it is to be kept.
 
         Args:

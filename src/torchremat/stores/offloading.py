@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 class Servable(Protocol):
     """What a region packs: it may have a tensor of its own."""
 
-    def served(self, value: Packed, /) -> object:
-        """Return what takes its place, and has the tensor."""
+    def served(self, put: Callable[[Tensor], Packed], tensor: Tensor, /) -> object:
+        """Return what takes its place, and has what `put` makes of the tensor."""
         ...
 
 
@@ -107,7 +107,7 @@ class Offload(ContextDecorator):
     def _serve(self, pack: Callable[[Tensor], object], tensor: Tensor) -> object:
         slot = pack(tensor)
         # In a recompute there is none.
-        return slot.served(self.catalog.put(tensor)) if isinstance(slot, Servable) else slot
+        return slot.served(self.catalog.put, tensor) if isinstance(slot, Servable) else slot
 
     @outside_graphs
     def __exit__(self, kind: object, *_: object) -> None:

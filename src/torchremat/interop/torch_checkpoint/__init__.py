@@ -8,7 +8,7 @@ Whatever has nothing to do with how a region runs is torch's own object, so that
 sides and the context managers switch both. PyTorch 1.0's form works as well: the module-wide switch
 `preserve_rng_state`, and `checkpoint_sequential` with several inputs.
 
-What is different on purpose: docs/migration.md. Missing: `create_selective_checkpoint_contexts` raises.
+What is different on purpose: docs/migration.md.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -45,6 +46,7 @@ from torchremat._compat.transforms import innermost_transform
 from torchremat.errors import UnsupportedError
 from torchremat.interop.torch_checkpoint.contexts import ContextFn, Contexts, run_in_contexts
 from torchremat.interop.torch_checkpoint.groups import GraphExecGroup
+from torchremat.interop.torch_checkpoint.selective import create_selective_checkpoint_contexts
 from torchremat.regions.reentrant import CheckpointFunction
 from torchremat.regions.runs import call_plainly, continued
 from torchremat.regions.settings import Check, Settings
@@ -146,8 +148,6 @@ def checkpoint(
         bool(early_stop if switches.early_stop is None else switches.early_stop),
         bool(debug if switches.debug is None else switches.debug),
     )
-    if settings.debug and context_fn is not noop_context_fn:
-        raise ValueError("debug=True is incompatible with non-default context_fn")
     return _run(function, settings, context_fn, args, kwargs)
 
 
@@ -187,6 +187,10 @@ def _run(
     kwargs: dict[str, object],
 ) -> object:
     contexts = None if context_fn is noop_context_fn else Contexts(context_fn)
+    if contexts is not None and contexts.policy is not None:
+        settings, contexts = replace(settings, policy=contexts.policy), None
+    if settings.debug and contexts is not None:
+        raise ValueError("debug=True is incompatible with non-default context_fn")
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     modules = modules_of(function, (*args, *kwargs.values()))
@@ -295,21 +299,6 @@ def _takes(function: Callable[..., Any], count: int) -> bool:
     except TypeError:
         return False
     return True
-
-
-def create_selective_checkpoint_contexts(
-    policy_fn_or_list: object, allow_cache_entry_mutation: bool = False
-) -> NoReturn:
-    """Raise: which operators are recomputed cannot be chosen in this version.
-
-    Raises:
-        NotImplementedError: Always.
-    """
-    raise NotImplementedError(
-        "torchremat has no policies per operator yet. Pass torch's own "
-        "`torch.utils.checkpoint.create_selective_checkpoint_contexts` in `context_fn`, which works here as it does "
-        "there, or choose what is kept by putting regions around parts of the function."
-    )
 
 
 def _warn_of_default(name: str, what_happens: str) -> None:

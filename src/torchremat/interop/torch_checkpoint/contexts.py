@@ -5,15 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
+from torchremat.interop.torch_checkpoint.selective import SelectiveForward
 from torchremat.regions.calls import Body
 
 ContextFn = Callable[[], tuple[AbstractContextManager[object], AbstractContextManager[object]]]
 
 
 class Contexts:
-    """The two contexts of one region. The second one is entered again for every recompute, as torch does."""
+    """The two contexts of one region. The second one is entered again for every recompute, as torch does.
 
-    __slots__ = ("_forward", "_recompute")
+    Attributes:
+        policy: The policy that they stand for, None if they are any contexts.
+    """
+
+    __slots__ = ("_forward", "_recompute", "policy")
 
     def __init__(self, context_fn: ContextFn) -> None:
         pair = context_fn()
@@ -24,6 +29,8 @@ class Contexts:
             )
         self._forward: AbstractContextManager[object] | None = pair[0]
         self._recompute = pair[1]
+        # A policy is the region's business.
+        self.policy = pair[0].policy if isinstance(pair[0], SelectiveForward) else None
 
     def run(self, body: Body, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Run `body` in the context of the forward, the first time, or of a recompute."""

@@ -1,0 +1,132 @@
+"""`create_selective_checkpoint_contexts`: a policy in the form of two context managers.
+
+`checkpoint` takes the policy out of the pair and gives it to the region. Elsewhere, in `torch.utils.checkpoint` itself
+or inside of contexts of a user's own, the pair does the same with what two contexts can know: it keeps outputs to the
+end, and what autograd saves is recomputed from them.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, cast
+
+from torch.utils import checkpoint as torch_checkpoint
+from torch.utils.checkpoint import CheckpointPolicy
+
+from torchremat._compat.autograd import current_graph_task, retains_graph
+from torchremat._compat.modes import is_recording, is_traced_with_fakes
+from torchremat._compat.operators import is_operator, is_packet
+from torchremat.regions.decisions import Answer, OperatorContext, Policy
+from torchremat.regions.selecting import Collecting, Replaying, SeenBy
+from torchremat.regions.selection import Selection
+
+_create_torchs = torch_checkpoint.create_selective_checkpoint_contexts
+
+
+def create_selective_checkpoint_contexts(
+    policy_fn_or_list: Any, allow_cache_entry_mutation: bool = False
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Return the two contexts for `context_fn` that keep the outputs of some operators.
+
+    `torch.utils.checkpoint.create_selective_checkpoint_contexts`. All six values of `CheckpointPolicy` do what they
+    say: `*_CPU_OFFLOAD` puts the output into memory of the host.
+
+    Args:
+        policy_fn_or_list: A function of a `SelectiveCheckpointContext`, an operator and its arguments that returns a
+            `CheckpointPolicy`; or a list of `OpOverload`s to save; or one of `torchremat.policies`.
+        allow_cache_entry_mutation: Allowed anyway: what is kept and then written in place is copied before.
+
+    Raises:
+        ValueError: The list has something else in it.
+        TypeError: It is neither a function nor a list.
+    """
+    if is_recording() or is_traced_with_fakes():
+        # A compiler's partitioner wants torch's own marks.
+        return _create_torchs(policy_fn_or_list, allow_cache_entry_mutation)
+    if isinstance(policy_fn_or_list, list):
+        operators = cast("list[object]", policy_fn_or_list)
+        for one in operators:
+            if not is_operator(one):
+                raise ValueError(
+                    f"Expected op in `op_list` to be an OpOverload but got: {one} of type {type(one)}. "
+                    + (
+                        "Please update the OpOverloadPacket to a specific OpOverload.For example, if you have "
+                        "`torch.ops.aten.mm`, change it to `torch.ops.aten.mm.default`."
+                        if is_packet(one)
+                        else ""
+                    )
+                )
+        policy: Policy = _Listed(tuple(operators))
+    elif callable(policy_fn_or_list):
+        policy = cast("Policy", policy_fn_or_list)
+    else:
+        raise TypeError("policy_fn_or_list must be either a function or a list of ops.")
+    selection = Selection(policy)
+    return SelectiveForward(policy, selection), _SelectiveRecompute(selection)
+
+
+@dataclass(frozen=True, slots=True)
+class _Listed:
+    """The policy of a list of operators."""
+
+    operators: tuple[object, ...]
+    by_operator = True
+
+    def __call__(self, ctx: OperatorContext, op: object, /, *args: Any, **kwargs: Any) -> Answer:
+        return CheckpointPolicy.MUST_SAVE if op in self.operators else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class _NoModules:
+    """The modules of a block of code, which are not known."""
+
+    def running(self) -> str:
+        return ""
+
+    def all_running(self) -> list[str]:
+        return []
+
+    def known(self) -> list[str]:
+        return []
+
+
+class SelectiveForward(AbstractContextManager[None]):
+    """The context of the forward.
+
+    Attributes:
+        policy: What it asks.
+    """
+
+    def __init__(self, policy: Policy, selection: Selection) -> None:
+        self.policy = policy
+        self._selection = selection
+        self._seen: SeenBy | None = None
+
+    def __enter__(self) -> None:
+        self._seen = SeenBy(Collecting(self._selection, self.policy, {}, _NoModules(), preserve_rng=True))
+        self._seen.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        assert self._seen is not None
+        self._seen.__exit__(*error)
+        self._seen = None
+        self._selection.settle(everything=True)
+
+
+class _SelectiveRecompute(AbstractContextManager[None]):
+    """The context of a recompute."""
+
+    def __init__(self, selection: Selection) -> None:
+        self._selection = selection
+        self._running: list[tuple[SeenBy, Replaying]] = []
+
+    def __enter__(self) -> None:
+        run = Replaying(self._selection, takes=current_graph_task() != -1 and not retains_graph())
+        seen = SeenBy(run)
+        seen.__enter__()
+        self._running.append((seen, run))
+
+    def __exit__(self, *error: object) -> None:
+        seen, run = self._running.pop()
+        seen.__exit__(*error)
+        run.check("selective checkpoint")

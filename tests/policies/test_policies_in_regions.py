@@ -1,0 +1,621 @@
+"""What a policy does in a region: counts of operators, bytes that are held, and gradients against the plain run."""
+
+import gc
+import weakref
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import CheckpointPolicy
+
+import torchremat
+from torchremat import CheckpointError, Host, MutationError, PolicyError, checkpoint, checkpointed, name, session, wrap
+from torchremat.policies import (
+    everything_saved,
+    nothing_saved,
+    offload_these_names,
+    save_in_modules,
+    save_larger_than,
+    save_matmuls,
+    save_only_these_names,
+    save_operators,
+    save_smaller_than,
+)
+from policies.counting import Counted, gradients
+
+aten = torch.ops.aten
+
+
+class Block(nn.Module):
+    def __init__(self, width=8):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(name(self.up(self.norm(x)), "up")))
+
+
+def block_and_input():
+    torch.manual_seed(0)
+    return Block(), torch.randn(3, 8, requires_grad=True)
+
+
+ALL = [
+    nothing_saved,
+    everything_saved,
+    save_matmuls,
+    save_operators("aten.gelu", "aten.native_layer_norm"),
+    save_only_these_names("up"),
+    save_smaller_than(10_000),
+    save_matmuls.into(Host()),
+    everything_saved.into(Host()),
+    offload_these_names("up", store=Host()),
+    save_in_modules("up"),
+    lambda ctx, op, *args, **kwargs: CheckpointPolicy.MUST_CPU_OFFLOAD,
+    lambda ctx, op, *args, **kwargs: True,
+]
+
+
+@pytest.mark.parametrize("policy", ALL, ids=repr)
+@pytest.mark.parametrize("how", ["once", "twice", "double", "session", "batched", "autograd.grad in parts"])
+def test_gradients_are_those_of_the_plain_run(policy, how):
+    block, x = block_and_input()
+
+    def run(function):
+        y = function(x)
+        inputs = [x, *block.parameters()]
+        if how == "once":
+            return torch.autograd.grad(y.pow(2).sum(), inputs)
+        if how == "twice":
+            loss = y.pow(2).sum()
+            return torch.autograd.grad(loss, inputs, retain_graph=True) + torch.autograd.grad(loss, inputs)
+        if how == "double":
+            first = torch.autograd.grad(y.pow(2).sum(), inputs, create_graph=True)
+            return torch.autograd.grad(sum(one.pow(2).sum() for one in first), inputs)
+        if how == "session":
+            with session() if function is not block else nullcontext():
+                loss = y.pow(2).sum()
+                return torch.autograd.grad(loss, x, retain_graph=True) + torch.autograd.grad(loss, inputs)
+        if how == "batched":
+            return torch.autograd.grad(
+                y, inputs, torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(1)), is_grads_batched=True
+            )
+        # Without retain_graph, through one half of the graph and then through the other.
+        left, right = y[:1].pow(2).sum(), y[1:].pow(3).sum()
+        return torch.autograd.grad(left, inputs, retain_graph=True) + torch.autograd.grad(right, inputs)
+
+    expected = run(block)
+    found = run(checkpointed(block, policy=policy))
+
+    assert all(map(torch.equal, expected, found))
+
+
+@pytest.mark.parametrize(
+    ("policy", "again"),
+    [
+        (nothing_saved, {"native_layer_norm": 1, "addmm": 1, "gelu": 1}),
+        (save_matmuls, {"native_layer_norm": 1, "gelu": 1}),
+        (save_operators(aten.gelu), {"native_layer_norm": 1, "addmm": 1}),
+        (everything_saved, {}),
+    ],
+    ids=repr,
+)
+def test_operators_that_run_again(policy, again):
+    block, x = block_and_input()
+    loss = checkpointed(block, policy=policy)(x).sum()
+
+    with Counted() as counted:
+        loss.backward()
+
+    # The second linear layer runs after the last tensor that is saved, so nothing needs it again.
+    assert {
+        one: count for one, count in counted.forwards().items() if one in ("native_layer_norm", "addmm", "gelu")
+    } == again
+
+
+def test_every_backward_runs_the_same_operators_again():
+    block, x = block_and_input()
+    loss = checkpointed(block, policy=save_matmuls)(x).sum()
+
+    counts = []
+    for _ in range(3):
+        with Counted() as counted:
+            torch.autograd.grad(loss, x, retain_graph=True)
+        counts.append(counted.forwards())
+
+    assert counts[0] == counts[1] == counts[2]
+    assert counts[0]["gelu"] == 1
+    assert "addmm" not in counts[0]
+
+
+def live_bytes(function, x):
+    """Bytes of tensors that are alive after a forward, of those that were made in it, its output not counted."""
+    with Counted() as counted:
+        output = function(x)
+    return counted.live_bytes(without=output)
+
+
+def test_only_what_autograd_needs_is_held():
+    # Eleven operators of which autograd saves one output, that of `exp`. Torch's selective checkpoint holds all eleven.
+    def chain(x):
+        for _ in range(5):
+            x = x + 1
+        x = x.exp()
+        for _ in range(5):
+            x = x + 1
+        return x
+
+    x = torch.randn(1000, requires_grad=True)
+
+    assert live_bytes(chain, x) == 4000
+    assert live_bytes(checkpointed(chain, policy=everything_saved), x) == 4000
+    assert live_bytes(checkpointed(chain), x) == 0
+
+
+def test_what_no_recompute_reaches_is_not_held():
+    block, x = block_and_input()
+
+    held = live_bytes(checkpointed(block, policy=save_matmuls), x)
+
+    assert held == 3 * 16 * 4  # of the first linear layer; the second one's output is needed by nobody
+
+
+def test_taken_values_are_gone_after_their_last_use():
+    kept = []
+
+    def function(x):
+        y = x @ x
+        kept.append(weakref.ref(y.untyped_storage()))
+        return (y + 1).relu().exp()  # nothing saves `y`, the recompute needs it
+
+    x = torch.randn(4, 4, requires_grad=True)
+    y = checkpointed(function, policy=save_matmuls)(x)
+
+    assert kept[0]() is not None
+    gc.disable()
+    try:
+        grads = []
+        y.register_hook(lambda grad: grads.append(kept[0]() is None))
+        y.sum().backward(retain_graph=True)
+        assert kept[0]() is not None
+        y.sum().backward()
+        assert kept[0]() is None
+    finally:
+        gc.enable()
+
+
+def test_a_dropped_graph_frees_what_is_kept_without_the_collector():
+    block, x = block_and_input()
+    gc.disable()
+    try:
+        with Counted() as counted:
+            y = checkpointed(block, policy=everything_saved)(x)
+            assert counted.live_bytes(without=y) > 0
+            del y
+        assert counted.live_bytes() == 0
+    finally:
+        gc.enable()
+
+
+# ------------------------------------------------------------------------------------------------------ in place
+
+
+def test_what_is_kept_and_written_in_the_region_is_copied_before():
+    def function(x):
+        y = x @ x
+        y.add_(1)
+        return y.sin() * y.cos()
+
+    x = torch.randn(4, 4, requires_grad=True)
+    expected = gradients(function, x)
+    chosen = checkpointed(function, policy=save_matmuls)
+
+    assert gradients(chosen, x, times=3) == expected
+    with Counted() as counted:
+        torch.autograd.grad(chosen(x).sum(), x)
+    assert counted.counts["mm"] == 1 + 2  # forward, and two in backward
+
+
+def test_what_is_written_by_a_nested_region_is_copied_as_well():
+    def function(x):
+        y = x @ x
+        return checkpoint(lambda one: one.mul_(2).sin(), y)
+
+    def plain(x):
+        return (x @ x).mul_(2).sin()
+
+    x = torch.randn(4, 4, requires_grad=True)
+
+    with pytest.raises(MutationError, match="in place"):
+        gradients(checkpointed(function, policy=save_matmuls), x)
+    assert gradients(plain, x) == gradients(checkpointed(plain, policy=save_matmuls), x, times=2)
+
+
+def test_an_output_that_is_written_after_the_region_is_computed_again():
+    def function(x):
+        y = x @ x
+        return y, (y + 1).exp()
+
+    x = torch.randn(4, 4, requires_grad=True)
+    y, z = function(x)
+    expected = torch.autograd.grad(z.sum(), x)[0]
+    y, z = checkpointed(function, policy=save_matmuls)(x)
+
+    with torch.no_grad():
+        y.zero_()
+
+    assert torch.equal(torch.autograd.grad(z.sum(), x)[0], expected)
+
+
+def test_a_saved_output_that_is_written_in_place_is_recomputed():
+    def function(x):
+        y = (x @ x).exp()
+        z = y * 2
+        y.add_(1)
+        return z + y
+
+    def plain(x):
+        y = (x @ x).exp()
+        return y * 2 + (y + 1)
+
+    x = torch.randn(4, 4, requires_grad=True)
+    with pytest.raises(RuntimeError, match="inplace operation"):
+        gradients(function, x)
+
+    for policy in (None, everything_saved, save_operators("aten.exp")):
+        assert gradients(checkpointed(function, policy=policy), x, times=2) == gradients(plain, x)
+
+
+def test_views_see_what_is_written_to_their_base():
+    def function(x):
+        y = x @ x
+        row = y[0]
+        y.mul_(3)
+        return row.exp() + y.sin()
+
+    x = torch.randn(4, 4, requires_grad=True)
+
+    for policy in (everything_saved, save_matmuls, save_operators("aten.select"), save_operators("aten.mul_")):
+        assert gradients(checkpointed(function, policy=policy), x, times=2) == gradients(function, x)
+
+
+# ----------------------------------------------------------------------------------------------------- randomness
+
+
+@pytest.mark.parametrize("policy", [everything_saved, save_operators("aten.bernoulli"), nothing_saved], ids=repr)
+def test_what_is_drawn_after_a_kept_draw_is_the_same(policy):
+    def function(x):
+        kept = torch.bernoulli(torch.full_like(x, 0.5))
+        y = (x * kept).exp()
+        return F.dropout(y, 0.5, training=True).sin() * torch.rand_like(y)
+
+    x = torch.randn(50, requires_grad=True)
+
+    def run(one):
+        torch.manual_seed(7)
+        return gradients(one, x, times=2)
+
+    assert run(checkpointed(function, policy=policy)) == run(function)
+
+
+def test_a_kept_draw_leaves_a_generator_of_its_own_as_it_would_have():
+    def function(x, generator):
+        y = x * torch.rand(x.shape, generator=generator)
+        return y.exp() * torch.rand(x.shape, generator=generator).sin()
+
+    x = torch.randn(50, requires_grad=True)
+
+    def run(one):
+        return gradients(lambda x: one(x, torch.Generator().manual_seed(3)), x, times=2)
+
+    chosen = checkpointed(function, policy=save_operators("aten.rand"))
+    assert run(chosen) == run(function)
+
+
+# ------------------------------------------------------------------------------------------------------- autocast
+
+
+@pytest.mark.parametrize("policy", [save_matmuls, everything_saved, save_operators("aten._to_copy")], ids=repr)
+def test_autocast_with_shared_weights(policy):
+    # Autocast casts a weight once for both regions; a recompute of the second casts it again (pytorch#193338).
+    torch.manual_seed(0)
+    layer = nn.Linear(8, 8)
+    x = torch.randn(4, 8, requires_grad=True)
+
+    def run(function):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = function(function(x)).float().sum()
+        return torch.autograd.grad(y, [x, *layer.parameters()])
+
+    def body(one):
+        return torch.tanh(layer(torch.relu(layer(one))))
+
+    assert all(map(torch.equal, run(checkpointed(body, policy=policy)), run(body)))
+
+
+# -------------------------------------------------------------------------------------------------------- nesting
+
+
+@pytest.mark.parametrize("inner", [None, save_matmuls, nothing_saved, everything_saved], ids=repr)
+@pytest.mark.parametrize("outer", [None, save_matmuls, nothing_saved, everything_saved], ids=repr)
+def test_nested_policies_give_the_gradients_of_the_plain_run(inner, outer):
+    block, x = block_and_input()
+    inside = checkpointed(block, policy=inner)
+
+    def function(x, part):
+        return part(part(x).tanh()).sin()
+
+    chosen = checkpointed(function, policy=outer)
+
+    expected = gradients(lambda x: function(x, block), x, block)
+    assert gradients(lambda x: chosen(x, inside), x, block, times=2) == expected
+
+
+@pytest.mark.parametrize(("inner", "outer"), [(save_matmuls, None), (None, save_matmuls), (save_matmuls, save_matmuls)])
+def test_no_recompute_runs_what_any_of_nested_policies_keeps(inner, outer):
+    # pytorch#136433: the outer recompute runs what the inner policy has kept.
+    block, x = block_and_input()
+    inside = checkpointed(block, policy=inner)
+    loss = checkpointed(lambda x: inside(inside(x).tanh()).sin(), policy=outer)(x).sum()
+
+    with Counted() as counted:
+        loss.backward()
+
+    assert "addmm" not in counted.forwards()
+    assert counted.forwards()["gelu"] > 0
+
+
+def test_the_innermost_policy_alone_decides():
+    block, x = block_and_input()
+    inside = checkpointed(block, policy=nothing_saved)
+
+    with Counted() as counted:
+        y = checkpointed(lambda x: inside(x).tanh(), policy=everything_saved)(x)
+    held = counted.live_bytes(without=y)
+
+    assert held == 0 or held == y.numel() * 4
+
+
+def test_backward_inside_of_a_region_with_a_policy():
+    block, x = block_and_input()
+
+    def function(x):
+        y = block(x)
+        (grad,) = torch.autograd.grad(y.pow(2).sum(), x, create_graph=True)
+        return (grad * y).sin()
+
+    for policy in (save_matmuls, everything_saved, nothing_saved):
+        assert gradients(checkpointed(function, policy=policy), x, block, times=2) == gradients(function, x, block)
+
+
+def test_a_region_in_a_backward_in_a_region():
+    block, x = block_and_input()
+    inside = checkpointed(block, policy=save_matmuls)
+
+    def function(x, part):
+        y = part(x)
+        (grad,) = torch.autograd.grad(y.pow(2).sum(), x, create_graph=True)
+        return (grad * part(y)).sin()
+
+    chosen = checkpointed(function, policy=save_operators("aten.gelu"))
+
+    expected = gradients(lambda x: function(x, block), x, block)
+    assert gradients(lambda x: chosen(x, inside), x, block, times=2) == expected
+
+
+# ---------------------------------------------------------------------------------------------------------- names
+
+
+def test_a_named_result_of_a_custom_function():
+    class Cube(torch.autograd.Function):
+        runs = 0
+
+        @staticmethod
+        def forward(ctx, x):
+            Cube.runs += 1
+            ctx.save_for_backward(x)
+            return x.numpy(force=True) ** 3 * torch.ones(()) if False else x**3
+
+        @staticmethod
+        def backward(ctx, grad):
+            return 3 * grad * ctx.saved_tensors[0] ** 2
+
+    def function(x):
+        return name(Cube.apply(x.sin()), "cube").exp()
+
+    x = torch.randn(6, requires_grad=True)
+    chosen = checkpointed(function, policy=save_only_these_names("cube"))
+
+    assert gradients(chosen, x, times=2) == gradients(function, x)
+    with Counted() as counted:
+        torch.autograd.grad(chosen(x).sum(), x)
+    assert counted.counts["pow"] == 2  # in the forward and in the backward of the function, and not in a recompute
+
+
+def test_a_name_of_a_part_keeps_the_whole_output():
+    def function(x):
+        q, k, v = (x @ x.repeat(1, 3)).chunk(3, dim=1)
+        return (name(q, "q") * k.sin() + v).exp()
+
+    x = torch.randn(4, 4, requires_grad=True)
+    chosen = checkpointed(function, policy=save_only_these_names("q"))
+
+    assert gradients(chosen, x, times=2) == gradients(function, x)
+    with Counted() as counted:
+        torch.autograd.grad(chosen(x).sum(), x)
+    assert counted.counts["mm"] == 3
+
+
+def test_a_name_that_is_given_after_a_write():
+    def function(x):
+        y = x @ x
+        y += 1
+        return name(y, "y").exp().sin()
+
+    x = torch.randn(4, 4, requires_grad=True)
+
+    assert gradients(checkpointed(function, policy=save_only_these_names("y")), x, times=2) == gradients(function, x)
+
+
+def test_a_name_of_memory_that_no_operator_has_filled():
+    # What a kernel fills that torch does not see, such as one of Triton, is in memory that `empty` made.
+    def function(x):
+        y = torch.empty_like(x)
+        y.numpy()[:] = x.detach().numpy() * 2
+        return name(y, "filled") * x.exp()
+
+    x = torch.randn(9, requires_grad=True)
+    chosen = checkpointed(function, policy=save_only_these_names("filled"))
+
+    assert gradients(chosen, x, times=2) == gradients(function, x)
+
+
+def test_a_name_that_was_never_given_is_an_error_that_lists_those_that_were():
+    block, x = block_and_input()
+    loss = checkpointed(block, policy=save_only_these_names("upp"))(x).sum()
+
+    with pytest.raises(PolicyError, match=r"'upp'\).*no tensor.*called 'upp'.*Names that there are: 'up'"):
+        loss.backward()
+
+
+def test_a_name_outside_of_any_policy_is_the_tensor_itself():
+    x = torch.ones(2)
+
+    assert name(x, "x") is x
+    with pytest.raises(torchremat.UnsupportedError, match="a tensor and a string"):
+        name("x", x)
+
+
+# -------------------------------------------------------------------------------------------------------- modules
+
+
+def test_modules_by_path():
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(), Block())
+    x = torch.randn(3, 8, requires_grad=True)
+    expected = gradients(model, x, model)
+    wrap(model, "*", policy=save_in_modules("1.up"))
+
+    assert gradients(model, x, model) == expected
+    loss = model(x).sum()
+    with Counted() as counted:
+        loss.backward()
+    assert counted.forwards()["addmm"] == 1  # of the first block alone
+
+
+def test_a_path_that_matches_nothing_is_an_error_that_lists_modules():
+    block, x = block_and_input()
+    loss = checkpointed(block, policy=save_in_modules("upp"))(x).sum()
+
+    with pytest.raises(PolicyError, match="no module of a region with this policy is called 'upp'.*'up'"):
+        loss.backward()
+
+
+# -------------------------------------------------------------------------------------------------- what may be off
+
+
+def test_another_order_of_operators_is_an_error_that_names_them():
+    calls = []
+
+    def function(x):
+        calls.append(None)
+        return (x.sin().exp() if len(calls) == 1 else x.cos().exp()).relu()
+
+    loss = checkpointed(function, policy=save_operators("aten.exp"))(torch.randn(3, requires_grad=True)).sum()
+
+    with pytest.raises(CheckpointError, match=r"operator 0 of the recompute is aten.cos.default.*was aten.sin.default"):
+        loss.backward()
+
+
+def test_debug_with_a_policy():
+    block, x = block_and_input()
+
+    assert gradients(checkpointed(block, policy=save_matmuls, debug=True), x, block) == gradients(block, x, block)
+
+
+def test_values_are_checked_with_a_policy():
+    block, x = block_and_input()
+
+    for policy in (save_matmuls, everything_saved):
+        chosen = checkpointed(block, policy=policy, check="values")
+        assert gradients(chosen, x, block, times=2) == gradients(block, x, block)
+
+
+def test_no_early_stop_with_a_policy():
+    block, x = block_and_input()
+    chosen = checkpointed(block, policy=save_matmuls, early_stop=False)
+
+    assert gradients(chosen, x, block, times=2) == gradients(block, x, block)
+    loss = chosen(x).sum()
+    with Counted() as counted:
+        loss.backward()
+    assert "addmm" not in counted.forwards()
+
+
+def test_what_is_no_policy():
+    with pytest.raises(PolicyError, match="policy='mm': a function"):
+        checkpointed(torch.exp, policy="mm")
+    with pytest.raises(PolicyError, match="answered 'save'"):
+        checkpointed(torch.exp, policy=lambda *_: "save")(torch.ones(2, requires_grad=True))
+    with pytest.raises(PolicyError, match="it cannot be called"):
+        save_matmuls | 3
+
+
+def test_a_policy_that_raises_in_the_forward_leaves_nothing_behind():
+    def policy(ctx, op, *args, **kwargs):
+        raise ZeroDivisionError
+
+    block, x = block_and_input()
+    with pytest.raises(ZeroDivisionError):
+        checkpointed(block, policy=policy)(x)
+
+    with Counted() as counted:
+        block(x)
+    assert counted.counts["addmm"] == 2
+    assert gradients(checkpointed(block, policy=save_matmuls), x, block) == gradients(block, x, block)
+
+
+def test_conversion_to_numbers_is_read_again():
+    def function(x):
+        y = x @ x
+        return y * y.abs().max().item() if y.sum() > -1e9 else y
+
+    x = torch.randn(4, 4, requires_grad=True)
+
+    for policy in (everything_saved, save_matmuls):
+        assert gradients(checkpointed(function, policy=policy), x, times=2) == gradients(function, x)
+
+
+def test_combined_policies():
+    block, x = block_and_input()
+
+    def held(policy):
+        return live_bytes(checkpointed(block, policy=policy), x)
+
+    assert held(save_matmuls & save_larger_than(10_000)) == 0
+    assert held(save_matmuls & ~save_larger_than(10_000)) == held(save_matmuls) > 0
+    assert held(save_matmuls | save_operators("aten.gelu")) > held(save_matmuls)
+    assert held(save_matmuls | (lambda ctx, op, *a, **k: op is aten.gelu.default)) > held(save_matmuls)
+    assert held(~everything_saved) == 0
+
+
+def test_operators_are_named_in_many_ways():
+    assert save_operators("aten.mm") == save_operators(aten.mm)
+    assert save_operators(aten.mm.default) == save_operators("aten.mm.default")
+    assert repr(save_operators(torch.ops.aten)) == "save_operators('aten.*')"
+    for wrong, message in {
+        "mm": "a name such as",
+        "aten.mmm": "has no operator `mmm`. Closest: aten.mm",
+        "aten.mm.other": "no overload `other`. It has: ",
+        "nowhere.mm": "is no namespace",
+    }.items():
+        with pytest.raises(PolicyError, match=message):
+            save_operators(wrong)
+    with pytest.raises(PolicyError, match="an operator such as"):
+        save_operators(torch.mm)
+    with pytest.raises(PolicyError, match="at least one"):
+        save_operators()
