@@ -3,7 +3,11 @@ import random
 import numpy as np
 import pytest
 
-from torchremat.stores.checksums import checksum
+from torchremat.stores.checksums import BLOCK_BYTES, Checksum
+
+
+def checksum(array):
+    return Checksum(array).numbers()
 
 
 def data(size, seed=0):
@@ -51,7 +55,7 @@ def test_two_flips_that_cancel_in_a_sum_are_seen():
     assert checksum(words.view(np.uint8)) != before
 
 
-@pytest.mark.parametrize("size", [4096, 512 * 2**15 + 1024])
+@pytest.mark.parametrize("size", [4096, BLOCK_BYTES + 1024])
 def test_sectors_that_are_exchanged_lost_or_cut_off_are_seen(size):
     array = data(size)
     before = checksum(array)
@@ -70,6 +74,19 @@ def test_sectors_that_are_exchanged_lost_or_cut_off_are_seen(size):
         assert checksum(other) != before
     assert checksum(array[:-1]) != before
     assert checksum(array[:-512]) != before
+
+
+def test_bytes_that_come_in_piece_by_piece():
+    array = data(3 * BLOCK_BYTES + 700)
+    arriving = np.full_like(array, 7)
+    running = Checksum(arriving)
+
+    for ready in (0, 100, BLOCK_BYTES - 1, BLOCK_BYTES, 3 * BLOCK_BYTES - 512, 3 * BLOCK_BYTES + 100):
+        arriving[:ready] = array[:ready]
+        running.advance(ready)
+    arriving[:] = array
+
+    assert running.numbers() == checksum(array)
 
 
 def test_zeros_of_different_lengths_differ():

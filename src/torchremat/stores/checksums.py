@@ -5,43 +5,60 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-# Bytes are looked at as rows of 64 words of 8 bytes: a sector of a disk. Blocks of so many rows bound what lies in
-# memory beside them.
+# Bytes are looked at as rows of 64 words of 8 bytes: a sector of a disk.
 _WORDS = 64
-_SECTOR = 8 * _WORDS
-_ROWS = 2**15
+_SECTOR_BYTES = 8 * _WORDS
+_BLOCK_ROWS = 2**10
+# What is added at a time: so much stays in a processor's cache between one look at it and the next.
+BLOCK_BYTES = _BLOCK_ROWS * _SECTOR_BYTES
 _BITS = 2**64 - 1
 # Odd, so that multiplying by it loses no bit; from Knuth's generator MMIX.
 _FACTOR = 6364136223846793005
-
 # Odd weights lose no bit either, and different ones tell what was exchanged.
-_ODD = np.arange(1, 2 * _ROWS, 2, dtype=np.int64)
+_ODD = np.arange(1, 2 * _BLOCK_ROWS, 2, dtype=np.int64)
 
 
-def checksum(data: NDArray[np.uint8]) -> tuple[int, int]:
-    """Return the checksum of bytes: two numbers of 64 bits.
+class Checksum:
+    """The checksum of some bytes, computed while they come in: two numbers of 64 bits.
 
     Any one flipped bit changes both numbers. Sectors that are exchanged or shifted change the first one; two flips in
     one sector, which may cancel in the first, change the second. Other bytes altogether have the same checksum in one
     case of 2**64 or fewer. It is no protection against intent.
 
     Args:
-        data: Any number of bytes.
+        data: All of the bytes; those that have not come in yet may be anything.
     """
-    by_row = by_column = data.size
-    whole = data.size // _SECTOR * _SECTOR
-    rows = data[:whole].view(np.int64).reshape(-1, _WORDS)
-    for start in range(0, len(rows), _ROWS):
-        by_row, by_column = _add(by_row, by_column, rows[start : start + _ROWS])
-    if whole < data.size:
-        last = np.zeros(_SECTOR, dtype=np.uint8)
-        last[: data.size - whole] = data[whole:]
-        by_row, by_column = _add(by_row, by_column, last.view(np.int64).reshape(1, _WORDS))
-    return by_row, by_column
 
+    def __init__(self, data: NDArray[np.uint8]) -> None:
+        self._data = data
+        self._by_row = self._by_column = data.size
+        self._done = 0
 
-def _add(by_row: int, by_column: int, rows: NDArray[np.int64]) -> tuple[int, int]:
-    # Sums of arrays wrap around.
-    of_rows = rows.sum(axis=1) @ _ODD[: len(rows)]
-    of_columns = rows.sum(axis=0) @ _ODD[:_WORDS]
-    return (by_row * _FACTOR + int(of_rows)) & _BITS, (by_column * _FACTOR + int(of_columns)) & _BITS
+    def advance(self, ready: int) -> None:
+        """Add the whole blocks among the bytes that are ready.
+
+        Args:
+            ready: How many bytes have come in, from the beginning.
+        """
+        while self._done + BLOCK_BYTES <= ready:
+            self._add(self._data[self._done : self._done + BLOCK_BYTES])
+            self._done += BLOCK_BYTES
+
+    def numbers(self) -> tuple[int, int]:
+        """Return the checksum, now that all bytes have come in."""
+        self.advance(self._data.size)
+        rest = self._data[self._done :]
+        if rest.size:
+            padded = np.zeros(-(-rest.size // _SECTOR_BYTES) * _SECTOR_BYTES, dtype=np.uint8)
+            padded[: rest.size] = rest
+            self._add(padded)
+            self._done = self._data.size
+        return self._by_row, self._by_column
+
+    def _add(self, data: NDArray[np.uint8]) -> None:
+        # Sums of arrays wrap around.
+        rows = data.view(np.int64).reshape(-1, _WORDS)
+        of_rows = rows.sum(axis=1) @ _ODD[: len(rows)]
+        of_columns = rows.sum(axis=0) @ _ODD[:_WORDS]
+        self._by_row = (self._by_row * _FACTOR + int(of_rows)) & _BITS
+        self._by_column = (self._by_column * _FACTOR + int(of_columns)) & _BITS

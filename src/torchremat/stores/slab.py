@@ -9,13 +9,14 @@ from __future__ import annotations
 import errno
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from torchremat.errors import StoreError, UnsupportedError
+from torchremat.stores.checksums import BLOCK_BYTES, Checksum
 from torchremat.stores.extents import Extent, Extents
 
 # Space is reserved in steps of at least this size, since each costs a call to the file system.
@@ -59,34 +60,38 @@ class Slab:
         """Give space back."""
         self._extents.give(extents)
 
-    def write(self, extents: Sequence[Extent], data: NDArray[np.uint8]) -> None:
-        """Write bytes to the extents that were taken for them.
+    def write(self, extents: Sequence[Extent], data: NDArray[np.uint8]) -> tuple[int, int]:
+        """Write bytes to the extents that were taken for them, and return their checksum.
 
         Raises:
             OSError: They cannot be written.
         """
-        for part, extent in _parts(extents, data):
-            start = extent.start
-            while len(part):
-                # Python goes on after an interruption by itself; a call may write less than it was asked to.
-                written = os.pwrite(self._descriptor, part, start)
+        view, checksum = data.data, Checksum(data)
+        for place, done, size in _blocks(extents):
+            checksum.advance(done + size)
+            # Python goes on after an interruption by itself; a call may write less than it was asked to.
+            while size:
+                written = os.pwrite(self._descriptor, view[done : done + size], place)
                 if written <= 0:
                     raise OSError(errno.EIO, "nothing was written")
-                part, start = part[written:], start + written
+                place, done, size = place + written, done + written, size - written
+        return checksum.numbers()
 
-    def read(self, extents: Sequence[Extent], data: NDArray[np.uint8]) -> None:
-        """Read the bytes of extents into memory.
+    def read(self, extents: Sequence[Extent], data: NDArray[np.uint8]) -> tuple[int, int]:
+        """Read the bytes of extents into memory, and return their checksum.
 
         Raises:
             OSError: They cannot be read, or the file is too short.
         """
-        for part, extent in _parts(extents, data):
-            start = extent.start
-            while len(part):
-                read = os.preadv(self._descriptor, [part], start)
+        view, checksum = data.data, Checksum(data)
+        for place, done, size in _blocks(extents):
+            while size:
+                read = os.preadv(self._descriptor, [view[done : done + size]], place)
                 if read <= 0:
-                    raise OSError(errno.EIO, f"the file ends at byte {start}, {len(part)} bytes early")
-                part, start = part[read:], start + read
+                    raise OSError(errno.EIO, f"the file ends before byte {place + size}")
+                place, done, size = place + read, done + read, size - read
+            checksum.advance(done)
+        return checksum.numbers()
 
     def __del__(self) -> None:
         descriptor = getattr(self, "_descriptor", None)
@@ -111,12 +116,14 @@ class Slab:
         return False
 
 
-def _parts(extents: Sequence[Extent], data: NDArray[np.uint8]) -> list[tuple[memoryview, Extent]]:
-    view, parts, done = memoryview(data), list[tuple[memoryview, Extent]](), 0
+def _blocks(extents: Sequence[Extent]) -> Iterator[tuple[int, int, int]]:
+    """Yield place in the file, place in the tensor, and size, of blocks so small that they stay in a cache."""
+    done = 0
     for extent in extents:
-        parts.append((view[done : done + extent.size], extent))
-        done += extent.size
-    return parts
+        for place in range(extent.start, extent.end, BLOCK_BYTES):
+            size = min(BLOCK_BYTES, extent.end - place)
+            yield place, done, size
+            done += size
 
 
 def _reserve(descriptor: int, start: int, size: int) -> None:

@@ -38,7 +38,6 @@ from torch import Tensor
 
 from torchremat.errors import MutationError, StoreError
 from torchremat.saved.held import version_of
-from torchremat.stores.checksums import checksum
 from torchremat.stores.contents import Content, check_version, written_since
 from torchremat.stores.extents import Extent
 from torchremat.stores.slab import Slab
@@ -75,7 +74,7 @@ class Entry:
         self.version = version_of(source)
         self.state = State.WAITING
         self.mover: threading.Thread | None = None
-        self.checksum = (0, 0)
+        self.checksum: tuple[int, int] = (0, 0)
         self.changed: str | None = None  # the message of the error, if it was written in place
         self.ahead: Ahead | None = None
 
@@ -266,7 +265,7 @@ class Spool:
         return next((entry for entry in self._pending if entry.state is State.WAITING), None)
 
     def _revive(self) -> None:
-        """Let tensors wait again whose thread is gone."""
+        """Let tensors wait again whose thread is gone. See NOTE [ Nobody waits for a thread that is gone ]."""
         for entry in list(self._pending):
             if entry.mover is not None and not entry.mover.is_alive():
                 self._undo(entry)
@@ -278,6 +277,25 @@ class Spool:
             self._done(entry, State.DROPPED)
         elif entry.state is State.MOVING:
             entry.state, entry.mover = State.WAITING, None
+
+    def _end(self, entry: Entry, outcome: _Outcome) -> None:
+        """Note what became of a write."""
+        if entry.state is State.LEFT:
+            self._free(entry)
+            self._done(entry, State.DROPPED)
+            return
+        if outcome.state is State.KEPT:
+            self._free(entry)
+            self.ledger.fail(entry.content.size_bytes)
+            self.failure = outcome.message
+        else:
+            entry.source = None
+        if outcome.state is State.CHANGED:
+            entry.changed = outcome.message
+        elif outcome.state is State.STORED:
+            entry.checksum = outcome.checksum
+            self.ledger.copied(out_bytes=entry.content.size_bytes)
+        self._done(entry, outcome.state)
 
     def _lives(self) -> bool:
         return any(thread.is_alive() for thread in self._threads)
@@ -356,22 +374,7 @@ class Spool:
             raise
         with self._condition:
             self._settle()
-            if entry.state is State.LEFT:
-                self._free(entry)
-                self._done(entry, State.DROPPED)
-                return
-            entry.checksum = outcome.checksum
-            if outcome.state is State.KEPT:
-                self._free(entry)
-                self.ledger.fail(entry.content.size_bytes)
-                self.failure = outcome.message
-            else:
-                entry.source = None
-            if outcome.state is State.CHANGED:
-                entry.changed = outcome.message
-            elif outcome.state is State.STORED:
-                self.ledger.copied(out_bytes=entry.content.size_bytes)
-            self._done(entry, outcome.state)
+            self._end(entry, outcome)
 
     def _written(self, entry: Entry) -> _Outcome:
         """Write the bytes of a tensor; no reference to it outlives this function."""
@@ -380,10 +383,8 @@ class Spool:
             return _Outcome(State.STORED)
         now, found = version_of(source), (0, 0)
         if now == entry.version:
-            data = _bytes(source)
-            found = checksum(data)
             try:
-                self.slab.write(entry.extents, data)
+                found = self.slab.write(entry.extents, _bytes(source))
             except OSError as error:
                 return _Outcome(State.KEPT, message=f"{self._name}: {entry.content} could not be written: {error}")
             now = version_of(source)
@@ -393,12 +394,11 @@ class Spool:
 
     def _read(self, entry: Entry) -> Tensor:
         fresh = entry.content.empty(_HOST)
-        data = _bytes(fresh)
         try:
-            self.slab.read(entry.extents, data)
+            found = self.slab.read(entry.extents, _bytes(fresh))
         except OSError as error:
             raise StoreError(f"{self._name}: {entry.content} cannot be read back: {error}.") from error
-        if checksum(data) != entry.checksum:
+        if found != entry.checksum:
             raise StoreError(
                 f"{self._name}: {entry.content} is not what was written, its checksum differs. The disk or the file is "
                 "damaged, or the tensor was written past its version counter (`.data`, NumPy) on its way to the disk."
