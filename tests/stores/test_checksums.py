@@ -7,52 +7,38 @@ from torchremat.stores.checksums import BLOCK_BYTES, Checksum
 
 
 def checksum(array):
-    return Checksum(array).numbers()
+    return Checksum(array).number()
 
 
 def data(size, seed=0):
     return np.random.default_rng(seed).integers(256, size=size, dtype=np.uint8)
 
 
-def numbers(array):
-    """Both numbers by hand, in plain integers of any size."""
+def by_hand(array):
     padded = array.tobytes() + bytes(-array.size % 512)
     words = [int.from_bytes(padded[i : i + 8], "little", signed=True) for i in range(0, len(padded), 8)]
-    rows = [sum(words[i : i + 64]) for i in range(0, len(words), 64)]
-    columns = [sum(words[i::64]) for i in range(64)]
-    blocks = [sum((2 * i + 1) * row for i, row in enumerate(rows))]
-    blocks.append(sum((2 * i + 1) * column for i, column in enumerate(columns)))
-    return tuple((array.size * 6364136223846793005 + block) % 2**64 for block in blocks)
+    sectors = [sum(words[i : i + 64]) for i in range(0, len(words), 64)]
+    weighted = sum((2 * i + 1) * sector for i, sector in enumerate(sectors))
+    return (array.size * 6364136223846793005 + weighted) % 2**64
 
 
-@pytest.mark.parametrize("size", [512, 1024, 5120])
-def test_by_hand(size):
+@pytest.mark.parametrize("size", [3, 512, 1024, 5001])
+def test_plain_integers_say_the_same(size):
     array = data(size)
 
-    assert checksum(array) == numbers(array)
+    assert checksum(array) == by_hand(array)
 
 
 @pytest.mark.parametrize("size", [1, 7, 8, 511, 512, 513, 5000])
-def test_each_flipped_bit_changes_both_numbers(size):
+def test_each_flipped_bit_is_seen(size):
     array = data(size)
     before = checksum(array)
 
     for position in range(0, 8 * size, max(1, size // 60)):
         array[position // 8] ^= 1 << position % 8
-        after = checksum(array)
-        assert after[0] != before[0] and after[1] != before[1]
+        assert checksum(array) != before
         array[position // 8] ^= 1 << position % 8
     assert checksum(array) == before
-
-
-def test_two_flips_that_cancel_in_a_sum_are_seen():
-    words = np.zeros(64, dtype=np.int64)
-    words[3], words[40] = 1 << 20, 0
-    before = checksum(words.view(np.uint8))
-
-    words[3], words[40] = 0, 1 << 20
-
-    assert checksum(words.view(np.uint8)) != before
 
 
 @pytest.mark.parametrize("size", [4096, BLOCK_BYTES + 1024])
@@ -86,7 +72,7 @@ def test_bytes_that_come_in_piece_by_piece():
         running.advance(ready)
     arriving[:] = array
 
-    assert running.numbers() == checksum(array)
+    assert running.number() == checksum(array)
 
 
 def test_zeros_of_different_lengths_differ():

@@ -19,11 +19,11 @@ _ODD = np.arange(1, 2 * _BLOCK_ROWS, 2, dtype=np.int64)
 
 
 class Checksum:
-    """The checksum of some bytes, computed while they come in: two numbers of 64 bits.
+    """The checksum of some bytes, computed while they come in: a number of 64 bits.
 
-    Any one flipped bit changes both numbers. Sectors that are exchanged or shifted change the first one; two flips in
-    one sector, which may cancel in the first, change the second. Other bytes altogether have the same checksum in one
-    case of 2**64 or fewer. It is no protection against intent.
+    Any change within 8 bytes changes it, so each flipped bit, and so does another length. Sectors that are exchanged,
+    lost, or brought back as they were before have the same checksum in one case of 2**64 or so. Changes in one sector
+    that cancel in a sum are not seen. It is for disks that fail, and no protection against intent.
 
     Args:
         data: All of the bytes; those that have not come in yet may be anything.
@@ -31,7 +31,7 @@ class Checksum:
 
     def __init__(self, data: NDArray[np.uint8]) -> None:
         self._data = data
-        self._by_row = self._by_column = data.size
+        self._sum = data.size
         self._done = 0
 
     def advance(self, ready: int) -> None:
@@ -44,7 +44,7 @@ class Checksum:
             self._add(self._data[self._done : self._done + BLOCK_BYTES])
             self._done += BLOCK_BYTES
 
-    def numbers(self) -> tuple[int, int]:
+    def number(self) -> int:
         """Return the checksum, now that all bytes have come in."""
         self.advance(self._data.size)
         rest = self._data[self._done :]
@@ -53,12 +53,9 @@ class Checksum:
             padded[: rest.size] = rest
             self._add(padded)
             self._done = self._data.size
-        return self._by_row, self._by_column
+        return self._sum
 
     def _add(self, data: NDArray[np.uint8]) -> None:
         # Sums of arrays wrap around.
         rows = data.view(np.int64).reshape(-1, _WORDS)
-        of_rows = rows.sum(axis=1) @ _ODD[: len(rows)]
-        of_columns = rows.sum(axis=0) @ _ODD[:_WORDS]
-        self._by_row = (self._by_row * _FACTOR + int(of_rows)) & _BITS
-        self._by_column = (self._by_column * _FACTOR + int(of_columns)) & _BITS
+        self._sum = (self._sum * _FACTOR + int(rows.sum(axis=1) @ _ODD[: len(rows)])) & _BITS

@@ -60,7 +60,7 @@ class Slab:
         """Give space back."""
         self._extents.give(extents)
 
-    def write(self, extents: Sequence[Extent], data: NDArray[np.uint8]) -> tuple[int, int]:
+    def write(self, extents: Sequence[Extent], data: NDArray[np.uint8]) -> int:
         """Write bytes to the extents that were taken for them, and return their checksum.
 
         Raises:
@@ -75,9 +75,9 @@ class Slab:
                 if written <= 0:
                     raise OSError(errno.EIO, "nothing was written")
                 place, done, size = place + written, done + written, size - written
-        return checksum.numbers()
+        return checksum.number()
 
-    def read(self, extents: Sequence[Extent], data: NDArray[np.uint8]) -> tuple[int, int]:
+    def read(self, extents: Sequence[Extent], data: NDArray[np.uint8]) -> int:
         """Read the bytes of extents into memory, and return their checksum.
 
         Raises:
@@ -91,7 +91,7 @@ class Slab:
                     raise OSError(errno.EIO, f"the file ends before byte {place + size}")
                 place, done, size = place + read, done + read, size - read
             checksum.advance(done)
-        return checksum.numbers()
+        return checksum.number()
 
     def __del__(self) -> None:
         descriptor = getattr(self, "_descriptor", None)

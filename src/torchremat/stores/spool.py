@@ -74,7 +74,7 @@ class Entry:
         self.version = version_of(source)
         self.state = State.WAITING
         self.mover: threading.Thread | None = None
-        self.checksum: tuple[int, int] = (0, 0)
+        self.checksum = 0
         self.changed: str | None = None  # the message of the error, if it was written in place
         self.ahead: Ahead | None = None
 
@@ -95,7 +95,7 @@ class _Outcome:
     """What became of a write."""
 
     state: State
-    checksum: tuple[int, int] = (0, 0)
+    checksum: int = 0
     message: str | None = None
 
 
@@ -381,7 +381,7 @@ class Spool:
         source = entry.source
         if source is None:  # it was dropped a moment ago
             return _Outcome(State.STORED)
-        now, found = version_of(source), (0, 0)
+        now, found = version_of(source), 0
         if now == entry.version:
             try:
                 found = self.slab.write(entry.extents, _bytes(source))
