@@ -1,3 +1,6 @@
+import threading
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
@@ -57,3 +60,104 @@ def test_a_region_cannot_hold_an_offload():
 
     with pytest.raises(UnsupportedError, match="around the region"):
         checkpoint(body, torch.ones(3, requires_grad=True))
+
+
+def test_of_two_that_are_nested_the_inner_one_takes_what_is_saved():
+    outer, inner = offload(Memory()), offload(Memory())
+    x = torch.randn(32, 32, requires_grad=True)
+
+    with outer:
+        y = x.sin().exp()
+        with inner, inner:
+            z = y.cos() * 2
+        z = z.tanh()
+    (found,) = torch.autograd.grad(z.sum(), x)
+
+    assert torch.equal(found, torch.autograd.grad((x.sin().exp().cos() * 2).tanh().sum(), x)[0])
+    assert outer.copied_out_bytes == 2 * 32 * 32 * 4  # the exponential and the tangent
+    assert inner.copied_out_bytes == 32 * 32 * 4  # the exponential again, for the cosine
+
+
+def test_it_may_be_entered_again_and_used_as_a_decorator():
+    context = offload(Memory())
+    x = torch.randn(32, 32, requires_grad=True)
+
+    for _ in range(3):
+        with context:
+            y = x.sin().exp().sum()
+        y.backward()
+    context(lambda: x.sin().exp())()
+
+    assert context.copied_out_bytes == 4 * 32 * 32 * 4
+    assert context.copied_in_bytes == 3 * 32 * 32 * 4
+
+
+def test_other_threads_do_not_see_it():
+    store, done = Memory(), []
+    x = torch.randn(32, 32, requires_grad=True)
+
+    with offload(store):
+        thread = threading.Thread(target=lambda: done.append(x.sin().exp()))
+        thread.start()
+        thread.join()
+
+    assert done and not store.log
+
+
+def test_what_comes_next_is_brought_back_ahead():
+    store = Memory()
+    x = torch.randn(32, 32, requires_grad=True)
+    size = 32 * 32 * 4
+
+    with offload(store, window_bytes=2 * size):
+        y = x
+        for _ in range(6):
+            y = y.sin()
+        y = y.sum()
+    y.backward()
+
+    kinds = "".join({"put": "p", "get": "g", "prefetch": "a"}[kind] for kind, _ in store.log)
+    assert kinds == "ppppp" + "aag" + "ag" + "ag" + "g" + "g"
+
+
+def test_nothing_is_brought_back_ahead_without_a_window():
+    store = Memory()
+
+    with offload(store, window_bytes=0):
+        y = torch.randn(32, 32, requires_grad=True).sin().sin().sin().sum()
+    y.backward()
+
+    assert store.times("prefetch") == 0 and store.times("get") == 2
+
+
+def test_it_is_transparent_to_a_compiled_model():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+    x = torch.randn(32, 64, requires_grad=True)
+    compiled = torch.compile(model, backend="aot_eager")
+    plain = torch.autograd.grad(compiled(x).sin().sum(), [x, *model.parameters()])
+    store = Memory()
+
+    with offload(store):
+        found = torch.autograd.grad(compiled(x).sin().sum(), [x, *model.parameters()])
+
+    assert all(map(torch.equal, found, plain))
+    assert store.bytes("put") == store.bytes("get") > 0
+
+
+def test_a_transformer_of_half_precision():
+    def run(context):
+        torch.manual_seed(0)
+        model = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.1, batch_first=True)
+        x = torch.randn(4, 16, 64, requires_grad=True)
+        with context, torch.autocast("cpu", torch.bfloat16):
+            loss = model(x).float().square().mean()
+        return torch.autograd.grad(loss, [x, *model.parameters()])
+
+    store = Memory()
+    plain = run(nullcontext())
+
+    found = run(offload(store))
+
+    assert all(map(torch.equal, found, plain))
+    assert not store.live

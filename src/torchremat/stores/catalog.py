@@ -22,9 +22,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torchremat._compat.autograd import current_node
 from torchremat._compat.modes import sequence_number
 from torchremat._compat.transforms import transform_level_of
-from torchremat.errors import StoreError
+from torchremat.errors import StoreError, UnsupportedError
 from torchremat.saved.held import holding
-from torchremat.stores.geometry import span_of
 from torchremat.stores.kept import Kept
 from torchremat.stores.owned import is_in_running_module, is_leaf_of_model
 from torchremat.stores.records import Record
@@ -66,13 +65,15 @@ class Catalog:
             tensor, 0 for none.
 
     Raises:
-        StoreError: `store` is none.
+        UnsupportedError: `store` is none.
     """
 
     def __init__(self, store: Store, *, min_bytes: int = 1024, window_bytes: int | None = None) -> None:
         if isinstance(store, type) or not callable(getattr(store, "put", None)):
             found = store.__name__ if isinstance(store, type) else repr(store)
-            raise StoreError(f"store={found}: an object with a method `put` is needed, such as torchremat.Host().")
+            raise UnsupportedError(
+                f"store={found}: an object with a method `put` is needed, such as torchremat.Host()."
+            )
         self.store = store
         self.min_bytes = min_bytes
         self.window_bytes = window_bytes
@@ -100,8 +101,7 @@ class Catalog:
         """
         if self._waiting.record is not None and self._waiting.sequence != sequence_number():
             self.settle()
-        packed = self._stored(tensor) if type(tensor) is Tensor else self._apart(tensor)
-        self._shared.saved(tensor, kept=packed is None)
+        packed = self._put(tensor, is_complete=False)
         return Kept(tensor) if packed is None else packed
 
     def put_complete(self, tensor: Tensor) -> Packed | None:
@@ -110,7 +110,14 @@ class Catalog:
         Raises:
             StoreError: The store is strict, and has no room.
         """
-        packed = self._stored(tensor, is_complete=True) if type(tensor) is Tensor else self._apart(tensor)
+        return self._put(tensor, is_complete=True)
+
+    def _put(self, tensor: Tensor, *, is_complete: bool) -> Packed | None:
+        packed: Packed | None = None
+        if type(tensor) is not Tensor:
+            packed = self._apart(tensor)
+        elif self._is_storable(tensor):
+            packed = self._stored(tensor, is_complete=is_complete)
         self._shared.saved(tensor, kept=packed is None)
         return packed
 
@@ -122,25 +129,26 @@ class Catalog:
         if alive is not None:
             alive.settle()
 
-    def _stored(self, tensor: Tensor, wrapper: Tensor | None = None, *, is_complete: bool = False) -> Stored | None:
-        """Return a plain tensor, stored; None if it is to be kept.
+    def _is_storable(self, tensor: Tensor) -> bool:
+        # A region hands its inputs over as leaves, whatever they are; its parameters it keeps.
+        if not _is_plain(tensor) or (not holding.now and is_leaf_of_model(tensor)):
+            return False
+        storage = tensor.untyped_storage()
+        # A tensor of zeros, or a sharded one that is away, has no bytes.
+        return storage.nbytes() >= max(self.min_bytes, 1) and (
+            tensor.requires_grad or not is_in_running_module(storage)
+        )
+
+    def _stored(self, tensor: Tensor, wrapper: Tensor | None = None, *, is_complete: bool = False) -> Stored:
+        """Return a plain tensor, stored.
 
         Args:
             tensor: The tensor.
             wrapper: The subclass that wraps it, and that alone counts writes.
             is_complete: Whether nobody will write to it without a new version.
         """
-        # A region hands its inputs over as leaves, whatever they are; its parameters it keeps.
-        if not _is_plain(tensor) or (not holding.now and is_leaf_of_model(tensor)):
-            return None
         storage = tensor.untyped_storage()
-        if storage.nbytes() < self.min_bytes:
-            return None
-        if not tensor.requires_grad and is_in_running_module(storage):
-            return None
         stored = Stored(tensor, self._shared)
-        if span_of(stored)[1] > storage.nbytes():
-            return None  # a tensor of zeros has no memory
         alias = stored.plain(tensor)
         is_silent = not is_complete and _may_be_written_silently(tensor)
         version = tensor._version if wrapper is None else (wrapper._version, tensor._version)
@@ -161,6 +169,7 @@ class Catalog:
         return stored
 
     def _apart(self, tensor: Tensor) -> Apart | None:
+        """Return a tensor of a subclass, taken apart; None if it is to be kept."""
         kind = type(tensor)
         # An asynchronous collective may still be writing to what it wraps.
         if not hasattr(kind, "__tensor_flatten__") or hasattr(kind, "trigger_wait"):
@@ -168,21 +177,21 @@ class Catalog:
         if not holding.now and is_leaf_of_model(tensor):
             return None
         names, context = cast("Any", tensor).__tensor_flatten__()
-        inner: dict[str, object] = {}
-        for name in names:
-            one = getattr(tensor, name)
-            if not isinstance(one, Tensor):
-                inner[name] = one
-            elif not (one.is_floating_point() or one.is_complex()):
-                inner[name] = one  # offsets and the like are known by identity
+        inner = {name: getattr(tensor, name) for name in names}
+        large: dict[str, Tensor] = {}
+        for name, one in inner.items():
+            # Offsets and the like are known by identity.
+            if not isinstance(one, Tensor) or one.numel() == 0 or not (one.is_floating_point() or one.is_complex()):
+                continue
+            if type(one) is Tensor and self._is_storable(one):
+                large[name] = one
+            elif type(one) is Tensor and _is_plain(one) and one.untyped_storage().nbytes() < self.min_bytes:
+                inner[name] = one.detach().clone()  # whoever writes to the wrapper writes to it unseen
             else:
-                part = self._stored(one, tensor) if type(one) is Tensor else self._apart(one)
-                if part is None:
-                    return None
-                inner[name] = part
-        if not any(isinstance(one, Stored | Apart) for one in inner.values()):
+                return None
+        if not large:
             return None
-        return Apart(tensor, inner, context)
+        return Apart(tensor, {**inner, **{name: self._stored(one, tensor) for name, one in large.items()}}, context)
 
 
 class Apart:
@@ -199,7 +208,7 @@ class Apart:
 
     def get(self) -> Tensor:
         """Return the tensor, put together again."""
-        inner = {name: one.get() if isinstance(one, Stored | Apart) else one for name, one in self._inner.items()}
+        inner = {name: one.get() if isinstance(one, Stored) else one for name, one in self._inner.items()}
         return cast("Any", self._kind).__tensor_unflatten__(inner, self._context, self._size, self._stride).detach()
 
 

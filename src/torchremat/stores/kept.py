@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from torchremat.errors import MutationError
+from torchremat.saved.metadata import version_of
+from torchremat.stores.contents import written_since
 
 
 class Kept:
@@ -23,7 +24,7 @@ class Kept:
     def __init__(self, tensor: Tensor, watched: Tensor | None = None, version: int | None = None) -> None:
         self._alias = tensor.detach()
         self._watched = self._alias if watched is None else watched.detach()
-        self._version = _version_of(self._watched) if version is None else version
+        self._version = version_of(self._watched) if version is None else version
 
     @property
     def stored_bytes(self) -> int:
@@ -36,23 +37,10 @@ class Kept:
         Raises:
             MutationError: It was written in place since.
         """
-        now = _version_of(self._watched)
+        now = version_of(self._watched)
         if now != self._version:
-            raise written_since(self._alias, self._version, now)
+            raise written_since(self._alias, version=self._version, now=now)
         return self._alias
 
     def prefetch(self) -> None:
         """Do nothing: it is there."""
-
-
-def written_since(tensor: Tensor, then: int, now: int) -> MutationError:
-    """Return the error for a saved tensor that was written in place, in autograd's words."""
-    return MutationError(
-        "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"[{tensor.type()} {list(tensor.shape)}] is at version {now}; expected version {then} instead. It is kept "
-        "where it is between forward and backward; make the operation out of place, or run backward before it."
-    )
-
-
-def _version_of(tensor: Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
