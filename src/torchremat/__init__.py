@@ -31,6 +31,7 @@ from torchremat.regions.inside import frozen, is_checkpointing, is_recomputing, 
 from torchremat.regions.naming import name
 from torchremat.regions.sessions import Session, session
 from torchremat.regions.wrapping import unwrap, wrap
+from torchremat.saved.tensor import SavedTensor
 from torchremat.stores.disk import Disk
 from torchremat.stores.host import Host
 from torchremat.stores.keep import Keep
@@ -56,6 +57,7 @@ __all__ = [
     "Planner",
     "PolicyError",
     "Report",
+    "SavedTensor",
     "ScheduleError",
     "Session",
     "ShapeWarning",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from torchremat._compat.binding import private
 
@@ -13,6 +13,21 @@ if TYPE_CHECKING:
 
     Pack = Callable[[Tensor], object]
     Unpack = Callable[[Any], Tensor]
+
+    class RawSavedTensor(Protocol):
+        """Torch's own saved tensor: what `grad_fn._raw_saved_*` is."""
+
+        @property
+        def data(self) -> Any:
+            """The tensor; what the pack hook has returned if there are hooks; None if it is None or freed."""
+            ...
+
+        @property
+        def unpack_hook(self) -> Unpack | None: ...
+
+        def register_hooks(self, pack: Pack, unpack: Unpack, /) -> None: ...
+
+        def unpack(self) -> Tensor: ...
 
 
 _REGIONS = "recomputing regions"
@@ -37,6 +52,11 @@ stash_in_tls = cast("Callable[[str, object], None]", private("_C._stash_obj_in_t
 get_from_tls = cast("Callable[[str], object]", private("_C._get_obj_in_tls", needed_for="a session"))
 is_in_tls = cast("Callable[[str], bool]", private("_C._is_key_in_tls", needed_for="a session"))
 python_node = cast("type", private("autograd.function.BackwardCFunction", needed_for=_REGIONS))
+make_saved_tensor = cast(
+    "Callable[[Tensor, bool, bool], RawSavedTensor]",
+    private("_C._autograd._make_saved_tensor", needed_for="a SavedTensor"),
+)
+private("_C._autograd.SavedTensor.unpack_hook", needed_for="a SavedTensor")
 
 
 # Runs a function when the backward that is running now has ended. Autograd drops it if the backward raises.
