@@ -48,7 +48,7 @@ _DETACHED = (
     "use out-of-place `.detach()` instead"
 )
 _PACK_WRITES = (
-    "A saved tensor pack hook is modifying its input in place. Tensors provided as input to pack hook can not be "
+    "A saved tensor pack hook is modifying its input in place. Tensors provided as input to pack hook cannot be "
     "modified by in-place operations as this can lead to unexpected side-effects. Please open an issue if you need to "
     "perform in-place operations on the input to a pack hook."
 )
@@ -163,6 +163,7 @@ class SavedTensor:
         if raw.unpack_hook is not None:
             raise RuntimeError(_HOOKS_TWICE)
         data: Tensor = raw.data
+        _ = data.grad_fn  # raises if a write has left the tensor without a graph; `pack` is not to be called then
         version = data._version
         with torch.no_grad():
             packed = pack(data if self._is_own else data.detach())  # what is kept of an output has no graph
