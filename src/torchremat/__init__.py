@@ -30,6 +30,7 @@ from torchremat.regions.functions import checkpoint, checkpointed
 from torchremat.regions.inside import frozen, is_checkpointing, is_recomputing, run_once
 from torchremat.regions.naming import name
 from torchremat.regions.sessions import Session, session
+from torchremat.regions.spilling import spill
 from torchremat.regions.wrapping import unwrap, wrap
 from torchremat.saved.tensor import SavedTensor
 from torchremat.stores.disk import Disk
@@ -83,6 +84,7 @@ __all__ = [
     "plan",
     "run_once",
     "session",
+    "spill",
     "uninstall",
     "unwrap",
     "verify",

@@ -7,6 +7,7 @@ Supported: torch 2.11 and newer; developed and tested on 2.13.
 
 binding.py       how a private name is bound
 autograd.py      hooks for saved tensors, nodes, backward calls
+counts.py        how many hold a tensor or a storage
 containers.py    types that torch's pytree takes apart
 flags.py         settings that decide by which kernel a number is computed
 modes.py         function and dispatch modes

@@ -24,6 +24,7 @@ functions.py    functions as regions
 wrapping.py     modules as regions, by name
 reentrant.py    the reentrant region
 inside.py       what code that runs in a region can ask, and say
+spilling.py     what a graph has saved already, moved into a store
 
 The message for a recompute that is not its forward:
 

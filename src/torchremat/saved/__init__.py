@@ -4,6 +4,7 @@ metadata.py      what is known of one without looking at its values
 fingerprints.py  numbers that stand for its values
 structure.py     arguments taken apart into tensors and a template
 tensor.py        autograd's saved tensor as a value
+graphs.py        what a graph has saved already, slot by slot
 held.py          one tensor that a region keeps for its recompute
 copies.py        copies that stay views of one another
 handles.py       what is asked of a store

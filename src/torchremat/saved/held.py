@@ -8,12 +8,16 @@ together with its version, since with hooks around autograd's own version check 
 from __future__ import annotations
 
 import threading
+from typing import TYPE_CHECKING
 from weakref import ref
 
 from torch import Tensor, nn
 
 from torchremat._compat.autograd import set_grad_mode, top_saved_tensor_hooks
 from torchremat.saved.metadata import metadata_of, version_of, with_strides
+
+if TYPE_CHECKING:
+    from torchremat._compat.autograd import Unpack
 
 
 class _Holding(threading.local):
@@ -101,6 +105,28 @@ class HeldTensor:
     def is_hooked(self) -> bool:
         """Whether hooks have taken the tensor."""
         return self._unpack is not None
+
+    def alias(self) -> Tensor | None:
+        """Return the alias that is kept, if one is kept, hooks have not packed it, and it was not written since."""
+        alias = self._kept
+        if type(self) is not HeldTensor or type(alias) is not Tensor or self._unpack is not None:
+            return None
+        return alias if self.version_in(alias) == self.version else None
+
+    def hand_over(self, packed: object, unpack: Unpack) -> None:
+        """Keep what hooks have made of the alias, and the alias no longer."""
+        alias = self._kept
+        assert isinstance(alias, Tensor)
+        self._metadata = metadata_of(alias)
+        self._alias = ref(alias)
+        self._original = None  # a write to it would not be seen
+        self._unpack = unpack
+        self._kept = packed
+
+    @property
+    def packed(self) -> object:
+        """What hooks have made of the tensor; else None."""
+        return None if self._unpack is None else self._kept
 
     def detached(self, tensor: Tensor, requires_grad: bool) -> Tensor:
         """Return an alias of the tensor without its graph."""

@@ -1,0 +1,303 @@
+"""What a graph has saved already, moved into a store.
+
+A graph is searched for its slots and for what its regions hold; what lies in one storage is one candidate, which is
+freed if all of it is moved and nobody else holds it. Candidates are moved in the order in which backward asks for them
+latest first.
+
+NOTE [ Nothing is lost on the way ]
+Autograd empties a slot whose pack hook raises. So the store has a candidate as a whole before any of its slots is
+touched, and a pack hook hands over what is there already. And autograd checks no version where hooks are registered, so
+each tensor is unpacked before, with the check, and one that has been written stays: backward then says so as ever.
+
+Missing on purpose: what regions have recomputed, what custom Functions keep as attributes, tensors of subclasses, and
+slots that have hooks already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from torchremat._compat.counts import holders_in_python, holders_in_torch, sequence_of, tensors_in
+from torchremat._compat.transforms import transform_level_of
+from torchremat.errors import BudgetError, StoreError, UnsupportedError
+from torchremat.regions.slots import Slot
+from torchremat.saved.graphs import GraphSlot, leaves_of, nodes_of, slots_of
+from torchremat.saved.held import HeldTensor
+from torchremat.saved.sizes import format_bytes, parse_bytes
+from torchremat.stores.catalog import Catalog, Packed, unpack
+from torchremat.stores.disk import Disk
+from torchremat.stores.host import Host
+
+if TYPE_CHECKING:
+    from torch.autograd.graph import Node
+
+    from torchremat.saved.handles import Handle, Store
+
+_LEAST_BYTES = 1024  # what is smaller stays: a claim on it costs about as much
+
+
+def spill(loss: Tensor | Sequence[Tensor], bytes: int | str | None, store: Store | None = None) -> int:
+    """Free memory of a graph that exists already; return how many bytes were freed.
+
+    Saved tensors go into a store, those first that backward asks for last, and come back when it asks. Gradients stay
+    what they are, bit for bit, unless the store is one that loses bits. It may be called any number of times: after the
+    forward, between two backward calls of a retained graph, and while a backward runs, from a hook in its thread.
+
+    Parameters, leaves, and whatever else somebody holds beside the graph are left where they are, as copying them frees
+    nothing; so are storages below 1 KiB, subclasses of `Tensor`, and what has saved-tensor hooks already: what regions
+    recompute, what `offload` has stored. The inputs that regions hold are moved as well.
+
+    Args:
+        loss: What `backward` will be called on: a tensor, or several.
+        bytes: How much to free at least: bytes, or a size such as `"64MiB"`. None is all that can be freed.
+        store: Where the bytes go. None is `Host()` for tensors of a device, and `Disk()` for those of the host. A store
+            that writes behind, as `Disk` does, frees a tensor when it is written.
+
+    Raises:
+        BudgetError: Less can be freed, the message says how much; or `bytes` is no size. Nothing has been moved.
+        StoreError: The store has no room or failed; the message says what was freed before. The graph is as usable as
+            before.
+        UnsupportedError: `loss` is no tensor with a graph.
+    """
+    wanted = None if bytes is None else parse_bytes(bytes)
+    roots = [loss] if isinstance(loss, Tensor) else list(loss)
+    if not roots or not all(isinstance(root, Tensor) and root.grad_fn is not None for root in roots):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise UnsupportedError("spill: a tensor with a graph is needed, or a sequence of such tensors.")
+    candidates = _candidates(roots)
+    movable = [one for one in candidates if one.is_movable]
+    available = sum(one.storage_bytes for one in movable)
+    if wanted is not None and available < wanted:
+        raise BudgetError(_too_little(wanted, available, candidates))
+    catalogs: dict[str, Catalog] = {}
+    freed = 0
+    while movable and (wanted is None or freed < wanted):
+        candidate = movable.pop(0)
+        try:
+            candidate.move(_catalog_for(candidate.device, store, catalogs))
+        except Exception as error:
+            moved = f"Before, {format_bytes(freed)} of {format_bytes(wanted or available)} were moved, and stay so."
+            error.add_note(f"spill: {moved}")
+            raise
+        freed += candidate.storage_bytes
+    return freed
+
+
+def _catalog_for(device: torch.device, store: Store | None, catalogs: dict[str, Catalog]) -> Catalog:
+    key = device.type if store is None else ""
+    if key not in catalogs:
+        target = store if store is not None else Disk() if device.type == "cpu" else Host()
+        # Sequence numbers say nothing of the order in which these will be asked for, so nothing is brought back ahead.
+        catalogs[key] = Catalog(_Whole(target), min_bytes=1, window_bytes=0)
+    return catalogs[key]
+
+
+class _Whole:
+    """A store that takes what it is given, or raises: what it leaves where it is would not be freed."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def put(self, tensor: Tensor) -> Handle:
+        handle = self._store.put(tensor)
+        if handle is None:
+            raise StoreError(f"{self._store!r} has no room for {format_bytes(tensor.nbytes)} more.")
+        return handle
+
+
+class _InGraph:
+    """A saved tensor in a slot of a node."""
+
+    def __init__(self, slot: GraphSlot) -> None:
+        self._slot = slot
+        self._version = -1
+        self.use = sequence_of(slot.node)
+
+    def kept(self) -> Tensor | None:
+        """Return what is held in memory; None if that cannot be moved."""
+        raw = self._slot.raw
+        return None if raw.unpack_hook is not None else cast("Tensor | None", raw.data)
+
+    def is_unwritten(self) -> bool:
+        """Return whether what is held is still what was saved. See NOTE [ Nothing is lost on the way ]."""
+        tensor = self.kept()
+        if tensor is None:
+            return False
+        if self._version < 0:
+            try:
+                self._slot.tensor(own=unpack)
+            except RuntimeError:
+                return False
+            self._version = tensor._version
+        return self._version == tensor._version
+
+    def hand_over(self, packed: Packed) -> None:
+        self._slot.raw.register_hooks(lambda _: packed, unpack)  # See NOTE [ Nothing is lost on the way ]
+
+
+class _InRegion:
+    """An input that a region holds."""
+
+    def __init__(self, held: HeldTensor) -> None:
+        self._held = held
+        self.use = -1
+
+    def kept(self) -> Tensor | None:
+        """Return the alias that is held; None if that cannot be moved."""
+        return self._held.alias()
+
+    def is_unwritten(self) -> bool:
+        """Return whether it is still what the region was called with."""
+        return self._held.alias() is not None
+
+    def hand_over(self, packed: Packed) -> None:
+        self._held.hand_over(packed, unpack)
+
+
+@dataclass
+class _Candidate:
+    """All that a graph has saved of one storage."""
+
+    storage_bytes: int
+    device: torch.device
+    places: list[_InGraph | _InRegion] = field(default_factory=list["_InGraph | _InRegion"])
+    is_leaf: bool = False
+    is_held: bool = False
+    was_written: bool = False
+
+    @property
+    def use(self) -> int:
+        """When a backward asks for it first: the number of the node."""
+        return max(place.use for place in self.places)
+
+    @property
+    def is_movable(self) -> bool:
+        """Whether moving it frees it."""
+        return not (self.is_leaf or self.is_held or self.was_written)
+
+    def move(self, catalog: Catalog) -> None:
+        """Put it into a store.
+
+        Raises:
+            StoreError: The store did not take it; nothing has changed.
+        """
+        packed: list[Packed] = []
+        for place in self.places:
+            tensor = place.kept()
+            if tensor is None or not place.is_unwritten():
+                raise StoreError("a saved tensor was written in place while others were moved into the store.")
+            packed.append(catalog.put(tensor))
+            catalog.settle()
+            del tensor
+        for place, one in zip(self.places, packed, strict=True):
+            place.hand_over(one)
+
+
+def _candidates(roots: list[Tensor]) -> list[_Candidate]:
+    """Return what is in memory, that first which a backward asks for last."""
+    nodes = nodes_of(roots)
+    found: dict[int, _Candidate] = {}
+    for place in (*_in_graph(nodes), *_in_regions(nodes)):
+        _add(place, found)
+    for leaf in leaves_of(nodes):
+        if _is_plain(leaf) and (one := found.get(leaf.untyped_storage()._cdata)) is not None:
+            one.is_leaf = True
+    for one in found.values():
+        one.was_written = not all(place.is_unwritten() for place in one.places)
+        one.is_held = not one.is_leaf and _is_held_by_others(one)
+    return sorted(found.values(), key=lambda one: one.use)
+
+
+def _add(place: _InGraph | _InRegion, found: dict[int, _Candidate]) -> None:
+    tensor = place.kept()
+    if tensor is None or not _is_plain(tensor):
+        return
+    storage = tensor.untyped_storage()
+    if storage.nbytes() >= _LEAST_BYTES:
+        candidate = found.setdefault(storage._cdata, _Candidate(storage.nbytes(), tensor.device))
+        candidate.places.append(place)
+        base = tensor if tensor._base is None else tensor._base
+        candidate.is_leaf |= base.is_leaf and base.requires_grad
+
+
+def _in_graph(nodes: Iterable[Node]) -> Iterator[_InGraph]:
+    for node in nodes:
+        for slot in slots_of(node):
+            yield _InGraph(slot)
+
+
+def _in_regions(nodes: Iterable[Node]) -> Iterator[_InRegion]:
+    """Yield what regions hold that a graph, or a region found so, belongs to."""
+    places: dict[int, _InRegion] = {}
+    for node in nodes:
+        use = sequence_of(node)
+        pending: list[object] = [slot.raw.data for slot in slots_of(node)]
+        while pending:
+            packed = pending.pop()
+            if not isinstance(packed, Slot):
+                continue
+            for held in packed.region.held:
+                place = places.setdefault(id(held), _InRegion(held))
+                if place.use < use:
+                    place.use = use
+                    pending.append(held.packed)  # See Rule 2
+    yield from places.values()
+
+
+def _is_held_by_others(candidate: _Candidate) -> bool:
+    """Return whether anybody but the graph and its regions holds the storage."""
+    # See NOTE [ Who else holds a tensor ]
+    tensors: dict[int, tuple[list[Tensor], list[int]]] = {}
+    storage: UntypedStorage | None = None
+    for place in candidate.places:
+        tensor = place.kept()
+        assert tensor is not None
+        storage = tensor.untyped_storage()
+        is_new = id(tensor) not in tensors
+        _, counts = tensors.setdefault(id(tensor), ([tensor], [0, 0]))
+        counts[isinstance(place, _InRegion)] += 1
+        base = tensor._base
+        if is_new and base is not None:
+            tensors.setdefault(id(base), ([base], [0, 0]))[1][0] += 1
+        del tensor, base, counts
+    assert storage is not None
+    if tensors_in(storage) > len(tensors):
+        return True
+    return any(
+        holders_in_torch(held[0]) > in_torch or holders_in_python(held) > in_python
+        for held, (in_torch, in_python) in tensors.values()
+    )
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return (
+        type(tensor) is Tensor
+        and tensor.layout is torch.strided
+        and tensor.device.type in ("cpu", "cuda", "xpu")
+        and not tensor.is_quantized
+        and not tensor.is_nested
+        and not tensor.is_inference()
+        and transform_level_of(tensor) == -1
+        and tensor.numel() > 0
+    )
+
+
+def _too_little(wanted: int, available: int, candidates: list[_Candidate]) -> str:
+    leaves = sum(one.storage_bytes for one in candidates if one.is_leaf)
+    held = sum(one.storage_bytes for one in candidates if one.is_held)
+    written = sum(one.storage_bytes for one in candidates if one.was_written and not (one.is_leaf or one.is_held))
+    kept = [
+        f"{format_bytes(leaves)} are parameters or leaves" if leaves else "",
+        f"{format_bytes(held)} are held by somebody else, such as a variable" if held else "",
+        f"{format_bytes(written)} were written in place since they were saved" if written else "",
+    ]
+    why = "; ".join(one for one in kept if one)
+    return (
+        f"spill: bytes={wanted} ({format_bytes(wanted)}), but of what the graph has saved in memory only {available} "
+        f"bytes ({format_bytes(available)}) can be freed{': ' + why if why else ''}. Ask for less, or save less: see "
+        "`checkpoint` and `plan`. Nothing has been moved."
+    )

@@ -1,0 +1,102 @@
+"""What a graph has saved: its nodes, and their slots."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from typing import TYPE_CHECKING, cast
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.autograd.graph import Node
+
+    from torchremat._compat.autograd import RawSavedTensor, Unpack
+
+_RAW = "_raw_saved_"
+
+
+class GraphSlot:
+    """One place where a node keeps a tensor, or what hooks have made of it.
+
+    The slot belongs to the node: it is read as long as the node is held, which this does.
+    """
+
+    __slots__ = ("_name", "_number", "node")
+
+    def __init__(self, node: Node, name: str, number: int | None) -> None:
+        self.node = node
+        self._name = name
+        self._number = number
+
+    @property
+    def raw(self) -> RawSavedTensor:
+        """Torch's own saved tensor."""
+        found = getattr(self.node, _RAW + self._name)
+        return cast("RawSavedTensor", found if self._number is None else found[self._number])
+
+    def tensor(self, *, own: Unpack | None = None) -> Tensor:
+        """Return the tensor as the node would get it; there are no hooks.
+
+        Args:
+            own: An unpack hook that may be called on the way.
+
+        Raises:
+            RuntimeError: It was written in place since it was saved; or hooks of others would be called.
+        """
+        try:
+            return self.raw.unpack()
+        except RuntimeError:
+            # An output of the node, which torch unpacks for that node alone, together with all slots of the same name.
+            hooks = [slot.raw.unpack_hook for slot in slots_of(self.node) if slot._name == self._name]
+            if any(hook is not None and hook is not own for hook in hooks):
+                raise
+            of_function = self._name == "tensors" and hasattr(self.node, "saved_tensors")
+            found = getattr(self.node, "saved_tensors" if of_function else f"_saved_{self._name}")
+            return cast("Tensor", found if self._number is None else found[self._number])
+
+    def __str__(self) -> str:
+        number = "" if self._number is None else f"[{self._number}]"
+        return f"`{self._name}{number}` of {self.node.name()}"
+
+
+def nodes_of(roots: Iterable[Tensor]) -> list[Node]:
+    """Return every node that a backward from some tensors can reach, each once."""
+    pending = [root.grad_fn for root in roots if root.grad_fn is not None]
+    found = dict.fromkeys(pending)
+    while pending:
+        for node, _ in pending.pop().next_functions:
+            if node is not None and node not in found:
+                found[node] = None
+                pending.append(node)
+    return list(found)
+
+
+def slots_of(node: Node) -> Iterator[GraphSlot]:
+    """Yield the slots of a node that hold something; none if it has freed them."""
+    for name in _names(type(node)):
+        try:
+            found = cast("RawSavedTensor | tuple[RawSavedTensor, ...]", getattr(node, _RAW + name))
+        except RuntimeError:
+            continue  # lists of tensors, once they are freed
+        if isinstance(found, tuple):
+            yield from (GraphSlot(node, name, number) for number, raw in enumerate(found) if _holds(raw))
+        elif _holds(found):
+            yield GraphSlot(node, name, None)
+
+
+def _holds(raw: RawSavedTensor) -> bool:
+    return raw.unpack_hook is not None or raw.data is not None
+
+
+@cache
+def _names(kind: type) -> tuple[str, ...]:
+    return tuple(name.removeprefix(_RAW) for name in dir(kind) if name.startswith(_RAW))
+
+
+def leaves_of(nodes: Iterable[Node]) -> Iterator[Tensor]:
+    """Yield the tensors that the nodes accumulate gradients for."""
+    for node in nodes:
+        variable = cast("Callable[[], Tensor] | Tensor | None", getattr(node, "variable", None))
+        if isinstance(variable, Tensor):
+            yield variable
