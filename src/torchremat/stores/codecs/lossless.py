@@ -1,0 +1,135 @@
+"""Codecs that lose nothing: masks in bits, tensors of two values in bits, indices in the smallest integers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy
+import torch
+from torch import Tensor
+
+from torchremat.stores.codecs.codec import Encoded, Form
+
+_INTEGERS = (torch.int16, torch.int32, torch.int64)
+# How a float is compared bit for bit: 0.0 and -0.0 are two values, and a NaN is one.
+_BITS_OF = {
+    torch.float16: torch.int16,
+    torch.bfloat16: torch.int16,
+    torch.float32: torch.int32,
+    torch.float64: torch.int64,
+}
+# Elements that are looked at before all of them are. Real activations show a third value among so many.
+_SAMPLE = 64
+
+
+def pack_bits(mask: Tensor) -> Tensor:
+    """Return a mask in bits: uint8, one dimension, the last byte filled up with zeros.
+
+    Args:
+        mask: Bool, contiguous, at least one element.
+    """
+    flat = mask.reshape(-1)
+    if flat.device.type == "cpu":
+        return torch.from_numpy(numpy.packbits(flat.numpy(), bitorder="little"))
+    filled = flat.new_zeros(-(-flat.numel() // 8) * 8)
+    filled[: flat.numel()] = flat
+    shifts = torch.arange(8, dtype=torch.uint8, device=flat.device)
+    return (filled.view(-1, 8).view(torch.uint8) << shifts).sum(1, dtype=torch.uint8)
+
+
+def unpack_bits(packed: Tensor, count: int) -> Tensor:
+    """Return the mask, bool and of one dimension, that `pack_bits` has packed.
+
+    Args:
+        packed: What `pack_bits` has returned.
+        count: Elements of the mask.
+    """
+    if packed.device.type == "cpu":
+        return torch.from_numpy(numpy.unpackbits(packed.numpy(), count=count, bitorder="little")).view(torch.bool)
+    shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
+    bits = (packed.unsqueeze(1) >> shifts).bitwise_and_(1).view(-1)[:count]
+    return bits.view(torch.bool)
+
+
+@dataclass(frozen=True, slots=True)
+class MaskBits:
+    """A mask in bits: an eighth of its bytes."""
+
+    def encode(self, tensor: Tensor) -> Encoded | None:
+        """Return a bool tensor in bits; None for any other."""
+        if tensor.dtype is not torch.bool or tensor.numel() < 2:
+            return None
+        return Encoded(pack_bits(tensor), Form(tensor.shape, tensor.dtype))
+
+    def decode(self, payload: Tensor, form: Form) -> Tensor:
+        """Return the mask."""
+        return unpack_bits(payload, form.shape.numel()).view(form.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class TwoValues:
+    """A float tensor that holds no more than two values, such as a dropout mask that is scaled, in a bit per element.
+
+    Values are compared by their bits. On the CPU alone: elsewhere the host would have to wait for the device before it
+    knew what to store, for every tensor; and there torch's own dropout saves a bool mask.
+    """
+
+    def encode(self, tensor: Tensor) -> Encoded | None:
+        """Return the tensor in bits if it holds two values; None for any other."""
+        integer = _BITS_OF.get(tensor.dtype)
+        if integer is None or tensor.device.type != "cpu" or tensor.numel() * tensor.element_size() < 32:
+            return None
+        flat = tensor.reshape(-1).view(integer)
+        first = flat[0]
+        for part in (flat[:: max(1, flat.numel() // _SAMPLE)], flat):
+            others = part != first
+            where = int(others.view(torch.uint8).argmax())
+            second = part[where]  # the first one again if all are equal
+            if not torch.equal(others, part == second) and bool(others[where]):
+                return None
+        return Encoded(pack_bits(others), Form(tensor.shape, tensor.dtype, (int(first), int(second))))
+
+    def decode(self, payload: Tensor, form: Form) -> Tensor:
+        """Return the tensor."""
+        first, second = form.numbers
+        mask = unpack_bits(payload, form.shape.numel())
+        flat = torch.full(mask.shape, first, dtype=_BITS_OF[form.dtype], device=payload.device)
+        return flat.masked_fill_(mask, second).view(form.dtype).view(form.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class NarrowIndices:
+    """Integers in the fewest of 1, 8, 16 and 32 bits that hold all from the smallest to the largest.
+
+    The two have to be known when it encodes, so on other devices than the CPU the host waits for the device then.
+    """
+
+    def encode(self, tensor: Tensor) -> Encoded | None:
+        """Return an integer tensor in smaller integers; None for any other, and if there are none."""
+        if tensor.dtype not in _INTEGERS or tensor.numel() * tensor.element_size() < 8:
+            return None
+        least, most = (int(end) for end in torch.aminmax(tensor))
+        spread, size = most - least, tensor.element_size()
+        if spread < 2:
+            return Encoded(pack_bits(tensor != least), Form(tensor.shape, tensor.dtype, (1, least)))
+        if spread < 2**8:
+            payload = (tensor - least).to(torch.uint8)
+            return Encoded(payload, Form(tensor.shape, tensor.dtype, (8, least)))
+        # Why the halves? Few operators know unsigned integers of 16 and 32 bits. The difference, at most 2**bits - 1, is
+        # moved by 2**(bits - 1) into the signed ones; it is taken first, since `least` with the half might overflow.
+        for bits, dtype in ((16, torch.int16), (32, torch.int32)):
+            if spread < 2**bits and size * 8 > bits:
+                payload = (tensor.to(torch.int64) - least).sub_(2 ** (bits - 1)).to(dtype)
+                return Encoded(payload, Form(tensor.shape, tensor.dtype, (bits, least)))
+        return None
+
+    def decode(self, payload: Tensor, form: Form) -> Tensor:
+        """Return the integers."""
+        bits, least = form.numbers
+        if bits == 1:
+            wide = unpack_bits(payload, form.shape.numel()).view(form.shape).to(torch.int64)
+        else:
+            wide = payload.to(torch.int64)
+            if bits > 8:
+                wide.add_(2 ** (bits - 1))
+        return wide.add_(least).to(form.dtype)

@@ -1,0 +1,79 @@
+"""A store that holds tensors in fewer bytes, in another store."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from torchremat.errors import PolicyError
+from torchremat.saved.handles import Handle, Store
+from torchremat.stores.codecs.codec import Codec, Form, LossyCodec
+from torchremat.stores.codecs.lossless import MaskBits, NarrowIndices, TwoValues
+from torchremat.stores.keep import Keep
+
+_LOSSLESS: tuple[Codec, ...] = (MaskBits(), NarrowIndices(), TwoValues())
+
+
+class Compressed:
+    """A store that encodes a tensor and hands the result to another store.
+
+    Masks, indices, and floats of two values are held in fewer bytes and come back bit for bit. Other floats are handed
+    on as they are, unless a lossy codec is named: then gradients differ from those of the plain run, by what the codec
+    declares for each saved tensor. Tensors that are no floats are never lost.
+
+    Inside `offload`, tensors of which backward needs only a mask or the shape are held as that. See `SlotWatch`
+
+    Args:
+        store: Where the results go; `Keep()` if None, so that they stay on the device.
+        lossy: What floats are encoded with, one of `BFloat16`, `Float8`, `Int8`, or a `LossyCodec` of yours.
+
+    Raises:
+        PolicyError: `lossy` is no lossy codec.
+    """
+
+    def __init__(self, store: Store | None = None, *, lossy: LossyCodec | None = None) -> None:
+        if lossy is not None and (isinstance(lossy, type) or not isinstance(lossy, LossyCodec)):
+            raise PolicyError(
+                f"lossy={lossy!r} is no lossy codec: it needs encode, decode and bound. "
+                "Use torchremat.codecs.BFloat16(), Float8() or Int8(), or None to lose nothing."
+            )
+        self.store = Keep() if store is None else store
+        self.lossy = lossy
+        self._codecs = _LOSSLESS if lossy is None else (*_LOSSLESS, lossy)
+
+    def put(self, tensor: Tensor) -> Handle | None:
+        """Encode a tensor and put the result into the inner store; return None if there is no room."""
+        for codec in self._codecs:
+            if codec is self.lossy and not tensor.dtype.is_floating_point:
+                continue
+            encoded = codec.encode(tensor)
+            if encoded is not None:
+                handle = self.store.put(encoded.payload)
+                return None if handle is None else EncodedHandle(handle, codec, encoded.form)
+        return self.store.put(tensor)
+
+    def __repr__(self) -> str:
+        return f"Compressed({self.store!r})" if self.lossy is None else f"Compressed({self.store!r}, lossy={self.lossy})"
+
+
+class EncodedHandle:
+    """A tensor that a codec has encoded, by the handle of what came out."""
+
+    __slots__ = ("__weakref__", "_codec", "_form", "_handle")
+
+    def __init__(self, handle: Handle, codec: Codec, form: Form) -> None:
+        self._handle = handle
+        self._codec = codec
+        self._form = form
+
+    @property
+    def stored_bytes(self) -> int:
+        """How many bytes the inner store holds for it."""
+        return self._handle.stored_bytes
+
+    def get(self) -> Tensor:
+        """Return the tensor, decoded on the device that it came from."""
+        return self._codec.decode(self._handle.get(), self._form)
+
+    def prefetch(self) -> None:
+        """Begin to bring the encoded tensor back."""
+        self._handle.prefetch()

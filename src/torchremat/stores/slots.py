@@ -1,0 +1,226 @@
+"""What backward needs of a saved tensor, where it does not need its values: only the shape, or a bit for each element.
+
+NOTE [ An image ]
+A max pool saves its input and asks it only for its shape; relu saves its result and asks only where it is above zero.
+What such a slot gets in backward is an *image*: a tensor of the same shape, strides, dtype and device, on which the
+node's formula comes to the same gradient bit for bit. Double backward is held to the same: the node of the second
+derivative saves the image, and asks no more of it. The table below was made from autograd's formulas, and
+tests/stores/test_slots.py tries each entry against the torch that is installed: over dtypes, memory formats, values on
+the borders, infinities and NaNs, first and second derivatives.
+
+Missing on purpose: slots of which two depend on one another (the two sides of `maximum`), and those of which three
+cases must be told apart (`abs`, whose derivative at zero is zero).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from math import inf, nan, prod
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+_aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """Where the elements of a tensor lie, without the elements."""
+
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def empty(self) -> Tensor:
+        """Return a tensor of this geometry with any values: the image of what only its shape is needed of."""
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
+
+    def is_dense(self) -> bool:
+        """Return whether the elements lie in one piece of memory, each at one place of it."""
+        step = 1
+        for stride, size in sorted((stride, size) for stride, size in zip(self.strides, self.shape) if size != 1):
+            if stride != step:
+                return False
+            step *= size
+        return True
+
+
+def geometry_of(tensor: Tensor) -> Geometry:
+    """Return the geometry of a tensor."""
+    return Geometry(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """A tensor of which it matters only which of two cases each element is.
+
+    Attributes:
+        bits: Bool, of the tensor's geometry or contiguous.
+        true: The value that stands for the elements whose bit is set.
+        false: The value that stands for the others.
+    """
+
+    bits: Tensor
+    true: float
+    false: float
+
+
+def image(geometry: Geometry, bits: Tensor, true: float, false: float) -> Tensor:
+    """Return the image of a tensor that was split.
+
+    Args:
+        geometry: That of the tensor, which is dense.
+        bits: Bool, of one dimension, in the order of the memory.
+        true: See `Split`.
+        false: See `Split`.
+    """
+    tensor = geometry.empty()
+    in_order(tensor).fill_(false).masked_fill_(bits, true)
+    return tensor
+
+
+def in_order(tensor: Tensor) -> Tensor:
+    """Return a dense tensor as a view of one dimension, in the order of the memory."""
+    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+
+
+class Shape:
+    """That only the shape is needed."""
+
+
+SHAPE = Shape()
+# What makes the split of a slot out of the node and the saved tensor, in the order of the memory; None if there is none.
+Splitter = Callable[[Any, Tensor], "Split | None"]
+
+
+def _ones(tensor: Tensor) -> Tensor:
+    return tensor.new_ones(()).expand_as(tensor)
+
+
+# Where a backward formula has a kernel of its own, it is asked itself which elements let a gradient of one through: so
+# nothing has to be known of how it compares (bfloat16 with 0.1, NaNs with anything).
+
+
+def _relu(_: object, result: Tensor) -> Split:
+    return Split((result <= 0).logical_not_(), 1.0, 0.0)  # NaNs let the gradient through
+
+
+def _leaky_relu(_: object, tensor: Tensor) -> Split:
+    return Split(tensor > 0, 1.0, 0.0)
+
+
+def _hardtanh(node: Any, tensor: Tensor) -> Split | None:
+    least, most = node._saved_min_val, node._saved_max_val
+    middle = _middle(least, most, tensor.dtype)
+    if middle is None or _has_unsure_nans(tensor):
+        return None
+    return Split(_aten.hardtanh_backward(_ones(tensor), tensor, least, most) != 0, middle, inf)
+
+
+def _threshold(node: Any, tensor: Tensor) -> Split | None:
+    threshold = node._saved_threshold
+    if not math.isfinite(threshold):
+        return None
+    return Split(_aten.threshold_backward(_ones(tensor), tensor, threshold) != 0, inf, -inf)
+
+
+def _hardsigmoid(_: object, tensor: Tensor) -> Split:
+    return Split(_aten.hardsigmoid_backward(_ones(tensor), tensor) != 0, 0.0, inf)
+
+
+def _hardshrink(node: Any, tensor: Tensor) -> Split | None:
+    return _shrink(_aten.hardshrink_backward, node._saved_lambd, tensor)
+
+
+def _softshrink(node: Any, tensor: Tensor) -> Split | None:
+    return _shrink(_aten.softshrink_backward, node._saved_lambd, tensor)
+
+
+def _shrink(backward: Callable[[Tensor, Tensor, float], Tensor], width: float, tensor: Tensor) -> Split | None:
+    if not 0 <= width < inf or _has_unsure_nans(tensor):
+        return None
+    return Split(backward(_ones(tensor), tensor, width) != 0, inf, 0.0)
+
+
+def _clamp(node: Any, tensor: Tensor) -> Split | None:
+    least, most = node._saved_min, node._saved_max
+    if least is None or most is None:
+        return _clamp_min(node, tensor) if most is None else _clamp_max(node, tensor)
+    middle = _middle(least, most, tensor.dtype)
+    return None if middle is None else Split((tensor >= least).logical_and_(tensor <= most), middle, nan)
+
+
+def _clamp_min(node: Any, tensor: Tensor) -> Split | None:
+    least = node._saved_min
+    return None if math.isnan(least) else Split(tensor >= least, inf, nan)
+
+
+def _clamp_max(node: Any, tensor: Tensor) -> Split | None:
+    most = node._saved_max
+    return None if math.isnan(most) else Split(tensor <= most, -inf, nan)
+
+
+def _has_unsure_nans(tensor: Tensor) -> bool:
+    # These kernels of the CPU let a gradient through a NaN or not, depending on whether the strides of the gradient allow
+    # vectors. What they will be is not known in the forward.
+    return tensor.device.type == "cpu" and bool(tensor.isnan().any())
+
+
+@cache
+def _middle(least: float, most: float, dtype: torch.dtype) -> float | None:
+    """Return a value that lies between the two whichever way they are rounded to the dtype; None if there is none."""
+    if not (math.isfinite(least) and math.isfinite(most)):
+        return None
+    ends = torch.tensor([least, most], dtype=torch.float64)
+    rounded = ends.to(dtype).to(torch.float64)
+    low, high = float(torch.maximum(ends, rounded)[0]), float(torch.minimum(ends, rounded)[1])
+    middle = float(torch.tensor(low / 2 + high / 2, dtype=dtype))
+    return middle if low < middle < high else None
+
+
+Need = Shape | Splitter
+
+# By the name of the node and the name of the slot. See NOTE [ An image ]
+NEEDS: Mapping[str, Mapping[str, Need]] = {
+    "AdaptiveAvgPool2DBackward0": {"self": SHAPE},
+    "AdaptiveAvgPool3DBackward0": {"self": SHAPE},
+    "AdaptiveMaxPool2DBackward0": {"self": SHAPE},
+    "AdaptiveMaxPool3DBackward0": {"self": SHAPE},
+    "AvgPool2DBackward0": {"self": SHAPE},
+    "AvgPool3DBackward0": {"self": SHAPE},
+    "ClampBackward1": {"self": _clamp},
+    "ClampMaxBackward0": {"self": _clamp_max},
+    "ClampMinBackward0": {"self": _clamp_min},
+    "CummaxBackward0": {"self": SHAPE},
+    "CumminBackward0": {"self": SHAPE},
+    "FractionalMaxPool2DBackward0": {"self": SHAPE},
+    "FractionalMaxPool3DBackward0": {"self": SHAPE},
+    "GatherBackward0": {"self": SHAPE},
+    "HardshrinkBackward0": {"self": _hardshrink},
+    "HardsigmoidBackward0": {"self": _hardsigmoid},
+    "HardtanhBackward0": {"self": _hardtanh},
+    "LeakyReluBackward0": {"self": _leaky_relu},
+    "LeakyReluBackward1": {"result": _leaky_relu},
+    "MaskedSelectBackward0": {"self": SHAPE},
+    "MaxPool2DWithIndicesBackward0": {"self": SHAPE},
+    "MaxPool3DWithIndicesBackward0": {"self": SHAPE},
+    "NativeLayerNormBackward0": {"bias": SHAPE},
+    "NllLoss2DBackward0": {"self": SHAPE},
+    "NllLossBackward0": {"self": SHAPE},
+    "ReflectionPad1DBackward0": {"self": SHAPE},
+    "ReflectionPad2DBackward0": {"self": SHAPE},
+    "ReflectionPad3DBackward0": {"self": SHAPE},
+    "ReluBackward0": {"result": _relu},
+    "ReplicationPad1DBackward0": {"self": SHAPE},
+    "ReplicationPad2DBackward0": {"self": SHAPE},
+    "ReplicationPad3DBackward0": {"self": SHAPE},
+    "SoftshrinkBackward0": {"self": _softshrink},
+    "TakeBackward0": {"self": SHAPE},
+    "ThresholdBackward0": {"self": _threshold},
+}
