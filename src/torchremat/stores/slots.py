@@ -223,4 +223,5 @@ NEEDS: Mapping[str, Mapping[str, Need]] = {
     "SoftshrinkBackward0": {"self": _softshrink},
     "TakeBackward0": {"self": SHAPE},
     "ThresholdBackward0": {"self": _threshold},
+    "ThresholdBackward1": {"self": _threshold},
 }

@@ -1,0 +1,258 @@
+"""How a saved tensor comes to be held as what backward needs of it: its shape, or a bit for each element.
+
+NOTE [ How a slot is known ]
+Saved-tensor hooks are handed a tensor, not the node and the slot that save it, and the node does not exist yet. So
+while an operation runs its saves wait; when it has returned, its new nodes are found from its results, and by what
+their slots hold it is known which save is which. Then each is stored, narrowed or whole. What waits is at most what one
+operation saves, it waits as long as that operation runs, and an error in the operation ends the waiting as well. Saves
+that no function of torch makes (those of custom Functions and of compiled code), and those of a backward, do not wait
+and are stored whole.
+
+Missing on purpose: giving up a mask if another operation has the same tensor stored whole later. The mask is a
+thirty-second of it or less, and lets go of the whole as soon as that other operation has gone backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from threading import get_ident
+from typing import Protocol, cast
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+from torch.overrides import TorchFunctionMode
+
+from torchremat._compat.autograd import current_graph_task, current_node, packed_in, set_grad_mode
+from torchremat._compat.modes import sequence_number
+from torchremat.ambient.surroundings import only_watches
+from torchremat.errors import MutationError, StoreError
+from torchremat.saved.handles import Handle, Store
+from torchremat.stores.slots import NEEDS, Geometry, Shape, Split, geometry_of, image, in_order
+
+# Below this a tensor is stored whole, since what stands for it would take as much.
+_MIN_BYTES = 1024
+# Nodes of one operation that are looked at; the largest functions of torch make some tens.
+_MOST_NODES = 256
+
+
+class Stored(Protocol):
+    """What a catalog hands out for a saved tensor."""
+
+    def get(self) -> Tensor:
+        """Return the tensor."""
+        ...
+
+
+class Narrowable:
+    """What autograd holds in place of a tensor that may be narrowed."""
+
+    __slots__ = ("__weakref__", "_stored", "_watch")
+
+    def __init__(self, watch: SlotWatch) -> None:
+        self._watch = ref(watch)
+        self._stored: Stored | None = None
+
+    def put(self, stored: Stored) -> None:
+        """Let it stand for what has been stored."""
+        self._stored = stored
+
+    def get(self) -> Tensor:
+        """Return the tensor, or its image; see NOTE [ An image ].
+
+        Raises:
+            StoreError: Its values are asked for, not by the backward of its node, and only an image can be had. Or the
+                store failed in the forward.
+            MutationError: It was written in place before it could be stored.
+        """
+        watch = self._watch()
+        if self._stored is None and watch is not None:
+            watch.settle()
+        if self._stored is None:
+            raise StoreError(
+                "this saved tensor was not stored, because the store failed in the operation that saves it. "
+                "Run the forward again."
+            )
+        return self._stored.get()
+
+
+@dataclass(frozen=True, slots=True)
+class _Image:
+    """What is held of a tensor whose values nobody needs."""
+
+    node: str
+    slot: str
+    geometry: Geometry
+    bits: Handle | None = None
+    true: float = 0.0
+    false: float = 0.0
+
+    def get(self) -> Tensor:
+        running = current_node()
+        if running is None or running.name() != self.node:
+            raise StoreError(
+                f"{self.node}: of its saved tensor `{self.slot}` only {'the shape' if self.bits is None else 'a mask'} "
+                "is held, because its backward needs no more, so its values cannot be read outside of that backward. "
+                "Use a store without `Compressed` to read them."
+            )
+        if self.bits is None:
+            return self.geometry.empty()
+        return image(self.geometry, self.bits.get(), self.true, self.false)
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """A tensor that was written after it was saved, by the operation that saves it."""
+
+    shape: torch.Size
+    before: int
+    now: int
+
+    def get(self) -> Tensor:
+        raise MutationError(
+            f"a saved tensor of shape {list(self.shape)} was written in place by the operation that saved it: it is at "
+            f"version {self.now}, and was saved at version {self.before}. Let the operation write to a clone."
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    narrowable: Narrowable
+    # The tensor itself, by which a catalog knows parameters; it makes a cycle with its node until the operation is over.
+    tensor: Tensor
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A slot that needs less, of a node that has just been made."""
+
+    node: Node
+    name: str
+    slot: str
+
+
+@only_watches
+class SlotWatch(TorchFunctionMode):
+    """A mode in which tensors are stored as what backward needs of them. See NOTE [ How a slot is known ]
+
+    It is entered together with saved-tensor hooks whose pack is its `pack`, and left after them.
+
+    Args:
+        put: Stores a whole tensor, as a catalog does.
+        store: Where masks go: bool tensors of one dimension, so it should be one that encodes them.
+    """
+
+    def __init__(self, put: Callable[[Tensor], Stored], store: Store) -> None:
+        super().__init__()
+        self._put = put
+        self._store = store
+        self._thread = get_ident()
+        self._since = -1  # the number that the first node of the running operation gets; -1 if none runs
+        self._waiting: list[_Waiting] = []
+        self.narrowed_bytes = 0
+
+    def pack(self, tensor: Tensor) -> Stored:
+        """Return what autograd holds in place of a tensor: the pack hook."""
+        if self._since < 0 or not _is_plain(tensor) or get_ident() != self._thread or current_graph_task() >= 0:
+            return self._put(tensor)
+        narrowable = Narrowable(self)
+        self._waiting.append(_Waiting(narrowable, tensor, tensor._version))
+        return narrowable
+
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: Iterable[type],
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        """Run an operation, and store what it has saved when it has returned."""
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or self._since >= 0:
+            return func(*args, **(kwargs or {}))
+        self._since = sequence_number()
+        result = None
+        try:
+            result = func(*args, **(kwargs or {}))
+        finally:
+            since, self._since = self._since, -1
+            if self._waiting:
+                self.settle(self._found(result, since))
+        return result
+
+    def settle(self, found: Mapping[Narrowable, _Found] | None = None) -> None:
+        """Store what waits, narrowed where it is known to be enough.
+
+        Raises:
+            StoreError: The store was told to be strict, and failed.
+        """
+        waiting, self._waiting = self._waiting, []
+        enabled = torch.is_grad_enabled()
+        set_grad_mode(False)
+        try:
+            for one in waiting:
+                now = one.tensor._version
+                if now != one.version:
+                    one.narrowable.put(_Written(one.tensor.shape, one.version, now))
+                    continue
+                slot = None if found is None else found.get(one.narrowable)
+                narrowed = None if slot is None else self._narrowed(one.tensor, slot)
+                one.narrowable.put(self._put(one.tensor) if narrowed is None else narrowed)
+        finally:
+            set_grad_mode(enabled)
+
+    def _narrowed(self, tensor: Tensor, found: _Found) -> _Image | None:
+        geometry, need = geometry_of(tensor), NEEDS[found.name][found.slot]
+        if isinstance(need, Shape):
+            self.narrowed_bytes += tensor.nbytes
+            return _Image(found.name, found.slot, geometry)
+        split = need(found.node, in_order(tensor)) if geometry.is_dense() else None
+        bits = None if split is None else self._store.put(split.bits)
+        if split is None or bits is None:
+            return None
+        self.narrowed_bytes += tensor.nbytes
+        return _Image(found.name, found.slot, geometry, bits, split.true, split.false)
+
+    def _found(self, result: object, since: int) -> dict[Narrowable, _Found]:
+        """Return the slots that need less among those that wait, by what they hold."""
+        waiting = {one.narrowable for one in self._waiting}
+        found: dict[Narrowable, _Found] = {}
+        nodes = [tensor.grad_fn for tensor in _tensors_in(result)]
+        seen: set[Node] = set()
+        while nodes and len(found) < len(waiting) and len(seen) < _MOST_NODES:
+            node = nodes.pop()
+            # Older nodes are those of other operations. Leaves have the largest number of all, and nothing behind them.
+            if node is None or node in seen or node._sequence_nr() < since:
+                continue
+            seen.add(node)
+            nodes.extend(before for before, _ in node.next_functions)
+            name = node.name()
+            for slot in NEEDS.get(name, ()):
+                packed = packed_in(node, slot)
+                if isinstance(packed, Narrowable) and packed in waiting:
+                    found[packed] = _Found(node, name, slot)
+        return found
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Return whether a tensor may be narrowed: an ordinary float tensor, of some size, that is no parameter."""
+    owner = tensor if tensor._base is None else tensor._base
+    return (
+        type(tensor) is Tensor
+        and tensor.layout is torch.strided
+        and tensor.dtype.is_floating_point
+        and tensor.nbytes >= _MIN_BYTES
+        and tensor.device.type != "meta"
+        and not tensor.is_neg()
+        and not (owner.is_leaf and owner.requires_grad)
+    )
+
+
+def _tensors_in(result: object) -> list[Tensor]:
+    if isinstance(result, Tensor):
+        return [result]
+    if isinstance(result, (tuple, list)):
+        return [tensor for one in cast("Iterable[object]", result) for tensor in _tensors_in(one)]
+    return []
