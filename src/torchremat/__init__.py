@@ -33,6 +33,8 @@ from torchremat.regions.sessions import Session, session
 from torchremat.regions.spilling import spill
 from torchremat.regions.wrapping import unwrap, wrap
 from torchremat.saved.tensor import SavedTensor
+from torchremat.stores import codecs
+from torchremat.stores.compressed import Compressed
 from torchremat.stores.disk import Disk
 from torchremat.stores.host import Host
 from torchremat.stores.keep import Keep
@@ -45,6 +47,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BudgetError",
     "CheckpointError",
+    "Compressed",
     "Disk",
     "Host",
     "Installation",
@@ -73,6 +76,7 @@ __all__ = [
     "WrapError",
     "checkpoint",
     "checkpointed",
+    "codecs",
     "fit",
     "frozen",
     "install",

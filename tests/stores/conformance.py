@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from torchremat import Disk, Host, Keep, Tiers
+from torchremat import Compressed, Disk, Host, Keep, Tiers
 
 DTYPES = [
     torch.float32,
@@ -61,6 +61,8 @@ STORES: dict[str, Maker] = {
     "disk, nothing pending": Maker(lambda limit, strict: Disk(limit=limit, strict=strict, pending=1, threads=1)),
     "tiers of one": Maker(lambda limit, strict: Tiers(Host(limit), strict=strict)),
     "tiers of two": Maker(lambda limit, strict: Tiers(Host(3000), Disk(), strict=strict), has_limit=False),
+    "compressed": Maker(lambda limit, strict: Compressed(Host(limit, strict=strict)), exact_bytes=False),
+    "compressed in place": Maker(lambda limit, strict: Compressed(), copies=False, has_limit=False, exact_bytes=False),
 }
 
 

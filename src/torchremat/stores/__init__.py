@@ -10,6 +10,8 @@ disk.py        in a file without a name
   extents.py     which bytes of it are free
   checksums.py   whether what comes back is what was written
 tiers.py       in the first of several stores that has room
+compressed.py  in another store, encoded
+codecs/        how a tensor is held in fewer bytes
 
 geometry.py    where in its storage a tensor lies
 weak.py        bytes that are held by others
@@ -21,5 +23,7 @@ stored.py      what autograd holds in place of a tensor
 pieces.py      the pieces of a storage that a store has
 records.py     what a store has of one storage at one version
 catalog.py     what autograd saves, by storage and version
+slots.py       of which saved tensors backward needs only the shape or a mask
+narrowing.py   how it is known, when a tensor is saved, that it is one of these
 offloading.py  what autograd saves in a block of code, put into a store
 """

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 from torch import Tensor
 
-from torchremat.errors import PolicyError
+from torchremat.errors import UnsupportedError
 from torchremat.saved.handles import Handle, Store
 from torchremat.stores.codecs.codec import Codec, Form, LossyCodec
 from torchremat.stores.codecs.lossless import MaskBits, NarrowIndices, TwoValues
 from torchremat.stores.keep import Keep
+from torchremat.stores.statistics import StoreStatistics
 
 _LOSSLESS: tuple[Codec, ...] = (MaskBits(), NarrowIndices(), TwoValues())
 
@@ -18,7 +21,7 @@ class Compressed:
 
     Masks, indices, and floats of two values are held in fewer bytes and come back bit for bit. Other floats are handed
     on as they are, unless a lossy codec is named: then gradients differ from those of the plain run, by what the codec
-    declares for each saved tensor. Tensors that are no floats are never lost.
+    declares for each saved tensor. What is no float never loses anything.
 
     Inside `offload`, tensors of which backward needs only a mask or the shape are held as that. See `SlotWatch`
 
@@ -27,21 +30,38 @@ class Compressed:
         lossy: What floats are encoded with, one of `BFloat16`, `Float8`, `Int8`, or a `LossyCodec` of yours.
 
     Raises:
-        PolicyError: `lossy` is no lossy codec.
+        UnsupportedError: `store` is no store, or `lossy` no lossy codec.
     """
 
     def __init__(self, store: Store | None = None, *, lossy: LossyCodec | None = None) -> None:
-        if lossy is not None and (isinstance(lossy, type) or not isinstance(lossy, LossyCodec)):
-            raise PolicyError(
+        if lossy is not None and (isinstance(lossy, type) or not isinstance(cast("object", lossy), LossyCodec)):
+            raise UnsupportedError(
                 f"lossy={lossy!r} is no lossy codec: it needs encode, decode and bound. "
                 "Use torchremat.codecs.BFloat16(), Float8() or Int8(), or None to lose nothing."
             )
+        if store is not None and not callable(getattr(store, "put", None)):
+            raise UnsupportedError(f"Compressed(...): a store is needed, got {store!r}.")
         self.store = Keep() if store is None else store
         self.lossy = lossy
         self._codecs = _LOSSLESS if lossy is None else (*_LOSSLESS, lossy)
 
+    @property
+    def statistics(self) -> StoreStatistics | None:
+        """What the inner store has done so far, in encoded bytes; None if it does not say."""
+        found = getattr(self.store, "statistics", None)
+        return found if isinstance(found, StoreStatistics) else None
+
+    @property
+    def strict(self) -> bool:
+        """Whether the inner store raises if there is no room."""
+        return bool(getattr(self.store, "strict", False))
+
     def put(self, tensor: Tensor) -> Handle | None:
-        """Encode a tensor and put the result into the inner store; return None if there is no room."""
+        """Encode a tensor and put the result into the inner store; return None if there is no room.
+
+        Raises:
+            StoreError: The inner store has no room, or failed, and was told to be strict.
+        """
         for codec in self._codecs:
             if codec is self.lossy and not tensor.dtype.is_floating_point:
                 continue
@@ -52,7 +72,8 @@ class Compressed:
         return self.store.put(tensor)
 
     def __repr__(self) -> str:
-        return f"Compressed({self.store!r})" if self.lossy is None else f"Compressed({self.store!r}, lossy={self.lossy})"
+        lossy = "" if self.lossy is None else f", lossy={self.lossy!r}"
+        return f"Compressed({self.store!r}{lossy})"
 
 
 class EncodedHandle:

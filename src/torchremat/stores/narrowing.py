@@ -30,7 +30,8 @@ from torchremat._compat.modes import sequence_number
 from torchremat.ambient.surroundings import only_watches
 from torchremat.errors import MutationError, StoreError
 from torchremat.saved.handles import Handle, Store
-from torchremat.stores.slots import NEEDS, Geometry, Shape, Split, geometry_of, image, in_order
+from torchremat.stores.contents import written_since
+from torchremat.stores.slots import NEEDS, Geometry, Shape, geometry_of, image, in_order
 
 # Below this a tensor is stored whole, since what stands for it would take as much.
 _MIN_BYTES = 1024
@@ -106,21 +107,16 @@ class _Image:
 class _Written:
     """A tensor that was written after it was saved, by the operation that saves it."""
 
-    shape: torch.Size
-    before: int
-    now: int
+    message: str
 
     def get(self) -> Tensor:
-        raise MutationError(
-            f"a saved tensor of shape {list(self.shape)} was written in place by the operation that saved it: it is at "
-            f"version {self.now}, and was saved at version {self.before}. Let the operation write to a clone."
-        )
+        raise MutationError(self.message)
 
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
     narrowable: Narrowable
-    # The tensor itself, by which a catalog knows parameters; it makes a cycle with its node until the operation is over.
+    # The tensor itself, by which a catalog knows parameters. A cycle with its node, until the operation is over.
     tensor: Tensor
     version: int
 
@@ -136,7 +132,7 @@ class _Found:
 
 @only_watches
 class SlotWatch(TorchFunctionMode):
-    """A mode in which tensors are stored as what backward needs of them. See NOTE [ How a slot is known ]
+    """A mode in which tensors are stored as what backward needs of them. See NOTE [ How a slot is known ].
 
     It is entered together with saved-tensor hooks whose pack is its `pack`, and left after them.
 
@@ -195,7 +191,8 @@ class SlotWatch(TorchFunctionMode):
             for one in waiting:
                 now = one.tensor._version
                 if now != one.version:
-                    one.narrowable.put(_Written(one.tensor.shape, one.version, now))
+                    written = written_since(one.tensor, version=one.version, now=now)
+                    one.narrowable.put(_Written(str(written)))
                     continue
                 slot = None if found is None else found.get(one.narrowable)
                 narrowed = None if slot is None else self._narrowed(one.tensor, slot)

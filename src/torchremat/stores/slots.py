@@ -18,12 +18,11 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from math import inf, nan, prod
-from typing import Any, cast
+from math import inf, nan
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node
 
 _aten = torch.ops.aten
 
@@ -44,7 +43,9 @@ class Geometry:
     def is_dense(self) -> bool:
         """Return whether the elements lie in one piece of memory, each at one place of it."""
         step = 1
-        for stride, size in sorted((stride, size) for stride, size in zip(self.strides, self.shape) if size != 1):
+        for stride, size in sorted(
+            (stride, size) for stride, size in zip(self.strides, self.shape, strict=True) if size != 1
+        ):
             if stride != step:
                 return False
             step *= size
@@ -95,7 +96,7 @@ class Shape:
 
 
 SHAPE = Shape()
-# What makes the split of a slot out of the node and the saved tensor, in the order of the memory; None if there is none.
+# Makes the split of a slot out of the node and the saved tensor, in the order of the memory; None if there is none.
 Splitter = Callable[[Any, Tensor], "Split | None"]
 
 
@@ -167,8 +168,8 @@ def _clamp_max(node: Any, tensor: Tensor) -> Split | None:
 
 
 def _has_unsure_nans(tensor: Tensor) -> bool:
-    # These kernels of the CPU let a gradient through a NaN or not, depending on whether the strides of the gradient allow
-    # vectors. What they will be is not known in the forward.
+    # These kernels of the CPU let a gradient through a NaN or not, depending on whether the strides of the gradient
+    # allow vectors. What they will be is not known in the forward.
     return tensor.device.type == "cpu" and bool(tensor.isnan().any())
 
 

@@ -28,13 +28,19 @@ def pack_bits(mask: Tensor) -> Tensor:
     Args:
         mask: Bool, contiguous, at least one element.
     """
-    flat = mask.reshape(-1)
-    if flat.device.type == "cpu":
-        return torch.from_numpy(numpy.packbits(flat.numpy(), bitorder="little"))
-    filled = flat.new_zeros(-(-flat.numel() // 8) * 8)
-    filled[: flat.numel()] = flat
-    shifts = torch.arange(8, dtype=torch.uint8, device=flat.device)
-    return (filled.view(-1, 8).view(torch.uint8) << shifts).sum(1, dtype=torch.uint8)
+    if mask.device.type != "cpu":
+        return pack_bits_anywhere(mask)
+    packed = numpy.packbits(mask.reshape(-1).numpy(), bitorder="little")
+    # Into memory of torch's allocator, which is the one that is measured.
+    return torch.empty(packed.shape, dtype=torch.uint8).copy_(torch.from_numpy(packed))
+
+
+def pack_bits_anywhere(mask: Tensor) -> Tensor:
+    """Return what `pack_bits` returns, by operators that every device has."""
+    filled = mask.new_zeros(-(-mask.numel() // 8) * 8)
+    filled[: mask.numel()] = mask.reshape(-1)
+    shifts = torch.arange(8, dtype=torch.uint8, device=mask.device)
+    return (filled.view(torch.uint8).view(-1, 8) << shifts).sum(1, dtype=torch.uint8)
 
 
 def unpack_bits(packed: Tensor, count: int) -> Tensor:
@@ -44,11 +50,17 @@ def unpack_bits(packed: Tensor, count: int) -> Tensor:
         packed: What `pack_bits` has returned.
         count: Elements of the mask.
     """
-    if packed.device.type == "cpu":
-        return torch.from_numpy(numpy.unpackbits(packed.numpy(), count=count, bitorder="little")).view(torch.bool)
+    if packed.device.type != "cpu":
+        return unpack_bits_anywhere(packed, count)
+    bits = numpy.unpackbits(packed.numpy(), count=count, bitorder="little")
+    return torch.empty(count, dtype=torch.bool).copy_(torch.from_numpy(bits).view(torch.bool))
+
+
+def unpack_bits_anywhere(packed: Tensor, count: int) -> Tensor:
+    """Return what `unpack_bits` returns, by operators that every device has."""
     shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
-    bits = (packed.unsqueeze(1) >> shifts).bitwise_and_(1).view(-1)[:count]
-    return bits.view(torch.bool)
+    bits = (packed.unsqueeze(1) >> shifts).bitwise_and_(1).view(-1)
+    return bits[:count].view(torch.bool)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +127,8 @@ class NarrowIndices:
         if spread < 2**8:
             payload = (tensor - least).to(torch.uint8)
             return Encoded(payload, Form(tensor.shape, tensor.dtype, (8, least)))
-        # Why the halves? Few operators know unsigned integers of 16 and 32 bits. The difference, at most 2**bits - 1, is
-        # moved by 2**(bits - 1) into the signed ones; it is taken first, since `least` with the half might overflow.
+        # Why the halves? Few operators know unsigned integers of 16 and 32 bits. The difference, at most 2**bits - 1,
+        # is moved by 2**(bits - 1) into the signed ones; it is taken first, since `least` and a half may overflow.
         for bits, dtype in ((16, torch.int16), (32, torch.int32)):
             if spread < 2**bits and size * 8 > bits:
                 payload = (tensor.to(torch.int64) - least).sub_(2 ** (bits - 1)).to(dtype)

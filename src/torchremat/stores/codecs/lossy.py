@@ -15,7 +15,7 @@ from math import inf, nan
 import torch
 from torch import Tensor
 
-from torchremat.errors import PolicyError
+from torchremat.errors import UnsupportedError
 from torchremat.stores.codecs.codec import Encoded, Form
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -32,7 +32,9 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 def _checked(group: int | None) -> None:
     if group is not None and group < _SMALLEST_GROUP:
-        raise PolicyError(f"group={group} saves no bytes, since each group costs some. Use {_SMALLEST_GROUP} or more.")
+        raise UnsupportedError(
+            f"group={group} saves no bytes, since each group costs some. Use {_SMALLEST_GROUP} or more."
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,7 @@ class Int8:
         group: Consecutive elements that share a scale.
 
     Raises:
-        PolicyError: Groups so small that nothing is saved.
+        UnsupportedError: Groups so small that nothing is saved.
     """
 
     group: int = 128
@@ -106,7 +108,7 @@ class Float8:
         group: Consecutive elements that share a scale; None for one scale for the tensor.
 
     Raises:
-        PolicyError: Groups so small that nothing is saved.
+        UnsupportedError: Groups so small that nothing is saved.
     """
 
     group: int | None = None
@@ -149,9 +151,7 @@ def _largest_of_groups(tensor: Tensor, group: int) -> Tensor:
 # How a payload is laid out, in bytes: the scales of all groups, then the codes of all elements.
 
 
-def _encoded(
-    tensor: Tensor, group: int, code: torch.dtype, to_codes: Callable[[Tensor], Tensor]
-) -> Encoded | None:
+def _encoded(tensor: Tensor, group: int, code: torch.dtype, to_codes: Callable[[Tensor], Tensor]) -> Encoded | None:
     count, wide = tensor.numel(), _wide(tensor.dtype)
     head = -(-count // group) * wide.itemsize
     if tensor.dtype not in _FLOATS or head + count >= tensor.numel() * tensor.element_size():
