@@ -92,7 +92,8 @@ class _Image:
 
     def get(self) -> Tensor:
         running = current_node()
-        if running is None or running.name() != self.node:
+        # Compiled autograd runs backward without nodes.
+        if current_graph_task() < 0 if running is None else running.name() != self.node:
             raise StoreError(
                 f"{self.node}: of its saved tensor `{self.slot}` only {'the shape' if self.bits is None else 'a mask'} "
                 "is held, because its backward needs no more, so its values cannot be read outside of that backward. "
