@@ -13,50 +13,27 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import FlopCounterMode
 
 import torchremat
-from torchremat import Compressed, Host, MutationError, StoreError
-from torchremat.stores.narrowing import SlotWatch
+from torchremat import Compressed, Host, MutationError, StoreError, StoreWarning, offload
 
 
-class Whole:
-    """Stores whole tensors as a catalog does, and notes their shapes. Parameters it keeps."""
+class Noting:
+    """A store that notes the elements of the floats that it is given: what was stored whole."""
 
-    def __init__(self, store):
-        self.store, self.shapes = store, []
+    def __init__(self):
+        self.inner, self.whole = Host(), []
 
     def put(self, tensor):
-        if tensor.is_leaf and tensor.requires_grad:
-            return KeptHere(tensor.detach())
-        storage = tensor.detach().untyped_storage()
-        handle = self.store.put(tensor.new_empty(0).set_(storage, 0, (storage.nbytes() // tensor.itemsize,)))
-        if handle is None:
-            return KeptHere(tensor.detach())
-        self.shapes.append(tuple(tensor.shape))
-        return Copy(handle, tensor)
+        if tensor.is_floating_point():
+            self.whole.append(tensor.numel())
+        return self.inner.put(tensor)
 
 
-class KeptHere:
-    def __init__(self, tensor):
-        self.tensor = tensor
-
-    def get(self):
-        return self.tensor
-
-
-class Copy:
-    def __init__(self, handle, tensor):
-        self.handle, self.place = handle, (tensor.shape, tensor.stride(), tensor.storage_offset())
-
-    def get(self):
-        return self.handle.get().as_strided(*self.place)
-
-
-@contextmanager
 def narrowing(store=None):
-    """What `offload` does with a watch, with the least behind it."""
-    whole = Whole(Compressed(Host()) if store is None else store)
-    watch = SlotWatch(whole.put, whole.store)
-    with torch.autograd.graph.saved_tensors_hooks(watch.pack, lambda packed: packed.get()), watch:
-        yield watch, whole
+    return offload(Compressed(Noting()) if store is None else store)
+
+
+def whole(entered):
+    return entered.catalog.store.store.whole
 
 
 @pytest.fixture(autouse=True)
@@ -104,12 +81,11 @@ def test_relu_takes_a_bit_for_each_element():
     x = torch.randn(53_888, requires_grad=True)
     store = Compressed(Host())
 
-    with narrowing(store) as (watch, whole):
+    with narrowing(store) as entered:
         y = F.relu(x)
 
-    assert watch.narrowed_bytes == 215_552
+    assert entered.saved_bytes == entered.narrowed_bytes == 215_552
     assert store.statistics.stored_bytes == 6_736
-    assert whole.shapes == []
     y.sum().backward()
     assert torch.equal(x.grad, (x > 0).float())
     assert store.statistics.stored_bytes == 0
@@ -119,24 +95,12 @@ def test_a_convolutional_network():
     model, x, y = vgg(), torch.randn(4, 3, 16, 16), torch.randint(5, (4,))
     expected, _ = gradients_of(model, x, y, plain())
 
-    found, (_, whole) = gradients_of(model, x, y, narrowing())
+    found, entered = gradients_of(model, x, y, narrowing())
 
     assert all(map(torch.equal, found, expected))
-    # Convolutions and the normalisation need their inputs. What is not here: the results of relu, leaky relu and
-    # relu6, and the inputs of the pools.
-    floats = [shape for shape in whole.shapes if len(shape) == 4]
-    assert (
-        floats
-        == [
-            (4, 3, 16, 16),  # conv
-            (4, 8, 8, 8),  # indices of the max pool
-            (4, 8, 8, 8),  # conv
-            (4, 8, 8, 8),  # batch norm
-            (4, 8, 4, 4),  # conv
-            (4, 8, 4, 4),  # the dropout mask, in bits
-            (4, 8, 4, 4),  # its input, for the gradient of a mask that needs none
-        ][: len(floats)]
-    )
+    # The second convolution, the normalisation, the third convolution and the linear layer need their inputs. The
+    # results of relu, leaky relu and relu6 and the inputs of the pools are not here, nor is the mask of the dropout.
+    assert whole(entered) == [2048, 2048, 512, 512]
 
 
 @pytest.mark.parametrize(
@@ -145,11 +109,11 @@ def test_a_convolutional_network():
 def test_however_it_is_called(make):
     x = torch.randn(1000, requires_grad=True)
 
-    with narrowing() as (watch, whole):
+    with narrowing() as entered:
         y = make(x * 1)
 
-    assert watch.narrowed_bytes == 4000
-    assert whole.shapes == []
+    assert entered.narrowed_bytes == 4000
+    assert whole(entered) == []
     y.sum().backward()
     assert torch.equal(x.grad, (x > 0).float())
 
@@ -157,14 +121,14 @@ def test_however_it_is_called(make):
 def test_several_results_and_several_nodes_of_one_function():
     x = torch.randn(2, 3, 32, 32, requires_grad=True)
 
-    with narrowing() as (watch, whole):
+    with narrowing() as entered:
         values, indices = F.max_pool2d(x * 1, 2, return_indices=True)
         loss = F.cross_entropy(x.flatten(2).mean(1), torch.tensor([0, 1]))
 
     assert not indices.requires_grad
     # The inputs of the pool, and of the likelihood: cross_entropy saves the result of log_softmax for two nodes.
-    assert watch.narrowed_bytes == 4 * x.numel() + 4 * 2 * 1024
-    assert whole.shapes == [(2, 3, 16, 16), (2,), (), (2, 1024)]
+    assert entered.narrowed_bytes == 4 * x.numel() + 4 * 2 * 1024
+    assert whole(entered) == [2048]  # log_softmax
     (values.sum() + loss).backward()
 
 
@@ -193,17 +157,20 @@ def test_backward_twice():
     assert torch.equal(x.grad, 2 * once)
 
 
+@pytest.mark.filterwarnings("ignore:Using backward")
 def test_a_backward_inside_stores_whole_and_at_once():
     # `Tensor.backward` is a function of torch as well. What a graph of second derivatives saves must not wait for it.
     x = torch.randn(1000, requires_grad=True)
-    alive = []
+    stored = []
 
-    with narrowing() as (watch, _):
+    with narrowing() as entered:
         y = x.exp().relu().sum()
-        x.register_hook(lambda _: alive.append(len(watch._waiting)))
-        torch.autograd.grad(y, x, create_graph=True)
+        before = entered.copied_out_bytes
+        x.register_hook(lambda _: stored.append(entered.copied_out_bytes - before))
+        y.backward(inputs=x, create_graph=True)
 
-    assert alive == [0]
+    assert stored[0] > 0
+    x.grad = None
 
 
 def test_an_image_is_for_its_node_alone():
@@ -237,13 +204,13 @@ def test_what_is_small_or_a_parameter_is_stored_whole():
     weight = nn.Parameter(torch.randn(1000))
     small = torch.randn(255, requires_grad=True)
 
-    with narrowing() as (watch, whole):
+    with narrowing() as entered:
         y = F.relu(small * 1)
         z = F.leaky_relu(weight)
         view = F.leaky_relu(weight.view(10, 100))
 
-    assert watch.narrowed_bytes == 0
-    assert whole.shapes == [(255,), (10, 100)]
+    assert entered.narrowed_bytes == 0
+    assert whole(entered) == []
     (y.sum() + z.sum() + view.sum()).backward()
 
 
@@ -279,31 +246,31 @@ def test_what_is_stored_does_not_keep_the_tensor():
 def test_a_dropped_graph_frees_everything():
     store = Compressed(Host())
     x = torch.randn(1000, requires_grad=True)
-    with narrowing(store) as (watch, _):
+    with narrowing(store):
         y = F.relu(x)
-    watch = ref(watch)
+        packed = ref(y.grad_fn._raw_saved_result.data)
 
     assert store.statistics.stored_bytes == 125
     del y
 
     assert store.statistics.stored_bytes == 0
-    assert watch() is None
+    assert packed() is None
 
 
 def test_an_operation_that_raises_leaves_nothing_waiting():
     x = torch.randn(1000, requires_grad=True)
 
-    with narrowing() as (watch, whole):
+    with narrowing() as entered:
         y = x * 1
         with pytest.raises(RuntimeError, match="pad should be at most half"):
             F.max_pool2d(y.view(1, 10, 100), 2, padding=7)
         with pytest.raises(ValueError, match="Expected input batch_size"):
             F.cross_entropy(y.view(10, 100), torch.tensor([0]))
-        assert watch._waiting == []
         z = F.relu(y)
 
     # The pool had saved its input before it looked at the padding, and log_softmax had run.
-    assert whole.shapes == [(1, 10, 100), (10, 100)]
+    assert whole(entered) == [1000, 1000]
+    assert entered.narrowed_bytes == 4000
     z.sum().backward()
     assert torch.equal(x.grad, (x > 0).float())
 
@@ -312,7 +279,7 @@ class Broken:
     """A store that fails at its n-th put."""
 
     def __init__(self, at):
-        self.left, self.inner = at, Compressed(Host())
+        self.left, self.inner = at, Host()
 
     def put(self, tensor):
         self.left -= 1
@@ -327,7 +294,7 @@ def test_a_store_that_fails_raises_from_the_operation(at):
     labels = torch.arange(10)
     stored = x * 1
 
-    with pytest.raises(StoreError, match="no room"), narrowing(Broken(at)):
+    with pytest.raises(StoreError, match="no room"), narrowing(Compressed(Broken(at))):
         F.cross_entropy(F.relu(stored), labels)
 
     F.relu(x).sum().backward()
@@ -338,7 +305,7 @@ def test_what_was_not_stored_is_never_other_data():
     x = torch.randn(10, 100, requires_grad=True)
     y = x * 1
 
-    with narrowing(Broken(1)), pytest.raises(StoreError, match="no room"):
+    with narrowing(Compressed(Broken(1))), pytest.raises(StoreError, match="no room"):
         y.relu_()
 
     # In place: the node that the store failed for is in the graph.
@@ -352,10 +319,10 @@ def test_a_store_without_room_keeps():
             return None
 
     x = torch.randn(1000, requires_grad=True)
-    with narrowing(Full()) as (watch, _):
+    with pytest.warns(StoreWarning, match="has no room"), narrowing(Compressed(Full())) as entered:
         y = F.relu(x)
 
-    assert watch.narrowed_bytes == 0
+    assert entered.narrowed_bytes == 0
     y.sum().backward()
     assert torch.equal(x.grad, (x > 0).float())
 
@@ -391,10 +358,10 @@ def test_an_operation_that_writes_what_it_has_saved():
 def test_without_grad_nothing_is_done():
     x = torch.randn(1000, requires_grad=True)
 
-    with narrowing() as (watch, whole), torch.no_grad():
+    with narrowing() as entered, torch.no_grad():
         F.relu(x)
 
-    assert watch.narrowed_bytes == 0 and whole.shapes == []
+    assert entered.narrowed_bytes == 0 and whole(entered) == []
 
 
 def test_regions_inside_work_as_before():
@@ -420,10 +387,10 @@ def test_regions_inside_work_as_before():
 def test_a_recompute_inside_of_the_context():
     x = torch.randn(1000, requires_grad=True)
 
-    with narrowing() as (watch, _):
+    with narrowing() as entered:
         torchremat.checkpoint(lambda x: F.relu(x * 1) * 2, x).sum().backward()
 
-    assert watch.narrowed_bytes == 0
+    assert entered.narrowed_bytes == 0
     assert torch.equal(x.grad, 2 * (x > 0).float())
 
 
@@ -441,11 +408,11 @@ def test_other_modes_see_what_they_saw():
 def test_each_thread_has_a_watch_of_its_own():
     def work(seed, results):
         x = torch.randn(1000, generator=torch.Generator().manual_seed(seed)).requires_grad_()
-        with narrowing() as (watch, _):
+        with narrowing() as entered:
             for _ in range(20):
                 y = F.relu(x)
         y.sum().backward()
-        results.append(watch.narrowed_bytes == 80_000 and torch.equal(x.grad, (x > 0).float()))
+        results.append(entered.narrowed_bytes == 80_000 and torch.equal(x.grad, (x > 0).float()))
 
     results = []
     threads = [threading.Thread(target=work, args=(seed, results)) for seed in range(4)]
@@ -470,10 +437,10 @@ def test_custom_functions_store_whole():
             return 2 * x * gradient
 
     x = torch.randn(1000, requires_grad=True)
-    with narrowing() as (_, whole):
+    with narrowing() as entered:
         y = Square.apply(x * 1)
 
-    assert whole.shapes == [(1000,)]
+    assert whole(entered) == [1000]
     y.sum().backward()
     assert torch.equal(x.grad, 2 * x.detach())
 

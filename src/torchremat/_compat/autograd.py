@@ -68,6 +68,7 @@ at_end_of_backward = cast(
 # A view of the negative of a tensor, made by setting a bit.
 negated = cast("Callable[[Tensor], Tensor]", private("_neg_view", needed_for="stores"))
 
+
 def packed_in(node: Node, slot: str) -> object:
     """Return what a saved-tensor hook has packed into a slot of a node; a tensor or None if there were no hooks."""
     return cast("Any", getattr(node, f"_raw_saved_{slot}")).data

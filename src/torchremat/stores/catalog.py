@@ -31,7 +31,7 @@ from torchremat.stores.shared import Shared, Totals
 from torchremat.stores.stored import Stored
 
 if TYPE_CHECKING:
-    from torchremat.saved.handles import Store
+    from torchremat.saved.handles import Handle, Store
 
 
 class Packed(Protocol):
@@ -120,6 +120,28 @@ class Catalog:
             packed = self._stored(tensor, is_complete=is_complete)
         self._shared.saved(tensor, kept=packed is None)
         return packed
+
+    def put_mask(self, tensor: Tensor, mask: Tensor) -> Handle | None:
+        """Store a mask in place of a saved tensor; return None if there is no room.
+
+        Args:
+            tensor: What autograd saves.
+            mask: Bool, one dimension, memory of its own.
+        """
+        handle = self.store.put(mask)
+        if handle is not None:
+            self._shared.narrowed(tensor, mask.nbytes)
+        return handle
+
+    def get_mask(self, handle: Handle) -> Tensor:
+        """Return a mask that was stored."""
+        mask = handle.get()
+        self._shared.loaded(mask.nbytes)
+        return mask
+
+    def put_shape(self, tensor: Tensor) -> None:
+        """Count a saved tensor of which only the shape is needed."""
+        self._shared.narrowed(tensor, 0)
 
     def settle(self) -> None:
         """Store what was saved before it was filled."""

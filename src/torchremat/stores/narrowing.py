@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from threading import get_ident
-from typing import Protocol, cast
+from typing import cast
 from weakref import ref
 
 import torch
@@ -27,24 +27,19 @@ from torch.overrides import TorchFunctionMode
 
 from torchremat._compat.autograd import current_graph_task, current_node, packed_in, set_grad_mode
 from torchremat._compat.modes import sequence_number
+from torchremat._compat.transforms import transform_level_of
 from torchremat.ambient.surroundings import only_watches
 from torchremat.errors import MutationError, StoreError
 from torchremat.saved.handles import Handle, Store
+from torchremat.stores.catalog import Catalog, Packed
+from torchremat.stores.compressed import Compressed
 from torchremat.stores.contents import written_since
+from torchremat.stores.owned import is_leaf_of_model
 from torchremat.stores.slots import NEEDS, Geometry, Shape, geometry_of, image, in_order
+from torchremat.stores.tiers import Tiers
 
-# Below this a tensor is stored whole, since what stands for it would take as much.
-_MIN_BYTES = 1024
 # Nodes of one operation that are looked at; the largest functions of torch make some tens.
 _MOST_NODES = 256
-
-
-class Stored(Protocol):
-    """What a catalog hands out for a saved tensor."""
-
-    def get(self) -> Tensor:
-        """Return the tensor."""
-        ...
 
 
 class Narrowable:
@@ -54,9 +49,9 @@ class Narrowable:
 
     def __init__(self, watch: SlotWatch) -> None:
         self._watch = ref(watch)
-        self._stored: Stored | None = None
+        self._stored: Packed | None = None
 
-    def put(self, stored: Stored) -> None:
+    def put(self, stored: Packed) -> None:
         """Let it stand for what has been stored."""
         self._stored = stored
 
@@ -86,6 +81,7 @@ class _Image:
     node: str
     slot: str
     geometry: Geometry
+    catalog: Catalog
     bits: Handle | None = None
     true: float = 0.0
     false: float = 0.0
@@ -101,7 +97,7 @@ class _Image:
             )
         if self.bits is None:
             return self.geometry.empty()
-        return image(self.geometry, self.bits.get(), self.true, self.false)
+        return image(self.geometry, self.catalog.get_mask(self.bits), self.true, self.false)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,26 +131,29 @@ class _Found:
 class SlotWatch(TorchFunctionMode):
     """A mode in which tensors are stored as what backward needs of them. See NOTE [ How a slot is known ].
 
-    It is entered together with saved-tensor hooks whose pack is its `pack`, and left after them.
+    It is entered together with saved-tensor hooks whose pack is its `pack`, after them, and left before them.
 
     Args:
-        put: Stores a whole tensor, as a catalog does.
-        store: Where masks go: bool tensors of one dimension, so it should be one that encodes them.
+        catalog: What stores the others.
     """
 
-    def __init__(self, put: Callable[[Tensor], Stored], store: Store) -> None:
+    def __init__(self, catalog: Catalog) -> None:
         super().__init__()
-        self._put = put
-        self._store = store
+        self._catalog = catalog
         self._thread = get_ident()
         self._since = -1  # the number that the first node of the running operation gets; -1 if none runs
         self._waiting: list[_Waiting] = []
-        self.narrowed_bytes = 0
 
-    def pack(self, tensor: Tensor) -> Stored:
+    def pack(self, tensor: Tensor) -> Packed:
         """Return what autograd holds in place of a tensor: the pack hook."""
-        if self._since < 0 or not _is_plain(tensor) or get_ident() != self._thread or current_graph_task() >= 0:
-            return self._put(tensor)
+        if (
+            self._since < 0
+            or get_ident() != self._thread
+            or current_graph_task() >= 0
+            or not _may_be_narrowed(tensor)
+            or tensor.nbytes < self._catalog.min_bytes
+        ):
+            return self._catalog.put(tensor)
         narrowable = Narrowable(self)
         self._waiting.append(_Waiting(narrowable, tensor, tensor._version))
         return narrowable
@@ -197,21 +196,20 @@ class SlotWatch(TorchFunctionMode):
                     continue
                 slot = None if found is None else found.get(one.narrowable)
                 narrowed = None if slot is None else self._narrowed(one.tensor, slot)
-                one.narrowable.put(self._put(one.tensor) if narrowed is None else narrowed)
+                one.narrowable.put(self._catalog.put(one.tensor) if narrowed is None else narrowed)
         finally:
             set_grad_mode(enabled)
 
     def _narrowed(self, tensor: Tensor, found: _Found) -> _Image | None:
         geometry, need = geometry_of(tensor), NEEDS[found.name][found.slot]
         if isinstance(need, Shape):
-            self.narrowed_bytes += tensor.nbytes
-            return _Image(found.name, found.slot, geometry)
+            self._catalog.put_shape(tensor)
+            return _Image(found.name, found.slot, geometry, self._catalog)
         split = need(found.node, in_order(tensor)) if geometry.is_dense() else None
-        bits = None if split is None else self._store.put(split.bits)
+        bits = None if split is None else self._catalog.put_mask(tensor, split.bits)
         if split is None or bits is None:
             return None
-        self.narrowed_bytes += tensor.nbytes
-        return _Image(found.name, found.slot, geometry, bits, split.true, split.false)
+        return _Image(found.name, found.slot, geometry, self._catalog, bits, split.true, split.false)
 
     def _found(self, result: object, since: int) -> dict[Narrowable, _Found]:
         """Return the slots that need less among those that wait, by what they hold."""
@@ -234,17 +232,23 @@ class SlotWatch(TorchFunctionMode):
         return found
 
 
-def _is_plain(tensor: Tensor) -> bool:
-    """Return whether a tensor may be narrowed: an ordinary float tensor, of some size, that is no parameter."""
-    owner = tensor if tensor._base is None else tensor._base
+def narrows(store: Store) -> bool:
+    """Return whether a store asks for what is needed instead of what is saved: one that compresses, or a tier of it."""
+    return isinstance(store, Compressed) or (isinstance(store, Tiers) and any(map(narrows, store.stores)))
+
+
+def _may_be_narrowed(tensor: Tensor) -> bool:
+    """Return whether a tensor is one of floats in memory, and no parameter."""
     return (
         type(tensor) is Tensor
         and tensor.layout is torch.strided
         and tensor.dtype.is_floating_point
-        and tensor.nbytes >= _MIN_BYTES
         and tensor.device.type != "meta"
+        and not tensor.is_nested
+        and transform_level_of(tensor) == -1
         and not tensor.is_neg()
-        and not (owner.is_leaf and owner.requires_grad)
+        and not tensor.is_inference()
+        and not is_leaf_of_model(tensor)
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import ContextDecorator
 from functools import partial
@@ -13,6 +14,7 @@ from torchremat._compat.autograd import pop_saved_tensor_hooks, push_saved_tenso
 from torchremat._compat.graphs import outside_graphs
 from torchremat.errors import UnsupportedError
 from torchremat.stores.catalog import Catalog, Packed, unpack
+from torchremat.stores.narrowing import SlotWatch, narrows
 
 if TYPE_CHECKING:
     from torchremat.saved.handles import Store
@@ -21,7 +23,8 @@ if TYPE_CHECKING:
 # NOTE [ Inside of a region ]
 # Only the innermost hooks are called. If those of a store were, a region around them would not know of what is saved,
 # and would neither recompute it nor count it in a recompute. So the region's hook is called as well: it has the slot,
-# and the slot has what is stored. Such a slot is not recomputed.
+# and the slot has what is stored. Such a slot is not recomputed. Backward's slots are out of reach there, so nothing is
+# narrowed.
 
 
 @runtime_checkable
@@ -70,13 +73,18 @@ class Offload(ContextDecorator):
 
     @property
     def copied_out_bytes(self) -> int:
-        """How many bytes the store has taken so far, each byte of a storage once."""
+        """How many bytes the store has taken so far, each byte of a storage once, before any are encoded."""
         return self.catalog.totals.copied_out_bytes
 
     @property
     def copied_in_bytes(self) -> int:
         """How many bytes were brought back so far."""
         return self.catalog.totals.copied_in_bytes
+
+    @property
+    def narrowed_bytes(self) -> int:
+        """How many of the saved bytes backward does not need, because a mask or the shape will do; see `Compressed`."""
+        return self.catalog.totals.narrowed_bytes
 
     @property
     def refused_bytes(self) -> int:
@@ -97,11 +105,17 @@ class Offload(ContextDecorator):
                 "offload cannot be entered inside of a region of torch.utils.checkpoint: what it takes would no longer "
                 "be recomputed. Put offload around the region, or use torchremat.checkpoint."
             )
+        watch = None
         if hooks is not None and module.startswith(_REGIONS):
             # See NOTE [ Inside of a region ]
             push_saved_tensor_hooks(partial(self._serve, hooks[0]), hooks[1])
+        elif narrows(self.catalog.store):
+            watch = SlotWatch(self.catalog)
+            push_saved_tensor_hooks(watch.pack, unpack)
+            watch.__enter__()
         else:
             push_saved_tensor_hooks(self.catalog.put, unpack)
+        _entered.watches.append(watch)
         return self
 
     def _serve(self, pack: Callable[[Tensor], object], tensor: Tensor) -> object:
@@ -112,6 +126,9 @@ class Offload(ContextDecorator):
     @outside_graphs
     def __exit__(self, kind: object, *_: object) -> None:
         """End; what was saved stays in the store until its graph goes."""
+        watch = _entered.watches.pop()
+        if watch is not None:
+            watch.__exit__(None, None, None)
         pop_saved_tensor_hooks()
         if kind is None:
             self.catalog.settle()
@@ -121,3 +138,13 @@ class Offload(ContextDecorator):
 
 
 _REGIONS = "torchremat.regions."
+
+
+class _Entered(threading.local):
+    """The watches of what a thread has entered, None where a store does not narrow; the last is the innermost."""
+
+    def __init__(self) -> None:
+        self.watches: list[SlotWatch | None] = []
+
+
+_entered = _Entered()

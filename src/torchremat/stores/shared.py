@@ -26,6 +26,7 @@ class Totals:
         kept: How many of them stayed where they are: parameters, buffers, small ones, those that no store takes.
         copied_out_bytes: Bytes that the store has taken.
         copied_in_bytes: Bytes that were brought back.
+        narrowed_bytes: Bytes of saved tensors in whose place a mask was stored, or nothing.
         refused_bytes: Bytes that the store had no room for; they stayed where they are.
     """
 
@@ -34,6 +35,7 @@ class Totals:
     kept: int = 0
     copied_out_bytes: int = 0
     copied_in_bytes: int = 0
+    narrowed_bytes: int = 0
     refused_bytes: int = 0
 
 
@@ -71,6 +73,14 @@ class Shared:
             self.totals.saved += 1
             self.totals.saved_bytes += tensor.numel() * tensor.itemsize
             self.totals.kept += kept
+
+    def narrowed(self, tensor: Tensor, mask_bytes: int) -> None:
+        """Count a saved tensor in whose place a mask is stored, or nothing."""
+        with self._lock:
+            self.totals.saved += 1
+            self.totals.saved_bytes += tensor.nbytes
+            self.totals.narrowed_bytes += tensor.nbytes
+            self.totals.copied_out_bytes += mask_bytes
 
     def loaded(self, loaded_bytes: int) -> None:
         """Count bytes that are brought back."""
