@@ -44,7 +44,8 @@ def only_in_graphs(function: Callable[P, T]) -> Callable[P, T]:
     return function
 
 
-def _backend() -> str:
+def backend_name() -> str:
+    """Return the name of the backend that the running trace is made for."""
     dynamo = sys.modules["torch._dynamo"]  # it asks, so it is there
     backend = dynamo.symbolic_convert.InstructionTranslator.current_tx().output.compiler_fn
     return str(getattr(getattr(backend, "_torchdynamo_orig_backend", backend), "compiler_name", ""))
@@ -55,7 +56,7 @@ def uses_partitioner() -> bool:
 
     Others may run the traced graph as it is.
     """
-    return _backend() == "inductor" or _backend().startswith("aot_")
+    return backend_name() == "inductor" or backend_name().startswith("aot_")
 
 
 # Dynamo runs it while it traces, and takes its result for a constant.

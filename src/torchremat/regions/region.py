@@ -49,6 +49,7 @@ from torchremat.regions.threads import thread
 from torchremat.regions.values import Fingerprints
 from torchremat.saved.held import HeldTensor, holding
 from torchremat.saved.metadata import Metadata, metadata_of, version_of
+from torchremat.saved.packed import unpacked_in_graphs
 from torchremat.saved.structure import split, split_call
 
 if TYPE_CHECKING:
@@ -393,6 +394,7 @@ class Region:
         return f"region of {_name_of(self.made[call].body)}"
 
 
+@unpacked_in_graphs(Slot, "unpack_of_region")
 def unpack(slot: Slot) -> Tensor:
     """Return the tensor of a slot: the hook that autograd calls."""
     # What is recomputed already is handed out without any lock: no other node asks for it.

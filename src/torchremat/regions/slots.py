@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Protocol, cast
 from weakref import ref
 
 from torch import Tensor
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
+from torchremat._compat.autograd import current_graph_task
 from torchremat.errors import UnsupportedError
 from torchremat.regions.selecting import unseen
 from torchremat.regions.sessions import Session
+from torchremat.saved.metadata import Metadata
+from torchremat.saved.packed import Owner, Packed
 
 if TYPE_CHECKING:
     from torchremat.regions.region import Region
@@ -30,9 +33,10 @@ class Served(Protocol):
 Key = int | Session
 
 LOST = -1  # the index of a slot whose call has raised
+SPENT = 0  # the index of a slot that has nothing but metadata
 
 
-class Slot:
+class Slot(Packed):
     """What autograd holds in place of a saved tensor, and where the recomputed one waits until it is asked for.
 
     So that tensor is gone with the slot: who drops the graph drops what was recomputed for it. See Rule 12
@@ -100,6 +104,55 @@ class Slot:
             self.task = None  # last, since another thread may put a tensor then
         elif self.others is not None:
             self.others.pop(key, None)
+
+    # ---------------------------------------------------------------------------------- what compiled autograd asks
+
+    @property
+    def metadata(self) -> Metadata:
+        """What is known of the tensor."""
+        return self.region.metadata[self.index]
+
+    @property
+    def owners(self) -> Iterator[Owner]:
+        """The region, and whatever has its inputs: regions around it, records of a store."""
+        yield self.region
+        for held in self.region.held:
+            if isinstance(held.kept, Packed):
+                yield from held.kept.owners
+
+    def hand_out(self, *, last: bool) -> Tensor:
+        """Return the tensor. See `Packed.hand_out`."""
+        region = self.region
+        tensor = region.unpack(self)
+        if last:
+            self.drop(current_graph_task())
+            # The graph has this slot to its end, and must not have the inputs of every region for as long.
+            self.region = cast("Region", _Emptied(region.metadata[self.index]))
+            self.index = SPENT
+            if isinstance(self, ServedSlot):
+                self.value = None
+        return tensor
+
+    def emptied(self) -> Slot:
+        """Return a slot of the same metadata."""
+        return Slot(cast("Region", _Emptied(self.metadata)), SPENT)
+
+
+class _Emptied:
+    """In the place of the region of a slot that has handed out its tensor for the last time."""
+
+    __slots__ = ("held", "metadata")
+
+    def __init__(self, metadata: Metadata) -> None:
+        self.metadata = [metadata]
+        self.held: list[Any] = []
+
+    def unpack(self, slot: Slot) -> Tensor:
+        """Refuse, as autograd does."""
+        raise RuntimeError(
+            "Trying to backward through the graph a second time (or directly access saved tensors after they have "
+            "already been freed): a compiled backward without retain_graph=True has been through a region."
+        )
 
 
 class ServedSlot(Slot):

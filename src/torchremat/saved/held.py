@@ -76,6 +76,11 @@ class HeldTensor:
             set_grad_mode(True)
             holding.now = False
 
+    @property
+    def kept(self) -> object:
+        """The tensor, or what the hooks around the region have made of it."""
+        return self._kept
+
     def unpack(self) -> Tensor:
         """Return the tensor for a recompute, a leaf of its own, or the same parameter; grad mode is on.
 

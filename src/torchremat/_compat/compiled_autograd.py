@@ -1,0 +1,140 @@
+"""What compiled autograd needs, so that a saved tensor is unpacked inside of its graph when a node of it runs.
+
+Dynamo takes an object of a *black box* class into a graph as an input and hands it to operators of ours, which run as
+they are; the compiler sees their metadata and nothing else.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+from weakref import ReferenceType, ref
+
+import torch
+from torch import Tensor
+
+from torchremat._compat.binding import private
+from torchremat._compat.graphs import backend_name
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+    from types import FunctionType
+
+T = TypeVar("T", bound="Callable[..., object]")
+
+_NEEDED = "unpacking under compiled autograd"
+# Only `isinstance` differs from what it is for classes in general: what a compiler has in place of an object passes.
+BlackBoxMeta = cast("type[type]", private("_opaque_base.OpaqueBaseMeta", needed_for=_NEEDED))
+_register = cast("Callable[..., None]", private("_library.opaque_object.register_opaque_type", needed_for=_NEEDED))
+_READ_ONCE = private("_library.opaque_object.MemberType.USE_REAL", needed_for=_NEEDED)
+_Stand_in = cast("type", private("_library.fake_class_registry.FakeScriptObject", needed_for=_NEEDED))
+_set_strategy = cast("Callable[..., None]", private("_C._dynamo.eval_frame.set_code_exec_strategy", needed_for=_NEEDED))
+_Strategy = cast("Callable[..., object]", private("_C._dynamo.eval_frame._FrameExecStrategy", needed_for=_NEEDED))
+_SKIP = private("_C._dynamo.eval_frame._FrameAction.SKIP", needed_for=_NEEDED)
+_Keys = cast("Any", private("_C.DispatchKeySet", needed_for=_NEEDED))
+_included = cast("Callable[[], Any]", private("_C._dispatch_tls_local_include_set", needed_for=_NEEDED))
+_excluded = cast("Callable[[], Any]", private("_C._dispatch_tls_local_exclude_set", needed_for=_NEEDED))
+_Forced = cast("Callable[..., AbstractContextManager[None]]", private("_C._ForceDispatchKeyGuard", needed_for=_NEEDED))
+_count_of_users = cast("Callable[[int], int]", private("_C._storage_Use_Count", needed_for=_NEEDED))
+_ALL_KEYS = cast("dict[str, Any]", private("_C.DispatchKey.__members__", needed_for=_NEEDED))
+
+_library = torch.library.Library("torchremat", "FRAGMENT")
+
+
+def operator(
+    name: str, arguments: str, kernel: Callable[..., Tensor], shapes: Callable[..., Tensor], box: type, *, guarded: str
+) -> Callable[..., Tensor]:
+    """Return an operator that takes a black box.
+
+    Args:
+        name: Its name.
+        arguments: What its schema says of the further arguments.
+        kernel: What runs.
+        shapes: What a compiler runs in its place; of the black box it may read the attribute `guarded` alone.
+        box: The class of the first argument, a `BlackBoxMeta`.
+        guarded: The attribute that graphs are specialised to; they are compiled again where it is another one.
+    """
+    _register(
+        box,
+        typ="reference",
+        guard_fn=lambda value: [getattr(value, guarded)],  # pyright: ignore[reportUnknownLambdaType]
+        members={guarded: _READ_ONCE},
+    )
+    # A kernel that recomputes, or waits for a disk, cannot be recorded.
+    tags = (torch.Tag.cudagraph_unsafe,)
+    _library.define(f"{name}({box.__module__}.{box.__qualname__} box, {arguments}) -> Tensor", tags=tags)
+    _library.impl(name, kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"torchremat::{name}", shapes, lib=_library)
+    return cast("Callable[..., Tensor]", getattr(torch.ops.torchremat, name))
+
+
+def traced_as(replacement: Callable[..., object]) -> Callable[[T], T]:
+    """Let dynamo trace `replacement` wherever it meets the decorated function, which itself stays as it is.
+
+    Where dynamo gives a graph up and runs it as Python, it leaves the function and all that it calls alone.
+    """
+
+    def decorate(function: T) -> T:
+        cast("Any", function)._torchdynamo_inline = replacement
+        _set_strategy(cast("FunctionType", function).__code__, _Strategy(_SKIP, _SKIP))
+        return function
+
+    return decorate
+
+
+def reuses_memory() -> bool:
+    """Return whether the backend that the running trace is made for may write to what an operator has returned.
+
+    Inductor does, where nobody reads it any more. Of backends that are not known the same is assumed.
+    """
+    name = backend_name()
+    return name != "eager" and not name.startswith("aot_eager")
+
+
+# Dynamo runs it while it traces, and takes its result for a constant.
+reuses_memory._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
+_AUTOCAST = _Keys(_ALL_KEYS["AutocastCPU"])
+for _name, _key in _ALL_KEYS.items():
+    if _name.startswith("Autocast"):
+        _AUTOCAST = _AUTOCAST | _Keys(_key)
+
+
+def as_outside_of_operators() -> AbstractContextManager[None]:
+    """Let operators do all that they do when a user calls them; autocast stays as it is."""
+    return _Forced(_included(), _excluded() & _AUTOCAST)
+
+
+def is_shared(tensor: Tensor) -> bool:
+    """Return whether anybody beside this tensor has its memory."""
+    # The object that Python has of a storage is a user as well.
+    return _count_of_users(tensor.untyped_storage()._cdata) > 2
+
+
+def in_compiled_backward() -> bool:
+    """Return whether a graph of compiled autograd runs."""
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    return module is not None and bool(module.in_compiled_autograd_region)
+
+
+# NOTE [ What a compiler keeps ]
+# A compiled graph keeps stand-ins for the black boxes that it was traced with, and these the boxes, with all that they
+# own, as long as there is the graph. Nobody reads them any more when the graph runs, so then they are exchanged for
+# boxes of the same metadata with nothing in them.
+_stand_ins: list[ReferenceType[Any]] = []
+
+
+def remember_stand_in(box: object) -> None:
+    """Note what a compiler has in place of a black box, if it is that. See NOTE [ What a compiler keeps ]."""
+    if type(box) is _Stand_in:
+        _stand_ins.append(ref(box))
+
+
+def empty_stand_ins(emptied: Callable[[Any], object]) -> None:
+    """Let go of the black boxes that compilers have kept, and leave `emptied(box)` in their places."""
+    while _stand_ins:
+        stand_in = _stand_ins.pop()()
+        if stand_in is not None:
+            object.__setattr__(stand_in, "real_obj", emptied(stand_in.real_obj))

@@ -1,0 +1,210 @@
+"""What autograd holds in place of a saved tensor, and how compiled autograd has it unpacked.
+
+The engine of autograd calls an unpack hook when a node runs, and drops what was packed when the node has run. Compiled
+autograd traces a whole backward into one graph instead, hooks included, and holds all that was packed to its end. So
+that each tensor still is there only while a node needs it:
+
+    unpack(packed)                     the hook: what the engine calls
+        traced as  operator(packed)    one call in the graph; what is packed is an input of the graph, a black box
+            runs   packed.hand_out(last=...)    recomputes, or reads from a store; keeps nothing after the last time
+
+The compiler knows the metadata of the tensor alone, which is part of the graph's guards.
+
+NOTE [ What an operator may return ]
+Inductor writes to memory that an operator has returned as soon as nobody reads it any more. A saved tensor may be a
+view of a parameter, or of what another node is yet to read: then it gets a copy. Backends that never do this get the
+tensor.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import abstractmethod
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol, Self, TypeVar
+from weakref import ReferenceType, ref
+
+import torch
+from torch import Tensor, nn
+
+from torchremat._compat.autograd import at_end_of_backward, current_graph_task, retains_graph
+from torchremat._compat.compiled_autograd import (
+    BlackBoxMeta,
+    as_outside_of_operators,
+    empty_stand_ins,
+    is_shared,
+    operator,
+    remember_stand_in,
+    reuses_memory,
+    traced_as,
+)
+from torchremat.errors import UnsupportedError
+from torchremat.saved.metadata import Metadata, metadata_of
+
+Hook = TypeVar("Hook", bound=Callable[[Any], Tensor])
+
+
+class Owner(Protocol):
+    """What keeps tensors for a backward."""
+
+    def forget(self, key: int, /) -> None:
+        """Keep nothing any more for the backward of that number."""
+        ...
+
+
+class Packed(metaclass=BlackBoxMeta):
+    """What autograd holds in place of a saved tensor."""
+
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def metadata(self) -> Metadata:
+        """What is known of the tensor; the same before and after it is handed out."""
+
+    @property
+    @abstractmethod
+    def owners(self) -> Iterable[Owner]:
+        """What may keep tensors to the end of a backward on behalf of this one."""
+
+    @abstractmethod
+    def hand_out(self, *, last: bool) -> Tensor:
+        """Return the tensor, without graph, to a node of a compiled backward.
+
+        Args:
+            last: Whether nobody will ask again, so that nothing is to be kept. The object itself lives on.
+        """
+
+    @abstractmethod
+    def emptied(self) -> Self:
+        """Return an object of this class with the same metadata and nothing else."""
+
+    def __deepcopy__(self, memo: object) -> Self:
+        # Compilers copy what they trace with.
+        return self.emptied()
+
+
+def unpacked_in_graphs(packed: type[Packed], name: str) -> Callable[[Hook], Hook]:
+    """Let compiled autograd unpack what is packed as objects of a class by an operator, when a node needs it.
+
+    Decorates the unpack hook, which has to be a plain function; for the engine it stays as it is.
+
+    Args:
+        packed: The class.
+        name: The name of the operator.
+    """
+    unpack = operator(name, "bool reuses_memory, bool is_differentiated", _unpack, _shapes, packed, guarded="metadata")
+
+    def traced(packed: Packed) -> Tensor:
+        return unpack(packed, reuses_memory(), torch.is_grad_enabled())
+
+    return traced_as(traced)
+
+
+def _unpack(packed: Packed, reuses_memory: bool, is_differentiated: bool) -> Tensor:
+    if is_differentiated:
+        raise UnsupportedError(DIFFERENTIATED)
+    empty_stand_ins(lambda one: one.emptied())
+    task = current_graph_task()
+    last = task >= 0 and not retains_graph()
+    metadata = packed.metadata
+    if task >= 0:
+        _end_of(task).add(packed.owners)
+    with as_outside_of_operators():
+        tensor = packed.hand_out(last=last)
+        if type(tensor) is not Tensor and type(tensor) is not nn.Parameter:
+            raise UnsupportedError(_is_no_plain_tensor(type(tensor).__name__))
+        # A copy of what is a conjugate only in name has the memory that the graph expects.
+        tensor = tensor.detach().resolve_conj().resolve_neg()
+    if metadata_of(tensor) != metadata or (reuses_memory and _is_not_ours(tensor)):
+        # See NOTE [ What an operator may return ]
+        return _copy(tensor, metadata)
+    return tensor
+
+
+def _is_not_ours(tensor: Tensor) -> bool:
+    return is_shared(tensor) or tensor.data_ptr() % _ALIGNMENT != 0
+
+
+# What generated kernels for devices expect of an address.
+_ALIGNMENT = 16
+
+
+def _shapes(packed: Packed, reuses_memory: bool, is_differentiated: bool) -> Tensor:
+    remember_stand_in(packed)
+    shape, dtype, device, strides = packed.metadata
+    if not isinstance(strides, tuple):
+        raise UnsupportedError(_is_no_plain_tensor(f"tensor of layout {strides}"))
+    return torch.empty_strided(shape, strides, dtype=dtype, device=device)
+
+
+def _copy(tensor: Tensor, metadata: Metadata) -> Tensor:
+    shape, dtype, device, strides = metadata
+    assert isinstance(strides, tuple)
+    copy = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+    # Along a dimension of stride 0 there is one element, repeated.
+    single = tuple(
+        slice(0, 1) if stride == 0 and size else slice(None) for size, stride in zip(shape, strides, strict=True)
+    )
+    copy[single].copy_(tensor[single])
+    return copy
+
+
+class _End:
+    """Lets owners forget at the end of a backward.
+
+    Compiled autograd never calls what waits for the end of a backward, but drops it, as the engine does where a
+    backward has raised.
+    """
+
+    __slots__ = ("__weakref__", "_owners", "_task")
+
+    def __init__(self, task: int) -> None:
+        self._task = task
+        self._owners: dict[int, ReferenceType[Owner]] = {}
+
+    def add(self, owners: Iterable[Owner]) -> None:
+        for owner in owners:
+            self._owners[id(owner)] = ref(owner)
+
+    def __call__(self) -> None:
+        """Do nothing yet: it is dropped right after."""
+
+    def __del__(self) -> None:
+        for alive in self._owners.values():
+            owner = alive()
+            if owner is not None:
+                owner.forget(self._task)
+
+
+class _Ends(threading.local):
+    """The end of the backward that has unpacked last in a thread."""
+
+    task = -1
+    end: ReferenceType[_End] | None = None
+
+
+_ends = _Ends()
+
+
+def _end_of(task: int) -> _End:
+    end = _ends.end() if _ends.end is not None and _ends.task == task else None
+    if end is None:
+        end = _End(task)
+        at_end_of_backward(end)  # which owns it
+        _ends.task, _ends.end = task, ref(end)
+    return end
+
+
+DIFFERENTIATED = (
+    "compiled autograd: create_graph=True would lose what flows through saved tensors that are recomputed or come back "
+    "from a store, and second derivatives would be wrong. Run this backward under "
+    "`torch._dynamo.compiled_autograd._disable()`, or outside of compiled autograd."
+)
+
+
+def _is_no_plain_tensor(what: str) -> str:
+    return (
+        f"compiled autograd: a saved tensor is a {what}, and graphs are made for plain tensors with strides. Run this "
+        "backward outside of compiled autograd."
+    )
