@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from torchremat._compat.autograd import pop_saved_tensor_hooks, push_saved_tensor_hooks, retains_graph, set_grad_mode
-from torchremat.errors import MutationError, bug
+from torchremat._compat.compiled_autograd import in_compiled_backward
+from torchremat.errors import MutationError, UnsupportedError, bug
 from torchremat.regions.choosing import Replay
 from torchremat.regions.differences import Difference, DivergedError, Kind
 from torchremat.regions.guards import WrittenObjectError
@@ -19,6 +20,7 @@ from torchremat.regions.threads import thread
 from torchremat.regions.values import ValueCheck
 from torchremat.saved.held import ChangedError
 from torchremat.saved.metadata import Metadata, agree, metadata_of
+from torchremat.saved.packed import DIFFERENTIATED
 from torchremat.saved.structure import join, place_of, split
 
 if TYPE_CHECKING:
@@ -151,6 +153,8 @@ class Recompute:
         links: dict[Source, Tensor] = {}
         number = 0
         had_grad = torch.is_grad_enabled()
+        if had_grad and not thread.recomputing and in_compiled_backward():
+            raise UnsupportedError(DIFFERENTIATED)  # a graph that dynamo has given up, and runs as it is
         # See Rule 3; active hooks are covered by those of the recompute
         had_scopes, thread.scopes = thread.scopes, []
         had_calls, thread.calls = thread.calls, []

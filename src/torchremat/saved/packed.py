@@ -112,6 +112,8 @@ def _unpack(packed: Packed, reuses_memory: bool, is_differentiated: bool) -> Ten
         _end_of(task).add(packed.owners)
     with as_outside_of_operators():
         tensor = packed.hand_out(last=last)
+        if tensor.layout is not torch.strided:
+            raise UnsupportedError(_is_no_plain_tensor(f"tensor of layout {tensor.layout}"))
         if type(tensor) is not Tensor and type(tensor) is not nn.Parameter:
             raise UnsupportedError(_is_no_plain_tensor(type(tensor).__name__))
         # A copy of what is a conjugate only in name has the memory that the graph expects.
