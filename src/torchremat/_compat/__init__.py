@@ -9,6 +9,7 @@ binding.py       how a private name is bound
 autograd.py      hooks for saved tensors, nodes, backward calls
 counts.py        how many hold a tensor or a storage
 containers.py    types that torch's pytree takes apart
+compiled_autograd.py  objects and operators that go into the graph of a backward
 flags.py         settings that decide by which kernel a number is computed
 modes.py         function and dispatch modes
 checkpoints.py   what torch's own checkpoint keeps to itself

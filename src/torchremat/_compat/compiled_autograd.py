@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import reduce
+from operator import or_
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 from weakref import ReferenceType, ref
 
@@ -96,10 +98,7 @@ def reuses_memory() -> bool:
 reuses_memory._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
-_AUTOCAST = _Keys(_ALL_KEYS["AutocastCPU"])
-for _name, _key in _ALL_KEYS.items():
-    if _name.startswith("Autocast"):
-        _AUTOCAST = _AUTOCAST | _Keys(_key)
+_AUTOCAST = reduce(or_, [_Keys(key) for name, key in _ALL_KEYS.items() if name.startswith("Autocast")])
 
 
 def as_outside_of_operators() -> AbstractContextManager[None]:
