@@ -44,6 +44,14 @@ def block_and_input():
     return Block(), torch.randn(3, 8, requires_grad=True)
 
 
+def offload_all(ctx, op, *args, **kwargs):
+    return CheckpointPolicy.MUST_CPU_OFFLOAD
+
+
+def save_all(ctx, op, *args, **kwargs):
+    return True
+
+
 ALL = [
     nothing_saved,
     everything_saved,
@@ -55,12 +63,12 @@ ALL = [
     everything_saved.into(Host()),
     offload_these_names("up", store=Host()),
     save_in_modules("up"),
-    lambda ctx, op, *args, **kwargs: CheckpointPolicy.MUST_CPU_OFFLOAD,
-    lambda ctx, op, *args, **kwargs: True,
+    offload_all,
+    save_all,
 ]
 
 
-@pytest.mark.parametrize("policy", ALL, ids=repr)
+@pytest.mark.parametrize("policy", ALL, ids=[getattr(one, "__name__", repr(one)) for one in ALL])
 @pytest.mark.parametrize("how", ["once", "twice", "double", "session", "batched", "autograd.grad in parts"])
 def test_gradients_are_those_of_the_plain_run(policy, how):
     block, x = block_and_input()

@@ -15,6 +15,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 
 import torch
@@ -26,6 +27,8 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 import torchremat
 from regions.comparing import Twice
 from torchremat.interop.torch_checkpoint import checkpoint as drop_in
+from torchremat.interop.torch_checkpoint import create_selective_checkpoint_contexts
+from torchremat.policies import everything_saved, nothing_saved, save_matmuls, save_operators, save_smaller_than
 from torchremat.regions.runs import Choice, Place, Scope
 from torchremat.regions.settings import Settings
 from torchremat.regions.wrapping import set_forward
@@ -203,6 +206,29 @@ CONTEXTS = {
     "autocast_off": lambda: torch.autocast("cpu", enabled=False),
     "save_on_cpu": save_on_cpu,
     "hooks": lambda: saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),
+    # A plain run knows nothing of these.
+    "offload": lambda: torchremat.offload(torchremat.Host(), min_bytes=0),
+    "offload_kept": lambda: torchremat.offload(torchremat.Keep(), min_bytes=0),
+}
+
+
+def every_other(ctx, op, *args, **kwargs):
+    """A policy that keeps every other operator, as it comes."""
+    every_other.count += 1
+    return every_other.count % 2 == 0
+
+
+every_other.count = 0
+
+POLICIES = {
+    "none": None,
+    "nothing": nothing_saved,
+    "everything": everything_saved,
+    "matmuls": save_matmuls,
+    "every other": every_other,
+    "everything stored": everything_saved.into(torchremat.Host()),
+    "matmuls stored": save_matmuls.into(torchremat.Host()) | save_operators("aten.mul", "aten.sin", "aten.add"),
+    "by size": save_smaller_than(97),
 }
 
 # ----------------------------------------------------------------------------------------------------- the programs
@@ -233,6 +259,7 @@ class Part:
     preserve_rng: bool = True
     early_stop: bool = True
     cache: str = "none"  # an object that it changes: none, argument, guarded
+    policy: str = "none"
 
 
 @dataclass(frozen=True)
@@ -268,6 +295,8 @@ class Program:
                 pending += step.steps
                 if isinstance(step, Part) and step.cache != "none":
                     found.add("cache")
+                if isinstance(step, Part) and step.policy != "none":
+                    found.add("policy")
         return found
 
     def writes(self):
@@ -463,7 +492,8 @@ class Run:
                 made = OPERATIONS[name](values[a % len(values)], values[b % len(values)], self)
                 values += made if isinstance(made, list) else [made]
             case Block(context, steps):
-                with CONTEXTS[context]():
+                plain = context.startswith("offload") and self.mode != "ours"
+                with nullcontext() if plain else CONTEXTS[context]():
                     self.steps(steps, values)
             case Part():
                 values += unpacked(self.part(step, [values[i % len(values)] for i in step.takes]))
@@ -498,6 +528,7 @@ class Run:
             "early_stop": part.early_stop,
             "preserve_rng": part.preserve_rng or draws(part.steps),
             "guard": guard,
+            "policy": POLICIES[part.policy],
         }
         match part.kind:
             case "checkpointed":
@@ -508,6 +539,8 @@ class Run:
             case "drop-in" if not guard:
                 check = "none" if part.check == "none" else "default"
                 options = {"determinism_check": check, "preserve_rng_state": options["preserve_rng"]}
+                if part.policy != "none":
+                    options["context_fn"] = partial(create_selective_checkpoint_contexts, POLICIES[part.policy])
                 return drop_in(body, *args, use_reentrant=False, early_stop=part.early_stop, **options, **kwargs)
             case "checkpoint" if not guard:
                 return torchremat.checkpoint(body, *args, **kwargs)
@@ -757,6 +790,7 @@ def _parts(pool, depth):
         preserve_rng=st.booleans(),
         early_stop=st.booleans(),
         cache=st.sampled_from(["none", "none", "none", "argument", "guarded"]),
+        policy=st.sampled_from(["none", "none", "none", *POLICIES]),
     )
 
 
@@ -788,7 +822,7 @@ def programs(draw):
         pool = [one for one in pool if one != "leaf"] + [*BACKWARD]
     middle = _chains(pool) if draw(st.integers(0, 3)) == 0 else _parts(pool, 2)
     steps = (*draw(_steps(pool, 0, most=3)), draw(middle), *draw(_steps(pool, 2, most=4)))
-    around = draw(st.sampled_from([None, None, None, "autocast", "save_on_cpu"]))
+    around = draw(st.sampled_from([None, None, None, "autocast", "save_on_cpu", "offload"]))
     if around:
         steps = (Block(around, steps),)
     between = st.sampled_from([one for one in BETWEEN if writes or not one.startswith("write")])

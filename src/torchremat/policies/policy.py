@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from torchremat.errors import PolicyError
-from torchremat.regions.decisions import RECOMPUTE, SAVE, Decision, OperatorContext, decision_of, stored_in
+from torchremat.regions.decisions import RECOMPUTE, SAVE, Decision, OperatorContext, decision_of, describe, stored_in
 from torchremat.regions.decisions import Policy as AnyPolicy
 from torchremat.saved.handles import Store
 
@@ -90,6 +90,9 @@ class _Into(_Combined):
     def _inner(self) -> tuple[AnyPolicy, ...]:
         return (self.policy,)
 
+    def __repr__(self) -> str:
+        return f"{self.policy!r}.into({self.store!r})"
+
 
 @dataclass(frozen=True)
 class _Either(_Combined):
@@ -101,6 +104,9 @@ class _Either(_Combined):
         if decision is not RECOMPUTE:
             return decision
         return decision_of(self.second(ctx, op, *args, **kwargs), self.second)
+
+    def __repr__(self) -> str:
+        return f"({describe(self.first)} | {describe(self.second)})"
 
 
 @dataclass(frozen=True)
@@ -115,6 +121,9 @@ class _Both(_Combined):
         other = decision_of(self.second(ctx, op, *args, **kwargs), self.second)
         return RECOMPUTE if other is RECOMPUTE else decision
 
+    def __repr__(self) -> str:
+        return f"({describe(self.first)} & {describe(self.second)})"
+
 
 @dataclass(frozen=True)
 class _Not(_Combined):
@@ -122,6 +131,9 @@ class _Not(_Combined):
 
     def __call__(self, ctx: OperatorContext, op: object, /, *args: Any, **kwargs: Any) -> Decision:
         return SAVE if self.policy(ctx, op, *args, **kwargs) is RECOMPUTE else RECOMPUTE
+
+    def __repr__(self) -> str:
+        return f"~{self.policy!r}"
 
 
 def _checked(policy: object) -> AnyPolicy:

@@ -22,7 +22,6 @@ from torchremat.saved.metadata import version_of
 
 if TYPE_CHECKING:
     from torchremat.regions.calls import Body, Call
-    from torchremat.regions.decisions import Policy
     from torchremat.regions.region import Region
 
 
@@ -31,14 +30,16 @@ class Choosing:
 
     Args:
         region: The region.
+        around: Who sees the operators around the call.
         call: The call, which gets the selection.
         tensors: The tensors among its arguments.
     """
 
-    def __init__(self, region: Region, call: Call, tensors: list[Tensor], policy: Policy) -> None:
+    def __init__(
+        self, region: Region, around: Collecting | Replaying | None, call: Call, tensors: list[Tensor]
+    ) -> None:
         self._region = region
         self._call = call
-        around = thread.selecting
         taken_over = next(thread.inner, None) if thread.recomputing else None
         selection = None if taken_over is None else taken_over()
         self._is_nested = bool(thread.calls) or thread.recomputing > 0
@@ -46,8 +47,13 @@ class Choosing:
         if selection is not None:
             self._run = Replaying(selection, takes=False)
         else:
-            selection = Selection(policy)
             settings = region.settings
+            policy = settings.policy
+            if policy is None:
+                assert around is not None
+                policy = around.selection.policy  # See NOTE [ Selective recompute ], 7
+            assert policy is not None
+            selection = Selection(policy)
             paths = ModulePaths(call, region.label)
             self._run = Collecting(selection, policy, settings.decisions, paths, settings.preserve_rng)
             if thread.calls and not isinstance(around, Replaying):

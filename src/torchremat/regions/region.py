@@ -37,7 +37,7 @@ from torchremat._compat.transforms import is_of_transform
 from torchremat.errors import CheckpointError, MutationError, UnsupportedError
 from torchremat.regions.calls import Body, Call, Source
 from torchremat.regions.choosing import Choosing
-from torchremat.regions.decisions import Policy, check_met
+from torchremat.regions.decisions import check_met
 from torchremat.regions.diagnosis import explain, log_of
 from torchremat.regions.differences import DivergedError
 from torchremat.regions.recompute import Recompute
@@ -136,13 +136,11 @@ class Region:
             modules: The modules that run in it, for their state and devices.
             last: Whether no further call will join, so that outputs need not be remembered.
         """
-        policy = self.settings.policy
-        if policy is None:
-            if thread.selecting is None:
-                return self._call(body, args, kwargs, modules, None, last=last)
-            policy = thread.selecting.selection.policy  # See NOTE [ Selective recompute ], 7
+        around = thread.selecting
+        if around is None and self.settings.policy is None:
+            return self._call(body, args, kwargs, modules, None, last=last)
         with SeenBy(None):
-            return self._call(body, args, kwargs, modules, policy, last=last)
+            return self._call(body, args, kwargs, modules, partial(Choosing, self, around), last=last)
 
     def _call(
         self,
@@ -150,7 +148,7 @@ class Region:
         args: tuple[object, ...],
         kwargs: dict[str, object],
         modules: list[nn.Module],
-        policy: Policy | None,
+        choose: Callable[[Call, list[Tensor]], Choosing] | None,
         *,
         last: bool,
     ) -> object:
@@ -173,8 +171,8 @@ class Region:
             pack = partial(self._pack_logged, call.log, pack)
             run = partial(call.log.run, body, body)
         choosing = None
-        if policy is not None:
-            choosing = Choosing(self, call, tensors, policy)
+        if choose is not None:
+            choosing = choose(call, tensors)
             pack, run = choosing.hook(pack), partial(choosing.run, run)
         del tensors, objects
         self.made.append(call)

@@ -2,7 +2,7 @@
 
 The engine of autograd calls an unpack hook when a node runs, and drops what was packed when the node has run. Compiled
 autograd traces a whole backward into one graph instead, hooks included, and holds all that was packed to its end, so
-that what holds the packed object is no longer what says how long a tensor lives (see NOTE [ Who owns a stored tensor ]).
+that what holds the packed object no longer says how long a tensor lives (see NOTE [ Who owns a stored tensor ]).
 So that each tensor still is there only while a node needs it:
 
     unpack(packed)                     the hook: what the engine calls
