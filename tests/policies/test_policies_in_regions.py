@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy
 
 import torchremat
+from policies.counting import Counted, gradients
 from torchremat import CheckpointError, Host, MutationError, PolicyError, checkpoint, checkpointed, name, session, wrap
 from torchremat.policies import (
     everything_saved,
@@ -23,7 +24,6 @@ from torchremat.policies import (
     save_operators,
     save_smaller_than,
 )
-from policies.counting import Counted, gradients
 
 aten = torch.ops.aten
 
@@ -519,7 +519,7 @@ def test_a_path_that_matches_nothing_is_an_error_that_lists_modules():
     block, x = block_and_input()
     loss = checkpointed(block, policy=save_in_modules("upp"))(x).sum()
 
-    with pytest.raises(PolicyError, match="no module of a region with this policy is called 'upp'.*'up'"):
+    with pytest.raises(PolicyError, match=r"no module of a region with this policy is called 'upp'.*'up'"):
         loss.backward()
 
 
