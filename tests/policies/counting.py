@@ -42,7 +42,7 @@ class Counted(TorchDispatchMode):
 
 
 def gradients(function, x, model=None, times=1):
-    """The gradients of x and of a model's parameters, as lists of numbers; all of several backward calls give the same."""
+    """The gradients of x and of a model's parameters, as numbers; all of several backward calls give the same."""
     inputs = [x, *(model.parameters() if model is not None else ())]
     loss = function(x).sum()
     found = [torch.autograd.grad(loss, inputs, retain_graph=time + 1 < times) for time in range(times)]
