@@ -35,7 +35,7 @@ class Checksum:
         self._done = 0
 
     def advance(self, ready: int) -> None:
-        """Add the whole blocks among the bytes that are ready.
+        """Add the whole blocks among the bytes that are ready, and the rest if all are.
 
         Args:
             ready: How many bytes have come in, from the beginning.
@@ -43,16 +43,16 @@ class Checksum:
         while self._done + BLOCK_BYTES <= ready:
             self._add(self._data[self._done : self._done + BLOCK_BYTES])
             self._done += BLOCK_BYTES
+        rest = self._data[self._done :]
+        if rest.size and ready == self._data.size:
+            padded = np.zeros(-(-rest.size // _SECTOR_BYTES) * _SECTOR_BYTES, dtype=np.uint8)
+            padded[: rest.size] = rest
+            self._add(padded)
+            self._done = ready
 
     def number(self) -> int:
         """Return the checksum, now that all bytes have come in."""
         self.advance(self._data.size)
-        rest = self._data[self._done :]
-        if rest.size:
-            padded = np.zeros(-(-rest.size // _SECTOR_BYTES) * _SECTOR_BYTES, dtype=np.uint8)
-            padded[: rest.size] = rest
-            self._add(padded)
-            self._done = self._data.size
         return self._sum
 
     def _add(self, data: NDArray[np.uint8]) -> None:

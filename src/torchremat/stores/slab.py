@@ -42,7 +42,8 @@ class Slab:
 
     def __init__(self, directory: Path, limit_bytes: int | None) -> None:
         self.limit_bytes = limit_bytes
-        self.full: OSError | None = None  # why it could not grow, the last time it should have
+        # Why it could not grow, the last time it should have. Not the error: that has frames, which have tensors.
+        self.full = ""
         self._extents = Extents()
         self._descriptor = _open(directory)
 
@@ -68,6 +69,7 @@ class Slab:
         """
         view, checksum = data.data, Checksum(data)
         for place, done, size in _blocks(extents):
+            # Before they are written: what changes in between, past all versions, differs from its checksum then.
             checksum.advance(done + size)
             # Python goes on after an interruption by itself; a call may write less than it was asked to.
             while size:
@@ -109,7 +111,7 @@ class Slab:
             try:
                 _reserve(self._descriptor, end, size)
             except OSError as error:
-                self.full = error
+                self.full = str(error)
             else:
                 self._extents.grow(size)
                 return True

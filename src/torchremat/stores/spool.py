@@ -386,7 +386,7 @@ class Spool:
             try:
                 found = self.slab.write(entry.extents, _bytes(source))
             except OSError as error:
-                return _Outcome(State.KEPT, message=f"{self._name}: {entry.content} could not be written: {error}")
+                return _Outcome(State.KEPT, message=f"{self._name}: {entry.content} could not be written: {error}.")
             now = version_of(source)
         if now != entry.version:
             return _Outcome(State.CHANGED, message=str(written_since(source, version=entry.version, now=now)))
