@@ -40,7 +40,7 @@ def soon(condition):
     [
         ({"limit": "6 apples"}, UnsupportedError, r"Disk\(limit=...\): '6 apples' is not a size"),
         ({"limit": -1}, UnsupportedError, r"Disk\(limit=...\): a size must be at least 1 B"),
-        ({"pending": None}, UnsupportedError, r"Disk\(pending=None\): a size is needed"),
+        ({"pending": None}, UnsupportedError, r"Disk\(pending=...\): a size cannot be None"),
         ({"pending": 0}, UnsupportedError, r"Disk\(pending=...\)"),
         ({"threads": 0}, UnsupportedError, r"Disk\(threads=0\): an int of at least 1"),
         ({"threads": True}, UnsupportedError, r"Disk\(threads=True\)"),

@@ -15,6 +15,12 @@ def test_a_limit_that_is_no_size_is_named(limit):
     assert repr(limit) in str(raised.value)
 
 
+@pytest.mark.parametrize("pin", [0, -1, "6", "6 apples", [1], None, 1.5])
+def test_what_is_to_be_pinned_is_a_size_or_a_bool(pin):
+    with pytest.raises(UnsupportedError, match=r"^Host\(pin=...\): "):
+        Host(pin=pin)
+
+
 def test_a_limit_is_written_as_a_size():
     assert Host("1.5KiB").statistics.limit_bytes == 1536
     assert repr(Host("1.5KiB")) == "Host('1.50 KiB')"

@@ -4,6 +4,8 @@ statistics.py  what a store counts, and the limit that it holds to
 contents.py    what is known of a stored tensor, and how it is made anew
 keep.py        where it is
 host.py        in memory of the host
+  pinned.py      pinned memory, in exact sizes
+  transfers.py   copies between a device and pinned memory
 disk.py        in a file without a name
   spool.py       tensors on their way there and back
   slab.py        the file

@@ -19,7 +19,7 @@ from torchremat.stores.contents import Content, content_of, written_since
 from torchremat.stores.extents import Extent
 from torchremat.stores.slab import Slab
 from torchremat.stores.spool import Entry, Spool, State
-from torchremat.stores.statistics import Ledger, StoreStatistics, filled, limit_of
+from torchremat.stores.statistics import Ledger, StoreStatistics, bytes_of, filled, limit_of
 
 _HOST = torch.device("cpu")
 
@@ -53,9 +53,7 @@ class Disk:
         pending: int | str = "32MiB",
         timeout_s: float = 120.0,
     ) -> None:
-        pending_bytes = limit_of(pending, "Disk(pending=...)")
-        if pending_bytes is None:
-            raise UnsupportedError("Disk(pending=None): a size is needed; what waits to be written is in memory.")
+        pending_bytes = bytes_of(pending, "Disk(pending=...)")
         if type(threads) is not int or threads < 1:
             raise UnsupportedError(f"Disk(threads={threads!r}): an int of at least 1 is needed.")
         if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < math.inf:  # pyright: ignore[reportUnnecessaryIsInstance]  user input

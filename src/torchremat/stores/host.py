@@ -2,39 +2,52 @@
 
 from __future__ import annotations
 
+import os
+
 from torch import Tensor
 
 from torchremat.errors import MutationError, StoreError
 from torchremat.saved.held import version_of
 from torchremat.saved.sizes import format_bytes
 from torchremat.stores.contents import Content, content_of, written_since
-from torchremat.stores.statistics import Ledger, StoreStatistics, filled, limit_of
+from torchremat.stores.pinned import Pool
+from torchremat.stores.statistics import Ledger, StoreStatistics, bytes_of, filled, limit_of
+from torchremat.stores.transfers import TransferHandle, Transfers
 
 
 class Host:
     """A store in memory of the host.
 
-    A tensor that is in the host's memory already is copied as well, so that it may be written in place afterwards: what
-    comes back is what was put.
+    Tensors of CUDA devices go to pinned memory and come back on streams of their own, beside what the device computes;
+    where no more memory can be pinned they are copied while `put` runs. A tensor that is in the host's memory already
+    is copied as well, so that it may be written in place afterwards: what comes back is what was put.
 
     Args:
         limit: The most that it holds: bytes, or a size such as `"6GiB"`. None is no limit.
+        pin: Whether memory for tensors of CUDA devices is pinned: True for half of the machine's memory at most, False
+            for none, or the most as a size.
         strict: Whether a tensor for which there is no room is an error; else it stays where it is.
 
     Raises:
-        UnsupportedError: `limit` is no size.
+        UnsupportedError: `limit` or `pin` is no size.
     """
 
-    def __init__(self, limit: int | str | None = None, *, strict: bool = False) -> None:
+    def __init__(self, limit: int | str | None = None, *, pin: bool | int | str = True, strict: bool = False) -> None:
         self.strict = strict
         self._ledger = Ledger(limit_of(limit, "Host(limit=...)"))
+        self._transfers = None
+        if pin is not False:
+            pinned_bytes = _most_pinned() if pin is True else bytes_of(pin, "Host(pin=...)")
+            limit_bytes = self._ledger.limit_bytes
+            most = pinned_bytes if limit_bytes is None else min(pinned_bytes, limit_bytes)
+            self._transfers = Transfers(Pool(most), self._ledger)
 
     @property
     def statistics(self) -> StoreStatistics:
         """What the store has done so far."""
         return self._ledger.statistics()
 
-    def put(self, tensor: Tensor) -> HostHandle | None:
+    def put(self, tensor: Tensor) -> HostHandle | TransferHandle | None:
         """Copy a tensor into memory of the host; None if that would be above the limit.
 
         Raises:
@@ -46,6 +59,10 @@ class Host:
                 raise StoreError(f"no room for {content}: {self!r} {filled(self.statistics)}.")
             return None
         try:
+            if content.device.type == "cuda" and self._transfers is not None:
+                handle = self._transfers.out(tensor, content)
+                if handle is not None:
+                    return handle
             return HostHandle(tensor, content, self._ledger)
         except BaseException:
             self._ledger.release(content.size_bytes)
@@ -54,6 +71,13 @@ class Host:
     def __repr__(self) -> str:
         limit = self._ledger.limit_bytes
         return "Host()" if limit is None else f"Host({format_bytes(limit)!r})"
+
+
+def _most_pinned() -> int:
+    # Pinned memory cannot be swapped, so all of it would take the machine down.
+    if "SC_PHYS_PAGES" not in os.sysconf_names:
+        return 2**32
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
 class HostHandle:

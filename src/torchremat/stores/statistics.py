@@ -105,22 +105,29 @@ class Ledger:
             self._stored_bytes -= self._released.popleft()
 
 
-def limit_of(limit: int | str | None, option: str) -> int | None:
-    """Return the bytes of a limit as a user writes it.
+def bytes_of(size: int | str, option: str) -> int:
+    """Return the bytes of a size as a user writes it.
 
     Args:
-        limit: Bytes, or a size such as `"6GiB"`, or None.
+        size: Bytes, or a size such as `"6GiB"`.
         option: What the message calls it, for example `"Host(limit=...)"`.
 
     Raises:
         UnsupportedError: It is no size.
     """
-    if limit is None:
-        return None
     try:
-        return parse_bytes(limit)
+        return parse_bytes(size)
     except BudgetError as error:
         raise UnsupportedError(f"{option}: {error}") from None
+
+
+def limit_of(limit: int | str | None, option: str) -> int | None:
+    """Return the bytes of a limit, which may be None; else as `bytes_of`.
+
+    Raises:
+        UnsupportedError: It is no size.
+    """
+    return None if limit is None else bytes_of(limit, option)
 
 
 def filled(statistics: StoreStatistics) -> str:
