@@ -601,3 +601,18 @@ def test_a_vmapped_function_runs_inside():
         found = run()
 
     assert all(map(torch.equal, found, plain))
+
+
+def test_what_waits_to_be_filled_is_no_cycle():
+    # The record held what it was still to store by the packed object, which holds the record.
+    catalog, tensor = Catalog(Memory()), torch.randn(32, 32)
+    gc.disable()
+    try:
+        packed = catalog.put(tensor)
+        storage = weakref.ref(tensor.untyped_storage())
+
+        del packed, tensor
+
+        assert storage() is None
+    finally:
+        gc.enable()

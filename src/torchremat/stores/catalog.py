@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchremat._compat.autograd import current_node
-from torchremat._compat.modes import sequence_number
+from torchremat._compat.modes import is_traced_with_fakes, sequence_number
 from torchremat._compat.transforms import transform_level_of
 from torchremat.errors import StoreError, UnsupportedError
 from torchremat.saved.held import holding
@@ -272,6 +272,7 @@ def _is_plain(tensor: Tensor) -> bool:
         and not tensor.is_nested
         and not tensor.is_inference()
         and transform_level_of(tensor) == -1
+        and not is_traced_with_fakes()
         and tensor.numel() > 0
     )
 

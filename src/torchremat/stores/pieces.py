@@ -152,9 +152,9 @@ def cut(tensor: Tensor, start: int, stop: int, part: tuple[int, int]) -> Tensor:
     return whole[left // itemsize : right // itemsize]
 
 
-def covers(piece: Piece, stored: Stored, start: int, stop: int) -> bool:
-    """Return whether a piece has a saved tensor, which spans the bytes from `start` to `stop`."""
+def covers(piece: Piece, stored: Stored) -> bool:
+    """Return whether a piece has all of a saved tensor."""
     if piece.size is None:
-        return piece.start <= start and stop <= piece.stop
-    same = piece.start == start and piece.stop == stop and piece.dtype == stored.dtype
+        return piece.start <= stored.start and stored.stop <= piece.stop
+    same = piece.start == stored.start and piece.stop == stored.stop and piece.dtype == stored.dtype
     return same and piece.size == without_repeats(stored) and piece.stride == stored.stride

@@ -26,7 +26,7 @@ from weakref import ReferenceType, ref
 from torch import Tensor
 
 from torchremat._compat.autograd import at_end_of_backward, current_graph_task
-from torchremat.stores.geometry import has_gaps, missing, span_of, without_repeats
+from torchremat.stores.geometry import missing, without_repeats
 from torchremat.stores.kept import Kept
 from torchremat.stores.pieces import WORST_ITEMSIZE, Island, Piece, covers, cut
 from torchremat.stores.weak import WeakBytes
@@ -67,7 +67,7 @@ class Record:
         self._origin = WeakBytes(tensor) if is_watched else None
         self._islands: list[Island] = []
         self._aliases: list[ReferenceType[Stored]] = []
-        self._waiting: list[tuple[Tensor, int, Stored]] = []
+        self._waiting: list[tuple[Tensor, int, ReferenceType[Stored]]] = []
         self._shared = shared
         self._lock = threading.RLock()
 
@@ -82,42 +82,46 @@ class Record:
             watched: See `Kept`.
         """
         with self._lock:
-            if len(self._aliases) >= 16:
-                self._aliases = [alive for alive in self._aliases if alive() is not None]
-            self._aliases.append(ref(stored))
+            self._note(stored)
             self._store(stored, tensor, watched, None)
 
     def add_later(self, stored: Stored, tensor: Tensor) -> None:
         """Store the bytes of a tensor when `settle` is called, at the latest when it is asked for."""
         with self._lock:
-            self._aliases.append(ref(stored))
-            self._waiting.append((tensor, tensor._version, stored))
+            self._note(stored)
+            self._waiting.append((tensor, tensor._version, ref(stored)))
 
     def settle(self) -> None:
         """Store what was added to be stored later."""
         with self._lock:
             while self._waiting:
-                tensor, version, stored = self._waiting[0]
-                self._store(stored, tensor, None, version)
+                tensor, version, alive = self._waiting[0]
+                stored = alive()
+                if stored is not None:
+                    self._store(stored, tensor, None, version)
                 del self._waiting[0]  # now that the store has not raised
 
+    def _note(self, stored: Stored) -> None:
+        if len(self._aliases) >= 16:
+            self._aliases = [alive for alive in self._aliases if alive() is not None]
+        self._aliases.append(ref(stored))
+
     def _store(self, stored: Stored, tensor: Tensor, watched: Tensor | None, version: int | None) -> None:
-        start, stop = span_of(stored)
-        if not has_gaps(stored):
+        start, stop = stored.start, stored.stop
+        if not stored.has_gaps:
             covered = [(one.start, one.stop) for one in self._pieces() if one.size is None]
-            gaps = missing(start, stop, covered)
-            if not gaps:
-                return
+            gaps = missing(start, stop, covered) if covered else [(start, stop)]
             pieces = [self._put(cut(tensor, start, stop, one), one, watched, version) for one in gaps]
-        elif any(covers(one, stored, start, stop) for one in self._pieces()):
-            return
+        elif any(covers(one, stored) for one in self._pieces()):
+            pieces = []
         else:
             single = tensor.as_strided(without_repeats(stored), stored.stride, stored.offset)
             # The store is given a copy of ours, so that nobody writes to it.
             piece = self._put(single.contiguous(), (start, stop), watched, version, source=single)
             piece.size, piece.stride = single.shape, stored.stride
             pieces = [piece]
-        self._join(start, stop, pieces)
+        if pieces:
+            self._join(start, stop, pieces)
 
     def _put(
         self,
@@ -130,11 +134,12 @@ class Record:
         source = tensor if source is None else source
         if version is not None and source._version != version:
             # Written after it was saved and before it could be stored: as if it had been kept.
-            handle: Handle = Kept(source, version=version)
+            handle: Handle | None = Kept(source, version=version)
         else:
             # A wrapper's writes are not counted by what it wraps: a store that reads later would not notice.
-            given = tensor if watched is None or source is not tensor else tensor.clone()
-            handle = self._shared.put(given) or Kept(source, watched)
+            handle = self._shared.put(tensor if watched is None or source is not tensor else tensor.clone())
+            if handle is None:
+                handle = Kept(source, watched)
         return Piece(handle, *span, tensor.dtype, tensor.numel())
 
     def _pieces(self) -> list[Piece]:
@@ -176,8 +181,7 @@ class Record:
             return found
 
     def _island_of(self, stored: Stored) -> Island:
-        start, stop = span_of(stored)
-        return next(one for one in self._islands if one.start <= start and stop <= one.stop)
+        return next(one for one in self._islands if one.start <= stored.start and stored.stop <= one.stop)
 
     def prefetch(self, stored: Stored) -> int:
         """Let the store begin to bring a saved tensor back; return how many bytes that will be."""

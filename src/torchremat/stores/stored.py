@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from torchremat._compat.autograd import negated
+from torchremat.stores.geometry import has_gaps, span_of
 
 if TYPE_CHECKING:
     from torchremat.stores.records import Record
@@ -24,6 +25,9 @@ class Stored:
         dtype: Its dtype.
         is_conjugated: Whether its values are the conjugates of those in memory.
         is_negated: Whether its values are the negatives of those in memory.
+        start: Its first byte in the storage.
+        stop: The byte after its last.
+        has_gaps: Whether it leaves out bytes in between.
         place: Its place in the order in which a backward is likely to ask; negative before that is known.
     """
 
@@ -31,12 +35,15 @@ class Stored:
         "__weakref__",
         "_shared",
         "dtype",
+        "has_gaps",
         "is_conjugated",
         "is_negated",
         "offset",
         "place",
         "record",
         "size",
+        "start",
+        "stop",
         "stride",
     )
 
@@ -48,6 +55,14 @@ class Stored:
         self.dtype = tensor.dtype
         self.is_conjugated = tensor.is_conj()
         self.is_negated = tensor.is_neg()
+        if tensor.is_contiguous():
+            itemsize = tensor.itemsize
+            self.start = self.offset * itemsize
+            self.stop = self.start + tensor.numel() * itemsize
+            self.has_gaps = False
+        else:
+            self.start, self.stop = span_of(self)
+            self.has_gaps = has_gaps(self)
         self.place = -1
         self._shared = shared
 

@@ -35,7 +35,7 @@ class WeakBytes:
         self._version = tensor._version
         self._counter = tensor.detach()
         # See NOTE [ A version without a tensor ]
-        self._counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        self._counter.data = _empty(tensor.dtype, tensor.device)
 
     def storage(self) -> UntypedStorage | None:
         """Return the storage if it lives and holds what it held."""
@@ -53,3 +53,15 @@ class WeakBytes:
             storage, offset, place.size, place.stride
         )
         return view
+
+
+_EMPTY: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+
+
+def _empty(dtype: torch.dtype, device: torch.device) -> Tensor:
+    found = _EMPTY.get((dtype, device))
+    if found is None:
+        found = torch.empty(0, dtype=dtype, device=device)
+        if type(found) is Tensor and not found.is_inference():  # no mode has made something else of it
+            _EMPTY[dtype, device] = found
+    return found
