@@ -11,7 +11,18 @@ from torch.nn import functional as F
 from torch.testing._internal.two_tensor import TwoTensor
 
 from stores.memory import Memory
-from torchremat import Disk, Host, Keep, MutationError, StoreError, StoreWarning, Tiers, UnsupportedError, offload
+from torchremat import (
+    Compressed,
+    Disk,
+    Host,
+    Keep,
+    MutationError,
+    StoreError,
+    StoreWarning,
+    Tiers,
+    UnsupportedError,
+    offload,
+)
 from torchremat.stores.catalog import Catalog, unpack
 
 STORES = {
@@ -19,6 +30,7 @@ STORES = {
     "keep": Keep,
     "host": Host,
     "disk": Disk,
+    "compressed": lambda: Compressed(Host()),
     "tiers": lambda: Tiers(Host(6000), Disk(limit=20000)),
 }
 
@@ -277,7 +289,7 @@ def test_a_write_between_two_saves_makes_two_records():
 # ------------------------------------------------------------------------------------------------------- lifetimes
 
 
-@pytest.mark.parametrize("name", ["memory", "host", "disk", "tiers"])
+@pytest.mark.parametrize("name", ["memory", "host", "disk", "compressed", "tiers"])
 def test_storages_are_gone_after_the_forward(name):
     store, storages = STORES[name](), []
     x = leaf(32, 32)
