@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from stores.conformance import filled, same
 from torchremat import UnsupportedError
 from torchremat.stores.codecs import BFloat16, Codec, Float8, Form, Int8, LossyCodec, MaskBits, NarrowIndices, TwoValues
-from torchremat.stores.codecs.lossless import pack_bits, pack_bits_anywhere, unpack_bits, unpack_bits_anywhere
+from torchremat.stores.codecs.bits import pack_bits, pack_bits_anywhere, spread_bits
 
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 LOSSY = [BFloat16(), Int8(), Int8(group=16), Int8(group=10**7), Float8(), Float8(group=32)]
@@ -45,8 +45,8 @@ def test_bits_are_the_same_however_they_are_packed(values):
     packed = pack_bits_anywhere(mask)
 
     assert torch.equal(packed, pack_bits(mask))
-    assert torch.equal(unpack_bits_anywhere(packed, len(values)), mask)
-    assert torch.equal(unpack_bits(packed, len(values)), mask)
+    assert torch.equal(spread_bits(packed, len(values), True, False, torch.bool), mask)
+    assert torch.equal(spread_bits(packed, len(values), 2.5, -1.0, torch.float16), torch.where(mask, 2.5, -1.0).half())
 
 
 @pytest.mark.parametrize(

@@ -126,7 +126,7 @@ class Catalog:
 
         Args:
             tensor: What autograd saves.
-            mask: Bool, one dimension, memory of its own.
+            mask: The bits of a mask, memory of its own.
         """
         handle = self.store.put(mask)
         if handle is not None:

@@ -32,6 +32,7 @@ from torchremat.ambient.surroundings import only_watches
 from torchremat.errors import MutationError, StoreError
 from torchremat.saved.handles import Handle, Store
 from torchremat.stores.catalog import Catalog, Packed
+from torchremat.stores.codecs.bits import pack_bits
 from torchremat.stores.compressed import Compressed
 from torchremat.stores.contents import written_since
 from torchremat.stores.owned import is_leaf_of_model
@@ -206,7 +207,7 @@ class SlotWatch(TorchFunctionMode):
             self._catalog.put_shape(tensor)
             return _Image(found.name, found.slot, geometry, self._catalog)
         split = need(found.node, in_order(tensor)) if geometry.is_dense() else None
-        bits = None if split is None else self._catalog.put_mask(tensor, split.bits)
+        bits = None if split is None else self._catalog.put_mask(tensor, pack_bits(split.bits))
         if split is None or bits is None:
             return None
         return _Image(found.name, found.slot, geometry, self._catalog, bits, split.true, split.false)

@@ -24,6 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchremat.stores.codecs.bits import spread_bits
+
 _aten = torch.ops.aten
 
 
@@ -62,7 +64,7 @@ class Split:
     """A tensor of which it matters only which of two cases each element is.
 
     Attributes:
-        bits: Bool, of the tensor's geometry or contiguous.
+        bits: Bool, of one dimension, in the order of the tensor's memory.
         true: The value that stands for the elements whose bit is set.
         false: The value that stands for the others.
     """
@@ -72,18 +74,17 @@ class Split:
     false: float
 
 
-def image(geometry: Geometry, bits: Tensor, true: float, false: float) -> Tensor:
+def image(geometry: Geometry, packed: Tensor, true: float, false: float) -> Tensor:
     """Return the image of a tensor that was split.
 
     Args:
         geometry: That of the tensor, which is dense.
-        bits: Bool, of one dimension, in the order of the memory.
+        packed: The bits of the split, by `pack_bits`.
         true: See `Split`.
         false: See `Split`.
     """
-    tensor = geometry.empty()
-    in_order(tensor).fill_(false).masked_fill_(bits, true)
-    return tensor
+    flat = spread_bits(packed, geometry.shape.numel(), true, false, geometry.dtype)
+    return flat.as_strided(geometry.shape, geometry.strides)
 
 
 def in_order(tensor: Tensor) -> Tensor:

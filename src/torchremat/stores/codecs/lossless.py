@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy
 import torch
 from torch import Tensor
 
+from torchremat.stores.codecs.bits import pack_bits, spread_bits
 from torchremat.stores.codecs.codec import Encoded, Form
 
 _INTEGERS = (torch.int16, torch.int32, torch.int64)
@@ -22,47 +22,6 @@ _BITS_OF = {
 _SAMPLE = 64
 
 
-def pack_bits(mask: Tensor) -> Tensor:
-    """Return a mask in bits: uint8, one dimension, the last byte filled up with zeros.
-
-    Args:
-        mask: Bool, contiguous, at least one element.
-    """
-    if mask.device.type != "cpu":
-        return pack_bits_anywhere(mask)
-    packed = numpy.packbits(mask.reshape(-1).numpy(), bitorder="little")
-    # Into memory of torch's allocator, which is the one that is measured.
-    return torch.empty(packed.shape, dtype=torch.uint8).copy_(torch.from_numpy(packed))
-
-
-def pack_bits_anywhere(mask: Tensor) -> Tensor:
-    """Return what `pack_bits` returns, by operators that every device has."""
-    filled = mask.new_zeros(-(-mask.numel() // 8) * 8)
-    filled[: mask.numel()] = mask.reshape(-1)
-    shifts = torch.arange(8, dtype=torch.uint8, device=mask.device)
-    return (filled.view(torch.uint8).view(-1, 8) << shifts).sum(1, dtype=torch.uint8)
-
-
-def unpack_bits(packed: Tensor, count: int) -> Tensor:
-    """Return the mask, bool and of one dimension, that `pack_bits` has packed.
-
-    Args:
-        packed: What `pack_bits` has returned.
-        count: Elements of the mask.
-    """
-    if packed.device.type != "cpu":
-        return unpack_bits_anywhere(packed, count)
-    bits = numpy.unpackbits(packed.numpy(), count=count, bitorder="little")
-    return torch.empty(count, dtype=torch.bool).copy_(torch.from_numpy(bits).view(torch.bool))
-
-
-def unpack_bits_anywhere(packed: Tensor, count: int) -> Tensor:
-    """Return what `unpack_bits` returns, by operators that every device has."""
-    shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
-    bits = (packed.unsqueeze(1) >> shifts).bitwise_and_(1).view(-1)
-    return bits[:count].view(torch.bool)
-
-
 @dataclass(frozen=True, slots=True)
 class MaskBits:
     """A mask in bits: an eighth of its bytes."""
@@ -75,7 +34,7 @@ class MaskBits:
 
     def decode(self, payload: Tensor, form: Form) -> Tensor:
         """Return the mask."""
-        return unpack_bits(payload, form.shape.numel()).view(form.shape)
+        return spread_bits(payload, form.shape.numel(), True, False, torch.bool).view(form.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,22 +50,21 @@ class TwoValues:
         integer = _BITS_OF.get(tensor.dtype)
         if integer is None or tensor.device.type != "cpu" or tensor.numel() * tensor.element_size() < 32:
             return None
-        flat = tensor.reshape(-1).view(integer)
+        flat = tensor.reshape(-1).view(integer).numpy()
         first = flat[0]
-        for part in (flat[:: max(1, flat.numel() // _SAMPLE)], flat):
+        for part in (flat[:: max(1, flat.size // _SAMPLE)], flat):
             others = part != first
-            where = int(others.view(torch.uint8).argmax())
-            second = part[where]  # the first one again if all are equal
-            if not torch.equal(others, part == second) and bool(others[where]):
+            second = part[others.argmax()]  # the first one again if all are equal
+            if (others != (part == second)).any() and second != first:
                 return None
-        return Encoded(pack_bits(others), Form(tensor.shape, tensor.dtype, (int(first), int(second))))
+        mask = torch.from_numpy(others)
+        return Encoded(pack_bits(mask), Form(tensor.shape, tensor.dtype, (int(first), int(second))))
 
     def decode(self, payload: Tensor, form: Form) -> Tensor:
         """Return the tensor."""
         first, second = form.numbers
-        mask = unpack_bits(payload, form.shape.numel())
-        flat = torch.full(mask.shape, first, dtype=_BITS_OF[form.dtype], device=payload.device)
-        return flat.masked_fill_(mask, second).view(form.dtype).view(form.shape)
+        flat = spread_bits(payload, form.shape.numel(), second, first, _BITS_OF[form.dtype])
+        return flat.view(form.dtype).view(form.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,25 +81,24 @@ class NarrowIndices:
         least, most = (int(end) for end in torch.aminmax(tensor))
         spread, size = most - least, tensor.element_size()
         if spread < 2:
-            return Encoded(pack_bits(tensor != least), Form(tensor.shape, tensor.dtype, (1, least)))
+            return Encoded(pack_bits(tensor != least), Form(tensor.shape, tensor.dtype, (1, least, most)))
         if spread < 2**8:
             payload = (tensor - least).to(torch.uint8)
-            return Encoded(payload, Form(tensor.shape, tensor.dtype, (8, least)))
+            return Encoded(payload, Form(tensor.shape, tensor.dtype, (8, least, most)))
         # Why the halves? Few operators know unsigned integers of 16 and 32 bits. The difference, at most 2**bits - 1,
         # is moved by 2**(bits - 1) into the signed ones; it is taken first, since `least` and a half may overflow.
         for bits, dtype in ((16, torch.int16), (32, torch.int32)):
             if spread < 2**bits and size * 8 > bits:
                 payload = (tensor.to(torch.int64) - least).sub_(2 ** (bits - 1)).to(dtype)
-                return Encoded(payload, Form(tensor.shape, tensor.dtype, (bits, least)))
+                return Encoded(payload, Form(tensor.shape, tensor.dtype, (bits, least, most)))
         return None
 
     def decode(self, payload: Tensor, form: Form) -> Tensor:
         """Return the integers."""
-        bits, least = form.numbers
+        bits, least, most = form.numbers
         if bits == 1:
-            wide = unpack_bits(payload, form.shape.numel()).view(form.shape).to(torch.int64)
-        else:
-            wide = payload.to(torch.int64)
-            if bits > 8:
-                wide.add_(2 ** (bits - 1))
+            return spread_bits(payload, form.shape.numel(), most, least, form.dtype).view(form.shape)
+        wide = payload.to(torch.int64)
+        if bits > 8:
+            wide.add_(2 ** (bits - 1))
         return wide.add_(least).to(form.dtype)
