@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from torchremat._compat.binding import private
@@ -52,11 +53,6 @@ stash_in_tls = cast("Callable[[str, object], None]", private("_C._stash_obj_in_t
 get_from_tls = cast("Callable[[str], object]", private("_C._get_obj_in_tls", needed_for="a session"))
 is_in_tls = cast("Callable[[str], bool]", private("_C._is_key_in_tls", needed_for="a session"))
 python_node = cast("type", private("autograd.function.BackwardCFunction", needed_for=_REGIONS))
-make_saved_tensor = cast(
-    "Callable[[Tensor, bool, bool], RawSavedTensor]",
-    private("_C._autograd._make_saved_tensor", needed_for="a SavedTensor"),
-)
-private("_C._autograd.SavedTensor.unpack_hook", needed_for="a SavedTensor")
 
 
 # Runs a function when the backward that is running now has ended. Autograd drops it if the backward raises.
@@ -72,3 +68,19 @@ negated = cast("Callable[[Tensor], Tensor]", private("_neg_view", needed_for="st
 def packed_in(node: Node, slot: str) -> object:
     """Return what a saved-tensor hook has packed into a slot of a node; a tensor or None if there were no hooks."""
     return cast("Any", getattr(node, f"_raw_saved_{slot}")).data
+
+
+def make_saved_tensor(tensor: Tensor, is_output: bool, is_inplace_on_view: bool) -> RawSavedTensor:
+    """Return a saved tensor of torch's own, which no node has.
+
+    Raises:
+        VersionError: This torch cannot make one.
+    """
+    return _maker()(tensor, is_output, is_inplace_on_view)
+
+
+@cache
+def _maker() -> Callable[[Tensor, bool, bool], RawSavedTensor]:
+    private("_C._autograd.SavedTensor.unpack_hook", needed_for="a SavedTensor")
+    found = private("_C._autograd._make_saved_tensor", needed_for="a SavedTensor")
+    return cast("Callable[[Tensor, bool, bool], RawSavedTensor]", found)

@@ -16,40 +16,49 @@ if TYPE_CHECKING:
     from torch.autograd.graph import Node
 
 _SPILL = "spill"
-_tensor_uses = cast("Callable[[Tensor], int]", private("Tensor._use_count", needed_for=_SPILL))
-_storage_uses = cast("Callable[[int], int]", private("_C._storage_Use_Count", needed_for=_SPILL))
-
 
 # NOTE [ Who else holds a tensor ]
 # A tensor of C++ counts its holders there; its object in Python, while there is one, is one of them, and has its own
 # count of those that hold it in Python. From torch 2.10 on C++ holds the object as well, once, if anybody in C++ holds
-# the tensor. A storage is counted in the same way, and each tensor in it holds it once.
+# the tensor. A storage is counted in the same way, and each tensor in it holds it once. Whoever asks holds the object
+# in a list and nowhere else: what a variable counts differs between versions of Python.
 
 
 def holders_in_torch(tensor: Tensor) -> int:
     """Return how many hold a tensor in C++: nodes that save it, views of it."""
-    return _tensor_uses(tensor) - 1
+    return _tensor_uses()(tensor) - 1
 
 
 def holders_in_python(held: list[Tensor]) -> int:
     """Return how many hold a tensor in Python beside the list of it alone that is given."""
-    shared = _is_held_by_torch() if holders_in_torch(held[0]) else 0
+    shared = _are_held_by_torch()[0] if holders_in_torch(held[0]) else 0
     return sys.getrefcount(held[0]) - 2 - shared  # the list and the argument
 
 
-def tensors_in(storage: UntypedStorage) -> int:
-    """Return how many tensors lie in a storage; somebody who holds its object in Python counts as one more."""
-    # The argument and the caller's variable.
-    return _storage_uses(storage._cdata) - 1 + (sys.getrefcount(storage) - 3 - _is_held_by_torch())
+def tensors_in(held: list[UntypedStorage]) -> int:
+    """Return how many tensors lie in a storage, which a list alone holds; who holds it otherwise counts as one more."""
+    shared = _are_held_by_torch()[1]
+    return _storage_uses()(held[0]._cdata) - 1 + sys.getrefcount(held[0]) - 2 - shared
 
 
 @cache
-def _is_held_by_torch() -> int:
-    """Return 1 if C++ holds the object of a tensor that it holds, 0 if it does not."""
+def _are_held_by_torch() -> tuple[int, int]:
+    """Return 1 if C++ holds the object of a tensor that it holds, 0 if it does not; and the same for a storage."""
     # See NOTE [ Who else holds a tensor ]; a view holds its base.
     with torch.inference_mode(mode=False):
         view = torch.empty(2)[1:]
-    return sys.getrefcount(view._base) - 1
+    tensor, storage = [view._base], [view.untyped_storage()]
+    return sys.getrefcount(tensor[0]) - 2, sys.getrefcount(storage[0]) - 2
+
+
+@cache
+def _tensor_uses() -> Callable[[Tensor], int]:
+    return cast("Callable[[Tensor], int]", private("Tensor._use_count", needed_for=_SPILL))
+
+
+@cache
+def _storage_uses() -> Callable[[int], int]:
+    return cast("Callable[[int], int]", private("_C._storage_Use_Count", needed_for=_SPILL))
 
 
 def sequence_of(node: Node) -> int:

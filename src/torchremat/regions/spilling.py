@@ -252,11 +252,11 @@ def _is_held_by_others(candidate: _Candidate) -> bool:
     """Return whether anybody but the graph and its regions holds the storage."""
     # See NOTE [ Who else holds a tensor ]
     tensors: dict[int, tuple[list[Tensor], list[int]]] = {}
-    storage: UntypedStorage | None = None
+    storage: list[UntypedStorage] = []
     for place in candidate.places:
         tensor = place.kept()
         assert tensor is not None
-        storage = tensor.untyped_storage()
+        storage = [tensor.untyped_storage()]
         is_new = id(tensor) not in tensors
         _, counts = tensors.setdefault(id(tensor), ([tensor], [0, 0]))
         counts[isinstance(place, _InRegion)] += 1
@@ -264,7 +264,6 @@ def _is_held_by_others(candidate: _Candidate) -> bool:
         if is_new and base is not None:
             tensors.setdefault(id(base), ([base], [0, 0]))[1][0] += 1
         del tensor, base, counts
-    assert storage is not None
     if tensors_in(storage) > len(tensors):
         return True
     return any(
