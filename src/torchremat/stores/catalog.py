@@ -228,6 +228,11 @@ class Apart:
         self._inner = inner
         self._context = context
 
+    @property
+    def parts(self) -> list[object]:
+        """The inner tensors, stored or taken apart themselves."""
+        return list(self._inner.values())
+
     def get(self) -> Tensor:
         """Return the tensor, put together again."""
         inner = {name: one.get() if isinstance(one, Stored) else one for name, one in self._inner.items()}

@@ -31,6 +31,11 @@ class Kept:
         """How many bytes a store holds for it: none."""
         return 0
 
+    @property
+    def tensor(self) -> Tensor:
+        """The tensor, written since or not."""
+        return self._alias
+
     def get(self) -> Tensor:
         """Return the tensor.
 

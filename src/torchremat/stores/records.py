@@ -23,6 +23,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 from weakref import ReferenceType, ref
 
+import torch
 from torch import Tensor
 
 from torchremat._compat.autograd import at_end_of_backward, current_graph_task
@@ -153,6 +154,24 @@ class Record:
             stop = max(stop, *[island.stop for island in met])
             self._islands = [island for island in self._islands if island not in met]
         self._islands.append(Island(start, stop, [*(piece for island in met for piece in island.pieces), *pieces]))
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the storage."""
+        return self._device
+
+    @property
+    def stored_bytes(self) -> int:
+        """How many bytes the store holds for it."""
+        with self._lock:
+            return sum(piece.handle.stored_bytes for piece in self._pieces())
+
+    @property
+    def kept(self) -> list[Tensor]:
+        """What stayed where it is, as the store had no room, or because it is to be stored later."""
+        with self._lock:
+            found = [piece.handle.tensor for piece in self._pieces() if isinstance(piece.handle, Kept)]
+            return found + [tensor for tensor, _, _ in self._waiting]
 
     # ----------------------------------------------------------------------------------------------------- backward
 
