@@ -21,7 +21,10 @@ from torchremat.errors import (
     WrapError,
 )
 from torchremat.interop.installing import Installation, install, uninstall
+from torchremat.measuring.freeing import Freed
+from torchremat.measuring.keeping import saved_tensors
 from torchremat.measuring.measurement import Measurement, measure
+from torchremat.measuring.saved_report import Saved, SavedReport
 from torchremat.planning.fitting import fit
 from torchremat.planning.planner import Planner, plan
 from torchremat.planning.plans import Plan
@@ -49,6 +52,7 @@ __all__ = [
     "CheckpointError",
     "Compressed",
     "Disk",
+    "Freed",
     "Host",
     "Installation",
     "Keep",
@@ -61,6 +65,8 @@ __all__ = [
     "Planner",
     "PolicyError",
     "Report",
+    "Saved",
+    "SavedReport",
     "SavedTensor",
     "ScheduleError",
     "Session",
@@ -87,6 +93,7 @@ __all__ = [
     "offload",
     "plan",
     "run_once",
+    "saved_tensors",
     "session",
     "spill",
     "uninstall",

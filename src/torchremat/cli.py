@@ -1,4 +1,4 @@
-"""The command line: measure, plan, verify and fit the training step that a factory of the user's returns.
+"""The command line: measure, look into, plan, verify and fit the training step that a factory of the user's returns.
 
 The factory is named `module:function`; the folder that the command runs in is searched first. It takes no arguments
 and returns a model and a step, and an optimizer if it likes. Exit codes: 1 if something is wrong with the model, the
@@ -23,6 +23,7 @@ from rich.console import Console
 from torch import nn
 
 from torchremat.errors import TorchrematError
+from torchremat.measuring.keeping import saved_tensors
 from torchremat.measuring.measurement import measure
 from torchremat.measuring.step import loss_of, run_backward
 from torchremat.planning.budgets import margin_of, percentage_of
@@ -180,6 +181,22 @@ def measure_command(target: Target, plot: Plot = None, device: Device = None) ->
     _show(found)
     with _working("drawing"):
         _write(plot, found.plot)
+
+
+@app.command("saved")
+def saved_command(
+    target: Target,
+    top: Annotated[int, typer.Option(min=1, help="How many rows of each table to print.")] = 10,
+    out: Annotated[Path | None, typer.Option(help="File to write all of the report to, as JSON.")] = None,
+) -> None:
+    """Print what autograd keeps of a training step at the end of its forward: which bytes, saved where."""
+    with _working("looking"):
+        _check_files(out)
+        own = load(target)
+        found = saved_tensors(own.step, own.model)
+    _show(found.text(top))
+    with _working("writing"):
+        _write(out, found.save)
 
 
 @app.command("plan")

@@ -132,18 +132,39 @@ def address_of(storage: UntypedStorage) -> int:
     return storage._cdata  # no public name
 
 
-def tensors_in(value: object) -> Iterator[Tensor]:
-    """Yield the tensors with a storage of their own in `value`: wrapper subclasses are opened, sparse ones left out."""
+def tensors_in(value: object, *, sparse: bool = False) -> Iterator[Tensor]:
+    """Yield the tensors with a storage of their own in `value`: wrapper subclasses are opened.
+
+    Args:
+        value: Tensors, and lists, tuples and dicts of them.
+        sparse: Whether sparse tensors are opened as well; otherwise they are left out.
+    """
     if isinstance(value, Tensor):
         if is_wrapper_subclass(value):
             names, _ = cast(_Wrapper, value).__tensor_flatten__()
             for name in names:
-                yield from tensors_in(getattr(value, name))
+                yield from tensors_in(getattr(value, name), sparse=sparse)
         elif value.layout == torch.strided:
             yield value
+        elif sparse:
+            yield from _parts(value)
     elif isinstance(value, list | tuple):
         for item in cast(list[object], value):
-            yield from tensors_in(item)
+            yield from tensors_in(item, sparse=sparse)
     elif isinstance(value, dict):
         for item in cast(dict[object, object], value).values():
-            yield from tensors_in(item)
+            yield from tensors_in(item, sparse=sparse)
+
+
+def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Return the strided tensors that a sparse one consists of; none for a layout that has no such parts."""
+    tensor = tensor.detach()
+    match tensor.layout:
+        case torch.sparse_coo:
+            return tensor._indices(), tensor._values()
+        case torch.sparse_csr | torch.sparse_bsr:
+            return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+        case torch.sparse_csc | torch.sparse_bsc:
+            return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+        case _:
+            return ()

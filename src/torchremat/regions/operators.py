@@ -12,6 +12,7 @@ import hashlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, FrameType
@@ -39,6 +40,7 @@ _FUNCTIONAL = nn.functional.__file__
 _MACHINERY = tuple(
     str(Path(_TORCH, *one.split("/"))) for one in ("_dynamo", "_compile.py", "_ops.py", "utils/_python_dispatch.py")
 )
+_CHECKPOINT = str(Path(_TORCH, "utils", "checkpoint.py"))
 _COMPILED_FILE = str(Path(_TORCH, "_dynamo", "eval_frame.py"))
 _COMPILED_CODE = ("_TorchDynamoContext", "OptimizedModule")
 
@@ -108,11 +110,22 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class Place:
+    """Where Python is.
+
+    Attributes:
+        source: The line of the user's code.
+        module: The innermost module that runs there.
+        function: The function of `torch.nn.functional` that was called there, or "".
+        custom: The name of the custom Function whose `apply` was called there, or None.
+        is_compiled: Whether compiled code was called on the way there.
+    """
+
     source: Source
     module: nn.Module | None
     function: str
     custom: str | None
+    is_compiled: bool
 
 
 _NOWHERE = Source("?", 0, "?")
@@ -159,15 +172,25 @@ class OperatorLog(EagerMode):
         self._sequence = -1
         self._outermost: FrameType | None = None
 
-    def run(self, run: Body, body: Body, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-        """Return what `run` returns, which is `body` or runs it, and log what it does."""
+    def run(
+        self, run: Body, body: Body, args: tuple[object, ...], kwargs: dict[str, object], *, operators: bool = True
+    ) -> object:
+        """Return what `run` returns, which is `body` or runs it, and log what it does.
+
+        Args:
+            run: Called with the other two.
+            body: The user's code.
+            args: Positional arguments.
+            kwargs: Keyword arguments.
+            operators: Whether operators are logged. Without, compiled code runs as ever, and only saves are logged.
+        """
         owner = getattr(function_of(body), "__self__", None)
         self._root = self.names.get(id(owner), "")
         self.arguments.append([_address(one) for one in tensors_in((args, kwargs))])
         self._outermost = sys._getframe()
         self._sequence = sequence_number()
         try:
-            with self:
+            with self if operators else nullcontext():
                 return run(args, kwargs)
         finally:
             self._outermost = None
@@ -186,7 +209,7 @@ class OperatorLog(EagerMode):
             return func(*args, **kwargs)
         self._sequence = sequence_number()  # See NOTE [ Which operator saves a tensor ]
         place = self._place()
-        operator = Operator(name, place.function, self._path(place.module), place.source, _shapes((args, dict(kwargs))))
+        operator = Operator(name, place.function, self.path(place.module), place.source, _shapes((args, dict(kwargs))))
         self._settle(operator)
         self.operators.append(operator)
         if self._restores:
@@ -196,7 +219,22 @@ class OperatorLog(EagerMode):
         operator.outputs = _shapes(result)
         if self._restores:
             self._made.update(_storages(result))
+        self.ran(operator, place, func, args, kwargs, result)
         return result
+
+    def ran(
+        self,
+        operator: Operator,
+        place: Place,
+        func: Callable[..., object],
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object],
+        result: object,
+    ) -> None:
+        """Take note of an operator that has run; for logs that note more than this one."""
+
+    def saved(self, index: int, tensor: Tensor, place: Place) -> None:
+        """Take note of where a tensor is saved; for logs that note more than this one."""
 
     def save(self, tensor: Tensor) -> None:
         """Note that autograd saves a tensor, the next one."""
@@ -206,6 +244,7 @@ class OperatorLog(EagerMode):
         self.digests.append(self._digest(tensor) if self._takes_digests else None)
         self.storages.append(_address(tensor))
         place = self._place()
+        self.saved(index, tensor, place)
         if holding.now:
             self.savers[index] = self._own("input of a region inside", place, index, metadata)
         elif place.custom is not None:
@@ -216,6 +255,11 @@ class OperatorLog(EagerMode):
             self.savers[index] = self.operators[-1]
         else:
             self._pending.append(index)
+
+    @property
+    def newest_node(self) -> int:
+        """The number of the last node that was made before the last operator."""
+        return self._sequence - 1
 
     def undo(self) -> None:
         """Give the tensors that were written, and were there before, the values and versions that they had."""
@@ -233,12 +277,12 @@ class OperatorLog(EagerMode):
         finally:
             self._is_paused = False
 
-    def _own(self, name: str, place: _Place, index: int, metadata: Metadata) -> Operator:
+    def _own(self, name: str, place: Place, index: int, metadata: Metadata) -> Operator:
         last = self.operators[-1] if self.operators else None
         if last is not None and last.name == name and last.source == place.source:
             last.saves.append(index)
             return last
-        operator = Operator(name, "", self._path(place.module), place.source, (str(tuple(metadata[0])),), saves=[index])
+        operator = Operator(name, "", self.path(place.module), place.source, (str(tuple(metadata[0])),), saves=[index])
         self.operators.append(operator)
         return operator
 
@@ -250,15 +294,15 @@ class OperatorLog(EagerMode):
 
     # ------------------------------------------------------------------------------------------------------- where
 
-    def _place(self) -> _Place:
+    def _place(self) -> Place:
         source: Source | None = None
         within_torch: Source | None = None
         module: nn.Module | None = None
-        function, custom = "", None
+        function, custom, is_compiled = "", None, False
         for frame in self._frames():
             code = frame.f_code
             if code.co_filename == _COMPILED_FILE and code.co_qualname.startswith(_COMPILED_CODE):
-                self.is_compiled = True
+                self.is_compiled = is_compiled = True
             if code is _CALL:
                 if module is None:
                     module = cast("nn.Module", frame.f_locals["self"])
@@ -269,6 +313,8 @@ class OperatorLog(EagerMode):
                 continue
             if code.co_filename.startswith(_OWN):
                 continue
+            if code.co_name == "save_inputs" and code.co_filename == _CHECKPOINT and source is None:
+                custom = "checkpoint"  # which packs its inputs by itself; there is no node
             if not code.co_filename.startswith(_TORCH):
                 source = source or _source(frame)
             elif source is None:
@@ -276,7 +322,7 @@ class OperatorLog(EagerMode):
                     function = code.co_name
                 if not code.co_filename.startswith(_MACHINERY):
                     within_torch = within_torch or _source(frame)
-        return _Place(source or within_torch or _NOWHERE, module, function, custom)
+        return Place(source or within_torch or _NOWHERE, module, function, custom, is_compiled)
 
     def _frames(self) -> Iterator[FrameType]:
         frame: FrameType | None = sys._getframe(2)
@@ -284,7 +330,8 @@ class OperatorLog(EagerMode):
             yield frame
             frame = frame.f_back
 
-    def _path(self, module: nn.Module | None) -> str:
+    def path(self, module: nn.Module | None) -> str:
+        """Return the name of a module, or of that whose forward is the body."""
         if module is None:
             return self._root
         return self.names.get(id(module), type(module).__name__)

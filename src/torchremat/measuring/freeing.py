@@ -1,0 +1,241 @@
+"""What regions, with a policy or without, would free of what autograd keeps; decided from a log, nothing runs again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from torchremat.errors import PolicyError, UnsupportedError
+from torchremat.measuring.calls import ModuleCall
+from torchremat.measuring.saving import Ran, Save
+from torchremat.regions.decisions import Decision, OperatorContext, Policy, decision_of
+from torchremat.regions.traits import traits_of
+from torchremat.saved.metadata import Metadata
+from torchremat.saved.structure import join
+
+# NOTE [ What a policy would keep ]
+# A region keeps its inputs. Of the results of the operators that its policy saves it keeps those which a recompute asks
+# for: all up to the last saved tensor that has to be recomputed. Of what such a result shares its memory with, be it a
+# view or written in place, it keeps what autograd saves; so it does with its inputs and with parameters.
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepLog:
+    """What a step has done, without any tensor.
+
+    Attributes:
+        operators: Those that ran, in order; none if compiled code did.
+        saves: What autograd saved, in order, be it kept to the end or not.
+        calls: The calls of modules, in the order of their beginnings.
+        roots: The names of models, of which a policy is not told.
+        kept: For each entry of the report its storages, and the innermost call of a module that it was made in.
+        sizes: The bytes of storages, by number.
+        before: The storages that were there before.
+        parameters: Those of them that are parameters'.
+        is_compiled: Whether compiled code ran.
+    """
+
+    operators: tuple[Ran, ...]
+    saves: tuple[Save, ...]
+    calls: tuple[ModuleCall, ...]
+    roots: frozenset[str]
+    kept: tuple[tuple[tuple[int, ...], int | None], ...]
+    sizes: tuple[int, ...]
+    before: frozenset[int]
+    parameters: frozenset[int]
+    is_compiled: bool
+
+    def around(self, call: int | None) -> Iterable[int]:
+        """Yield a call, the one that made it, and so on."""
+        while call is not None:
+            yield call
+            call = self.calls[call].parent
+
+    def bytes_of(self, storages: Iterable[int]) -> int:
+        """Return the bytes of storages that the step made; those of a store have negative numbers."""
+        return sum(self.sizes[one] for one in storages if one >= 0 and one not in self.before)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Freed:
+    """What regions would free of the bytes that are kept for autograd's sake.
+
+    Attributes:
+        before_bytes: Kept as it is.
+        kept_bytes: Kept with the regions; what they store elsewhere does not count.
+        input_bytes: The part of it that is inputs of regions.
+        stored_bytes: What the policy would store elsewhere.
+        operators: How many operators the policy was asked about.
+        chosen: How many of them it would save, or store, the results of.
+    """
+
+    before_bytes: int
+    kept_bytes: int
+    input_bytes: int
+    stored_bytes: int = 0
+    operators: int = 0
+    chosen: int = 0
+
+    @property
+    def freed_bytes(self) -> int:
+        """What would no longer be kept where it is; negative if a policy keeps more than autograd does."""
+        return self.before_bytes - self.kept_bytes
+
+
+def freed(log: StepLog, policy: Callable[..., object] | None, blocks: Sequence[str]) -> Freed:
+    """Return what would be freed; see `SavedReport.freed_by`.
+
+    Args:
+        log: Of the step.
+        policy: Asked about each operator in a region.
+        blocks: Names of the modules whose calls are regions.
+    """
+    if policy is not None:
+        _check(log, policy)
+    regions = _regions(log, blocks)
+    inside = [next((one for one in log.around(call) if one in regions), None) for _, call in log.kept]
+    before = {one for storages, _ in log.kept for one in storages}
+    stays = {one for (storages, _), region in zip(log.kept, inside, strict=True) if region is None for one in storages}
+    inputs = {one for index in regions for one in log.calls[index].inputs}
+    kept, stored = set[int](), set[int]()
+    operators = chosen = 0
+    if policy is not None:
+        for region in sorted(regions):
+            saved = {
+                one for (storages, _), of in zip(log.kept, inside, strict=True) if of == region for one in storages
+            }
+            found = _Choosing(log, region, saved, policy)
+            found.run()
+            kept |= found.kept
+            stored |= found.stored
+            operators += found.operators
+            chosen += found.chosen
+    stays |= inputs | kept
+    return Freed(
+        before_bytes=log.bytes_of(before),
+        kept_bytes=log.bytes_of(stays),
+        input_bytes=log.bytes_of(inputs),
+        stored_bytes=log.bytes_of(stored - stays),
+        operators=operators,
+        chosen=chosen,
+    )
+
+
+def _check(log: StepLog, policy: Callable[..., object]) -> None:
+    if log.is_compiled:
+        raise UnsupportedError("compiled code ran in the step, and no policy sees the operators in it.")
+    if getattr(policy, "reads_names", False):
+        raise UnsupportedError(f"{policy!r:.80} goes by the names of tensors, which a report does not know.")
+
+
+def _regions(log: StepLog, blocks: Sequence[str]) -> set[int]:
+    """Return the calls that would be regions, without those inside another one."""
+    regions = {index for index, call in enumerate(log.calls) if call.name in blocks and call.has_grad}
+    missing = set(blocks) - {log.calls[index].name for index in regions}
+    if missing:
+        called = list(dict.fromkeys(call.name for call in log.calls if call.has_grad))
+        raise PolicyError(
+            f"the step calls no module {', '.join(map(repr, sorted(missing)))} with grad mode on; it calls "
+            f"{', '.join(map(repr, called[:8])) or 'none'}{', ...' if len(called) > 8 else ''}."
+        )
+    return {index for index in regions if not any(one in regions for one in log.around(log.calls[index].parent))}
+
+
+class _Choosing:
+    """One region under a policy. See NOTE [ What a policy would keep ].
+
+    Attributes:
+        kept: The storages that the policy keeps.
+        stored: Those that it stores elsewhere.
+    """
+
+    def __init__(self, log: StepLog, region: int, saved: set[int], policy: Callable[..., object]) -> None:
+        self.kept: set[int] = set()
+        self.stored: set[int] = set()
+        self.operators = 0
+        self.chosen = 0
+        self._log = log
+        self._region = region
+        self._saved = saved
+        self._policy = cast("Policy", policy)
+        self._served = set(log.calls[region].inputs) | log.parameters  # storages that no recompute is needed for
+        self._results: list[tuple[int, tuple[int, ...], Decision]] = []
+        self._end = 0
+
+    def run(self) -> None:
+        """Ask the policy about each operator, in between the saves."""
+        log = self._log
+        saves = [one for one in log.saves if self._region in log.around(one.call)]
+        operators = [(i, one) for i, one in enumerate(log.operators) if self._region in log.around(one.call)]
+        for rank, ran in operators:
+            while saves and saves[0].position <= rank:
+                self._save(saves.pop(0))
+            self._ask(rank, ran)
+        for save in saves:
+            self._save(save)
+        for rank, storages, decision in self._results:
+            if rank < self._end:
+                (self.kept if decision.kind == "save" else self.stored).update(storages)
+
+    def _save(self, save: Save) -> None:
+        if not self._served.issuperset(save.storages):
+            self._end = save.position
+
+    def _ask(self, rank: int, ran: Ran) -> None:
+        traits = traits_of(ran.function)
+        if traits.is_ignored or ran.casts_weight:
+            return
+        self.operators += 1
+        decision = self._decision(ran)
+        if decision.kind == "recompute":
+            return
+        self.chosen += 1
+        self._served.update(ran.storages)
+        if traits.is_kept:
+            self._results.append((rank, ran.storages, decision))
+        (self.kept if decision.kind == "save" else self.stored).update(self._saved.intersection(ran.storages))
+
+    def _decision(self, ran: Ran) -> Decision:
+        call = join(ran.arguments, _without_values(ran.tensors))
+        args, kwargs = cast("tuple[tuple[Any, ...], dict[str, Any]]", call)
+        context = OperatorContext(_Names(self._log, ran))
+        context.op_output = join(ran.result, _without_values(ran.outputs))
+        return decision_of(self._policy(context, ran.function, *args, **kwargs), self._policy)
+
+
+class _Names:
+    """The modules that ran an operator, for policies that ask."""
+
+    def __init__(self, log: StepLog, ran: Ran) -> None:
+        self._log = log
+        self._ran = ran
+
+    def running(self) -> str:
+        """Return the path of the innermost module that was running."""
+        return next(iter(self.all_running()), "")
+
+    def all_running(self) -> list[str]:
+        """Return the paths of those that were running, innermost first."""
+        return [self._path(one) for one in self._log.around(self._ran.call)]
+
+    def known(self) -> list[str]:
+        """Return the paths of all modules that were called."""
+        return [self._path(one) for one in range(len(self._log.calls))]
+
+    def _path(self, call: int) -> str:
+        name = self._log.calls[call].name
+        return "" if name in self._log.roots else name
+
+
+def _without_values(tensors: tuple[Metadata, ...]) -> list[Tensor]:
+    found: list[Tensor] = []
+    for shape, dtype, _, strides in tensors:
+        if isinstance(strides, tuple):
+            found.append(torch.empty_strided(shape, strides, dtype=dtype, device="meta"))
+        else:
+            found.append(torch.empty(shape, dtype=dtype, device="meta"))
+    return found

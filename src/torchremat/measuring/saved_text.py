@@ -1,0 +1,141 @@
+"""A report of saved tensors in words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from torchremat.saved.sizes import format_bytes
+
+if TYPE_CHECKING:
+    from torchremat.measuring.saved_report import Kind, SavedReport
+
+_WIDEST = 44  # a cell; the end of a path says more than its beginning
+
+
+def described(report: SavedReport, top: int) -> str:
+    """Return a report as text, with the `top` largest of each kind of row."""
+    if not report.requires_grad:
+        return "The loss does not require grad: autograd keeps nothing for it."
+    parts = ["\n".join(_summary(report)), *_tables(report, top)]
+    return "\n\n".join(parts)
+
+
+def _summary(report: SavedReport) -> list[str]:
+    saved = [one for one in report.entries if one.kind == "saved"]
+    count = sum(one.kind == "saved" for one in report.storages.values())
+    rows = [("saved", format_bytes(report.saved_bytes), f"in {count} storages, by {len(saved)} saves")]
+    if report.bytes_by_save > report.saved_bytes:
+        ratio = f", {report.bytes_by_save / report.saved_bytes:.2f} x" if report.saved_bytes else ""
+        rows.append(("  each save alone", format_bytes(report.bytes_by_save), f"aliases counted again{ratio}"))
+    before: tuple[Kind, ...] = ("parameter", "buffer", "input")
+    for kind in before:
+        if any(one.kind == kind for one in report.storages.values()):
+            rows.append((f"{kind}s", format_bytes(report.bytes_of(kind)), "saved as well, but there anyway"))
+    if any(one.kind == "stored" for one in report.storages.values()):
+        rows.append(("stored", format_bytes(report.stored_bytes), "taken by a store"))
+    if report.region_slots:
+        slots = f"{report.region_slots} saved tensors of {report.regions} regions are recomputed"
+        rows.append(("regions", format_bytes(0), f"{slots}; their inputs count above"))
+    if report.unknown:
+        kinds = ", ".join(f"{count} {name}" for name, count in report.unknown.items())
+        rows.append(("other hooks", "?", f"what they hold is not known: {kinds}"))
+    if report.copies:
+        freed = sum(one.freed_bytes for one in report.copies)
+        rows.append(("copies", format_bytes(freed), f"in {len(report.copies)} storages that repeat others"))
+    needs = report.by_need()
+    if "shape" in needs:
+        rows.append(("shape alone", format_bytes(needs["shape"]), "only the shape is needed"))
+    if "mask" in needs:
+        rows.append(("bits", format_bytes(needs["mask"]), "one bit for each element would do"))
+    lines = [f"{name:<18}{size:>12}  {note}".rstrip() for name, size, note in rows]
+    if report.is_compiled:
+        lines.append("Compiled code ran; what it saves is one node for each graph.")
+    return lines
+
+
+def _tables(report: SavedReport, top: int) -> list[str]:
+    found = [_table(["bytes", "saved for", "operator", "module", "at", "tensor"], _storage_rows(report), top)]
+    for name, totals in (
+        ("node", report.by_operator()),
+        ("module", report.by_module()),
+        ("dtype", report.by_dtype()),
+    ):
+        found.append(_table(["bytes", "share", name], _total_rows(totals, report.saved_bytes), top))
+    if report.copies:
+        found.append(_table(["bytes", "copy", "of", "made by", "at"], _copy_rows(report), top))
+    if report.blocks:
+        found.append(_table(["frees", "keeps", "as a region"], _block_rows(report), top))
+    return [one for one in found if one]
+
+
+def _storage_rows(report: SavedReport) -> list[list[str]]:
+    """Return a row for each storage that is there for autograd's sake, the largest first."""
+    rows: list[list[str]] = []
+    for one in sorted(report.storages.values(), key=lambda one: -one.size):
+        if one.kind not in ("saved", "stored"):
+            continue
+        first = report.entries[one.saves[0]]
+        more = f" +{len(one.saves) - 1}" if len(one.saves) > 1 else ""
+        function = f" of F.{first.function}" if first.function else ""
+        rows.append(
+            [
+                format_bytes(one.size) + (" stored" if one.kind == "stored" else ""),
+                first.place + more,
+                first.operator + function,
+                first.module,
+                first.source,
+                f"{first.dtype}{list(first.shape)}",
+            ]
+        )
+    return rows
+
+
+def _total_rows(totals: Mapping[str, int], whole: int) -> list[list[str]]:
+    return [
+        [format_bytes(size), f"{size / whole:.0%}", name or "(outside of all)"]
+        for name, size in totals.items()
+        if size and whole
+    ]
+
+
+def _copy_rows(report: SavedReport) -> list[list[str]]:
+    rows: list[list[str]] = []
+    for one in sorted(report.copies, key=lambda one: -one.freed_bytes):
+        kept = report.storages.get(one.source)
+        source = report.entries[kept.saves[0]].place if kept is not None and one.source_kind == "saved" else ""
+        copy = report.entries[report.storages[one.storage].saves[0]]
+        rows.append(
+            [format_bytes(one.freed_bytes), copy.place, source or f"a {one.source_kind}", one.operator, one.where]
+        )
+    return rows
+
+
+def _block_rows(report: SavedReport) -> list[list[str]]:
+    """Return a row for each block: what it frees as a region, and what the region keeps."""
+    rows: list[list[str]] = []
+    for name in report.blocks:
+        one = report.freed_by(blocks=[name])
+        rows.append([format_bytes(one.freed_bytes), format_bytes(one.input_bytes), name])
+    if len(report.blocks) > 1:
+        every = report.freed_by()
+        rows.insert(0, [format_bytes(every.freed_bytes), format_bytes(every.input_bytes), f"all {len(rows)} of these"])
+    return rows
+
+
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], top: int) -> str:
+    if not rows:
+        return ""
+    shown = [list(map(_cut, row)) for row in rows[:top]]
+    widths = [max(len(row[i]) for row in [headings, *shown]) for i in range(len(headings))]
+    lines: list[str] = []
+    for size, *rest in [headings, *shown]:
+        cells = [size.rjust(widths[0]), *(cell.ljust(width) for cell, width in zip(rest, widths[1:], strict=True))]
+        lines.append("  ".join(cells).rstrip())
+    if len(rows) > top:
+        lines.append(f"... {len(rows) - top} more")
+    return "\n".join(lines)
+
+
+def _cut(cell: str) -> str:
+    return cell if len(cell) <= _WIDEST else "..." + cell[3 - _WIDEST :]

@@ -1,0 +1,304 @@
+"""A forward of the user's step, watched: what autograd saves in it, where, and which operators ran.
+
+    run         under                                  gives
+    1. logged   hooks, module calls, the operator log  everything, unless compiled code ran: then it ran eagerly
+    2. warm     nothing                                nothing: compiles         (only after compiled code in 1)
+    3. plain    hooks and module calls                 what is saved and where   (only after compiled code in 1)
+
+What is packed is a small object that autograd alone owns. So what is left of them at the end of the forward is what
+autograd keeps, and not what it has saved and dropped on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+from weakref import ReferenceType, ref
+
+import torch
+from torch import Tensor, nn
+
+from torchremat._compat.autograd import pop_saved_tensor_hooks, push_saved_tensor_hooks
+from torchremat.errors import MutationError
+from torchremat.measuring.calls import ModuleCall, ModuleCalls, module_calls, names_of
+from torchremat.measuring.storages import StorageNumbers
+from torchremat.regions.operators import Operator, OperatorLog, Place, Source
+from torchremat.saved.held import holding
+from torchremat.saved.metadata import Metadata, metadata_of, version_of
+from torchremat.saved.structure import split
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from torchremat.measuring.runs import Subject
+
+BeforeKind = Literal["parameter", "buffer", "input"]
+
+# Operators whose result has the values of their first argument, rounded to another dtype if need be.
+_COPIES = ("aten._to_copy.", "aten.clone.", "aten._reshape_copy.", "aten.lift_fresh_copy.")
+
+
+class Packed:
+    """What autograd holds in place of a tensor while a step is watched."""
+
+    __slots__ = ("__weakref__", "index", "tensor", "version")
+
+    def __init__(self, index: int, tensor: Tensor) -> None:
+        self.index = index
+        # Without its graph: an output that its own node saves would hold the node that holds it.
+        self.tensor = tensor.detach()
+        self.version = version_of(tensor)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Save:
+    """Where a tensor was saved.
+
+    Attributes:
+        source: The line of code.
+        module: The name of the innermost module that ran.
+        call: The number of the innermost call of a module.
+        custom: The name of the custom Function that saved it; "" if it was none.
+        is_compiled: Whether compiled code was on the way there.
+        is_input: Whether a region holds it, as its input.
+        storages: Its storages.
+        position: How many operators had run.
+    """
+
+    source: Source
+    module: str
+    call: int | None
+    custom: str
+    is_compiled: bool
+    is_input: bool
+    storages: tuple[int, ...]
+    position: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ran:
+    """An operator that ran, as far as a policy may want to know of it.
+
+    Attributes:
+        operator: Its place in the log.
+        function: The operator itself.
+        call: The number of the innermost call of a module.
+        arguments: Its arguments, with places for tensors.
+        tensors: The metadata of the tensors among them.
+        result: What it returned, with places for tensors.
+        outputs: The metadata of the tensors in it.
+        storages: The storages of those.
+        casts_weight: Whether autocast casts a parameter in it, which no policy is asked about.
+    """
+
+    operator: Operator
+    function: Callable[..., object]
+    call: int | None
+    arguments: object
+    tensors: tuple[Metadata, ...]
+    result: object
+    outputs: tuple[Metadata, ...]
+    storages: tuple[int, ...]
+    casts_weight: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Before:
+    """A tensor that was there before the step."""
+
+    kind: BeforeKind
+    tensor: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copied:
+    """A storage that an operator filled with the values of another one, at these versions."""
+
+    source: int
+    source_version: int
+    version: int
+    operator: Operator
+
+
+class SaveLog(OperatorLog):
+    """The operator log of a step, with what a report of its saved tensors asks for.
+
+    Attributes:
+        saves: Where each tensor was saved, in order.
+        packed: What autograd holds of each, as long as it does.
+        ran: The operators.
+        copied: By storage, what it is a copy of.
+        by_node: For the number of a node, the operator that it was made for.
+        unpacks: How often autograd has asked for a tensor.
+    """
+
+    def __init__(self, models: tuple[nn.Module, ...], numbers: StorageNumbers, calls: ModuleCalls) -> None:
+        super().__init__({id(module): name for module, name in names_of(models).items()})
+        self.numbers = numbers
+        self.calls = calls
+        self.saves: list[Save] = []
+        self.packed: list[ReferenceType[Packed]] = []
+        self.rans: list[Ran] = []
+        self.copied: dict[int, Copied] = {}
+        self.by_node: dict[int, Ran] = {}
+        self.unpacks = 0
+
+    def pack(self, tensor: Tensor) -> Packed:
+        """Take a tensor that autograd saves: the hook."""
+        packed = Packed(len(self.saves), tensor)
+        self.packed.append(ref(packed))
+        self.save(tensor)
+        return packed
+
+    def unpack(self, packed: Packed) -> Tensor:
+        """Give it back, to a backward that the step itself runs: the hook.
+
+        Raises:
+            MutationError: It was written in place since.
+        """
+        self.unpacks += 1
+        now = version_of(packed.tensor)
+        if now != packed.version:
+            shape, where = tuple(packed.tensor.shape), self.saves[packed.index].source
+            raise MutationError(
+                f"a tensor of shape {shape} that autograd saved at {where} was written in place before the step's own "
+                f"backward: it was at version {packed.version} and is at {now} now. Plain autograd refuses this as "
+                "well; make the operation out of place."
+            )
+        return packed.tensor
+
+    def saved(self, index: int, tensor: Tensor, place: Place) -> None:
+        """Note where a tensor is saved."""
+        self.saves.append(
+            Save(
+                source=place.source,
+                module=self.path(place.module),
+                call=self.calls.current,
+                custom=place.custom or "",
+                is_compiled=place.is_compiled,
+                is_input=holding.now,
+                storages=self.numbers.of(tensor),
+                position=len(self.rans),
+            )
+        )
+
+    def ran(
+        self,
+        operator: Operator,
+        place: Place,
+        func: Callable[..., object],
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object],
+        result: object,
+    ) -> None:
+        """Note an operator with all that a policy may ask about it."""
+        tensors: list[Tensor] = []
+        outputs: list[Tensor] = []
+        arguments = split((args, dict(kwargs)), tensors, [])
+        template = split(result, outputs, [])
+        ran = Ran(
+            operator=operator,
+            function=func,
+            call=self.calls.current,
+            arguments=arguments,
+            tensors=tuple(metadata_of(one) for one in tensors),
+            result=template,
+            outputs=tuple(metadata_of(one) for one in outputs),
+            storages=self.numbers.of(outputs),
+            casts_weight=_casts_weight(operator, tensors),
+        )
+        self.rans.append(ran)
+        if torch.is_grad_enabled():  # without grad nodes are made for none; hooks of others run so, within an operator
+            self.by_node.setdefault(self.newest_node, ran)
+        if operator.name.startswith(_COPIES) and len(outputs) == 1 and tensors:
+            sources, copies = self.numbers.of(tensors[0]), self.numbers.of(outputs)
+            if len(sources) == len(copies) == 1 and sources != copies:
+                self.copied[copies[0]] = Copied(
+                    source=sources[0],
+                    source_version=version_of(tensors[0]),
+                    version=version_of(outputs[0]),
+                    operator=operator,
+                )
+
+
+def _casts_weight(operator: Operator, tensors: list[Tensor]) -> bool:
+    # Whether autocast is on does not show in a mode: it is off while it casts.
+    return (
+        operator.name == "aten._to_copy.default" and bool(tensors) and tensors[0].requires_grad and tensors[0].is_leaf
+    )
+
+
+@dataclass(kw_only=True, eq=False)
+class Watched:
+    """A forward that has been watched, and is still there.
+
+    Attributes:
+        result: What the step returned.
+        log: Where it was saved, and the operators, unless compiled code ran.
+        calls: The calls of modules.
+        numbers: The storages.
+        before: By storage, a tensor that was there before, and what it is: parameter, buffer or input.
+        roots: The names of models.
+    """
+
+    result: object
+    log: SaveLog
+    calls: list[ModuleCall]
+    numbers: StorageNumbers
+    before: Mapping[int, Before]
+    roots: frozenset[str]
+
+    def take_result(self) -> object:
+        """Return what the step returned, and let go of it."""
+        result, self.result = self.result, None
+        return result
+
+
+@contextmanager
+def watched(subject: Subject, *, operators: bool) -> Generator[Watched]:
+    """Run the forward of a step for the block; afterwards model, gradients, buffers and generators are as before.
+
+    Args:
+        subject: The step.
+        operators: Whether operators are logged, and compiled code runs eagerly.
+    """
+    with subject.untouched():
+        numbers = StorageNumbers()
+        before = _before(subject, numbers)
+        with module_calls(subject.models, numbers) as calls:
+            log = SaveLog(subject.models, numbers, calls)
+
+            def run(args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+                push_saved_tensor_hooks(log.pack, log.unpack)
+                try:
+                    return subject.run()
+                finally:
+                    pop_saved_tensor_hooks()
+
+            result = log.run(run, subject.step, (), {}, operators=operators)
+        found = Watched(
+            result=result,
+            log=log,
+            calls=calls.calls,
+            numbers=numbers,
+            before=before,
+            roots=frozenset(type(model).__name__ for model in subject.models),
+        )
+        del result
+        yield found
+
+
+def _before(subject: Subject, numbers: StorageNumbers) -> dict[int, Before]:
+    kinds: dict[BeforeKind, list[Tensor]] = {
+        "parameter": [one for model in subject.models for one in model.parameters()],
+        "buffer": [one for model in subject.models for one in model.buffers()],
+        "input": list(subject.inputs),
+    }
+    found: dict[int, Before] = {}
+    for kind, tensors in kinds.items():
+        for tensor in tensors:
+            for number in numbers.of(tensor):
+                found.setdefault(number, Before(kind=kind, tensor=tensor))
+    return found
