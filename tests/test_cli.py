@@ -1,5 +1,6 @@
 """The command line: what it prints, what it writes, and the exit codes for everything that can be wrong."""
 
+import json
 import os
 import re
 import subprocess
@@ -233,3 +234,33 @@ def test_a_missing_extra_is_named(folder):
     assert result.returncode == 1
     assert "pip install 'torchremat[cli]'" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_saved_prints_what_autograd_keeps():
+    result = run("saved", "factories:build", "--top", "2")
+
+    assert "saved" in result.stdout and "GeluBackward0.self" in result.stdout
+    assert "more" in result.stdout
+    assert "more" not in run("saved", "factories:build", "--top", "100").stdout
+
+
+def test_saved_writes_all_of_it(folder):
+    result = run("saved", "factories:with_optimizer", "--out", "saved.json")
+
+    found = json.loads((folder / "saved.json").read_text())
+    assert "wrote saved.json" in result.stderr
+    # Six blocks save their first result and that of gelu, 64 x 64, their input, 64 x 16, but for the first, whose input
+    # is the step's, and `square` the last result.
+    assert found["saved_bytes"] == 6 * 2 * 64 * 64 * 4 + 6 * 64 * 16 * 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["factories:no_loss"], 1, "StepError: the step returned None"),
+        (["factories:build", "--out", "no/such/folder.json"], 2, "cannot be written"),
+        (["factories:build", "--top", "0"], 2, "top"),
+    ],
+)
+def test_saved_says_what_is_wrong(arguments, code, message):
+    assert message in run("saved", *arguments, code=code).stderr

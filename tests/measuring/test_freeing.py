@@ -140,11 +140,19 @@ def test_what_a_policy_offloads_is_apart():
     assert (found.freed_bytes, found.stored_bytes) == (3 * TENSOR, 3 * TENSOR)
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [save_products, save_nothing, save_everything, save_matmuls, save_attention, everything_saved, save_larger_than(8192)],
-    ids=repr,
-)
+POLICIES = {
+    "function of products": save_products,
+    "function that saves nothing": save_nothing,
+    "function that saves everything": save_everything,
+    "save_matmuls": save_matmuls,
+    "save_attention": save_attention,
+    "everything_saved": everything_saved,
+    "save_larger_than": save_larger_than(8192),
+    "both": save_matmuls | save_attention,
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 @pytest.mark.parametrize("name", ["blocks", "transformer"])
 def test_a_policy_is_predicted_as_the_regions_do_it(policy, name):
     if name == "blocks":

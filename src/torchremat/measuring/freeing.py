@@ -23,6 +23,12 @@ from torchremat.saved.structure import join
 # view or written in place, it keeps what autograd saves; so it does with its inputs and with parameters.
 
 
+# A call is taken apart into the calls that it makes if its own code saves at most this share of what is saved in it,
+_MOST_GLUE = 0.1
+# and if it holds more than this share of what the whole forward saves.
+_LEAST_SHARE = 0.5
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepLog:
     """What a step has done, without any tensor.
@@ -143,6 +149,34 @@ def _regions(log: StepLog, blocks: Sequence[str]) -> set[int]:
             f"{', '.join(map(repr, called[:8])) or 'none'}{', ...' if len(called) > 8 else ''}."
         )
     return {index for index in regions if not any(one in regions for one in log.around(log.calls[index].parent))}
+
+
+def blocks_of(log: StepLog) -> tuple[str, ...]:
+    """Return the names of the modules that a model calls one after the other, as far as regions of them free bytes."""
+    inside: list[set[int]] = [set() for _ in log.calls]  # saved in a call, at any depth
+    own: list[set[int]] = [set() for _ in log.calls]
+    for storages, call in log.kept:
+        if call is not None:
+            own[call].update(storages)
+        for one in log.around(call):
+            inside[one].update(storages)
+    children: dict[int | None, list[int]] = {}
+    for index, call in enumerate(log.calls):
+        if call.has_grad:
+            children.setdefault(call.parent, []).append(index)
+    total = log.bytes_of({one for storages, _ in log.kept for one in storages})
+
+    def parts(call: int) -> list[int]:
+        within = children.get(call, [])
+        whole = log.bytes_of(inside[call])
+        is_root = log.calls[call].parent is None
+        is_shell = whole > _LEAST_SHARE * total and log.bytes_of(own[call]) <= _MOST_GLUE * whole
+        if not within or not (is_root or is_shell):
+            return [call]
+        return [one for child in within for one in parts(child)]
+
+    names = dict.fromkeys(log.calls[one].name for root in children.get(None, []) for one in parts(root))
+    return tuple(name for name in names if freed(log, None, [name]).freed_bytes > 0)
 
 
 class _Choosing:

@@ -1,0 +1,254 @@
+"""What is left of the saved tensors of a forward at its end, made into a report.
+
+of a save       where it was saved, and by which operator        the log of the forward
+                whether it is still there                        what autograd holds of what the log has packed
+                node and slot                                    the graph below the loss
+of all others   what hooks of others hold, and which storages    the graph, and the regions that its slots lead to
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from torchremat._compat.slots import NodeSlot
+from torchremat.measuring.freeing import StepLog, blocks_of
+from torchremat.measuring.needs import need_of
+from torchremat.measuring.packed import behind, kept_by
+from torchremat.measuring.saved_report import Copy, KeptStorage, Kind, Saved, SavedReport
+from torchremat.measuring.saving import Packed, SaveLog, Watched
+from torchremat.regions.operators import Operator
+from torchremat.regions.region import Region
+from torchremat.regions.selection import HeldView
+from torchremat.regions.slots import Slot
+from torchremat.saved.metadata import Metadata, metadata_of, version_of
+from torchremat.stores.stored import Stored
+
+_INPUT = "input of a region"
+_CHOSEN = "kept by a policy"
+
+
+@dataclass(slots=True)
+class _Found:
+    """A save, before it is known who shares its storages."""
+
+    storages: tuple[int, ...]
+    metadata: Metadata
+    node: NodeSlot | None
+    operator: Operator | None = None
+    custom: str = ""
+    module: str = ""
+    source: str = ""
+    call: int | None = None
+    version: int = -1
+    version_now: int = -1
+
+
+class Inventory:
+    """Makes a report of a forward that has been watched, and is still there.
+
+    Args:
+        run: The forward.
+        savers: The operators that have saved something, by the number of the save.
+    """
+
+    def __init__(self, run: Watched, savers: Mapping[int, Operator]) -> None:
+        self.run = run
+        self.log: SaveLog = run.log
+        self.savers = savers
+        self.kinds: dict[int, Kind] = {number: one.kind for number, one in run.before.items()}
+        self.stored: dict[int, int] = {}  # bytes by number; what is in a store has a negative one
+        self.stores: dict[int, int] = {}
+        self.found: list[_Found] = []
+        self.regions: set[int] = set()
+        self.region_slots = 0
+        self.unknown: Counter[str] = Counter()
+
+    def report(self, alive: Mapping[int, Packed], slots: list[NodeSlot], *, requires_grad: bool) -> SavedReport:
+        """Return the report.
+
+        Args:
+            alive: What autograd still holds of what was packed, by the number of the save.
+            slots: The places of the graph.
+            requires_grad: Whether the loss does.
+        """
+        held = {slot.packed.index: slot for slot in slots if isinstance(slot.packed, Packed)}
+        for index, packed in alive.items():
+            self._add_packed(packed, held.get(index))
+        for slot in sorted(slots, key=lambda slot: slot.sequence):
+            if not isinstance(slot.packed, Packed):
+                self._add_foreign(slot.packed, slot)
+        sharing: dict[int, list[int]] = {}
+        for index, one in enumerate(self.found):
+            for number in one.storages:
+                sharing.setdefault(number, []).append(index)
+        log = StepLog(
+            operators=tuple(self.log.rans) if not self._is_compiled else (),
+            saves=tuple(self.log.saves),
+            calls=tuple(self.run.calls),
+            roots=self.run.roots,
+            kept=tuple((one.storages, one.call) for one in self.found),
+            sizes=tuple(self.run.numbers.sizes),
+            before=frozenset(self.run.before),
+            parameters=frozenset(number for number, one in self.run.before.items() if one.kind == "parameter"),
+            is_compiled=self._is_compiled,
+        )
+        return SavedReport(
+            entries=tuple(self._entry(index, one, sharing) for index, one in enumerate(self.found)),
+            storages={number: self._storage(number, saves) for number, saves in sharing.items()},
+            copies=tuple(self._copies(sharing)),
+            blocks=blocks_of(log),
+            region_slots=self.region_slots,
+            regions=len(self.regions),
+            unknown=dict(self.unknown),
+            requires_grad=requires_grad,
+            is_compiled=self._is_compiled,
+            log=log,
+        )
+
+    @property
+    def _is_compiled(self) -> bool:
+        return any(save.is_compiled for save in self.log.saves) or self.log.is_compiled
+
+    # -------------------------------------------------------------------------------------------------------- saves
+
+    def _add_packed(self, packed: Packed, slot: NodeSlot | None) -> None:
+        save = self.log.saves[packed.index]
+        self.found.append(
+            _Found(
+                storages=self.run.numbers.of(packed.tensor),
+                metadata=self.log.metadata[packed.index],
+                node=slot,
+                operator=self.savers.get(packed.index),
+                custom=_INPUT if save.is_input else save.custom,
+                module=save.module,
+                source=str(save.source),
+                call=save.call,
+                version=packed.version,
+                version_now=version_of(packed.tensor),
+            )
+        )
+
+    def _add_foreign(self, packed: object, slot: NodeSlot | None, words: str = "") -> None:
+        """Add what hooks of others hold, or no hook does: what is from before the step, or from another thread.
+
+        Args:
+            packed: What they hold.
+            slot: Where; None if it is in no node.
+            words: What it is, if it is no operator's.
+        """
+        if isinstance(packed, Packed):
+            return
+        if isinstance(packed, Slot):
+            self._add_region(packed.region)
+            if packed.value is None or isinstance(packed.value, HeldView):
+                self.region_slots += 1
+                return
+            packed = packed.value
+        found = list(behind(packed))
+        if not found:
+            self.unknown[type(packed).__name__] += 1
+        for one in found:
+            if isinstance(one, Stored):
+                # The saves that share a record are stored once.
+                number = self.stores.setdefault(id(one.record), -1 - len(self.stores))
+                self.stored[number] = one.record.stored_bytes
+                self.kinds[number] = "stored"
+                self._place(slot, words, (number,), (one.size, one.dtype, one.record.device, one.stride))
+            else:
+                self._place(slot, words, self.run.numbers.of(one), metadata_of(one), version_of(one))
+
+    def _add_region(self, region: Region) -> None:
+        if id(region) in self.regions:
+            return
+        self.regions.add(id(region))
+        for held in region.held:
+            if not isinstance(held.kept, nn.Parameter):
+                self._add_foreign(held.kept, None, _INPUT)
+        for one in kept_by(region):
+            self._add_foreign(one, None, _CHOSEN)
+
+    def _place(
+        self, slot: NodeSlot | None, words: str, storages: tuple[int, ...], metadata: Metadata, version: int = -1
+    ) -> None:
+        found = _Found(storages, metadata, slot, custom=words, version=version, version_now=version)
+        ran = None if slot is None else self.log.by_node.get(slot.sequence)
+        if ran is not None:
+            found.operator, found.call = ran.operator, ran.call
+            found.module, found.source = ran.operator.module, str(ran.operator.source)
+        self.found.append(found)
+
+    # ------------------------------------------------------------------------------------------------------- entries
+
+    def _entry(self, index: int, one: _Found, sharing: Mapping[int, list[int]]) -> Saved:
+        shape, dtype, device, strides = one.metadata
+        others = sorted({other for number in one.storages for other in sharing[number]} - {index})
+        kinds: list[Kind] = [self._kind(number) for number in one.storages]
+        kind: Kind = "saved" if not kinds or "saved" in kinds else kinds[0]
+        return Saved(
+            storages=one.storages,
+            storage_bytes=sum(self._size(number) for number in one.storages),
+            tensor_bytes=shape.numel() * dtype.itemsize,
+            kind=kind,
+            node=one.node.node if one.node else "",
+            slot=one.node.name if one.node else "",
+            operator=one.custom or (one.operator.name if one.operator else ""),
+            function=one.operator.function if one.operator and not one.custom else "",
+            module=one.module,
+            source=one.source,
+            shape=tuple(shape),
+            dtype=str(dtype).removeprefix("torch."),
+            need=need_of(one.node.node, one.node.name, dtype) if one.node else None,
+            strides=strides if isinstance(strides, tuple) else (),
+            device=str(device),
+            is_first=all(sharing[number][0] == index for number in one.storages),
+            others=tuple(others),
+        )
+
+    def _storage(self, number: int, saves: list[int]) -> KeptStorage:
+        device = str(self.run.numbers.devices[number]) if number >= 0 else ""
+        return KeptStorage(
+            number=number, size=self._size(number), kind=self._kind(number), device=device, saves=tuple(saves)
+        )
+
+    def _kind(self, number: int) -> Kind:
+        return self.kinds.get(number, "saved")
+
+    def _size(self, number: int) -> int:
+        return self.run.numbers.sizes[number] if number >= 0 else self.stored[number]
+
+    # -------------------------------------------------------------------------------------------------------- copies
+
+    def _copies(self, sharing: Mapping[int, list[int]]) -> Iterator[Copy]:
+        for number in sharing:
+            copied = self.log.copied.get(number)
+            if copied is None or self._kind(number) != "saved" or not self._is_at(number, copied.version, sharing):
+                continue
+            source = copied
+            # What was copied may be a copy that nobody keeps, of something that is kept.
+            while not self._is_at(source.source, source.source_version, sharing):
+                further = self.log.copied.get(source.source)
+                if further is None or further.version != source.source_version:
+                    break
+                source = further
+            else:
+                yield Copy(
+                    storage=number,
+                    source=source.source,
+                    source_kind=self._kind(source.source),
+                    operator=copied.operator.name,
+                    where=str(copied.operator.source),
+                    freed_bytes=self._size(number),
+                )
+
+    def _is_at(self, number: int, version: int, sharing: Mapping[int, list[int]]) -> bool:
+        """Return whether a storage is kept, and holds now what it held at a version."""
+        before = self.run.before.get(number)
+        if before is not None:
+            return version_of(before.tensor) == version
+        return number in sharing and all(
+            self.found[save].version == version == self.found[save].version_now for save in sharing[number]
+        )

@@ -1,0 +1,346 @@
+"""What a report says of each save: where it comes from, what it repeats, and what hooks of others hold."""
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import torchremat
+from torchremat import saved_tensors
+from torchremat.policies import save_operators
+
+BATCH, WIDTH = 4, 8
+TENSOR = BATCH * WIDTH * 4  # bytes of a float32 tensor of this shape
+
+
+def a_batch():
+    return torch.randn(BATCH, WIDTH)
+
+
+def places(report, kind="saved"):
+    return [one.place for one in report.entries if one.kind == kind]
+
+
+# -------------------------------------------------------------------------------------------------- where it comes from
+
+
+class Squared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x, 2 * x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.saved_tensors[1]
+
+
+def test_an_entry_says_where_it_was_saved():
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.Softmax(-1)))
+    x = a_batch()
+
+    def step(model):
+        return model(x).sum()
+
+    report = saved_tensors(step, model)
+    entry = report.entries[-1]
+
+    assert (entry.place, entry.operator, entry.function) == (
+        "SoftmaxBackward0.result",
+        "aten._softmax.default",
+        "softmax",
+    )
+    assert entry.module == "1.0"
+    line = step.__code__.co_firstlineno + 1
+    assert entry.source == f"{Path(__file__).relative_to(Path.cwd())}:{line} in {step.__qualname__}"
+    assert (entry.shape, entry.dtype, entry.strides, entry.device) == ((BATCH, WIDTH), "float32", (WIDTH, 1), "cpu")
+
+
+def test_a_custom_function_goes_by_its_name():
+    x = a_batch().requires_grad_()
+
+    report = saved_tensors(lambda: Squared.apply(x.neg()).sum())
+
+    assert [(one.place, one.operator) for one in report.entries] == [
+        ("SquaredBackward.0", "Squared"),
+        ("SquaredBackward.1", "Squared"),
+    ]
+
+
+def test_a_number_that_a_tensor_is_multiplied_with_is_saved_too():
+    x = a_batch().requires_grad_()
+
+    report = saved_tensors(lambda: (x * 2.5).sum())
+
+    (entry,) = report.entries
+    assert (entry.place, entry.shape, entry.storage_bytes) == ("MulBackward0.other", (), 8)
+
+
+def test_what_is_saved_before_and_after_an_operator_is_that_operators():
+    x = a_batch().requires_grad_()
+
+    report = saved_tensors(lambda: (x.sin().cos() * x.exp()).sum())
+
+    # `sin` and `cos` save what they get, `exp` saves what it makes.
+    assert [(one.place, one.operator) for one in report.entries] == [
+        ("SinBackward0.self", "aten.sin.default"),
+        ("CosBackward0.self", "aten.cos.default"),
+        ("ExpBackward0.result", "aten.exp.default"),
+        ("MulBackward0.other", "aten.mul.Tensor"),
+        ("MulBackward0.self", "aten.mul.Tensor"),
+    ]
+
+
+# ------------------------------------------------------------------------------------------ copies and what is too much
+
+
+def test_casts_of_autocast_are_copies():
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    x = a_batch()
+
+    def step(model):
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(x).float().square().mean()
+
+    report = saved_tensors(step, model)
+
+    # x and the second weight, cast; the first weight is not saved, as x asks for no gradient.
+    assert [(one.source_kind, one.freed_bytes) for one in report.copies] == [
+        ("input", TENSOR // 2),
+        ("parameter", WIDTH * WIDTH * 2),
+    ]
+    assert {one.operator for one in report.copies} == {"aten._to_copy.default"}
+
+
+def test_an_upcast_and_a_contiguous_copy_beside_their_sources():
+    x = a_batch().requires_grad_()
+
+    def step():
+        y = x.exp()
+        return (y.double().sin().float() + y.t().contiguous().cos().t()).sum()
+
+    report = saved_tensors(step)
+
+    # `exp` saves y; `sin` saves it in float64, and `cos` transposed.
+    y = report.entries[0].storages[0]
+    assert [(one.source, one.operator, one.freed_bytes) for one in report.copies] == [
+        (y, "aten._to_copy.default", 2 * TENSOR),
+        (y, "aten.clone.default", TENSOR),
+    ]
+
+
+def test_what_was_written_since_is_no_copy():
+    x = a_batch().requires_grad_()
+
+    def copied(then):
+        def step():
+            y = x.exp().neg()
+            copy = y.clone()
+            then(y, copy)
+            return (y.sin() + copy.sin()).sum()
+
+        return saved_tensors(step).copies
+
+    assert len(copied(lambda y, copy: None)) == 1
+    assert copied(lambda y, copy: copy.mul_(2)) == ()
+    assert copied(lambda y, copy: y.mul_(2)) == ()
+
+
+def test_a_copy_of_a_copy_that_nobody_keeps():
+    x = a_batch().requires_grad_()
+
+    def step():
+        y = x.exp()
+        return y.double().clone().sin().sum()
+
+    (copy,) = saved_tensors(step).copies
+
+    assert copy.freed_bytes == 2 * TENSOR
+    assert copy.source_kind == "saved"
+
+
+def test_shapes_and_bits():
+    x = torch.randn(2, 3, 8, 8, requires_grad=True)
+
+    report = saved_tensors(lambda: F.max_pool2d(F.relu(x.neg()), 2).sum())
+    needs = {one.place: one.need for one in report.entries}
+
+    assert needs == {
+        "ReluBackward0.result": "mask",
+        "MaxPool2DWithIndicesBackward0.self": "shape",
+        "MaxPool2DWithIndicesBackward0.result1": None,
+    }
+    # The result of relu is what the pool saves: one storage, of which bits would do.
+    assert report.by_need() == {"mask": 2 * 3 * 8 * 8 * 4}
+
+
+# ------------------------------------------------------------------------------------------------------ hooks of others
+
+
+def test_regions_keep_their_inputs_and_slots_of_no_bytes():
+    x = a_batch()
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)))
+    torchremat.wrap(model, "[12]")
+
+    report = saved_tensors(lambda model: model(x).sum(), model)
+
+    # The first block saves x and its tanh, which is the input of the first region; the other input is the tanh of that.
+    assert [(one.operator, one.kind) for one in report.entries] == [
+        ("aten.addmm.default", "input"),
+        ("aten.tanh.default", "saved"),
+        ("input of a region", "saved"),
+        ("input of a region", "saved"),
+    ]
+    assert report.saved_bytes == 2 * TENSOR
+    # Each saves an input and a weight for the linear, and the result of tanh.
+    assert (report.regions, report.region_slots) == (2, 6)
+
+
+def test_torchs_own_checkpoint():
+    x = a_batch()
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+
+    report = saved_tensors(lambda model: checkpoint(model, x, use_reentrant=False).sum(), model)
+
+    assert [(one.operator, one.kind) for one in report.entries] == [("checkpoint", "input")]
+    assert sum(report.unknown.values()) == 2
+    assert "2 _Holder" in str(report)
+
+
+def test_hooks_that_keep_another_tensor():
+    x = a_batch().requires_grad_()
+
+    def step():
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: (tensor.double(),), lambda packed: packed[0].float()
+        ):
+            return x.neg().sin().sum()
+
+    report = saved_tensors(step)
+
+    # What is kept is what the hook made of it; place and operator are known all the same.
+    (entry,) = report.entries
+    assert (entry.place, entry.operator, entry.dtype) == ("SinBackward0.self", "aten.sin.default", "float64")
+    assert report.saved_bytes == 2 * TENSOR
+
+
+def test_what_a_store_has_is_shown_apart():
+    x = torch.randn(64, WIDTH, requires_grad=True)
+    offload = torchremat.offload(torchremat.Host(), min_bytes=0)
+
+    def step():
+        with offload:
+            y = x.neg()
+            z = (y.sin() + y.t().cos().t()).sum()
+        return z + x.exp().sum()
+
+    report = saved_tensors(step)
+
+    # `sin` and `cos` save one storage, the second as a view of it: the store has its bytes once.
+    size = 64 * WIDTH * 4
+    assert [(one.place, one.operator, one.kind) for one in report.entries] == [
+        ("ExpBackward0.result", "aten.exp.default", "saved"),
+        ("SinBackward0.self", "aten.sin.default", "stored"),
+        ("CosBackward0.self", "aten.cos.default", "stored"),
+    ]
+    assert (report.saved_bytes, report.stored_bytes, offload.copied_out_bytes) == (size, size, size)
+    assert [one.shape for one in report.entries[1:]] == [(64, WIDTH), (WIDTH, 64)]
+    assert "taken by a store" in str(report)
+
+
+def test_what_a_store_leaves_in_place():
+    model = nn.Linear(WIDTH, WIDTH)
+    x = torch.randn(64, WIDTH, requires_grad=True)
+
+    def step(model):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", torchremat.StoreWarning)
+            with torchremat.offload(torchremat.Host(limit=64), min_bytes=0):
+                return model(x).sin().sum()
+
+    report = saved_tensors(step, model)
+
+    # The weight stays, as it is a parameter, and for the rest the store has no room.
+    assert [(one.place, one.kind) for one in report.entries] == [
+        ("AddmmBackward0.mat1", "input"),
+        ("AddmmBackward0.mat2", "parameter"),
+        ("SinBackward0.self", "saved"),
+    ]
+    assert (report.saved_bytes, report.stored_bytes) == (64 * WIDTH * 4, 0)
+
+
+def test_inputs_of_regions_in_a_store():
+    x = torch.randn(64, WIDTH)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)))
+    torchremat.wrap(model, "[12]")
+
+    def step(model):
+        with torchremat.offload(torchremat.Host(), min_bytes=0):
+            return model(x).sum()
+
+    report = saved_tensors(step, model)
+
+    # The input of block 1 is the result of tanh in block 0, which is saved there as well.
+    assert sorted((one.operator, one.kind) for one in report.entries) == [
+        ("aten.addmm.default", "stored"),
+        ("aten.tanh.default", "stored"),
+        ("input of a region", "stored"),
+        ("input of a region", "stored"),
+    ]
+    assert (report.saved_bytes, report.stored_bytes, report.regions) == (0, 3 * 64 * WIDTH * 4, 2)
+
+
+def test_what_regions_keep_by_a_policy():
+    x = a_batch()
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sigmoid(), nn.Linear(WIDTH, WIDTH), nn.Tanh())
+    policy = save_operators("aten.addmm", "aten.sigmoid")
+    torchremat.wrap(model, "", policy=policy)
+
+    report = saved_tensors(lambda model: model(x).sum(), model)
+
+    # The result of tanh is recomputed, from that of the second linear, which is kept for it. The results of the first
+    # one and of sigmoid are kept too, and autograd saves the latter: one storage.
+    made = [(one.place, one.kind) for one in report.entries if one.kind == "saved"]
+    assert made.count(("kept by a policy", "saved")) == 3
+    assert report.saved_bytes == 3 * TENSOR
+    assert ("SigmoidBackward0.result", "saved") in made
+
+
+# ------------------------------------------------------------------------------------------------------------ compiled
+
+
+@pytest.fixture(scope="module")
+def compiled_report():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    compiled = torch.compile(model, backend="aot_eager")
+    x = a_batch()
+
+    def step(model):
+        return compiled(x).square().sin().sum()
+
+    return saved_tensors(step, model)
+
+
+def test_compiled_code_is_one_node(compiled_report):
+    report = compiled_report
+
+    nodes = [one.node for one in report.entries]
+    assert report.is_compiled
+    assert nodes.count("CompiledFunctionBackward") == len(nodes) - 2
+    # Outside of the graph operators are known.
+    assert [(one.place, one.operator) for one in report.entries[-2:]] == [
+        ("PowBackward0.self", "aten.pow.Tensor_Scalar"),
+        ("SinBackward0.self", "aten.sin.default"),
+    ]
+    # x is the step's; the graph saves the result of tanh; pow its input and sin the square.
+    assert report.saved_bytes == 3 * TENSOR
+
+
+def test_no_policy_is_asked_about_compiled_code(compiled_report):
+    with pytest.raises(torchremat.UnsupportedError, match="compiled code ran"):
+        compiled_report.freed_by(lambda ctx, op, *args, **kwargs: True, blocks=[])
