@@ -66,8 +66,8 @@ def test_a_custom_function_goes_by_its_name():
     report = saved_tensors(lambda: Squared.apply(x.neg()).sum())
 
     assert [(one.place, one.operator) for one in report.entries] == [
-        ("SquaredBackward.0", "Squared"),
-        ("SquaredBackward.1", "Squared"),
+        ("SquaredBackward.tensors[0]", "Squared"),
+        ("SquaredBackward.tensors[1]", "Squared"),
     ]
 
 
@@ -292,6 +292,20 @@ def test_inputs_of_regions_in_a_store():
         ("input of a region", "stored"),
     ]
     assert (report.saved_bytes, report.stored_bytes, report.regions) == (0, 3 * 64 * WIDTH * 4, 2)
+
+
+def test_what_a_store_has_as_bits():
+    x = torch.randn(64, WIDTH, requires_grad=True)
+
+    def step():
+        with torchremat.offload(torchremat.Compressed(), min_bytes=0):
+            return (F.relu(x.neg()) * 2).sum()
+
+    report = saved_tensors(step)
+
+    (relu,) = [one for one in report.entries if one.place == "ReluBackward0.result"]
+    assert (relu.kind, relu.storage_bytes, relu.tensor_bytes) == ("stored", 64 * WIDTH // 8, 64 * WIDTH * 4)
+    assert relu.shape == (64, WIDTH) and relu.operator == "aten.relu.default"
 
 
 def test_what_regions_keep_by_a_policy():

@@ -14,18 +14,17 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from torchremat._compat.slots import NodeSlot
 from torchremat.measuring.freeing import StepLog, blocks_of
 from torchremat.measuring.needs import need_of
-from torchremat.measuring.packed import behind, kept_by
+from torchremat.measuring.packed import InStore, behind, kept_by
 from torchremat.measuring.saved_report import Copy, KeptStorage, Kind, Saved, SavedReport
 from torchremat.measuring.saving import Packed, SaveLog, Watched
 from torchremat.regions.operators import Operator
 from torchremat.regions.region import Region
 from torchremat.regions.selection import HeldView
 from torchremat.regions.slots import Slot
+from torchremat.saved.graphs import GraphSlot
 from torchremat.saved.metadata import Metadata, metadata_of, version_of
-from torchremat.stores.stored import Stored
 
 _INPUT = "input of a region"
 _CHOSEN = "kept by a policy"
@@ -37,7 +36,7 @@ class _Found:
 
     storages: tuple[int, ...]
     metadata: Metadata
-    node: NodeSlot | None
+    node: GraphSlot | None
     operator: Operator | None = None
     custom: str = ""
     module: str = ""
@@ -67,7 +66,7 @@ class Inventory:
         self.region_slots = 0
         self.unknown: Counter[str] = Counter()
 
-    def report(self, alive: Mapping[int, Packed], slots: list[NodeSlot], *, requires_grad: bool) -> SavedReport:
+    def report(self, alive: Mapping[int, Packed], slots: list[GraphSlot], *, requires_grad: bool) -> SavedReport:
         """Return the report.
 
         Args:
@@ -75,12 +74,12 @@ class Inventory:
             slots: The places of the graph.
             requires_grad: Whether the loss does.
         """
-        held = {slot.packed.index: slot for slot in slots if isinstance(slot.packed, Packed)}
+        inside = [(slot, slot.raw.data) for slot in sorted(slots, key=lambda slot: slot.sequence)]
+        held = {packed.index: slot for slot, packed in inside if isinstance(packed, Packed)}
         for index, packed in alive.items():
             self._add_packed(packed, held.get(index))
-        for slot in sorted(slots, key=lambda slot: slot.sequence):
-            if not isinstance(slot.packed, Packed):
-                self._add_foreign(slot.packed, slot)
+        for slot, packed in inside:
+            self._add_foreign(packed, slot)
         sharing: dict[int, list[int]] = {}
         for index, one in enumerate(self.found):
             for number in one.storages:
@@ -115,7 +114,7 @@ class Inventory:
 
     # -------------------------------------------------------------------------------------------------------- saves
 
-    def _add_packed(self, packed: Packed, slot: NodeSlot | None) -> None:
+    def _add_packed(self, packed: Packed, slot: GraphSlot | None) -> None:
         save = self.log.saves[packed.index]
         self.found.append(
             _Found(
@@ -132,7 +131,7 @@ class Inventory:
             )
         )
 
-    def _add_foreign(self, packed: object, slot: NodeSlot | None, words: str = "") -> None:
+    def _add_foreign(self, packed: object, slot: GraphSlot | None, words: str = "") -> None:
         """Add what hooks of others hold, or no hook does: what is from before the step, or from another thread.
 
         Args:
@@ -152,12 +151,11 @@ class Inventory:
         if not found:
             self.unknown[type(packed).__name__] += 1
         for one in found:
-            if isinstance(one, Stored):
-                # The saves that share a record are stored once.
-                number = self.stores.setdefault(id(one.record), -1 - len(self.stores))
-                self.stored[number] = one.record.stored_bytes
+            if isinstance(one, InStore):
+                number = self.stores.setdefault(id(one.claim), -1 - len(self.stores))
+                self.stored[number] = one.stored_bytes
                 self.kinds[number] = "stored"
-                self._place(slot, words, (number,), (one.size, one.dtype, one.record.device, one.stride))
+                self._place(slot, words, (number,), one.metadata)
             else:
                 self._place(slot, words, self.run.numbers.of(one), metadata_of(one), version_of(one))
 
@@ -166,13 +164,14 @@ class Inventory:
             return
         self.regions.add(id(region))
         for held in region.held:
-            if not isinstance(held.kept, nn.Parameter):
-                self._add_foreign(held.kept, None, _INPUT)
+            kept = held.packed if held.is_hooked else held.alias()
+            if kept is not None and not isinstance(kept, nn.Parameter):
+                self._add_foreign(kept, None, _INPUT)
         for one in kept_by(region):
             self._add_foreign(one, None, _CHOSEN)
 
     def _place(
-        self, slot: NodeSlot | None, words: str, storages: tuple[int, ...], metadata: Metadata, version: int = -1
+        self, slot: GraphSlot | None, words: str, storages: tuple[int, ...], metadata: Metadata, version: int = -1
     ) -> None:
         found = _Found(storages, metadata, slot, custom=words, version=version, version_now=version)
         ran = None if slot is None else self.log.by_node.get(slot.sequence)
@@ -193,7 +192,7 @@ class Inventory:
             storage_bytes=sum(self._size(number) for number in one.storages),
             tensor_bytes=shape.numel() * dtype.itemsize,
             kind=kind,
-            node=one.node.node if one.node else "",
+            node=one.node.node.name() if one.node else "",
             slot=one.node.name if one.node else "",
             operator=one.custom or (one.operator.name if one.operator else ""),
             function=one.operator.function if one.operator and not one.custom else "",
@@ -201,7 +200,7 @@ class Inventory:
             source=one.source,
             shape=tuple(shape),
             dtype=str(dtype).removeprefix("torch."),
-            need=need_of(one.node.node, one.node.name, dtype) if one.node else None,
+            need=need_of(one.node.node.name(), one.node.name, dtype) if one.node else None,
             strides=strides if isinstance(strides, tuple) else (),
             device=str(device),
             is_first=all(sharing[number][0] == index for number in one.storages),

@@ -7,7 +7,6 @@ from typing import cast
 
 from torch import Tensor, nn
 
-from torchremat._compat.slots import slots_below
 from torchremat.errors import StepError
 from torchremat.measuring.inventory import Inventory
 from torchremat.measuring.runs import Subject, subject_of
@@ -15,6 +14,7 @@ from torchremat.measuring.saved_report import SavedReport
 from torchremat.measuring.saving import Watched, watched
 from torchremat.measuring.step import loss_of
 from torchremat.regions.operators import Operator
+from torchremat.saved.graphs import nodes_of, slots_of
 from torchremat.saved.metadata import Metadata
 
 
@@ -34,7 +34,6 @@ def saved_tensors(step: Callable[..., object], model: nn.Module | None = None) -
     Raises:
         StepError: The step returns no loss, runs backward itself, saves other tensors when compiled code of it runs
             again, or the model has parameters without values.
-        VersionError: This torch does not say what a node holds.
     """
     subject = subject_of(step, model, None)
     with watched(subject, operators=True) as run:
@@ -79,8 +78,8 @@ def _root(result: object) -> Tensor | None:
 def _report(run: Watched, savers: Mapping[int, Operator]) -> SavedReport:
     root = _root(run.take_result())
     alive = {one.index: one for packed in run.log.packed if (one := packed()) is not None}
-    slots = list(slots_below(root)) if root is not None else []
-    if run.log.unpacks and not alive and not any(slot.packed is not None for slot in slots):
+    slots = [slot for node in nodes_of([root] if root is not None else []) for slot in slots_of(node)]
+    if run.log.unpacks and not alive and not slots:
         raise StepError(
             "the step has run backward itself, so nothing is kept any more. Return the loss without calling backward."
         )

@@ -31,7 +31,7 @@ class Saved:
             (a tensor that the step holds) are there anyway. `stored`: what a store has taken.
         node: The node of the graph that holds it, `MulBackward0` or the class of a custom Function; "" if it is not in
             reach of the loss, or is the input of a region.
-        slot: The place in the node: `self`, `result`, or the number of what a custom Function saved.
+        slot: The place in the node: `self`, `indices[0]`, `tensors[1]` for what a custom Function saved.
         operator: The operator that saved it, `aten.mul.Tensor`; a custom Function's name; "" if it is not known.
         function: The function of `torch.nn.functional` that called the operator, or "".
         module: The name of the innermost module that ran; that of the model's class for the model itself; or "".

@@ -55,9 +55,18 @@ class GraphSlot:
             found = getattr(self.node, "saved_tensors" if of_function else f"_saved_{self._name}")
             return cast("Tensor", found if self._number is None else found[self._number])
 
+    @property
+    def name(self) -> str:
+        """The place in the node: `self`, `indices[0]`."""
+        return self._name if self._number is None else f"{self._name}[{self._number}]"
+
+    @property
+    def sequence(self) -> int:
+        """The number of the node; nodes of a thread are numbered in the order in which they are made."""
+        return self.node._sequence_nr()
+
     def __str__(self) -> str:
-        number = "" if self._number is None else f"[{self._number}]"
-        return f"`{self._name}{number}` of {self.node.name()}"
+        return f"`{self.name}` of {self.node.name()}"
 
 
 def nodes_of(roots: Iterable[Tensor]) -> list[Node]:

@@ -56,6 +56,11 @@ class Narrowable:
         """Let it stand for what has been stored."""
         self._stored = stored
 
+    @property
+    def stored(self) -> Packed | None:
+        """What it stands for; None as long as it waits."""
+        return self._stored
+
     def get(self) -> Tensor:
         """Return the tensor, or its image; see NOTE [ An image ].
 
@@ -76,8 +81,18 @@ class Narrowable:
 
 
 @dataclass(frozen=True, slots=True)
-class _Image:
-    """What is held of a tensor whose values nobody needs."""
+class Image:
+    """What is held of a tensor whose values nobody needs.
+
+    Attributes:
+        node: The name of its node.
+        slot: The slot there.
+        geometry: Where its elements lay.
+        catalog: What has stored the bits.
+        bits: A bit for each element; None if only the shape is needed.
+        true: The value for the elements whose bit is set.
+        false: The value for the others.
+    """
 
     node: str
     slot: str
@@ -88,6 +103,11 @@ class _Image:
     false: float = 0.0
 
     def get(self) -> Tensor:
+        """Return the image, to the backward of the node.
+
+        Raises:
+            StoreError: Somebody else asks.
+        """
         running = current_node()
         # Compiled autograd runs backward without nodes.
         if current_graph_task() < 0 if running is None else running.name() != self.node:
@@ -201,16 +221,16 @@ class SlotWatch(TorchFunctionMode):
         finally:
             set_grad_mode(enabled)
 
-    def _narrowed(self, tensor: Tensor, found: _Found) -> _Image | None:
+    def _narrowed(self, tensor: Tensor, found: _Found) -> Image | None:
         geometry, need = geometry_of(tensor), NEEDS[found.name][found.slot]
         if isinstance(need, Shape):
             self._catalog.put_shape(tensor)
-            return _Image(found.name, found.slot, geometry, self._catalog)
+            return Image(found.name, found.slot, geometry, self._catalog)
         split = need(found.node, in_order(tensor)) if geometry.is_dense() else None
         bits = None if split is None else self._catalog.put_mask(tensor, pack_bits(split.bits))
         if split is None or bits is None:
             return None
-        return _Image(found.name, found.slot, geometry, self._catalog, bits, split.true, split.false)
+        return Image(found.name, found.slot, geometry, self._catalog, bits, split.true, split.false)
 
     def _found(self, result: object, since: int) -> dict[Narrowable, _Found]:
         """Return the slots that need less among those that wait, by what they hold."""
