@@ -48,7 +48,7 @@ def test_the_text_says_what_is_kept_and_what_would_free_it(report):
 
     assert lines[0].split() == ["saved", "640", "B", "in", "4", "storages,", "by", "6", "saves"]
     assert lines[1].split()[:5] == ["each", "save", "alone", "896", "B"]
-    assert "copies                   256 B  in 1 storages that repeat others" in lines
+    assert "copies                   256 B  1 storage made by copying another" in lines
     assert "bits                     128 B  one bit for each element would do" in lines
     words = [line.split() for line in lines]
     assert any(one[:4] == ["256", "B", "SinBackward0.self", "aten.sin.default"] for one in words)

@@ -24,7 +24,13 @@ def described(report: SavedReport, top: int) -> str:
 def _summary(report: SavedReport) -> list[str]:
     saved = [one for one in report.entries if one.kind == "saved"]
     count = sum(one.kind == "saved" for one in report.storages.values())
-    rows = [("saved", format_bytes(report.saved_bytes), f"in {count} storages, by {len(saved)} saves")]
+    rows = [
+        (
+            "saved",
+            format_bytes(report.saved_bytes),
+            f"in {_counted(count, 'storage')}, by {_counted(len(saved), 'save')}",
+        )
+    ]
     if report.bytes_by_save > report.saved_bytes:
         ratio = f", {report.bytes_by_save / report.saved_bytes:.2f} x" if report.saved_bytes else ""
         rows.append(("  each save alone", format_bytes(report.bytes_by_save), f"aliases counted again{ratio}"))
@@ -35,14 +41,16 @@ def _summary(report: SavedReport) -> list[str]:
     if any(one.kind == "stored" for one in report.storages.values()):
         rows.append(("stored", format_bytes(report.stored_bytes), "taken by a store"))
     if report.region_slots:
-        slots = f"{report.region_slots} saved tensors of {report.regions} regions are recomputed"
+        slots = f"{_counted(report.region_slots, 'slot')} of {_counted(report.regions, 'region')} to recompute"
         rows.append(("regions", format_bytes(0), f"{slots}; their inputs count above"))
     if report.unknown:
         kinds = ", ".join(f"{count} {name}" for name, count in report.unknown.items())
         rows.append(("other hooks", "?", f"what they hold is not known: {kinds}"))
     if report.copies:
         freed = sum(one.freed_bytes for one in report.copies)
-        rows.append(("copies", format_bytes(freed), f"in {len(report.copies)} storages that repeat others"))
+        rows.append(
+            ("copies", format_bytes(freed), f"{_counted(len(report.copies), 'storage')} made by copying another")
+        )
     needs = report.by_need()
     if "shape" in needs:
         rows.append(("shape alone", format_bytes(needs["shape"]), "only the shape is needed"))
@@ -52,6 +60,10 @@ def _summary(report: SavedReport) -> list[str]:
     if report.is_compiled:
         lines.append("Compiled code ran; what it saves is one node for each graph.")
     return lines
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def _tables(report: SavedReport, top: int) -> list[str]:
