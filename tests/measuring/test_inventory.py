@@ -1,5 +1,6 @@
 """What a report says of each save: where it comes from, what it repeats, and what hooks of others hold."""
 
+import threading
 import warnings
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import torchremat
-from torchremat import saved_tensors
+from torchremat import UnsupportedError, saved_tensors
 from torchremat.policies import save_operators
 
 BATCH, WIDTH = 4, 8
@@ -226,6 +227,45 @@ def test_hooks_that_keep_another_tensor():
     (entry,) = report.entries
     assert (entry.place, entry.operator, entry.dtype) == ("SinBackward0.self", "aten.sin.default", "float64")
     assert report.saved_bytes == 2 * TENSOR
+
+
+def test_what_another_thread_saves_is_found_in_the_graph():
+    x = a_batch().requires_grad_()
+
+    def step():
+        found = []
+        thread = threading.Thread(target=lambda: found.append(x.exp()))
+        thread.start()
+        thread.join()
+        return found[0].sin().sum()
+
+    report = saved_tensors(step)
+
+    # Hooks are a thread's own, and so are the numbers of nodes: which operator it was is not known.
+    assert [(one.place, one.operator) for one in report.entries] == [
+        ("SinBackward0.self", "aten.sin.default"),
+        ("ExpBackward0.result", ""),
+    ]
+    assert report.saved_bytes == TENSOR
+
+
+def test_a_graph_from_before_the_step_is_kept_as_well():
+    x = a_batch().requires_grad_()
+    y = x.exp() + 1
+
+    report = saved_tensors(lambda: y.cos().sum())
+
+    assert [(one.place, one.kind) for one in report.entries] == [
+        ("CosBackward0.self", "input"),
+        ("ExpBackward0.result", "saved"),
+    ]
+
+
+def test_transforms_that_refuse_hooks_are_refused():
+    x = a_batch()
+
+    with pytest.raises(UnsupportedError, match=r"the step runs torch\.func\.grad"):
+        saved_tensors(lambda: torch.func.grad(lambda one: one.sin().sum())(x).sum())
 
 
 def test_what_a_store_has_is_shown_apart():

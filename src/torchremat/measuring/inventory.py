@@ -174,7 +174,9 @@ class Inventory:
         self, slot: GraphSlot | None, words: str, storages: tuple[int, ...], metadata: Metadata, version: int = -1
     ) -> None:
         found = _Found(storages, metadata, slot, custom=words, version=version, version_now=version)
-        ran = None if slot is None else self.log.by_node.get(slot.sequence)
+        # Without a hook it is from before the step or from another thread, which has numbers of its own.
+        is_known = slot is not None and slot.raw.unpack_hook is not None
+        ran = self.log.by_node.get(slot.sequence) if slot is not None and is_known else None
         if ran is not None:
             found.operator, found.call = ran.operator, ran.call
             found.module, found.source = ran.operator.module, str(ran.operator.source)

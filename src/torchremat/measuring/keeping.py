@@ -34,6 +34,7 @@ def saved_tensors(step: Callable[..., object], model: nn.Module | None = None) -
     Raises:
         StepError: The step returns no loss, runs backward itself, saves other tensors when compiled code of it runs
             again, or the model has parameters without values.
+        UnsupportedError: The step runs a transform of `torch.func` that refuses saved-tensor hooks.
     """
     subject = subject_of(step, model, None)
     with watched(subject, operators=True) as run:
