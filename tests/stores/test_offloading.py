@@ -4,9 +4,11 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from stores.memory import Memory
-from torchremat import UnsupportedError, checkpoint, offload
+from torchremat import UnsupportedError, checkpoint, checkpointed, offload
+from torchremat.policies import everything_saved, save_matmuls
 
 
 def network():
@@ -53,13 +55,68 @@ def test_the_inputs_of_a_region_are_stored_and_its_insides_recomputed():
     assert store.bytes("put") == 32 * 64 * 4 + 32 * 8 * 4  # the input and output of the region
 
 
-def test_a_region_cannot_hold_an_offload():
+@pytest.mark.parametrize("policy", [None, save_matmuls, everything_saved], ids=repr)
+def test_inside_of_a_region_it_takes_what_would_be_recomputed(policy):
+    # torch.utils.checkpoint silently recomputes nothing there.
+    store, runs = Memory(), []
+
+    def body(model, x):
+        runs.append("run")
+        x = x.exp()
+        with offload(store):
+            x = x.sin().cos()
+        return model(x)
+
+    plain = gradients(lambda model, x: body(model, x.tanh()))
+    runs.clear()
+    found = gradients(lambda model, x: checkpointed(body, policy=policy)(model, x.tanh()))
+
+    assert all(map(torch.equal, found, plain))
+    assert len(runs) == 2
+    assert store.bytes("put") == 2 * 32 * 64 * 4  # what `sin` and `cos` save
+    assert not store.live
+
+
+def test_a_region_all_of_whose_tensors_are_stored_is_not_recomputed():
+    store, runs = Memory(), []
+    x = torch.randn(400, requires_grad=True)
+
+    def body(x):
+        runs.append("run")
+        with offload(store):
+            return x.sin().exp()
+
+    loss = checkpoint(body, x).sum()
+    again = [torch.autograd.grad(loss, x, retain_graph=True)[0] for _ in range(2)]
+
+    assert len(runs) == 1
+    assert torch.equal(again[0], again[1])
+    assert torch.equal(again[0], torch.autograd.grad(x.sin().exp().sum(), x)[0])
+
+
+def test_a_backward_in_a_region_that_holds_an_offload():
+    x = torch.randn(400, requires_grad=True)
+
+    def body(x):
+        with offload(Memory()):
+            y = x.sin().exp()
+            (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return (grad * y).cos()
+
+    plain = torch.autograd.grad(body(x).sum(), x)[0]
+    for policy in (None, everything_saved, save_matmuls):
+        loss = checkpointed(body, policy=policy)(x).sum()
+        assert torch.equal(torch.autograd.grad(loss, x, retain_graph=True)[0], plain)
+        assert torch.equal(torch.autograd.grad(loss, x)[0], plain)
+
+
+def test_a_region_of_torch_cannot_hold_an_offload():
     def body(x):
         with offload(Memory()):
             return x.sin()
 
-    with pytest.raises(UnsupportedError, match="around the region"):
-        checkpoint(body, torch.ones(3, requires_grad=True))
+    with pytest.raises(UnsupportedError, match=r"inside of a region of torch.utils.checkpoint"):
+        torch_checkpoint(body, torch.ones(400, requires_grad=True), use_reentrant=False)
 
 
 def test_of_two_that_are_nested_the_inner_one_takes_what_is_saved():

@@ -7,4 +7,5 @@ surroundings.py   autocast, numeric flags, function and dispatch modes
 generators.py     torch's random generators
 locks.py          one recompute at a time exchanges what all threads share
 registry.py       what users add: the random numbers of Python and NumPy, their own
+hidden.py        operators that are ours, and that nobody is shown
 """

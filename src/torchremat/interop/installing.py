@@ -32,7 +32,13 @@ from torch.utils import checkpoint as torch_checkpoint
 from torchremat.errors import UnsupportedError
 from torchremat.interop import torch_checkpoint as drop_in
 
-_NAMES = ("checkpoint", "checkpoint_sequential", "CheckpointFunction", "GraphExecGroup")
+_NAMES = (
+    "checkpoint",
+    "checkpoint_sequential",
+    "CheckpointFunction",
+    "GraphExecGroup",
+    "create_selective_checkpoint_contexts",
+)
 
 
 class Installation:

@@ -86,7 +86,7 @@ class Choosing:
         if value is None:
             self.selection.end = len(self.selection.operators)
             return slot
-        return slot.served(lambda _: value, tensor)
+        return slot.served(value)
 
     def _value(self, tensor: Tensor) -> Value | Stored | HeldView | None:
         value = self.selection.value_of(tensor)

@@ -275,6 +275,7 @@ class Region:
                 "its backward."
             )
         if slot.value is not None:
+            self.runs_backward = self.runs_backward or self.made[-1].is_running
             tensor = unseen(_get, slot.value)
             if tensor is not None:
                 return tensor

@@ -20,6 +20,7 @@ from torchremat._compat.modes import (
     pop_dispatch_mode,
     push_dispatch_mode,
 )
+from torchremat.ambient.hidden import hidden
 from torchremat.ambient.surroundings import only_watches
 from torchremat.errors import CheckpointError
 from torchremat.regions.decisions import RECOMPUTE, Decision, ModuleNames, OperatorContext, Policy, decision_of
@@ -217,7 +218,7 @@ class _Mode(EagerMode):
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
         run = thread.selecting
-        if run is None:
+        if run is None or hidden.now:
             return func(*args, **(kwargs or {}))
         return run.operator(func, args, kwargs or {})
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Protocol, cast
 from weakref import ref
 
@@ -12,7 +12,6 @@ from torch.utils.hooks import RemovableHandle
 
 from torchremat._compat.autograd import current_graph_task
 from torchremat.errors import UnsupportedError
-from torchremat.regions.selecting import unseen
 from torchremat.regions.sessions import Session
 from torchremat.saved.metadata import Metadata
 from torchremat.saved.packed import Owner, Packed
@@ -56,8 +55,8 @@ class Slot(Packed):
         self.version: int
         self.others: dict[Key, tuple[Tensor, int]] | None = None  # what waits for any other backward or session
 
-    def served(self, put: Callable[[Tensor], Served], tensor: Tensor) -> ServedSlot:
-        """Return the slot that takes the place of this one, before autograd has it, and that has `put(tensor)`.
+    def served(self, value: Served) -> ServedSlot:
+        """Return the slot that takes the place of this one, before autograd has it, and that has its tensor.
 
         Raises:
             UnsupportedError: It is the slot of a region that cannot have such.
@@ -66,7 +65,7 @@ class Slot(Packed):
             raise UnsupportedError(
                 "offload inside of a region does not work under torch.func. Put it around the region."
             )
-        slot = ServedSlot(self.region, self.index, unseen(put, tensor))
+        slot = ServedSlot(self.region, self.index, value)
         self.region.slots[self.index] = ref(slot)
         return slot
 

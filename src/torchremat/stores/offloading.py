@@ -12,6 +12,7 @@ from torch import Tensor
 
 from torchremat._compat.autograd import pop_saved_tensor_hooks, push_saved_tensor_hooks, top_saved_tensor_hooks
 from torchremat._compat.graphs import outside_graphs
+from torchremat.ambient.hidden import hiding
 from torchremat.errors import UnsupportedError
 from torchremat.stores.catalog import Catalog, Packed, unpack
 from torchremat.stores.narrowing import SlotWatch, narrows
@@ -31,8 +32,8 @@ if TYPE_CHECKING:
 class Servable(Protocol):
     """What a region packs: it may have a tensor of its own."""
 
-    def served(self, put: Callable[[Tensor], Packed], tensor: Tensor, /) -> object:
-        """Return what takes its place, and has what `put` makes of the tensor."""
+    def served(self, value: Packed, /) -> object:
+        """Return what takes its place, and has the tensor."""
         ...
 
 
@@ -121,7 +122,10 @@ class Offload(ContextDecorator):
     def _serve(self, pack: Callable[[Tensor], object], tensor: Tensor) -> object:
         slot = pack(tensor)
         # In a recompute there is none.
-        return slot.served(self.catalog.put, tensor) if isinstance(slot, Servable) else slot
+        if not isinstance(slot, Servable):
+            return slot
+        with hiding():
+            return slot.served(self.catalog.put(tensor))
 
     @outside_graphs
     def __exit__(self, kind: object, *_: object) -> None:
@@ -131,7 +135,8 @@ class Offload(ContextDecorator):
             watch.__exit__(None, None, None)
         pop_saved_tensor_hooks()
         if kind is None:
-            self.catalog.settle()
+            with hiding():
+                self.catalog.settle()
 
     def __repr__(self) -> str:
         return f"<offload to {self.catalog.store!r}: {self.copied_out_bytes} bytes out, {self.copied_in_bytes} back>"
