@@ -244,7 +244,7 @@ def _in_regions(nodes: Iterable[Node]) -> Iterator[_InRegion]:
                 place = places.setdefault(id(held), _InRegion(held))
                 if place.use < use:
                     place.use = use
-                    pending.append(held.packed)  # See Rule 2
+                    pending.append(held.kept)  # See Rule 2
     yield from places.values()
 
 

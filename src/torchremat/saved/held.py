@@ -128,11 +128,6 @@ class HeldTensor:
         self._unpack = unpack
         self._kept = packed
 
-    @property
-    def packed(self) -> object:
-        """What hooks have made of the tensor; else None."""
-        return None if self._unpack is None else self._kept
-
     def detached(self, tensor: Tensor, requires_grad: bool) -> Tensor:
         """Return an alias of the tensor without its graph."""
         alias = tensor.detach()
