@@ -67,8 +67,7 @@ def test_inside_of_a_region_it_takes_what_would_be_recomputed(policy):
             x = x.sin().cos()
         return model(x)
 
-    plain = gradients(lambda model, x: body(model, x.tanh()))
-    runs.clear()
+    plain = gradients(lambda model, x: model(x.tanh().exp().sin().cos()))
     found = gradients(lambda model, x: checkpointed(body, policy=policy)(model, x.tanh()))
 
     assert all(map(torch.equal, found, plain))
