@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from stores.conformance import filled, same
-from torchremat import Compressed, Host, Keep, StoreError, UnsupportedError, codecs
+from torchremat import Compressed, Host, Keep, StoreError, UnsupportedError, codecs, offload
 from torchremat.saved.handles import Handle
 
 
@@ -104,6 +105,34 @@ def test_a_codec_of_ones_own():
 
     assert handle.stored_bytes == 200
     assert torch.equal(handle.get(), tensor.half().float())
+
+
+def test_gradients_are_those_of_what_was_decoded():
+    x = torch.randn(1000, requires_grad=True)
+
+    with offload(Compressed(Host(), lossy=codecs.BFloat16())) as offloaded:
+        y = x.exp().sum()
+
+    y.backward()
+    assert torch.equal(x.grad, x.detach().exp().bfloat16().float())
+    assert not torch.equal(x.grad, x.detach().exp())
+    assert offloaded.copied_in_bytes == 4000
+
+
+def test_what_a_lossy_codec_may_not_touch_is_exact():
+    def gradient(store):
+        torch.manual_seed(0)
+        x = torch.randn(64, 64, requires_grad=True)
+        with offload(store):
+            y = F.max_pool2d(F.relu(F.dropout(x * 3, 0.4)).view(1, 1, 64, 64), 2).sum()
+        y.backward()
+        return x.grad
+
+    lossy = Compressed(Host(), lossy=codecs.Float8())
+
+    assert torch.equal(gradient(lossy), gradient(Keep()))
+    # 4096 elements: a bit each for the dropout and for relu; 1024 indices below 4096, in 16 bits each.
+    assert lossy.statistics.copied_out_bytes == 512 + 512 + 1024 * 2
 
 
 def test_prefetches_go_on_to_the_inner_store():

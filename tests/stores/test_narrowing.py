@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import FlopCounterMode
 
 import torchremat
-from torchremat import Compressed, Host, MutationError, StoreError, StoreWarning, offload
+from torchremat import Compressed, Host, MutationError, StoreError, StoreWarning, Tiers, offload
 
 
 class Noting:
@@ -89,6 +89,30 @@ def test_relu_takes_a_bit_for_each_element():
     y.sum().backward()
     assert torch.equal(x.grad, (x > 0).float())
     assert store.statistics.stored_bytes == 0
+
+
+def test_tiers_of_which_one_compresses():
+    x = torch.randn(8000, requires_grad=True)
+    tiers = Tiers(Compressed(Host("1500B")), Compressed(Host()))
+
+    with offload(tiers) as entered:
+        y = F.relu(x)
+        z = F.leaky_relu(x * 1)
+
+    assert entered.narrowed_bytes == 64_000
+    assert [store.statistics.stored_bytes for store in tiers.stores] == [1000, 1000]
+    (y + z).sum().backward()
+    assert torch.equal(x.grad, (x > 0).float() + torch.where(x > 0, 1.0, 0.01))
+
+
+def test_a_store_that_does_not_compress_stores_whole():
+    x = torch.randn(1000, requires_grad=True)
+
+    with offload(Host()) as entered:
+        y = F.relu(x)
+
+    assert (entered.narrowed_bytes, entered.copied_out_bytes) == (0, 4000)
+    assert torch.equal(y.grad_fn._saved_result, y)
 
 
 def test_a_convolutional_network():

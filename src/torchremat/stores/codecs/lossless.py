@@ -78,7 +78,7 @@ class NarrowIndices:
         """Return an integer tensor in smaller integers; None for any other, and if there are none."""
         if tensor.dtype not in _INTEGERS or tensor.numel() * tensor.element_size() < 8:
             return None
-        least, most = (int(end) for end in torch.aminmax(tensor))
+        least, most = torch.stack(torch.aminmax(tensor)).tolist()
         spread, size = most - least, tensor.element_size()
         if spread < 2:
             return Encoded(pack_bits(tensor != least), Form(tensor.shape, tensor.dtype, (1, least, most)))
