@@ -400,6 +400,20 @@ def test_backward_inside_of_a_region_with_a_policy():
         assert gradients(checkpointed(function, policy=policy), x, block, times=2) == gradients(function, x, block)
 
 
+def test_a_recompute_that_gets_further_than_the_forward_which_waits_for_it():
+    # The backward in the region asks for what `exp` saved; the recompute goes backward as well, and multiplies first.
+    def function(x):
+        with torch.autocast("cpu"):
+            y = x.exp()
+            return torch.autograd.grad(y.sum(), x, create_graph=True)[0] * y
+
+    x = torch.randn(5, requires_grad=True)
+
+    for policy in (nothing_saved, save_operators("aten.exp"), everything_saved):
+        chosen = checkpointed(lambda x: checkpoint(function, x), policy=policy)
+        assert gradients(chosen, x, times=2) == gradients(function, x)
+
+
 def test_a_region_in_a_backward_in_a_region():
     block, x = block_and_input()
     inside = checkpointed(block, policy=save_matmuls)

@@ -116,11 +116,14 @@ class Replay:
     Args:
         selection: What its forward kept.
         takes: Whether nobody comes a second time.
+        is_running: Whether its forward still runs.
     """
 
-    def __init__(self, selection: Selection, *, takes: bool) -> None:
+    def __init__(self, selection: Selection, *, takes: bool, is_running: bool) -> None:
         self._selection = selection
-        self._run = None if selection.policy is None else Replaying(selection, takes=takes)
+        self._run = None
+        if selection.policy is not None:
+            self._run = Replaying(selection, takes=takes, is_running=is_running)
 
     def run(self, run: Body, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Run the call again; regions that it meets take over what theirs have kept."""

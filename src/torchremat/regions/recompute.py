@@ -204,7 +204,8 @@ class Recompute:
             run, pack = partial(self.log.run, run, call.body), self._pack_logged
         replay = None
         if call.selection is not None and self.checks:
-            replay = Replay(call.selection, takes=self.task is not None and self.only is None)
+            takes = self.task is not None and self.only is None and not call.is_running
+            replay = Replay(call.selection, takes=takes, is_running=call.is_running)
             run, pack = partial(replay.run, run), replay.hook(pack)
         push_saved_tensor_hooks(pack, self.unpack)
         try:

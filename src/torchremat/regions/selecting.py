@@ -162,11 +162,13 @@ class Replaying:
     Args:
         selection: What was kept.
         takes: Whether nobody comes a second time. See NOTE [ Selective recompute ], 5.
+        is_running: Whether the forward still runs, so that the recompute may get further than it.
     """
 
-    def __init__(self, selection: Selection, *, takes: bool) -> None:
+    def __init__(self, selection: Selection, *, takes: bool, is_running: bool = False) -> None:
         self.selection = selection
         self._takes = takes
+        self._is_running = is_running
         self._count = 0
         self.difference: str | None = None
 
@@ -178,7 +180,9 @@ class Replaying:
         traits = operators[index] if index < len(operators) else None
         if traits is None or traits.operator is not operator:
             traits = traits_of(operator)
-            if not (self.difference or traits.is_ignored or traits.is_cast):
+            if not (
+                self.difference or traits.is_ignored or traits.is_cast or (self._is_running and index >= len(operators))
+            ):
                 self.difference = selection.difference(index, operator)
             return operator(*args, **kwargs)
         self._count = index + 1
