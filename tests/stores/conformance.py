@@ -75,12 +75,8 @@ def filled(shape, dtype, seed=0):
     return torch.randint(256, (size,), dtype=torch.uint8, generator=generator).view(dtype).reshape(shape)
 
 
-def bits(tensor):
-    """The bytes of a tensor: `torch.equal` calls no NaN equal to itself."""
-    return tensor.reshape(-1).view(torch.uint8).tolist()
-
-
 def same(got, expected):
+    """Whether two tensors are alike bit for bit: `torch.equal` calls no NaN equal to itself."""
     return (
         got.shape == expected.shape
         and got.dtype == expected.dtype

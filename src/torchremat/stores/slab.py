@@ -22,7 +22,7 @@ from torchremat.stores.extents import Extent, Extents
 # Space is reserved in steps of at least this size, since each costs a call to the file system.
 _STEP_BYTES = 64 * 2**20
 # What a file system without files that have no name answers.
-_NO_TMPFILE = {errno.EISDIR, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOENT}
+_NO_TMPFILE = {errno.EISDIR, errno.EOPNOTSUPP, errno.EINVAL}
 # What it answers if it cannot reserve; then a full disk is met by a write.
 _NO_RESERVE = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ENODEV}
 
