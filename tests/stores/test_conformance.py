@@ -274,6 +274,38 @@ def test_against_a_dictionary(name, seed):
 
 
 @pytest.mark.parametrize("name", ALL)
+def test_behind_autograd(name):
+    # Once, again, twice over, batched, and in a thread of its own.
+    store = STORES[name]()
+    x = torch.linspace(-1, 1, 50, dtype=torch.float64).requires_grad_()
+    towards = torch.eye(50, dtype=torch.float64)
+
+    def function(x):
+        return (x.exp() * x.sin()).tanh()
+
+    def gradients(y):
+        found = [torch.autograd.grad(y, x, towards[3], retain_graph=True)[0]]
+        found += torch.autograd.grad(y, x, towards[4], retain_graph=True)
+        (first,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        found += [first, *torch.autograd.grad(first.sum(), x, retain_graph=True)]
+        found += torch.autograd.grad(y, x, towards, retain_graph=True, is_grads_batched=True)
+        thread = threading.Thread(target=lambda: found.extend(torch.autograd.grad(y, x, towards[5])))
+        thread.start()
+        thread.join(60)
+        return found
+
+    with torch.autograd.graph.saved_tensors_hooks(store.put, lambda handle: handle.get()):
+        y = function(x)
+    ours = gradients(y)
+    plain = gradients(function(x))
+
+    assert len(ours) == len(plain) == 6
+    assert all(torch.equal(left, right) for left, right in zip(ours, plain, strict=True))
+    del y, ours
+    assert store.statistics.stored_bytes == 0
+
+
+@pytest.mark.parametrize("name", ALL)
 def test_a_store_and_its_handles_may_be_dropped_in_any_order(name):
     store = STORES[name]()
     handle = store.put(filled((100,), torch.float32))

@@ -347,6 +347,22 @@ def test_through_autograd_a_step_holds_no_more_than_what_may_be_pending():
     assert torch.equal(ours, plain)
 
 
+def test_a_handle_may_be_dropped_in_the_middle_of_anything():
+    # The cycle collector starts in the middle of any line, of one that holds a lock as well.
+    store = Disk()
+    handles = [store.put(filled((100,), torch.float32)) for _ in range(2)]
+    spool = store._lease.spool()
+
+    with spool._condition, spool.ledger._lock:
+        del handles[0]
+    assert store.statistics.stored_bytes == 400
+
+    del store
+    with spool._condition:
+        handles.clear()  # the last one: its finalizer ends the threads
+    assert threads() == []
+
+
 def test_no_warnings():
     with warnings.catch_warnings(action="error"):
         store = Disk()
