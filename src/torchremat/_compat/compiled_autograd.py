@@ -44,17 +44,11 @@ _ALL_KEYS = cast("dict[str, Any]", private("_C.DispatchKey.__members__", needed_
 _library = torch.library.Library("torchremat", "FRAGMENT")
 
 
-def operator(
-    name: str, arguments: str, kernel: Callable[..., Tensor], shapes: Callable[..., Tensor], box: type, *, guarded: str
-) -> Callable[..., Tensor]:
-    """Return an operator that takes a black box.
+def register_black_box(box: type, *, guarded: str) -> None:
+    """Let a class be one of black boxes.
 
     Args:
-        name: Its name.
-        arguments: What its schema says of the further arguments.
-        kernel: What runs.
-        shapes: What a compiler runs in its place; of the black box it may read the attribute `guarded` alone.
-        box: The class of the first argument, a `BlackBoxMeta`.
+        box: The class, a `BlackBoxMeta`. Those derived of it are not known by it in every torch.
         guarded: The attribute that graphs are specialised to; they are compiled again where it is another one.
     """
     _register(
@@ -63,6 +57,20 @@ def operator(
         guard_fn=lambda value: [getattr(value, guarded)],  # pyright: ignore[reportUnknownLambdaType]
         members={guarded: _READ_ONCE},
     )
+
+
+def operator(
+    name: str, arguments: str, kernel: Callable[..., Tensor], shapes: Callable[..., Tensor], box: type
+) -> Callable[..., Tensor]:
+    """Return an operator that takes a black box.
+
+    Args:
+        name: Its name.
+        arguments: What its schema says of the further arguments.
+        kernel: What runs.
+        shapes: What a compiler runs in its place; of the black box it may read the guarded attribute alone.
+        box: The class of the first argument, or the one that it is derived of.
+    """
     # A kernel that recomputes, or waits for a disk, cannot be recorded.
     tags = (torch.Tag.cudagraph_unsafe,)
     _library.define(f"{name}({box.__module__}.{box.__qualname__} box, {arguments}) -> Tensor", tags=tags)

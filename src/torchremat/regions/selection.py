@@ -35,7 +35,8 @@ from torchremat.ambient.generators import get_generator, set_generator
 from torchremat.regions.decisions import SAVE, Decision, Policy
 from torchremat.regions.traits import Traits
 from torchremat.saved.held import ChangedError, HeldTensor
-from torchremat.stores.catalog import Catalog, Packed
+from torchremat.stores.catalog import Catalog
+from torchremat.stores.held import InCatalog
 
 Operator = Callable[..., object]
 
@@ -65,7 +66,7 @@ class Value:
 class Stored(NamedTuple):
     """A tensor that waits in a store."""
 
-    packed: Packed
+    packed: InCatalog
 
     def get(self) -> Tensor | None:
         """Return the tensor."""

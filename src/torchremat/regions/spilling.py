@@ -29,8 +29,9 @@ from torchremat.regions.slots import Slot
 from torchremat.saved.graphs import GraphSlot, leaves_of, nodes_of, slots_of
 from torchremat.saved.held import HeldTensor
 from torchremat.saved.sizes import format_bytes, parse_bytes
-from torchremat.stores.catalog import Catalog, Packed, unpack
+from torchremat.stores.catalog import Catalog, unpack
 from torchremat.stores.disk import Disk
+from torchremat.stores.held import InCatalog
 from torchremat.stores.host import Host
 
 if TYPE_CHECKING:
@@ -135,7 +136,7 @@ class _InGraph:
             self._version = tensor._version
         return self._version == tensor._version
 
-    def hand_over(self, packed: Packed) -> None:
+    def hand_over(self, packed: InCatalog) -> None:
         self._slot.raw.register_hooks(lambda _: packed, unpack)  # See NOTE [ Nothing is lost on the way ]
 
 
@@ -154,7 +155,7 @@ class _InRegion:
         """Return whether it is still what the region was called with."""
         return self._held.alias() is not None
 
-    def hand_over(self, packed: Packed) -> None:
+    def hand_over(self, packed: InCatalog) -> None:
         self._held.hand_over(packed, unpack)
 
 
@@ -185,7 +186,7 @@ class _Candidate:
         Raises:
             StoreError: The store did not take it; nothing has changed.
         """
-        packed: list[Packed] = []
+        packed: list[InCatalog] = []
         for place in self.places:
             tensor = place.kept()
             if tensor is None or not place.is_unwritten():

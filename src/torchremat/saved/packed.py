@@ -22,7 +22,7 @@ from __future__ import annotations
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Protocol, TypeVar
 from weakref import ReferenceType, ref
 
 import torch
@@ -35,6 +35,7 @@ from torchremat._compat.compiled_autograd import (
     empty_stand_ins,
     is_shared,
     operator,
+    register_black_box,
     remember_stand_in,
     reuses_memory,
     traced_as,
@@ -58,6 +59,10 @@ class Packed(metaclass=BlackBoxMeta):
 
     __slots__ = ()
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        register_black_box(cls, guarded="metadata")
+
     @property
     @abstractmethod
     def metadata(self) -> Metadata:
@@ -77,10 +82,10 @@ class Packed(metaclass=BlackBoxMeta):
         """
 
     @abstractmethod
-    def emptied(self) -> Self:
-        """Return an object of this class with the same metadata and nothing else."""
+    def emptied(self) -> Packed:
+        """Return an object with the same metadata and nothing else, of a class that the same operator takes."""
 
-    def __deepcopy__(self, memo: object) -> Self:
+    def __deepcopy__(self, memo: object) -> Packed:
         # Compilers copy what they trace with.
         return self.emptied()
 
@@ -91,10 +96,10 @@ def unpacked_in_graphs(packed: type[Packed], name: str) -> Callable[[Hook], Hook
     Decorates the unpack hook, which has to be a plain function; for the engine it stays as it is.
 
     Args:
-        packed: The class.
+        packed: The class; those derived of it belong to it.
         name: The name of the operator.
     """
-    unpack = operator(name, "bool reuses_memory, bool is_differentiated", _unpack, _shapes, packed, guarded="metadata")
+    unpack = operator(name, "bool reuses_memory, bool is_differentiated", _unpack, _shapes, packed)
 
     def traced(packed: Packed) -> Tensor:
         return unpack(packed, reuses_memory(), torch.is_grad_enabled())

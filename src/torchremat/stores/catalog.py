@@ -12,7 +12,7 @@ Missing on purpose: any hold on what was put. See NOTE [ Who owns what ].
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 from weakref import ReferenceType, WeakValueDictionary, ref
 
 import torch
@@ -24,6 +24,9 @@ from torchremat._compat.modes import is_traced_with_fakes, sequence_number
 from torchremat._compat.transforms import transform_level_of
 from torchremat.errors import StoreError, UnsupportedError
 from torchremat.saved.held import holding
+from torchremat.saved.metadata import Metadata, metadata_of
+from torchremat.saved.packed import unpacked_in_graphs
+from torchremat.stores.held import InCatalog
 from torchremat.stores.kept import Kept
 from torchremat.stores.owned import is_in_running_module, is_leaf_of_model
 from torchremat.stores.records import Record
@@ -32,14 +35,6 @@ from torchremat.stores.stored import Stored
 
 if TYPE_CHECKING:
     from torchremat.saved.handles import Handle, Store
-
-
-class Packed(Protocol):
-    """What autograd holds in place of a saved tensor."""
-
-    def get(self) -> Tensor:
-        """Return the tensor, without graph."""
-        ...
 
 
 class _Waiting(threading.local):
@@ -93,7 +88,7 @@ class Catalog:
     def __deepcopy__(self, memo: dict[int, object]) -> Catalog:
         return self
 
-    def put(self, tensor: Tensor) -> Packed:
+    def put(self, tensor: Tensor) -> InCatalog:
         """Return what autograd is to hold in place of a tensor.
 
         Raises:
@@ -104,7 +99,7 @@ class Catalog:
         packed = self._put(tensor, is_complete=False)
         return Kept(tensor) if packed is None else packed
 
-    def put_complete(self, tensor: Tensor) -> Packed | None:
+    def put_complete(self, tensor: Tensor) -> InCatalog | None:
         """Return the same for what an operator has returned, which is complete; None if it is to be kept.
 
         Raises:
@@ -112,8 +107,8 @@ class Catalog:
         """
         return self._put(tensor, is_complete=True)
 
-    def _put(self, tensor: Tensor, *, is_complete: bool) -> Packed | None:
-        packed: Packed | None = None
+    def _put(self, tensor: Tensor, *, is_complete: bool) -> InCatalog | None:
+        packed: InCatalog | None = None
         if type(tensor) is not Tensor:
             packed = self._apart(tensor)
         elif self._is_storable(tensor):
@@ -216,10 +211,10 @@ class Catalog:
         return Apart(tensor, {**inner, **{name: self._stored(one, tensor) for name, one in large.items()}}, context)
 
 
-class Apart:
+class Apart(InCatalog):
     """A tensor of a subclass, taken apart."""
 
-    __slots__ = ("_context", "_inner", "_kind", "_size", "_stride")
+    __slots__ = ("_context", "_inner", "_kind", "_metadata", "_size", "_stride")
 
     def __init__(self, tensor: Tensor, inner: dict[str, object], context: object) -> None:
         self._kind = type(tensor)
@@ -227,6 +222,16 @@ class Apart:
         self._stride = tensor.stride()
         self._inner = inner
         self._context = context
+        self._metadata = metadata_of(tensor)
+
+    @property
+    def metadata(self) -> Metadata:
+        """What is known of the tensor."""
+        return self._metadata
+
+    def let_go(self) -> None:
+        """Let go of what is inside."""
+        self._inner = {}
 
     @property
     def parts(self) -> list[object]:
@@ -239,7 +244,8 @@ class Apart:
         return cast("Any", self._kind).__tensor_unflatten__(inner, self._context, self._size, self._stride).detach()
 
 
-def unpack(packed: Packed) -> Tensor:
+@unpacked_in_graphs(InCatalog, "unpack_of_catalog")
+def unpack(packed: InCatalog) -> Tensor:
     """Return a saved tensor: the hook that autograd calls.
 
     Raises:
@@ -252,7 +258,7 @@ def unpack(packed: Packed) -> Tensor:
         raise StoreError(f"{_place_of(packed)}: {error}") from error
 
 
-def _place_of(packed: Packed) -> str:
+def _place_of(packed: InCatalog) -> str:
     node = current_node()
     what = f"a tensor of shape {tuple(packed.size)} and {packed.dtype}" if isinstance(packed, Stored) else "a tensor"
     if node is None:

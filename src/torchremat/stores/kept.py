@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from torchremat.saved.metadata import version_of
+from torchremat.saved.metadata import Metadata, metadata_of, version_of
 from torchremat.stores.contents import written_since
+from torchremat.stores.held import InCatalog
 
 
-class Kept:
+class Kept(InCatalog):
     """A tensor that stays where it is, at a version; a handle of no bytes.
 
     Autograd does not check versions where hooks are, so this does.
@@ -46,6 +47,15 @@ class Kept:
         if now != self._version:
             raise written_since(self._alias, version=self._version, now=now)
         return self._alias
+
+    @property
+    def metadata(self) -> Metadata:
+        """What is known of the tensor."""
+        return metadata_of(self._alias)
+
+    def let_go(self) -> None:
+        """Let go of the tensor."""
+        del self._alias, self._watched
 
     def prefetch(self) -> None:
         """Do nothing: it is there."""

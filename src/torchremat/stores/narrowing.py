@@ -31,10 +31,13 @@ from torchremat._compat.transforms import transform_level_of
 from torchremat.ambient.surroundings import only_watches
 from torchremat.errors import MutationError, StoreError
 from torchremat.saved.handles import Handle, Store
-from torchremat.stores.catalog import Catalog, Packed
+from torchremat.saved.metadata import Metadata, metadata_of
+from torchremat.saved.packed import Owner
+from torchremat.stores.catalog import Catalog
 from torchremat.stores.codecs.bits import pack_bits
 from torchremat.stores.compressed import Compressed
 from torchremat.stores.contents import written_since
+from torchremat.stores.held import InCatalog
 from torchremat.stores.owned import is_leaf_of_model
 from torchremat.stores.slots import NEEDS, Geometry, Shape, geometry_of, image, in_order
 from torchremat.stores.tiers import Tiers
@@ -43,21 +46,21 @@ from torchremat.stores.tiers import Tiers
 _MOST_NODES = 256
 
 
-class Narrowable:
+class Narrowable(InCatalog):
     """What autograd holds in place of a tensor that may be narrowed."""
 
     __slots__ = ("__weakref__", "_stored", "_watch")
 
     def __init__(self, watch: SlotWatch) -> None:
         self._watch = ref(watch)
-        self._stored: Packed | None = None
+        self._stored: InCatalog | None = None
 
-    def put(self, stored: Packed) -> None:
+    def put(self, stored: InCatalog) -> None:
         """Let it stand for what has been stored."""
         self._stored = stored
 
     @property
-    def stored(self) -> Packed | None:
+    def stored(self) -> InCatalog | None:
         """What it stands for; None as long as it waits."""
         return self._stored
 
@@ -69,6 +72,23 @@ class Narrowable:
                 store failed in the forward.
             MutationError: It was written in place before it could be stored.
         """
+        return self._settled().get()
+
+    @property
+    def metadata(self) -> Metadata:
+        """What is known of the tensor."""
+        return self._settled().metadata
+
+    @property
+    def owners(self) -> Iterable[Owner]:
+        """Those of what has been stored."""
+        return self._settled().owners
+
+    def let_go(self) -> None:
+        """Let go of what has been stored."""
+        self._settled().let_go()
+
+    def _settled(self) -> InCatalog:
         watch = self._watch()
         if self._stored is None and watch is not None:
             watch.settle()
@@ -77,11 +97,11 @@ class Narrowable:
                 "this saved tensor was not stored, because the store failed in the operation that saves it. "
                 "Run the forward again."
             )
-        return self._stored.get()
+        return self._stored
 
 
-@dataclass(frozen=True, slots=True)
-class Image:
+@dataclass(frozen=True)
+class Image(InCatalog):
     """What is held of a tensor whose values nobody needs.
 
     Attributes:
@@ -120,15 +140,32 @@ class Image:
             return self.geometry.empty()
         return image(self.geometry, self.catalog.get_mask(self.bits), self.true, self.false)
 
+    @property
+    def metadata(self) -> Metadata:
+        """What is known of the tensor."""
+        return self.geometry.shape, self.geometry.dtype, self.geometry.device, self.geometry.strides
 
-@dataclass(frozen=True, slots=True)
-class _Written:
+    def let_go(self) -> None:
+        """Do nothing: a bit for each element may stay until its backward ends."""
+
+
+@dataclass(frozen=True)
+class _Written(InCatalog):
     """A tensor that was written after it was saved, by the operation that saves it."""
 
     message: str
+    known: Metadata
+
+    @property
+    def metadata(self) -> Metadata:
+        """What is known of the tensor."""
+        return self.known
 
     def get(self) -> Tensor:
         raise MutationError(self.message)
+
+    def let_go(self) -> None:
+        """Do nothing: there is nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +202,7 @@ class SlotWatch(TorchFunctionMode):
         self._since = -1  # the number that the first node of the running operation gets; -1 if none runs
         self._waiting: list[_Waiting] = []
 
-    def pack(self, tensor: Tensor) -> Packed:
+    def pack(self, tensor: Tensor) -> InCatalog:
         """Return what autograd holds in place of a tensor: the pack hook."""
         if (
             self._since < 0
@@ -213,7 +250,7 @@ class SlotWatch(TorchFunctionMode):
                 now = one.tensor._version
                 if now != one.version:
                     written = written_since(one.tensor, version=one.version, now=now)
-                    one.narrowable.put(_Written(str(written)))
+                    one.narrowable.put(_Written(str(written), metadata_of(one.tensor)))
                     continue
                 slot = None if found is None else found.get(one.narrowable)
                 narrowed = None if slot is None else self._narrowed(one.tensor, slot)

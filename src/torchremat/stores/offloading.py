@@ -14,7 +14,8 @@ from torchremat._compat.autograd import pop_saved_tensor_hooks, push_saved_tenso
 from torchremat._compat.graphs import outside_graphs
 from torchremat.ambient.hidden import hiding
 from torchremat.errors import UnsupportedError
-from torchremat.stores.catalog import Catalog, Packed, unpack
+from torchremat.stores.catalog import Catalog, unpack
+from torchremat.stores.held import InCatalog
 from torchremat.stores.narrowing import SlotWatch, narrows
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 class Servable(Protocol):
     """What a region packs: it may have a tensor of its own."""
 
-    def served(self, value: Packed, /) -> object:
+    def served(self, value: InCatalog, /) -> object:
         """Return what takes its place, and has the tensor."""
         ...
 

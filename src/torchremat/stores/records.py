@@ -72,6 +72,11 @@ class Record:
         self._shared = shared
         self._lock = threading.RLock()
 
+    @property
+    def device(self) -> torch.device:
+        """The device that its tensors come back to."""
+        return self._device
+
     # ------------------------------------------------------------------------------------------------------ forward
 
     def add(self, stored: Stored, tensor: Tensor, *, watched: Tensor | None = None) -> None:
@@ -219,6 +224,12 @@ class Record:
             return island.stored_bytes
         finally:
             self._lock.release()
+
+    def forget(self, key: int) -> None:
+        """Hold nothing any more that the backward of that number has loaded."""
+        with self._lock:
+            for island in self._islands:
+                island.held.pop(key, None)
 
     # NOTE [ How long what is loaded is held ]
     # Each byte comes back once per backward: what is loaded is held until every saved tensor of the record that still

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from torchremat._compat.autograd import negated
+from torchremat.saved.metadata import Metadata
+from torchremat.saved.packed import Owner
 from torchremat.stores.geometry import has_gaps, span_of
+from torchremat.stores.held import InCatalog
 
 if TYPE_CHECKING:
     from torchremat.stores.records import Record
     from torchremat.stores.shared import Shared
 
 
-class Stored:
+class Stored(InCatalog):
     """A saved tensor: its record, and where in the storage it lies. Dropping it is all that frees.
 
     Attributes:
@@ -85,6 +89,20 @@ class Stored:
         if self.is_conjugated:
             tensor = tensor.conj()
         return negated(tensor) if self.is_negated else tensor
+
+    @property
+    def metadata(self) -> Metadata:
+        """What is known of the tensor."""
+        return self.size, self.dtype, self.record.device, self.stride
+
+    @property
+    def owners(self) -> Iterable[Owner]:
+        """Its record, which has what is loaded as long as others ask for it."""
+        return (self.record,)
+
+    def let_go(self) -> None:
+        """Let go of its record."""
+        del self.record
 
     def prefetch(self) -> int:
         """Let the store begin to bring it back; return how many bytes that will be, 0 if there is nothing to do."""

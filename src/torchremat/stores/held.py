@@ -1,0 +1,63 @@
+"""What autograd holds of a catalog: objects of several kinds, with one way to unpack them."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable
+
+from torch import Tensor
+
+from torchremat.errors import bug
+from torchremat.saved.metadata import Metadata
+from torchremat.saved.packed import Owner, Packed
+
+
+class InCatalog(Packed):
+    """What autograd holds in place of a tensor that was put into a catalog."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def get(self) -> Tensor:
+        """Return the tensor, without graph."""
+
+    @abstractmethod
+    def let_go(self) -> None:
+        """Have nothing any more of what was put, since nobody will ask again."""
+
+    @property
+    def owners(self) -> Iterable[Owner]:
+        """What may keep tensors to the end of a backward on behalf of this one."""
+        return ()
+
+    def hand_out(self, *, last: bool) -> Tensor:
+        """Return the tensor. See `Packed.hand_out`."""
+        tensor = self.get()
+        if last:
+            self.let_go()
+        return tensor
+
+    def emptied(self) -> Emptied:
+        """Return an object of the same metadata and nothing else."""
+        return Emptied(self.metadata)
+
+
+class Emptied(InCatalog):
+    """Metadata, and no tensor: what a compiled graph remembers."""
+
+    __slots__ = ("_metadata",)
+
+    def __init__(self, metadata: Metadata) -> None:
+        self._metadata = metadata
+
+    @property
+    def metadata(self) -> Metadata:
+        """What is known of the tensor."""
+        return self._metadata
+
+    def get(self) -> Tensor:
+        """Refuse: nobody has this but a compiler."""
+        raise bug("a compiled graph has asked what it was traced with for a saved tensor")
+
+    def let_go(self) -> None:
+        """Do nothing: there is nothing."""
