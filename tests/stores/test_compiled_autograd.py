@@ -191,7 +191,7 @@ def test_nothing_outlives_its_graph(backend, retain_graph):
                 loss.backward(retain_graph=retain_graph)
             del loss
             assert [one for one in gc.get_objects() if type(one) is Stored] == []
-            assert store.held_bytes == 0
+            assert store.statistics.stored_bytes == 0
     finally:
         gc.enable()
 

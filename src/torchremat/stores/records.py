@@ -161,11 +161,6 @@ class Record:
         self._islands.append(Island(start, stop, [*(piece for island in met for piece in island.pieces), *pieces]))
 
     @property
-    def device(self) -> torch.device:
-        """The device of the storage."""
-        return self._device
-
-    @property
     def stored_bytes(self) -> int:
         """How many bytes the store holds for it."""
         with self._lock:
