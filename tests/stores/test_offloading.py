@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from stores.memory import Memory
-from torchremat import UnsupportedError, checkpoint, checkpointed, offload
+from torchremat import Compressed, Disk, Host, UnsupportedError, checkpoint, checkpointed, offload
 from torchremat.policies import everything_saved, save_matmuls
 
 
@@ -160,32 +160,6 @@ def test_other_threads_do_not_see_it():
     assert done and not store.log
 
 
-def test_what_comes_next_is_brought_back_ahead():
-    store = Memory()
-    x = torch.randn(32, 32, requires_grad=True)
-    size = 32 * 32 * 4
-
-    with offload(store, window_bytes=2 * size):
-        y = x
-        for _ in range(6):
-            y = y.sin()
-        y = y.sum()
-    y.backward()
-
-    kinds = "".join({"put": "p", "get": "g", "prefetch": "a"}[kind] for kind, _ in store.log)
-    assert kinds == "ppppp" + "aag" + "ag" + "ag" + "g" + "g"
-
-
-def test_nothing_is_brought_back_ahead_without_a_window():
-    store = Memory()
-
-    with offload(store, window_bytes=0):
-        y = torch.randn(32, 32, requires_grad=True).sin().sin().sin().sum()
-    y.backward()
-
-    assert store.times("prefetch") == 0 and store.times("get") == 2
-
-
 def test_it_is_transparent_to_a_compiled_model():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
@@ -217,3 +191,43 @@ def test_a_transformer_of_half_precision():
 
     assert all(map(torch.equal, found, plain))
     assert not store.live
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("make", [Host, Disk, lambda: Compressed(Host())], ids=["host", "disk", "compressed"])
+def test_on_a_device(make):
+    def run(context):
+        torch.manual_seed(0)
+        model = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.1, batch_first=True).cuda()
+        x = torch.randn(4, 16, 64, device="cuda", requires_grad=True)
+        with context:
+            loss = model(x.sin()).square().mean()
+        return torch.autograd.grad(loss, [x, *model.parameters()])
+
+    plain = run(nullcontext())
+
+    found = run(offload(make()))
+
+    assert all(map(torch.equal, found, plain))
+
+
+@pytest.mark.gpu
+def test_streams_that_share_what_one_of_them_has_loaded():
+    x = torch.randn(2048, 2048, device="cuda", requires_grad=True)
+    side = torch.cuda.Stream()
+
+    def run(context):
+        with context:
+            h = x.sin()
+            first = (h * h).sum()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                second = (h.exp() * h).sum()
+            torch.cuda.current_stream().wait_stream(side)
+            total = first + second
+            del h
+        return torch.autograd.grad(total, x)[0]
+
+    plain = run(nullcontext())
+
+    assert all(torch.equal(run(offload(Host())), plain) for _ in range(10))
