@@ -118,6 +118,23 @@ def test_a_region_of_torch_cannot_hold_an_offload():
         torch_checkpoint(body, torch.ones(400, requires_grad=True), use_reentrant=False)
 
 
+def test_inside_of_a_region_the_inner_one_of_two_takes_what_is_saved():
+    outer, inner = Memory(), Memory()
+    x = torch.randn(32, 32, requires_grad=True)
+
+    def body(h):
+        with offload(outer):
+            h = h.exp()
+            with offload(inner):
+                h = h.tanh()
+        return h.sum()
+
+    found = torch.autograd.grad(checkpoint(body, x.sin()), x)
+
+    assert torch.equal(found[0], torch.autograd.grad(x.sin().exp().tanh().sum(), x)[0])
+    assert outer.bytes("put") == inner.bytes("put") == 32 * 32 * 4
+
+
 def test_of_two_that_are_nested_the_inner_one_takes_what_is_saved():
     outer, inner = offload(Memory()), offload(Memory())
     x = torch.randn(32, 32, requires_grad=True)

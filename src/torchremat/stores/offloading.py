@@ -110,7 +110,7 @@ class Offload(ContextDecorator):
         watch = None
         if hooks is not None and module.startswith(_REGIONS):
             # See NOTE [ Inside of a region ]
-            push_saved_tensor_hooks(partial(self._serve, hooks[0]), hooks[1])
+            push_saved_tensor_hooks(partial(self._serve, _of_region(hooks[0])), hooks[1])
         elif narrows(self.catalog.store):
             watch = SlotWatch(self.catalog)
             push_saved_tensor_hooks(watch.pack, unpack)
@@ -141,6 +141,13 @@ class Offload(ContextDecorator):
 
     def __repr__(self) -> str:
         return f"<offload to {self.catalog.store!r}: {self.copied_out_bytes} bytes out, {self.copied_in_bytes} back>"
+
+
+def _of_region(pack: Callable[[Tensor], object]) -> Callable[[Tensor], object]:
+    """Return the hook of a region itself, if one that an outer `offload` has put before it is given."""
+    while isinstance(pack, partial) and getattr(pack.func, "__func__", None) is Offload._serve:
+        pack = pack.args[0]
+    return pack
 
 
 _REGIONS = "torchremat.regions."
