@@ -253,3 +253,17 @@ def test_a_kept_tensor_that_was_written_is_an_error(backend):
 
     with compiled.compiled(backend), pytest.raises(MutationError, match="is at version 1; expected version 0"):
         loss.backward()
+
+
+@torch._dynamo.config.patch(recompile_limit=1)
+def test_second_derivatives_of_a_graph_that_dynamo_gives_up_are_refused():
+    for size in (4, 5, 6):
+        one = torch.randn(size, requires_grad=True)
+        with offload(Host(), min_bytes=0):
+            loss = one.exp().sin().sum()
+        with compiled.compiled("aot_eager"):
+            (found,) = torch.autograd.grad(loss, one, retain_graph=True)
+        assert torch.equal(found, torch.autograd.grad(one.exp().sin().sum(), one)[0])
+
+    with compiled.compiled("aot_eager"), pytest.raises(UnsupportedError, match="create_graph=True"):
+        torch.autograd.grad(loss, one, create_graph=True)

@@ -67,7 +67,7 @@ negated = cast("Callable[[Tensor], Tensor]", private("_neg_view", needed_for="st
 
 def packed_in(node: Node, slot: str) -> object:
     """Return what a saved-tensor hook has packed into a slot of a node; a tensor or None if there were no hooks."""
-    return cast("Any", getattr(node, f"_raw_saved_{slot}")).data
+    return getattr(node, f"_raw_saved_{slot}").data
 
 
 def make_saved_tensor(tensor: Tensor, is_output: bool, is_inplace_on_view: bool) -> RawSavedTensor:

@@ -164,7 +164,7 @@ class Inventory:
             return
         self.regions.add(id(region))
         for held in region.held:
-            kept = held.packed if held.is_hooked else held.alias()
+            kept = held.kept if held.is_hooked else held.alias()
             if kept is not None and not isinstance(kept, nn.Parameter):
                 self._add_foreign(kept, None, _INPUT)
         for one in kept_by(region):

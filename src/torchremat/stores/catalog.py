@@ -20,12 +20,13 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchremat._compat.autograd import current_node
+from torchremat._compat.compiled_autograd import in_compiled_backward
 from torchremat._compat.modes import is_traced_with_fakes, sequence_number
 from torchremat._compat.transforms import transform_level_of
 from torchremat.errors import StoreError, UnsupportedError
 from torchremat.saved.held import holding
 from torchremat.saved.metadata import Metadata, metadata_of
-from torchremat.saved.packed import unpacked_in_graphs
+from torchremat.saved.packed import DIFFERENTIATED, unpacked_in_graphs
 from torchremat.stores.held import InCatalog
 from torchremat.stores.kept import Kept
 from torchremat.stores.owned import is_in_running_module, is_leaf_of_model
@@ -251,7 +252,10 @@ def unpack(packed: InCatalog) -> Tensor:
     Raises:
         StoreError: The store does not have it any more; the message says for which node.
         MutationError: It was kept where it is, and written in place since.
+        UnsupportedError: A compiled backward that dynamo has given up is to be differentiated.
     """
+    if torch.is_grad_enabled() and in_compiled_backward():
+        raise UnsupportedError(DIFFERENTIATED)
     try:
         return packed.get()
     except StoreError as error:
