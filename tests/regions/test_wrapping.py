@@ -142,7 +142,7 @@ def test_what_describes_a_model_is_unchanged():
     assert inspect.signature(layer.forward) == inspect.signature(plain.layers[0].forward)
     assert list(inspect.signature(layer.forward).parameters) == ["x", "scale"]
     assert inspect.unwrap(layer.forward) == Block.forward.__get__(layer)
-    assert "region of torchremat" in repr(layer.forward)
+    assert "as a region by torchremat" in repr(layer.forward)
     model.load_state_dict(plain.state_dict())
 
 

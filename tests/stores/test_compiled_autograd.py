@@ -69,7 +69,7 @@ def pointwise(x, weights):
 
 
 def aliases(x, weights):
-    for weight in weights[:2]:
+    for weight in weights:
         x = (x.t()[1:] @ weight).expand(2, 15, 16).exp().sum(0) * x[1:]
         x = torch.nn.functional.pad(x.relu(), (0, 0, 0, 1))
     return x
@@ -88,7 +88,7 @@ def leaves_of(layers=4, size=16):
     ("program", "store"), [*(("matmuls", store) for store in STORES), ("pointwise", "host"), ("aliases", "host")]
 )
 def test_gradients_are_those_of_the_plain_run(program, store, backend):
-    leaves, run = leaves_of(), PROGRAMS[program]
+    leaves, run = leaves_of(2 if program == "aliases" else 4), PROGRAMS[program]
     plain = gradients(lambda: run(leaves[0], leaves[1:]), leaves)
 
     def stored():

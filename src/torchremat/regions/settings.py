@@ -83,7 +83,7 @@ class Settings:
     policy: Policy | None = None
     observer: Observer | None = None
     turns: Turns = field(init=False, compare=False)
-    decisions: dict[Traits, Decision] = field(init=False, compare=False, default_factory=dict[Traits, Decision])
+    decisions: dict[Traits, Decision] = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         """Refuse what cannot be honoured: users are not type-checked."""
@@ -110,3 +110,4 @@ class Settings:
             )
         object.__setattr__(self, "guard", tuple(cast("Sequence[object]", guard)))
         object.__setattr__(self, "turns", Turns(self.check_every))
+        object.__setattr__(self, "decisions", {})  # by operator, where the policy goes by nothing else

@@ -384,9 +384,15 @@ def test_torchs_selective_contexts_work():
     assert ran.count(torch.ops.aten.exp.default) == 1
 
 
-def test_ours_is_not_there_yet_and_says_so():
-    with pytest.raises(NotImplementedError, match=r"torchremat has no policies per operator yet\. Pass torch's own"):
-        ours.create_selective_checkpoint_contexts([torch.ops.aten.mm.default])
+@BOTH
+def test_what_is_no_policy(module):
+    for wrong, error in [
+        ([torch.ops.aten.mm], pytest.raises(ValueError, match=r"Expected op in `op_list` to be an OpOverload")),
+        (["aten.mm"], pytest.raises(ValueError, match="but got: aten.mm of type <class 'str'>")),
+        (3, pytest.raises(TypeError, match="must be either a function or a list of ops")),
+    ]:
+        with error:
+            module.create_selective_checkpoint_contexts(wrong)
 
 
 @BOTH
