@@ -377,6 +377,25 @@ def test_no_recompute_runs_what_any_of_nested_policies_keeps(inner, outer):
     assert counted.forwards()["gelu"] > 0
 
 
+def test_what_a_region_has_kept_is_not_taken_for_one_at_another_depth():
+    # Between the outer region and the first inner one is a region without a policy. In the outer recompute the first one
+    # was given what the second one had kept, and the same operators ran: the gradient was wrong, and nobody said so.
+    torch.manual_seed(0)
+    x = torch.randn(4, 4, requires_grad=True)
+    first, second = torch.randn(4, 4), torch.randn(4, 4)
+
+    def function(x, part, between):
+        return part(between(lambda one: part(one, first).cos())(x), second).exp().sin()
+
+    def part(x, weight):
+        return (x @ weight).tanh().sin()
+
+    def chosen(x):
+        return function(x, checkpointed(part, policy=save_matmuls), checkpointed)
+
+    assert gradients(checkpointed(chosen), x, times=2) == gradients(lambda x: function(x, part, lambda one: one), x)
+
+
 def test_the_innermost_policy_alone_decides():
     block, x = block_and_input()
     inside = checkpointed(block, policy=nothing_saved)

@@ -207,6 +207,8 @@ class Recompute:
             takes = self.task is not None and self.only is None and not call.is_running
             replay = Replay(call.selection, takes=takes, is_running=call.is_running)
             run, pack = partial(replay.run, run), replay.hook(pack)
+        else:
+            thread.inner = iter(())  # what another recompute or call was to take over
         push_saved_tensor_hooks(pack, self.unpack)
         try:
             output = run(args, kwargs)

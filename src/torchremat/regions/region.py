@@ -138,7 +138,11 @@ class Region:
         """
         around = thread.selecting
         if around is None and self.settings.policy is None:
-            return self._call(body, args, kwargs, modules, None, last=last)
+            had, thread.inner = thread.inner, iter(())  # what a region around this one has kept is not for those inside
+            try:
+                return self._call(body, args, kwargs, modules, None, last=last)
+            finally:
+                thread.inner = had
         with SeenBy(None):
             return self._call(body, args, kwargs, modules, partial(Choosing, self, around), last=last)
 
