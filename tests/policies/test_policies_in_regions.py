@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import CheckpointPolicy
 
 import torchremat
@@ -291,6 +292,64 @@ def test_views_see_what_is_written_to_their_base():
         assert gradients(checkpointed(function, policy=policy), x, times=2) == gradients(function, x)
 
 
+def test_statistics_that_batch_norm_writes_without_saying_so():
+    # `native_batch_norm` declares no writes. Kept, it did not run again, and what the region read of the statistics
+    # afterwards was of before: a wrong gradient.
+    x = torch.randn(4, 4, requires_grad=True)
+
+    def run(choose):
+        norm = nn.BatchNorm1d(4)
+        return gradients(choose(lambda x: (norm(x @ x) * norm.running_mean).exp()), x, norm, times=2)
+
+    for policy in (everything_saved, save_operators("aten.native_batch_norm")):
+        assert run(lambda function, policy=policy: checkpointed(function, policy=policy)) == run(
+            lambda function: function
+        )
+
+
+def test_memory_of_zeros_that_is_filled_by_what_torch_does_not_see():
+    # Kept, the zeros of the recompute were what the kernel had added to in the forward, and it added once more.
+    def function(x):
+        sums = torch.zeros(4, 4)
+        sums.numpy()[:] += x.detach().numpy()
+        return (x * sums).exp()
+
+    x = torch.randn(4, 4, requires_grad=True)
+
+    for policy in (everything_saved, everything_saved.into(Host())):
+        assert gradients(checkpointed(function, policy=policy), x, times=2) == gradients(function, x)
+
+
+@pytest.mark.parametrize("write", [lambda y: y.mul_(3), lambda y: y[0].mul_(3)], ids=["whole", "view"])
+def test_writes_to_what_is_kept_of_a_subclass(write):
+    # A copy was a plain tensor of the first half's values, and a write to a view of an alias in a recompute was one to
+    # what is kept.
+    def function(x):
+        y = x @ x
+        write(y)
+        return y.sin() * y.cos()
+
+    def run(function):
+        x = TwoTensor(torch.arange(9.0).view(3, 3) / 9, torch.arange(9.0).view(3, 3) / 7).requires_grad_()
+        loss = function(x * 1).sum()
+        found = [torch.autograd.grad(loss, x, retain_graph=True)[0] for _ in range(3)]
+        return [(one.a.tolist(), one.b.tolist()) for one in found]
+
+    assert run(checkpointed(function, policy=save_matmuls)) == run(function)
+
+
+def test_what_is_made_in_inference_mode_is_computed_again():
+    def function(x):
+        with torch.inference_mode():
+            scale = name((x.detach() @ x.detach()).sum() + 1, "scale").item()
+        return (x @ x).sin() * scale
+
+    x = torch.randn(4, 4, requires_grad=True)
+
+    for policy in (everything_saved, save_matmuls, save_only_these_names("scale")):
+        assert gradients(checkpointed(function, policy=policy), x, times=2) == gradients(function, x)
+
+
 # ----------------------------------------------------------------------------------------------------- randomness
 
 
@@ -378,8 +437,8 @@ def test_no_recompute_runs_what_any_of_nested_policies_keeps(inner, outer):
 
 
 def test_what_a_region_has_kept_is_not_taken_for_one_at_another_depth():
-    # Between the outer region and the first inner one is a region without a policy. In the outer recompute the first one
-    # was given what the second one had kept, and the same operators ran: the gradient was wrong, and nobody said so.
+    # Between the outer region and the first inner one is a region without a policy. In the outer recompute the first
+    # one was given what the second one had kept, and the same operators ran: the gradient was wrong in silence.
     torch.manual_seed(0)
     x = torch.randn(4, 4, requires_grad=True)
     first, second = torch.randn(4, 4), torch.randn(4, 4)

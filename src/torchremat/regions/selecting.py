@@ -84,13 +84,14 @@ class Collecting:
             if decisions is not None:
                 decisions[traits] = decision
         if decision is not RECOMPUTE:
-            if traits.is_kept:
+            # What is made in inference mode has no versions.
+            if traits.is_kept and not torch.is_inference_mode_enabled():
                 draws = self._generator(output, kwargs) if traits.is_random and self._preserve_rng else None
                 selection.keep(index, output, decision, draws)
             else:
-                for tensor in written or _tensors(output):
+                for tensor in (*written, *_tensors(output)):
                     selection.keep_memory(tensor, decision)
-        if self._produced is not None:
+        if self._produced is not None and not torch.is_inference_mode_enabled():
             self._note(index, traits, output, written)
         return output
 

@@ -44,18 +44,33 @@ Operator = Callable[..., object]
 class Value:
     """A tensor that is kept as an alias, at a version: an operator's output, or what a slot has."""
 
-    __slots__ = ("tensor", "version")
+    __slots__ = ("is_plain", "tensor", "version")
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
         self.version = tensor._version
+        self.is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
 
     def get(self) -> Tensor | None:
         """Return the tensor, None if it was written in place since."""
         return self.tensor if self.tensor._version == self.version else None
 
+    def alias(self) -> Tensor | None:
+        """Return an alias of the tensor for a recompute, None if it was written in place since."""
+        if self.tensor._version != self.version:
+            return None
+        if self.is_plain:
+            return self.tensor.detach()
+        # Its memory is not known, so nobody copies it before the recompute writes to a view of it.
+        with counting_versions():
+            return self.tensor.detach()
+
     def copy_for_write(self) -> None:
         """Keep a copy instead, since the memory is about to be written."""
+        if not self.is_plain:
+            self.tensor = self.tensor.clone()
+            self.version = self.tensor._version
+            return
         copy = torch.empty_strided(
             self.tensor.shape, self.tensor.stride(), dtype=self.tensor.dtype, device=self.tensor.device
         )
@@ -112,7 +127,7 @@ class Kept:
         """Return the outputs for a recompute, None if they cannot be had any more."""
         values = self.values
         if type(values) is Value:
-            output: object = values.tensor.detach() if values.tensor._version == values.version else None
+            output: object = values.alias()
         else:
             try:
                 output = _mapped(values, _again)
@@ -131,10 +146,10 @@ class _GoneError(Exception):
 
 def _again(value: object) -> object:
     if isinstance(value, Value | Stored):
-        tensor = value.get()
+        tensor = value.alias() if isinstance(value, Value) else value.packed.get().detach()
         if tensor is None:
             raise _GoneError
-        return tensor.detach()
+        return tensor
     return value
 
 

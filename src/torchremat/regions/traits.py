@@ -15,8 +15,9 @@ from torch.utils.checkpoint import SAC_IGNORED_OPS
 #
 #   views             an alias that came from elsewhere would not see what is written to its base, nor the base what is
 #                     written to it
-#   in-place          they write to a tensor of the recompute
-#   without values    `empty` and the like: what is written into them is what counts
+#   in-place          they write to a tensor of the recompute; batch normalisation does so without saying it
+#   without values    `empty`, `zeros` and the like: what is written into them is what counts, and a kernel that torch
+#                     does not see would write once more into what is kept
 #   casts             autocast keeps those of leaves: a forward may find one where its recompute has to cast, and a
 #                     recompute, to which inputs are leaves, where its forward had to. So they are not even counted.
 #
@@ -67,10 +68,10 @@ def _traits_of(operator: Any) -> Traits:
     writes = tuple(
         (place, argument.name)
         for place, argument in enumerate(schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
+        if (argument.alias_info is not None and argument.alias_info.is_write) or argument.name in _STATISTICS
     )
     cast = name == "aten._to_copy.default"
-    empty = name.startswith(("aten.empty", "aten.new_empty", "aten.resize", "aten.set_"))
+    empty = name.startswith(_WITHOUT_VALUES)
     return Traits(
         operator,
         ignored,
@@ -79,3 +80,13 @@ def _traits_of(operator: Any) -> Traits:
         is_random=torch.Tag.nondeterministic_seeded in getattr(operator, "tags", ()),
         writes=writes,
     )
+
+
+# What operators of batch normalisation write in training, and do not declare.
+_STATISTICS = ("running_mean", "running_var")
+_WITHOUT_VALUES = (
+    *(f"aten.{kind}{name}" for name in ("empty", "zeros", "ones", "full") for kind in ("", "new_")),
+    "aten.scalar_tensor",
+    "aten.resize",
+    "aten.set_",
+)
