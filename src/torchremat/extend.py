@@ -1,4 +1,6 @@
-"""The door for those who extend the library: what a recompute must see again, beside what it knows of.
+"""The door for those who extend the library: ambient state, stores and policies of their own.
+
+What a recompute must see again, beside what it knows of:
 
 from torchremat import extend
 
@@ -14,22 +16,33 @@ class Recipe:
         recipe.scale = state  # not in place: autograd may have saved it
 
 extend.register(Recipe())
+
+A store is an object with the one method of `Store`. A policy is a function with the arguments of `Policy` that answers
+with `SAVE`, `RECOMPUTE` or `stored_in(store)`.
 """
 
 from torchremat.ambient.registry import Ambient, numpy_random, python_random, register, registered, unregister
 from torchremat.ambient.surroundings import only_watches
+from torchremat.regions.decisions import RECOMPUTE, SAVE, Answer, Decision, OperatorContext, Policy, stored_in
 from torchremat.regions.guards import Guarded
 from torchremat.saved.handles import Handle, Store
 
 __all__ = [
+    "RECOMPUTE",
+    "SAVE",
     "Ambient",
+    "Answer",
+    "Decision",
     "Guarded",
     "Handle",
+    "OperatorContext",
+    "Policy",
     "Store",
     "numpy_random",
     "only_watches",
     "python_random",
     "register",
     "registered",
+    "stored_in",
     "unregister",
 ]

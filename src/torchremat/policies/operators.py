@@ -26,10 +26,10 @@ class _Constant(Policy):
         return self.label
 
 
-# Keeps nothing: the region is a plain checkpoint.
 nothing_saved: Policy = _Constant("nothing_saved", RECOMPUTE)
-# Keeps what autograd saves of every operator's output, and recomputes what is neither an output nor an input.
+"""The policy that keeps nothing: the region is a plain checkpoint."""
 everything_saved: Policy = _Constant("everything_saved", SAVE)
+"""The policy that keeps every output, as far as autograd or a recompute asks for it."""
 
 
 @dataclass(frozen=True)
@@ -118,11 +118,11 @@ _ATTENTION = (
     "higher_order.flex_attention.default",
 )
 
-# Keeps the outputs of matrix products, those of linear layers and of attention that is written out.
 save_matmuls: Policy = _Operators(frozenset((*_UNBATCHED, *_BATCHED)), "save_matmuls")
-# Keeps the outputs of products without batch dimensions: those of linear layers.
+"""The policy that keeps the outputs of matrix products, those of linear layers and of attention that is written out."""
 save_unbatched_matmuls: Policy = _Operators(frozenset(_UNBATCHED), "save_unbatched_matmuls")
-# Keeps the outputs of the attention kernels of `scaled_dot_product_attention`, and of flex attention.
+"""The policy that keeps the outputs of products without batch dimensions: those of linear layers."""
 save_attention: Policy = _Operators(frozenset(_ATTENTION), "save_attention")
-# Keeps the outputs of convolutions.
+"""The policy that keeps the outputs of attention kernels: `scaled_dot_product_attention`, and flex attention."""
 save_convolutions: Policy = _Operators(frozenset(_CONVOLUTIONS), "save_convolutions")
+"""The policy that keeps the outputs of convolutions."""

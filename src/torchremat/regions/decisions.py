@@ -28,10 +28,12 @@ class Decision:
 
 
 SAVE = Decision("save")
+"""The decision to keep an output."""
 RECOMPUTE = Decision("recompute")
+"""The decision to let an operator run again."""
 
-# What a policy may answer.
 Answer = Decision | CheckpointPolicy | bool
+"""What a policy may answer; of two booleans, True is `SAVE` and False `RECOMPUTE`."""
 
 
 class OperatorContext(SelectiveCheckpointContext):

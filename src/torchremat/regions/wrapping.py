@@ -245,7 +245,7 @@ def wrap(
     if offloads is not None and settings != Settings():
         raise WrapError(
             "store=: what goes to a store is not recomputed, so `check`, `check_every`, `preserve_rng`, `early_stop`, "
-            "`guard` and `debug` mean nothing; leave them out."
+            "`guard`, `debug` and `policy` mean nothing; leave them out."
         )
     for name, module in found:
         set_forward(module, name, offloads or replace(settings))  # each takes turns of its own
