@@ -75,18 +75,32 @@ class Choosing:
         finally:
             thread.inner = had
 
-    def hook(self, pack: Callable[[Tensor], object]) -> Callable[[Tensor], object]:
-        """Return the hook for what autograd saves: its slot has the tensor if that is kept anyway."""
-        return partial(unseen, partial(self._pack, pack) if isinstance(self._run, Collecting) else pack)
+    def hook(self, pack: Callable[[Tensor], object], *, computes: bool) -> Callable[[Tensor], object]:
+        """Return the hook for what autograd saves: its slot has the tensor if that is kept anyway.
+
+        Args:
+            pack: The region's own hook, which makes the slot.
+            computes: Whether it runs operators, which nobody is to see.
+        """
+        pack = partial(unseen, pack) if computes else pack
+        return partial(self._pack, pack) if isinstance(self._run, Collecting) else pack
 
     def _pack(self, pack: Callable[[Tensor], object], tensor: Tensor) -> object:
         slot = pack(tensor)
         assert isinstance(slot, Slot)
-        value = self._value(tensor) if self._region.serves else None
+        # Most are not kept, and to see that takes no operator.
+        value = unseen(self._value, tensor) if self._region.serves and self._may_have(tensor) else None
         if value is None:
             self.selection.end = len(self.selection.operators)
             return slot
         return slot.served(value)
+
+    def _may_have(self, tensor: Tensor) -> bool:
+        memory = memory_of(tensor)
+        if memory is not None and (self.selection.has(memory) or memory in self._held):
+            return True
+        base = tensor if tensor._base is None else tensor._base
+        return base.is_leaf and base.requires_grad
 
     def _value(self, tensor: Tensor) -> Value | Stored | HeldView | None:
         value = self.selection.value_of(tensor)

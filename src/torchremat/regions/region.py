@@ -177,7 +177,7 @@ class Region:
         choosing = None
         if choose is not None:
             choosing = choose(call, tensors)
-            pack, run = choosing.hook(pack), partial(choosing.run, run)
+            pack, run = choosing.hook(pack, computes=pack != self._pack), partial(choosing.run, run)
         del tensors, objects
         self.made.append(call)
         running = thread.calls

@@ -236,6 +236,10 @@ class Selection:
             self._memories.setdefault(memory, []).append(value)
         return value
 
+    def has(self, memory: UntypedStorage) -> bool:
+        """Return whether some memory is kept."""
+        return memory in self._memories or memory in self._offloaded
+
     def value_of(self, tensor: Tensor) -> Value | Stored | None:
         """Return what the slot of a tensor that autograd saves may have, if its memory is kept; else None."""
         memory = memory_of(tensor)
