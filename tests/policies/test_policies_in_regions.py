@@ -197,6 +197,24 @@ def test_taken_values_are_gone_after_their_last_use():
         gc.enable()
 
 
+def test_taken_values_are_gone_when_the_recompute_has_ended():
+    # They were there until the whole graph had gone: what protects them from writes held them as well.
+    kept = []
+
+    def function(x):
+        y = x @ x
+        kept.append(weakref.ref(y.untyped_storage()))
+        return (y + 1).relu().exp()  # nothing saves `y`, the recompute needs it
+
+    x = torch.randn(4, 4, requires_grad=True)
+    y = checkpointed(function, policy=save_matmuls)(x)
+    alive = [kept[0]() is not None]
+    y.grad_fn.register_hook(lambda *_: alive.append(kept[0]() is not None))
+    y.sum().backward()
+
+    assert alive == [True, False]
+
+
 def test_a_dropped_graph_frees_what_is_kept_without_the_collector():
     block, x = block_and_input()
     gc.disable()
@@ -320,6 +338,26 @@ def test_memory_of_zeros_that_is_filled_by_what_torch_does_not_see():
         assert gradients(checkpointed(function, policy=policy), x, times=2) == gradients(function, x)
 
 
+def test_what_is_stored_and_written_without_a_new_version_is_stored_again():
+    # The store knew the memory at that version already, and gave back what had been there before the write.
+    def through_data(x):
+        y = x @ x
+        y.data.mul_(2)
+        return y.sin() * y
+
+    def of_a_list(x):
+        with torch.no_grad():
+            y, z = torch._foreach_mul([x @ x, x + x], 2.0)
+            torch._foreach_add_([y, z], 1.0)
+        return y * x.sin() * z
+
+    x = torch.randn(4, 4, requires_grad=True)
+
+    for function in (through_data, of_a_list):
+        chosen = checkpointed(function, policy=everything_saved.into(Host()))
+        assert gradients(chosen, x, times=2) == gradients(function, x)
+
+
 @pytest.mark.parametrize("write", [lambda y: y.mul_(3), lambda y: y[0].mul_(3)], ids=["whole", "view"])
 def test_writes_to_what_is_kept_of_a_subclass(write):
     # A copy was a plain tensor of the first half's values, and a write to a view of an alias in a recompute was one to
@@ -381,6 +419,41 @@ def test_a_kept_draw_leaves_a_generator_of_its_own_as_it_would_have():
 
     chosen = checkpointed(function, policy=save_operators("aten.rand"))
     assert run(chosen) == run(function)
+
+
+def test_a_kept_draw_in_a_region_that_does_not_preserve_is_one_for_the_region_around_it():
+    # In the outer recompute the inner region drew nothing, and what was drawn after it was other than in the forward.
+    def inner(x):
+        return torch.bernoulli(x.detach().sigmoid()) * x
+
+    def function(x, part):
+        return F.dropout(part(x).exp(), 0.5, training=True).exp() * torch.rand_like(x)
+
+    x = torch.randn(50, requires_grad=True)
+    part = checkpointed(inner, policy=save_operators("aten.bernoulli"), preserve_rng=False)
+
+    def run(one):
+        torch.manual_seed(7)
+        return gradients(one, x, times=2)
+
+    assert run(lambda x: checkpointed(function)(x, part)) == run(lambda x: function(x, inner))
+
+
+def test_a_kept_draw_of_a_generator_that_no_region_knows_leaves_it_where_it_is():
+    class Hidden:
+        generator = torch.Generator().manual_seed(3)
+
+    hidden = [[Hidden()]]
+
+    def function(x):
+        return (x * torch.rand(x.shape, generator=hidden[0][0].generator)).exp()
+
+    loss = checkpointed(function, policy=save_operators("aten.rand"))(torch.randn(5, requires_grad=True)).exp().sum()
+    torch.rand(7, generator=Hidden.generator)
+    before = Hidden.generator.get_state()
+    loss.backward()
+
+    assert torch.equal(Hidden.generator.get_state(), before)
 
 
 # ------------------------------------------------------------------------------------------------------- autocast
@@ -490,6 +563,20 @@ def test_a_recompute_that_gets_further_than_the_forward_which_waits_for_it():
     for policy in (nothing_saved, save_operators("aten.exp"), everything_saved):
         chosen = checkpointed(lambda x: checkpoint(function, x), policy=policy)
         assert gradients(chosen, x, times=2) == gradients(function, x)
+
+
+def test_a_backward_inside_may_recompute_more_than_the_forward_has_run():
+    # What may be filled after it was saved is recomputed up to the next save, which here is one in the backward that
+    # asks for it: an operator that the forward had not come to was an error.
+    def function(x):
+        y = x @ x
+        (grad,) = torch.autograd.grad((y * x.detach().mul(3)).sum(), y, create_graph=True)
+        return (grad * y).sin()
+
+    x = torch.randn(4, 4, requires_grad=True)
+
+    for policy in (save_matmuls, everything_saved, nothing_saved):
+        assert gradients(checkpointed(function, policy=policy), x, times=2) == gradients(function, x)
 
 
 def test_a_region_in_a_backward_in_a_region():

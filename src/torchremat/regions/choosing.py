@@ -13,7 +13,7 @@ from weakref import ref
 from torch import Tensor, UntypedStorage
 
 from torchremat.regions.paths import ModulePaths
-from torchremat.regions.selecting import Collecting, Replaying, SeenBy, unseen
+from torchremat.regions.selecting import Collecting, PutBack, Replaying, SeenBy, unseen
 from torchremat.regions.selection import HeldView, Selection, Stored, Value, memory_of
 from torchremat.regions.slots import Slot
 from torchremat.regions.threads import thread
@@ -55,7 +55,9 @@ class Choosing:
             assert policy is not None
             selection = Selection(policy)
             paths = ModulePaths(call, region.label)
-            self._run = Collecting(selection, policy, settings.decisions, paths, settings.preserve_rng)
+            # A region around it may draw after it. See NOTE [ Selective recompute ], 6
+            preserve_rng = settings.preserve_rng or self._is_nested
+            self._run = Collecting(selection, policy, settings.decisions, paths, preserve_rng)
             if thread.calls and not isinstance(around, Replaying):
                 _selection_of(thread.calls[-1]).inner.append(ref(selection))
         self.selection = call.selection = selection
@@ -142,7 +144,7 @@ class Replay:
     def run(self, run: Body, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Run the call again; regions that it meets take over what theirs have kept."""
         thread.inner = iter(self._selection.inner)
-        with SeenBy(self._run):
+        with PutBack(), SeenBy(self._run):
             return run(args, kwargs)
 
     def hook(self, pack: Callable[[Tensor], object]) -> Callable[[Tensor], object]:

@@ -6,7 +6,7 @@ See NOTE [ Selective recompute ].
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, TypeVar, cast
 from weakref import WeakKeyDictionary
 
@@ -20,6 +20,8 @@ from torchremat._compat.modes import (
     pop_dispatch_mode,
     push_dispatch_mode,
 )
+from torchremat._compat.transforms import is_in_batch, outside_batches
+from torchremat.ambient.generators import set_generator
 from torchremat.ambient.hidden import hidden
 from torchremat.ambient.surroundings import only_watches
 from torchremat.errors import CheckpointError
@@ -191,7 +193,7 @@ class Replaying:
         if kept is not None:
             output = kept.again()
             if output is None or self._takes:
-                selection.kept.pop(index, None)
+                selection.drop(index)
             if output is not None:
                 return output
         if traits.writes:
@@ -249,6 +251,22 @@ class SeenBy(AbstractContextManager[None]):
         thread.selecting = self._had
         if self._mode is not None:
             self._mode.__exit__(*error)
+
+
+class PutBack(AbstractContextManager[None]):
+    """A recompute, after which the generators that kept draws have moved are where they were."""
+
+    __slots__ = ("_had",)
+
+    def __enter__(self) -> None:
+        self._had, thread.moved = thread.moved, {}
+
+    def __exit__(self, *error: object) -> None:
+        moved, thread.moved = thread.moved, self._had
+        if moved:
+            with outside_batches() if is_in_batch() else nullcontext():
+                for generator, state in moved.items():
+                    set_generator(generator, state)
 
 
 def unseen(function: Callable[[A], T], argument: A) -> T:

@@ -14,7 +14,8 @@ NOTE [ Selective recompute ]
    somebody else, is known by its version: the operator runs again.
 5. A recompute for a graph that is not retained takes what it gets: nobody comes a second time. If somebody does, for
    another part of the graph, the operator runs again.
-6. A kept operator that draws random numbers leaves the generator as it would have left it.
+6. A kept operator that draws random numbers leaves the generator as it would have left it, for the draws after it in
+   the same recompute. Afterwards the generator is where it was, even if nobody else looks after it.
 7. An operator in a nested region belongs to the innermost region alone, as a saved tensor does. A region without a
    policy has that of the region around it. A recompute of the outer region meets the inner one again, as a new region,
    which takes over what the first one has kept.
@@ -33,6 +34,7 @@ from torch import Tensor, UntypedStorage
 from torchremat._compat.modes import counting_versions
 from torchremat.ambient.generators import get_generator, set_generator
 from torchremat.regions.decisions import SAVE, Decision, Policy
+from torchremat.regions.threads import thread
 from torchremat.regions.traits import Traits
 from torchremat.saved.held import ChangedError, HeldTensor
 from torchremat.stores.catalog import Catalog
@@ -136,8 +138,15 @@ class Kept:
         if output is None:
             return None
         if self.draws is not None:
-            set_generator(*self.draws)  # See NOTE [ Selective recompute ], 6
+            _move(*self.draws)  # See NOTE [ Selective recompute ], 6
         return output
+
+
+def _move(generator: torch.Generator | torch.device, state: Tensor) -> None:
+    moved = thread.moved
+    if moved is not None and generator not in moved:
+        moved[generator] = get_generator(generator)
+    set_generator(generator, state)
 
 
 class _GoneError(Exception):
@@ -260,15 +269,16 @@ class Selection:
                 if value.get() is not None:
                     value.copy_for_write()
                     self._memories[value.tensor.untyped_storage()] = [value]
-            self._offloaded.pop(memory, None)
+            catalog = self._offloaded.pop(memory, None)
+            if catalog is not None:
+                catalog.forget(memory)  # not every write makes a new version
 
     def settle(self, *, everything: bool) -> None:
         """Drop what no recompute gets to; `everything` if one may run to the end."""
         self._offloaded.clear()
-        if everything:
-            return
-        for index in [one for one in self.kept if one >= self.end]:
-            del self.kept[index]
+        if not everything:
+            for index in [one for one in self.kept if one >= self.end]:
+                del self.kept[index]
         found: list[Value] = []
         for kept in self.kept.values():
             _mapped(kept.values, lambda value: found.append(value) if isinstance(value, Value) else None)
@@ -278,6 +288,22 @@ class Selection:
                 self._memories.setdefault(memory, []).append(value)
 
     # -------------------------------------------------------------------------------------------------- recompute
+
+    def drop(self, index: int) -> None:
+        """Drop what is kept of an operator, if anything is."""
+        kept = self.kept.pop(index, None)
+        if kept is not None:
+            _mapped(kept.values, self._release)
+
+    def _release(self, value: object) -> None:
+        memory = memory_of(value.tensor) if isinstance(value, Value) else None
+        if memory is None or memory not in self._memories:
+            return
+        others = [one for one in self._memories[memory] if one is not value]
+        if others:
+            self._memories[memory] = others
+        else:
+            self._memories.pop(memory, None)
 
     def difference(self, index: int, operator: Operator) -> str:
         """Return the words for an operator that is not the one which ran there in the forward."""

@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING
 from weakref import ReferenceType
 
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
     from torchremat.regions.calls import Call, Frozen
     from torchremat.regions.selecting import Collecting, Replaying
     from torchremat.regions.selection import Selection
@@ -23,6 +26,7 @@ class Thread(threading.local):
         frozen: What the call that runs again has frozen in its forward, by name.
         scopes: The scopes that are open, innermost last. Kept by `runs`.
         selecting: Who sees the operators that run, for a policy.
+        moved: The generators that kept draws have moved in the recompute that runs, and the states they had before.
         inner: What regions that are met in a recompute take over, see NOTE [ Selective recompute ].
     """
 
@@ -32,6 +36,7 @@ class Thread(threading.local):
         self.frozen: Mapping[str, Iterator[Frozen]] = {}
         self.scopes: list[object] = []
         self.selecting: Collecting | Replaying | None = None
+        self.moved: dict[torch.Generator | torch.device, Tensor] | None = None
         self.inner: Iterator[ReferenceType[Selection]] = iter(())
 
 

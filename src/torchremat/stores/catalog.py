@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 from weakref import ReferenceType, WeakValueDictionary, ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchremat._compat.autograd import current_node
@@ -116,6 +116,13 @@ class Catalog:
             packed = self._stored(tensor, is_complete=is_complete)
         self._shared.saved(tensor, kept=packed is None)
         return packed
+
+    def forget(self, storage: UntypedStorage) -> None:
+        """Store what has this memory anew when it is put again, since it is written with or without a new version."""
+        memory = StorageWeakRef(storage)
+        with self._lock:
+            for key in [one for one in self._records if one[0] == memory]:
+                self._records.pop(key, None)
 
     def put_mask(self, tensor: Tensor, mask: Tensor) -> Handle | None:
         """Store a mask in place of a saved tensor; return None if there is no room.

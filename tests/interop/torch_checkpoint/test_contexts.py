@@ -1,11 +1,13 @@
 from contextlib import nullcontext, suppress
+from functools import partial
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from regions.comparing import leaf, same, three
 from torchremat import is_recomputing
-from torchremat.interop.torch_checkpoint import checkpoint
+from torchremat.interop.torch_checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 
 class Noted:
@@ -178,3 +180,23 @@ def test_what_a_forward_raises_arrives():
 def test_what_is_no_pair_is_an_error(made):
     with pytest.raises(ValueError, match=r"context_fn: a function that returns a pair of context managers is needed"):
         checkpoint(three, leaf(3), use_reentrant=False, context_fn=lambda: made)
+
+
+@pytest.mark.parametrize("preserves", [True, False])
+def test_a_policy_under_torchs_own_checkpoint_leaves_the_generator_where_it_is(preserves):
+    # What was kept of a draw left the generator where that draw had, and the next step drew the same numbers again.
+    x = leaf(3)
+    pair = partial(create_selective_checkpoint_contexts, [torch.ops.aten.rand_like.default])
+
+    y = torch_checkpoint(
+        lambda a: (a * torch.rand_like(a)).exp(),
+        x,
+        use_reentrant=False,
+        context_fn=pair,
+        preserve_rng_state=preserves,
+    )
+    torch.rand(5)
+    before = torch.get_rng_state()
+    y.sum().backward()
+
+    assert torch.equal(torch.get_rng_state(), before)

@@ -7,7 +7,7 @@ end, and what autograd saves is recomputed from them.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -18,7 +18,7 @@ from torchremat._compat.autograd import current_graph_task, retains_graph
 from torchremat._compat.modes import is_recording, is_traced_with_fakes
 from torchremat._compat.operators import is_operator, is_packet
 from torchremat.regions.decisions import Answer, OperatorContext, Policy
-from torchremat.regions.selecting import Collecting, Replaying, SeenBy
+from torchremat.regions.selecting import Collecting, PutBack, Replaying, SeenBy
 from torchremat.regions.selection import Selection
 
 _create_torchs = torch_checkpoint.create_selective_checkpoint_contexts
@@ -118,15 +118,16 @@ class _SelectiveRecompute(AbstractContextManager[None]):
 
     def __init__(self, selection: Selection) -> None:
         self._selection = selection
-        self._running: list[tuple[SeenBy, Replaying]] = []
+        self._running: list[tuple[ExitStack, Replaying]] = []
 
     def __enter__(self) -> None:
         run = Replaying(self._selection, takes=current_graph_task() != -1 and not retains_graph())
-        seen = SeenBy(run)
-        seen.__enter__()
-        self._running.append((seen, run))
+        with ExitStack() as stack:
+            stack.enter_context(PutBack())
+            stack.enter_context(SeenBy(run))
+            self._running.append((stack.pop_all(), run))
 
     def __exit__(self, *error: object) -> None:
-        seen, run = self._running.pop()
-        seen.__exit__(*error)
+        stack, run = self._running.pop()
+        stack.close()
         run.check("selective checkpoint")
