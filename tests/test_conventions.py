@@ -23,7 +23,7 @@ LADDER = [
     "errors",
     "_compat",
     "ambient",
-    "saved",
+    "tensors",
     "stores",
     "regions",
     "policies",

@@ -22,7 +22,7 @@ from torchremat.errors import (
 )
 from torchremat.interop.installing import Installation, install, uninstall
 from torchremat.measuring.freeing import Freed
-from torchremat.measuring.keeping import saved_tensors
+from torchremat.measuring.keeping import saved
 from torchremat.measuring.measurement import Measurement, measure
 from torchremat.measuring.saved_report import Saved, SavedReport
 from torchremat.planning.fitting import fit
@@ -35,7 +35,6 @@ from torchremat.regions.naming import name
 from torchremat.regions.sessions import Session, session
 from torchremat.regions.spilling import spill
 from torchremat.regions.wrapping import unwrap, wrap
-from torchremat.saved.tensor import SavedTensor
 from torchremat.stores import codecs
 from torchremat.stores.compressed import Compressed
 from torchremat.stores.disk import Disk
@@ -44,6 +43,7 @@ from torchremat.stores.keep import Keep
 from torchremat.stores.offloading import Offload, offload
 from torchremat.stores.statistics import StoreStatistics
 from torchremat.stores.tiers import Tiers
+from torchremat.tensors.tensor import SavedTensor
 
 __version__ = "0.1.0"
 
@@ -93,7 +93,7 @@ __all__ = [
     "offload",
     "plan",
     "run_once",
-    "saved_tensors",
+    "saved",
     "session",
     "spill",
     "uninstall",

@@ -23,7 +23,7 @@ from rich.console import Console
 from torch import nn
 
 from torchremat.errors import TorchrematError
-from torchremat.measuring.keeping import saved_tensors
+from torchremat.measuring.keeping import saved
 from torchremat.measuring.measurement import measure
 from torchremat.measuring.step import loss_of, run_backward
 from torchremat.planning.budgets import margin_of, percentage_of
@@ -34,7 +34,7 @@ from torchremat.planning.planner import Planner
 from torchremat.planning.plans import Plan
 from torchremat.planning.tracing import Step
 from torchremat.planning.verification import Report, verify
-from torchremat.saved.sizes import format_bytes, parse_bytes
+from torchremat.tensors.sizes import format_bytes, parse_bytes
 
 _SHAPE = "(model, step) or (model, step, optimizer)"
 
@@ -193,7 +193,7 @@ def saved_command(
     with _working("looking"):
         _check_files(out)
         own = load(target)
-        found = saved_tensors(own.step, own.model)
+        found = saved(own.step, own.model)
     _show(found.text(top))
     with _working("writing"):
         _write(out, found.save)

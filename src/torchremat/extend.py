@@ -25,7 +25,7 @@ from torchremat.ambient.registry import Ambient, numpy_random, python_random, re
 from torchremat.ambient.surroundings import only_watches
 from torchremat.regions.decisions import RECOMPUTE, SAVE, Answer, Decision, OperatorContext, Policy, stored_in
 from torchremat.regions.guards import Guarded
-from torchremat.saved.handles import Handle, Store
+from torchremat.tensors.handles import Handle, Store
 
 __all__ = [
     "RECOMPUTE",

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import torchremat
-from torchremat import UnsupportedError, saved_tensors
+from torchremat import UnsupportedError, saved
 from torchremat.policies import save_operators
 
 BATCH, WIDTH = 4, 8
@@ -47,7 +47,7 @@ def test_an_entry_says_where_it_was_saved():
     def step(model):
         return model(x).sum()
 
-    report = saved_tensors(step, model)
+    report = saved(step, model)
     entry = report.entries[-1]
 
     assert (entry.place, entry.operator, entry.function) == (
@@ -64,7 +64,7 @@ def test_an_entry_says_where_it_was_saved():
 def test_a_custom_function_goes_by_its_name():
     x = a_batch().requires_grad_()
 
-    report = saved_tensors(lambda: Squared.apply(x.neg()).sum())
+    report = saved(lambda: Squared.apply(x.neg()).sum())
 
     assert [(one.place, one.operator) for one in report.entries] == [
         ("SquaredBackward.tensors[0]", "Squared"),
@@ -75,7 +75,7 @@ def test_a_custom_function_goes_by_its_name():
 def test_a_number_that_a_tensor_is_multiplied_with_is_saved_too():
     x = a_batch().requires_grad_()
 
-    report = saved_tensors(lambda: (x * 2.5).sum())
+    report = saved(lambda: (x * 2.5).sum())
 
     (entry,) = report.entries
     assert (entry.place, entry.shape, entry.storage_bytes) == ("MulBackward0.other", (), 8)
@@ -84,7 +84,7 @@ def test_a_number_that_a_tensor_is_multiplied_with_is_saved_too():
 def test_what_is_saved_before_and_after_an_operator_is_that_operators():
     x = a_batch().requires_grad_()
 
-    report = saved_tensors(lambda: (x.sin().cos() * x.exp()).sum())
+    report = saved(lambda: (x.sin().cos() * x.exp()).sum())
 
     # `sin` and `cos` save what they get, `exp` saves what it makes.
     assert [(one.place, one.operator) for one in report.entries] == [
@@ -107,7 +107,7 @@ def test_casts_of_autocast_are_copies():
         with torch.autocast("cpu", torch.bfloat16):
             return model(x).float().square().mean()
 
-    report = saved_tensors(step, model)
+    report = saved(step, model)
 
     # x and the second weight, cast; the first weight is not saved, as x asks for no gradient.
     assert [(one.source_kind, one.freed_bytes) for one in report.copies] == [
@@ -124,7 +124,7 @@ def test_an_upcast_and_a_contiguous_copy_beside_their_sources():
         y = x.exp()
         return (y.double().sin().float() + y.t().contiguous().cos().t()).sum()
 
-    report = saved_tensors(step)
+    report = saved(step)
 
     # `exp` saves y; `sin` saves it in float64, and `cos` transposed.
     y = report.entries[0].storages[0]
@@ -144,7 +144,7 @@ def test_what_was_written_since_is_no_copy():
             then(y, copy)
             return (y.sin() + copy.sin()).sum()
 
-        return saved_tensors(step).copies
+        return saved(step).copies
 
     assert len(copied(lambda y, copy: None)) == 1
     assert copied(lambda y, copy: copy.mul_(2)) == ()
@@ -158,7 +158,7 @@ def test_a_copy_of_a_copy_that_nobody_keeps():
         y = x.exp()
         return y.double().clone().sin().sum()
 
-    (copy,) = saved_tensors(step).copies
+    (copy,) = saved(step).copies
 
     assert copy.freed_bytes == 2 * TENSOR
     assert copy.source_kind == "saved"
@@ -167,7 +167,7 @@ def test_a_copy_of_a_copy_that_nobody_keeps():
 def test_shapes_and_bits():
     x = torch.randn(2, 3, 8, 8, requires_grad=True)
 
-    report = saved_tensors(lambda: F.max_pool2d(F.relu(x.neg()), 2).sum())
+    report = saved(lambda: F.max_pool2d(F.relu(x.neg()), 2).sum())
     needs = {one.place: one.need for one in report.entries}
 
     assert needs == {
@@ -187,7 +187,7 @@ def test_regions_keep_their_inputs_and_slots_of_no_bytes():
     model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)))
     torchremat.wrap(model, "[12]")
 
-    report = saved_tensors(lambda model: model(x).sum(), model)
+    report = saved(lambda model: model(x).sum(), model)
 
     # The first block saves x and its tanh, which is the input of the first region; the other input is the tanh of that.
     assert [(one.operator, one.kind) for one in report.entries] == [
@@ -205,7 +205,7 @@ def test_torchs_own_checkpoint():
     x = a_batch()
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
 
-    report = saved_tensors(lambda model: checkpoint(model, x, use_reentrant=False).sum(), model)
+    report = saved(lambda model: checkpoint(model, x, use_reentrant=False).sum(), model)
 
     assert [(one.operator, one.kind) for one in report.entries] == [("checkpoint", "input")]
     assert sum(report.unknown.values()) == 2
@@ -221,7 +221,7 @@ def test_hooks_that_keep_another_tensor():
         ):
             return x.neg().sin().sum()
 
-    report = saved_tensors(step)
+    report = saved(step)
 
     # What is kept is what the hook made of it; place and operator are known all the same.
     (entry,) = report.entries
@@ -239,7 +239,7 @@ def test_what_another_thread_saves_is_found_in_the_graph():
         thread.join()
         return found[0].sin().sum()
 
-    report = saved_tensors(step)
+    report = saved(step)
 
     # Hooks are a thread's own, and so are the numbers of nodes: which operator it was is not known.
     assert [(one.place, one.operator) for one in report.entries] == [
@@ -253,7 +253,7 @@ def test_a_graph_from_before_the_step_is_kept_as_well():
     x = a_batch().requires_grad_()
     y = x.exp() + 1
 
-    report = saved_tensors(lambda: y.cos().sum())
+    report = saved(lambda: y.cos().sum())
 
     assert [(one.place, one.kind) for one in report.entries] == [
         ("CosBackward0.self", "input"),
@@ -265,7 +265,7 @@ def test_transforms_that_refuse_hooks_are_refused():
     x = a_batch()
 
     with pytest.raises(UnsupportedError, match=r"the step runs torch\.func\.grad"):
-        saved_tensors(lambda: torch.func.grad(lambda one: one.sin().sum())(x).sum())
+        saved(lambda: torch.func.grad(lambda one: one.sin().sum())(x).sum())
 
 
 def test_what_a_store_has_is_shown_apart():
@@ -278,7 +278,7 @@ def test_what_a_store_has_is_shown_apart():
             z = (y.sin() + y.t().cos().t()).sum()
         return z + x.exp().sum()
 
-    report = saved_tensors(step)
+    report = saved(step)
 
     # `sin` and `cos` save one storage, the second as a view of it: the store has its bytes once.
     size = 64 * WIDTH * 4
@@ -302,7 +302,7 @@ def test_what_a_store_leaves_in_place():
             with torchremat.offload(torchremat.Host(limit=64), min_bytes=0):
                 return model(x).sin().sum()
 
-    report = saved_tensors(step, model)
+    report = saved(step, model)
 
     # The weight stays, as it is a parameter, and for the rest the store has no room.
     assert [(one.place, one.kind) for one in report.entries] == [
@@ -322,7 +322,7 @@ def test_inputs_of_regions_in_a_store():
         with torchremat.offload(torchremat.Host(), min_bytes=0):
             return model(x).sum()
 
-    report = saved_tensors(step, model)
+    report = saved(step, model)
 
     # The input of block 1 is the result of tanh in block 0, which is saved there as well.
     assert sorted((one.operator, one.kind) for one in report.entries) == [
@@ -341,7 +341,7 @@ def test_what_a_store_has_as_bits():
         with torchremat.offload(torchremat.Compressed(), min_bytes=0):
             return (F.relu(x.neg()) * 2).sum()
 
-    report = saved_tensors(step)
+    report = saved(step)
 
     (relu,) = [one for one in report.entries if one.place == "ReluBackward0.result"]
     assert (relu.kind, relu.storage_bytes, relu.tensor_bytes) == ("stored", 64 * WIDTH // 8, 64 * WIDTH * 4)
@@ -354,7 +354,7 @@ def test_what_regions_keep_by_a_policy():
     policy = save_operators("aten.addmm", "aten.sigmoid")
     torchremat.wrap(model, "", policy=policy)
 
-    report = saved_tensors(lambda model: model(x).sum(), model)
+    report = saved(lambda model: model(x).sum(), model)
 
     # The result of tanh is recomputed, from that of the second linear, which is kept for it. The results of the first
     # one and of sigmoid are kept too, and autograd saves the latter: one storage.
@@ -377,7 +377,7 @@ def compiled_report():
     def step(model):
         return compiled(x).square().sin().sum()
 
-    return saved_tensors(step, model)
+    return saved(step, model)
 
 
 def test_compiled_code_is_one_node(compiled_report):

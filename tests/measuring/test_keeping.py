@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from models import Block
-from torchremat import MutationError, StepError, saved_tensors
+from torchremat import MutationError, StepError, saved
 
 BATCH, WIDTH = 4, 8
 TENSOR = BATCH * WIDTH * 4  # bytes of a float32 tensor of this shape
@@ -48,7 +48,7 @@ def test_linear_relu_layer_norm():
     x = a_batch()
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH))
 
-    report = saved_tensors(lambda model: model(x).sum(), model)
+    report = saved(lambda model: model(x).sum(), model)
 
     # The first linear saves x, a tensor of the step's (its weight needs no place: x asks for no gradient). ReLU saves
     # its result, which is the norm's input as well; the norm saves mean and deviation of each row, weight and bias; the
@@ -77,7 +77,7 @@ def test_dropout_softmax_and_masks():
     x = a_batch().requires_grad_()
     mask = torch.rand(BATCH, WIDTH) > 0.5
 
-    report = saved_tensors(lambda: F.dropout(x, 0.5).masked_fill(mask.logical_not(), 0).softmax(-1).sum())
+    report = saved(lambda: F.dropout(x, 0.5).masked_fill(mask.logical_not(), 0).softmax(-1).sum())
 
     # Dropout is a product with noise on a CPU, which is saved; the mask has one byte for each element; softmax saves
     # its result, and `sum` nothing.
@@ -89,7 +89,7 @@ def test_dropout_softmax_and_masks():
 def test_attention():
     q, k, v = (torch.randn(2, 3, 5, 8, requires_grad=True) for _ in range(3))
 
-    report = saved_tensors(lambda: F.scaled_dot_product_attention(q.neg(), k.neg(), v.neg()).sum())
+    report = saved(lambda: F.scaled_dot_product_attention(q.neg(), k.neg(), v.neg()).sum())
 
     one = 2 * 3 * 5 * 8 * 4
     # Query, key, value and the result, and a number for each row of the scores, of which no matrix is kept.
@@ -106,7 +106,7 @@ def test_a_transformer_block_has_18_saves_of_15_storages():
         h = h + F.dropout(block.attend(block.norm1(h)), 0.1)
         return (h + F.dropout(block.down(F.gelu(block.up(block.norm2(h)))), 0.1)).sum()
 
-    report = saved_tensors(step, block)
+    report = saved(step, block)
 
     # Norms 2 x 3, linears 4 x 1, gelu 1, dropouts 2 x 1, attention 5. Query, key and value are views of one storage,
     # and the result of attention is the input of the linear after it.
@@ -125,7 +125,7 @@ def test_what_is_saved_twice_is_counted_once():
         y = x.exp()
         return (y * y[:2].repeat(2, 1) + y.t().reshape(BATCH, WIDTH)).sum()
 
-    report = saved_tensors(step)
+    report = saved(step)
     exp, product = report.entries[0], next(one for one in report.entries if one.slot == "self")
 
     assert exp.place == "ExpBackward0.result"
@@ -136,7 +136,7 @@ def test_what_is_saved_twice_is_counted_once():
 def test_a_slice_keeps_all_of_its_storage():
     x = torch.randn(100, 8, requires_grad=True)
 
-    report = saved_tensors(lambda: x.neg()[:1].sin().sum())
+    report = saved(lambda: x.neg()[:1].sin().sum())
 
     (entry,) = report.entries
     assert (entry.tensor_bytes, entry.storage_bytes, report.saved_bytes) == (32, 3200, 3200)
@@ -146,7 +146,7 @@ def test_views_of_a_parameter_are_recognised_by_their_storage():
     model = nn.Linear(WIDTH, WIDTH)
     x = a_batch().requires_grad_()
 
-    report = saved_tensors(lambda model: (model(x) * model.weight[0]).sum(), model)
+    report = saved(lambda model: (model(x) * model.weight[0]).sum(), model)
 
     # `mat2` of a linear is `weight.t()`, neither a leaf nor a Parameter.
     assert places(report, "parameter") == ["AddmmBackward0.mat2", "MulBackward0.other"]
@@ -157,7 +157,7 @@ def test_buffers_are_recognised():
     model = nn.BatchNorm1d(WIDTH).eval()
     x = a_batch().requires_grad_()
 
-    report = saved_tensors(lambda model: model(x).sum(), model)
+    report = saved(lambda model: model(x).sum(), model)
 
     assert {"running_mean", "running_var"} <= {one.slot for one in report.entries if one.kind == "buffer"}
     assert report.bytes_of("buffer") == 2 * WIDTH * 4
@@ -194,7 +194,7 @@ def test_the_hooks_and_the_graph_agree_on_what_is_kept(name):
     x = a_batch().requires_grad_()
     step = STEPS[name]
 
-    report = saved_tensors(lambda model: step(model, x), model)
+    report = saved(lambda model: step(model, x), model)
     loss = step(model, x)
 
     sizes = sorted(one.size for one in report.storages.values())
@@ -208,7 +208,7 @@ def test_the_hooks_and_the_graph_agree_on_what_is_kept(name):
 def test_a_step_without_grad_has_an_empty_report_that_says_so():
     x = a_batch()
 
-    report = saved_tensors(lambda: x.exp().sum())
+    report = saved(lambda: x.exp().sum())
 
     assert report.entries == () and not report.requires_grad
     assert str(report) == "The loss does not require grad: autograd keeps nothing for it."
@@ -221,7 +221,7 @@ def test_what_autograd_has_dropped_again_is_not_kept():
         x.exp().sin().sum()  # nobody keeps this graph
         return x.cos().sum()
 
-    assert [one.place for one in saved_tensors(step).entries] == ["CosBackward0.self"]
+    assert [one.place for one in saved(step).entries] == ["CosBackward0.self"]
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,7 @@ def test_what_autograd_has_dropped_again_is_not_kept():
 )
 def test_a_step_without_a_loss_is_an_error(step, message):
     with pytest.raises(StepError, match=message):
-        saved_tensors(step, nn.Linear(WIDTH, WIDTH))
+        saved(step, nn.Linear(WIDTH, WIDTH))
 
 
 def test_a_step_that_runs_backward_is_an_error():
@@ -245,7 +245,7 @@ def test_a_step_that_runs_backward_is_an_error():
         return loss
 
     with pytest.raises(StepError, match="has run backward itself"):
-        saved_tensors(step)
+        saved(step)
     assert x.grad is None
 
 
@@ -259,7 +259,7 @@ def test_a_write_before_the_steps_own_backward_is_an_error_as_without_the_report
         return torch.autograd.grad(z.sum(), x, create_graph=True)[0].sum()
 
     with pytest.raises(MutationError, match=r"written in place .* version 0 and is at 1"):
-        saved_tensors(step)
+        saved(step)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         step()
 
@@ -277,7 +277,7 @@ def test_the_step_and_the_model_are_as_before():
     drawn = torch.get_rng_state()
     hooks = [(len(one._forward_hooks), len(one._forward_pre_hooks)) for one in model.modules()]
 
-    saved_tensors(step, model)
+    saved(step, model)
 
     assert all(torch.equal(one.grad, before) for one, before in zip(model.parameters(), gradients, strict=True))
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
@@ -292,7 +292,7 @@ def test_gradients_are_those_without_a_report():
     def gradients(*, looks):
         torch.manual_seed(1)
         if looks:
-            saved_tensors(lambda model: model(x).square().sum(), model)
+            saved(lambda model: model(x).square().sum(), model)
         model.zero_grad()
         model(x).square().sum().backward()
         return [one.grad for one in model.parameters()]
@@ -310,7 +310,7 @@ def test_a_gradient_inside_a_step_is_that_of_the_plain_step():
         return gradient.square().sum()
 
     step()
-    saved_tensors(step)
+    saved(step)
 
     assert torch.equal(*seen)
 
@@ -324,7 +324,7 @@ def test_a_step_that_raises_leaves_no_hooks():
         raise KeyError("the user's own")
 
     with pytest.raises(KeyError, match="the user's own"):
-        saved_tensors(step, model)
+        saved(step, model)
 
     assert all(not one._forward_hooks and not one._forward_pre_hooks for one in model.modules())
     loss = model(x).sum()
@@ -344,7 +344,7 @@ def test_nothing_of_the_step_stays_in_memory():
     gc.collect()
     gc.disable()
     try:
-        report = saved_tensors(step, model)
+        report = saved(step, model)
         assert [one() for one in seen] == [None, None]
         model_alive = ref(model)
         del model
@@ -358,10 +358,10 @@ def test_a_report_of_another_report_runs():
     inner = []
 
     def step():
-        inner.append(saved_tensors(lambda: x.sin().sum()))
+        inner.append(saved(lambda: x.sin().sum()))
         return x.cos().sum()
 
-    report = saved_tensors(step)
+    report = saved(step)
 
     assert [one.place for one in report.entries] == ["CosBackward0.self"]
     assert [one.place for one in inner[0].entries] == ["SinBackward0.self"]

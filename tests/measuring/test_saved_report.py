@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import torchremat
-from torchremat import saved_tensors
+from torchremat import saved
 
 ROWS, WIDTH = 4, 8
 TENSOR = ROWS * WIDTH * 4
@@ -18,7 +18,7 @@ def report():
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(3)))
     x = torch.randn(ROWS, WIDTH)
-    return saved_tensors(lambda model: model(x).double().sin().sum(), model)
+    return saved(lambda model: model(x).double().sin().sum(), model)
 
 
 def test_totals_agree(report):
@@ -84,7 +84,7 @@ def test_the_report_as_data_is_json(report, tmp_path):
 
 
 def test_a_report_of_what_is_not_there_is_data_too():
-    found = saved_tensors(lambda: torch.ones(2).sum()).as_dict()
+    found = saved(lambda: torch.ones(2).sum()).as_dict()
 
     assert json.loads(json.dumps(found))["requires_grad"] is False
     assert found["saved_bytes"] == 0
@@ -93,7 +93,7 @@ def test_a_report_of_what_is_not_there_is_data_too():
 def test_a_loss_that_saves_nothing_has_a_text():
     x = torch.randn(3, requires_grad=True)
 
-    report = saved_tensors(lambda: x.sum())
+    report = saved(lambda: x.sum())
 
     assert str(report).split() == ["saved", "0", "B", "in", "0", "storages,", "by", "0", "saves"]
 
@@ -103,4 +103,4 @@ def test_compiled_code_is_said_to_be(report):
 
 
 def test_names_are_public():
-    assert {"Freed", "Saved", "SavedReport", "saved_tensors"} <= set(torchremat.__all__)
+    assert {"Freed", "Saved", "SavedReport", "saved"} <= set(torchremat.__all__)

@@ -9,7 +9,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from stores.operations import OPERATIONS
 from torchremat import BudgetError, Disk, Host, StoreError, UnsupportedError, checkpoint, spill, wrap
-from torchremat.saved.graphs import nodes_of, slots_of
+from torchremat.tensors.graphs import nodes_of, slots_of
 
 SIDE = 32
 BYTES = SIDE * SIDE * 4

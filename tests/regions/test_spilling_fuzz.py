@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from stores.memory import Memory
 from torchremat import BudgetError, checkpoint, spill
-from torchremat.saved.graphs import nodes_of
+from torchremat.tensors.graphs import nodes_of
 
 
 class Product(torch.autograd.Function):

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from regions.comparing import Counted, equal, leaf, result, same
 from torchremat import CheckpointError, checkpointed, extend, session, wrap
 from torchremat.regions import values
-from torchremat.saved import fingerprints
+from torchremat.tensors import fingerprints
 
 
 def noisy(x):

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from stores.conformance import filled, same
 from torchremat import Compressed, Host, Keep, StoreError, UnsupportedError, codecs, offload
-from torchremat.saved.handles import Handle
+from torchremat.tensors.handles import Handle
 
 
 class Watched:

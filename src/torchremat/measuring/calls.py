@@ -16,7 +16,7 @@ from torch import nn
 from torchremat.measuring.modules import visible_modules
 from torchremat.measuring.storages import StorageNumbers
 from torchremat.regions.modules import only_watches
-from torchremat.saved.structure import tensors_in
+from torchremat.tensors.structure import tensors_in
 
 
 @dataclass(frozen=True, kw_only=True)

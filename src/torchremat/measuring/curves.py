@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from torchremat.errors import UnsupportedError
 from torchremat.measuring.timeline import Timeline
-from torchremat.saved.sizes import format_bytes
+from torchremat.tensors.sizes import format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -14,8 +14,8 @@ from torchremat.measuring.calls import ModuleCall
 from torchremat.measuring.saving import Ran, Save
 from torchremat.regions.decisions import Decision, OperatorContext, Policy, decision_of
 from torchremat.regions.traits import traits_of
-from torchremat.saved.metadata import Metadata
-from torchremat.saved.structure import join
+from torchremat.tensors.metadata import Metadata
+from torchremat.tensors.structure import join
 
 # NOTE [ What a policy would keep ]
 # A region keeps its inputs. Of the results of the operators that its policy saves it keeps those which a recompute asks

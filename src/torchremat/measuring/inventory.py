@@ -23,8 +23,8 @@ from torchremat.regions.operators import Operator
 from torchremat.regions.region import Region
 from torchremat.regions.selection import HeldView
 from torchremat.regions.slots import Slot
-from torchremat.saved.graphs import GraphSlot
-from torchremat.saved.metadata import Metadata, metadata_of, version_of
+from torchremat.tensors.graphs import GraphSlot
+from torchremat.tensors.metadata import Metadata, metadata_of, version_of
 
 _INPUT = "input of a region"
 _CHOSEN = "kept by a policy"

@@ -1,4 +1,4 @@
-"""`saved_tensors`: one forward of a step, and a list of what autograd keeps at its end."""
+"""`saved`: one forward of a step, and a list of what autograd keeps at its end."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torchremat.measuring.saved_report import SavedReport
 from torchremat.measuring.saving import Watched, watched
 from torchremat.measuring.step import loss_of
 from torchremat.regions.operators import Operator
-from torchremat.saved.graphs import nodes_of, slots_of
-from torchremat.saved.metadata import Metadata
+from torchremat.tensors.graphs import nodes_of, slots_of
+from torchremat.tensors.metadata import Metadata
 
 
-def saved_tensors(step: Callable[..., object], model: nn.Module | None = None) -> SavedReport:
+def saved(step: Callable[..., object], model: nn.Module | None = None) -> SavedReport:
     """Run the forward of a training step and return what autograd keeps at its end.
 
     The forward runs once, or three times if compiled code is in it; backward does not run. Gradients, buffers,

@@ -28,7 +28,7 @@ from torchremat.measuring.curves import curve_of, draw
 from torchremat.measuring.heap import heap_set_aside
 from torchremat.measuring.runs import run_counted, run_plain, run_traced, subject_of
 from torchremat.measuring.timeline import Timeline
-from torchremat.saved.sizes import format_bytes
+from torchremat.tensors.sizes import format_bytes
 
 Source = Literal["allocator", "tracker", "cuda"]
 

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from torchremat.regions import selection
 from torchremat.regions.region import Region
-from torchremat.saved.metadata import Metadata
 from torchremat.stores.catalog import Apart
 from torchremat.stores.kept import Kept
 from torchremat.stores.narrowing import Image, Narrowable
 from torchremat.stores.stored import Stored
+from torchremat.tensors.metadata import Metadata
 
 
 @dataclass(frozen=True, slots=True)

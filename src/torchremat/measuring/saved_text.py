@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from torchremat.saved.sizes import format_bytes
+from torchremat.tensors.sizes import format_bytes
 
 if TYPE_CHECKING:
     from torchremat.measuring.saved_report import Kind, SavedReport

@@ -26,9 +26,9 @@ from torchremat.errors import MutationError, UnsupportedError
 from torchremat.measuring.calls import ModuleCall, ModuleCalls, module_calls, names_of
 from torchremat.measuring.storages import StorageNumbers
 from torchremat.regions.operators import Operator, OperatorLog, Place, Source
-from torchremat.saved.held import holding
-from torchremat.saved.metadata import Metadata, metadata_of, version_of
-from torchremat.saved.structure import split
+from torchremat.tensors.held import holding
+from torchremat.tensors.metadata import Metadata, metadata_of, version_of
+from torchremat.tensors.structure import split
 
 if TYPE_CHECKING:
     from collections.abc import Generator

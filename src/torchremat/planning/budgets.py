@@ -9,7 +9,7 @@ import re
 import torch
 
 from torchremat.errors import BudgetError
-from torchremat.saved.sizes import format_bytes, parse_bytes
+from torchremat.tensors.sizes import format_bytes, parse_bytes
 
 _PERCENT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*")
 

@@ -14,7 +14,7 @@ from torchremat.planning.chains import Cost
 from torchremat.planning.planner import Planner
 from torchremat.planning.plans import Plan
 from torchremat.planning.tracing import Step
-from torchremat.saved.sizes import format_bytes
+from torchremat.tensors.sizes import format_bytes
 
 M = TypeVar("M", bound=nn.Module)
 

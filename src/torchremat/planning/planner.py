@@ -20,8 +20,8 @@ from torchremat.planning.reading import Profile
 from torchremat.planning.shapes import InputSizes
 from torchremat.planning.solving import Candidate, Search
 from torchremat.planning.tracing import Step
-from torchremat.saved.sizes import format_bytes
 from torchremat.schedules.chain import Tree
+from torchremat.tensors.sizes import format_bytes
 
 _COSTS = ("seconds", "flops")
 

@@ -16,8 +16,8 @@ from torchremat.planning.files import from_json, to_json
 from torchremat.planning.layout import Calls, check_bare, install, uninstall
 from torchremat.planning.shapes import InputSizes
 from torchremat.regions.settings import Settings
-from torchremat.saved.sizes import format_bytes
 from torchremat.schedules.chain import Keep, Region, Tree
+from torchremat.tensors.sizes import format_bytes
 
 PlainSource = Literal["measured", "predicted"]
 

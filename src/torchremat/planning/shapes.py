@@ -6,7 +6,7 @@ import warnings
 from dataclasses import dataclass, field
 
 from torchremat.errors import ShapeWarning
-from torchremat.saved.structure import tensors_in
+from torchremat.tensors.structure import tensors_in
 
 
 @dataclass(frozen=True, kw_only=True)

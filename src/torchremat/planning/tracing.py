@@ -26,7 +26,7 @@ from torchremat.measuring.step import loss_of
 from torchremat.measuring.tracker import address_of
 from torchremat.measuring.untouched import untouched
 from torchremat.regions.guards import tensors_inside
-from torchremat.saved.structure import split, tensors_in
+from torchremat.tensors.structure import split, tensors_in
 
 Step = Callable[[nn.Module], object]
 

@@ -16,7 +16,7 @@ from torchremat.planning.layout import applied_scopes, bare
 from torchremat.planning.optimizers import measure_optimizer
 from torchremat.planning.tracing import Step
 from torchremat.regions.wrapping import is_wrapped
-from torchremat.saved.sizes import format_bytes
+from torchremat.tensors.sizes import format_bytes
 
 _TIMED_RUNS = 3
 

@@ -17,8 +17,8 @@ from torchremat.measuring.tracker import address_of
 from torchremat.planning.units import Units
 from torchremat.regions.region import Region as LiveRegion
 from torchremat.regions.runs import Place
-from torchremat.saved.structure import tensors_in
 from torchremat.schedules.chain import Keep, Region, Tree
+from torchremat.tensors.structure import tensors_in
 
 
 @dataclass

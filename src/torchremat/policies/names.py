@@ -9,7 +9,7 @@ from torchremat.errors import PolicyError
 from torchremat.policies.policy import Policy, unmet
 from torchremat.regions.decisions import RECOMPUTE, SAVE, Decision, OperatorContext
 from torchremat.regions.naming import name
-from torchremat.saved.handles import Store
+from torchremat.tensors.handles import Store
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any, cast
 from torchremat.errors import PolicyError
 from torchremat.regions.decisions import RECOMPUTE, SAVE, Decision, OperatorContext, decision_of, describe, stored_in
 from torchremat.regions.decisions import Policy as AnyPolicy
-from torchremat.saved.handles import Store
+from torchremat.tensors.handles import Store
 
 
 class Policy(ABC):

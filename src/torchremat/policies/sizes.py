@@ -10,7 +10,7 @@ from torch import Tensor
 from torchremat.policies.policy import Policy
 from torchremat.regions.decisions import RECOMPUTE, SAVE, Decision, OperatorContext
 from torchremat.regions.naming import name
-from torchremat.saved.sizes import parse_bytes
+from torchremat.tensors.sizes import parse_bytes
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from torchremat.regions.modules import ChangedStateError, ModuleState
 from torchremat.regions.settings import Settings
 from torchremat.regions.threads import thread
 from torchremat.regions.visible import NOTHING, generators_reached, tensors_reached
-from torchremat.saved.metadata import version_of
+from torchremat.tensors.metadata import version_of
 
 if TYPE_CHECKING:
     from torchremat.regions.operators import OperatorLog

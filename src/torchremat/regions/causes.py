@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from torchremat.regions.reruns import DEFAULT, NUMPY, PYTHON, Rerun, rerun
-from torchremat.saved.metadata import Metadata, agree
-from torchremat.saved.structure import place_of
+from torchremat.tensors.metadata import Metadata, agree
+from torchremat.tensors.structure import place_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

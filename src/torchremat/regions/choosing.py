@@ -17,8 +17,8 @@ from torchremat.regions.selecting import Collecting, PutBack, Replaying, SeenBy,
 from torchremat.regions.selection import HeldView, Selection, Stored, Value, memory_of
 from torchremat.regions.slots import Slot
 from torchremat.regions.threads import thread
-from torchremat.saved.held import HeldTensor
-from torchremat.saved.metadata import version_of
+from torchremat.tensors.held import HeldTensor
+from torchremat.tensors.metadata import version_of
 
 if TYPE_CHECKING:
     from torchremat.regions.calls import Body, Call

@@ -33,7 +33,7 @@ from torchremat._compat.modes import DispatchMode, is_traced_with_fakes
 from torchremat.ambient.generators import generator_states
 from torchremat.errors import UnsupportedError
 from torchremat.regions.settings import Settings
-from torchremat.saved.structure import tensors_in
+from torchremat.tensors.structure import tensors_in
 
 R = TypeVar("R")
 

@@ -9,9 +9,9 @@ from weakref import WeakValueDictionary
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from torchremat.errors import PolicyError
-from torchremat.saved.handles import Store
 from torchremat.stores.catalog import Catalog
 from torchremat.stores.host import Host
+from torchremat.tensors.handles import Store
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)

@@ -18,7 +18,7 @@ from torchremat.regions.differences import Difference, named, words
 from torchremat.regions.operators import Operator, OperatorLog
 from torchremat.regions.reach import Reach
 from torchremat.regions.reruns import Rerun, rerun
-from torchremat.saved.metadata import Metadata, agree
+from torchremat.tensors.metadata import Metadata, agree
 
 if TYPE_CHECKING:
     from torchremat.regions.calls import Call

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from torchremat.saved.metadata import Metadata
+from torchremat.tensors.metadata import Metadata
 
 Kind = Literal["too many", "too few", "metadata", "values"]
 

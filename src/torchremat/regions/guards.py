@@ -30,8 +30,8 @@ from torch import Tensor, nn
 
 from torchremat.errors import UnsupportedError, bug
 from torchremat.regions.contents import FOREIGN, MUTABLE, Attributes, Foreign, Slots, copied, make, named_items
-from torchremat.saved.copies import again
-from torchremat.saved.metadata import version_of
+from torchremat.tensors.copies import again
+from torchremat.tensors.metadata import version_of
 
 _MOST_ITEMS = 100_000
 _ATOMS = (

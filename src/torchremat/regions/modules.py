@@ -31,7 +31,7 @@ from torchremat._compat.sharding import has_fsdp, is_hook_of_fsdp, is_managed
 from torchremat.ambient.locks import EXCHANGING
 from torchremat.regions.optimizers import listen_to_optimizers
 from torchremat.regions.sharding import WatchedShard, watch
-from torchremat.saved.copies import again
+from torchremat.tensors.copies import again
 
 _ScriptModule = torch.jit.ScriptModule
 T = TypeVar("T")

@@ -24,13 +24,13 @@ from torch import Tensor, UntypedStorage, nn
 
 from torchremat._compat.modes import EagerMode, sequence_number, set_versions
 from torchremat.regions.reach import function_of
-from torchremat.saved.held import holding
-from torchremat.saved.metadata import metadata_of, version_of
-from torchremat.saved.structure import tensors_in
+from torchremat.tensors.held import holding
+from torchremat.tensors.metadata import metadata_of, version_of
+from torchremat.tensors.structure import tensors_in
 
 if TYPE_CHECKING:
     from torchremat.regions.calls import Body
-    from torchremat.saved.metadata import Metadata
+    from torchremat.tensors.metadata import Metadata
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _OWN = str(Path(__file__).parent.parent) + os.sep

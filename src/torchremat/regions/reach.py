@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from torchremat.errors import UnsupportedError
 from torchremat.regions.guards import Objects
-from torchremat.saved.structure import Leaf
+from torchremat.tensors.structure import Leaf
 
 if TYPE_CHECKING:
     from torchremat.regions.calls import Call

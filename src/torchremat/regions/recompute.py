@@ -18,10 +18,10 @@ from torchremat.regions.modules import ChangedStateError
 from torchremat.regions.slots import waits
 from torchremat.regions.threads import thread
 from torchremat.regions.values import ValueCheck
-from torchremat.saved.held import ChangedError
-from torchremat.saved.metadata import Metadata, agree, metadata_of
-from torchremat.saved.packed import DIFFERENTIATED
-from torchremat.saved.structure import join, place_of, split
+from torchremat.tensors.held import ChangedError
+from torchremat.tensors.metadata import Metadata, agree, metadata_of
+from torchremat.tensors.packed import DIFFERENTIATED
+from torchremat.tensors.structure import join, place_of, split
 
 if TYPE_CHECKING:
     from torchremat.regions.calls import Call, Source

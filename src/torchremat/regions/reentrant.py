@@ -29,8 +29,8 @@ from torchremat.regions.runs import call_plainly
 from torchremat.regions.settings import Settings
 from torchremat.regions.threads import thread
 from torchremat.regions.visible import modules_of
-from torchremat.saved.metadata import version_of
-from torchremat.saved.structure import join, place_of, split
+from torchremat.tensors.metadata import version_of
+from torchremat.tensors.structure import join, place_of, split
 
 _Inputs = tuple[object, ...]
 

@@ -47,10 +47,10 @@ from torchremat.regions.settings import Observer, Settings
 from torchremat.regions.slots import LOST, Key, Served, Slot, Unpin, waits
 from torchremat.regions.threads import thread
 from torchremat.regions.values import Fingerprints
-from torchremat.saved.held import HeldTensor, holding
-from torchremat.saved.metadata import Metadata, metadata_of, version_of
-from torchremat.saved.packed import unpacked_in_graphs
-from torchremat.saved.structure import split, split_call
+from torchremat.tensors.held import HeldTensor, holding
+from torchremat.tensors.metadata import Metadata, metadata_of, version_of
+from torchremat.tensors.packed import unpacked_in_graphs
+from torchremat.tensors.structure import split, split_call
 
 if TYPE_CHECKING:
     from torchremat.regions.operators import OperatorLog

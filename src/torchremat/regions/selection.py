@@ -36,9 +36,9 @@ from torchremat.ambient.generators import get_generator, set_generator
 from torchremat.regions.decisions import SAVE, Decision, Policy
 from torchremat.regions.threads import thread
 from torchremat.regions.traits import Traits
-from torchremat.saved.held import ChangedError, HeldTensor
 from torchremat.stores.catalog import Catalog
 from torchremat.stores.held import InCatalog
+from torchremat.tensors.held import ChangedError, HeldTensor
 
 Operator = Callable[..., object]
 

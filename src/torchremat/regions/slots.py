@@ -13,8 +13,8 @@ from torch.utils.hooks import RemovableHandle
 from torchremat._compat.autograd import current_graph_task
 from torchremat.errors import UnsupportedError
 from torchremat.regions.sessions import Session
-from torchremat.saved.metadata import Metadata
-from torchremat.saved.packed import Owner, Packed
+from torchremat.tensors.metadata import Metadata
+from torchremat.tensors.packed import Owner, Packed
 
 if TYPE_CHECKING:
     from torchremat.regions.region import Region

@@ -26,18 +26,18 @@ from torchremat._compat.counts import holders_in_python, holders_in_torch, seque
 from torchremat._compat.transforms import transform_level_of
 from torchremat.errors import BudgetError, StoreError, UnsupportedError
 from torchremat.regions.slots import Slot
-from torchremat.saved.graphs import GraphSlot, leaves_of, nodes_of, slots_of
-from torchremat.saved.held import HeldTensor
-from torchremat.saved.sizes import format_bytes, parse_bytes
 from torchremat.stores.catalog import Catalog, unpack
 from torchremat.stores.disk import Disk
 from torchremat.stores.held import InCatalog
 from torchremat.stores.host import Host
+from torchremat.tensors.graphs import GraphSlot, leaves_of, nodes_of, slots_of
+from torchremat.tensors.held import HeldTensor
+from torchremat.tensors.sizes import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from torch.autograd.graph import Node
 
-    from torchremat.saved.handles import Handle, Store
+    from torchremat.tensors.handles import Handle, Store
 
 _LEAST_BYTES = 1024  # what is smaller stays: a claim on it costs about as much
 

@@ -61,8 +61,8 @@ from torchremat.regions.recompute import Recompute
 from torchremat.regions.region import Region
 from torchremat.regions.settings import Settings
 from torchremat.regions.slots import Key, Slot
-from torchremat.saved.held import HeldTensor
-from torchremat.saved.metadata import version_of
+from torchremat.tensors.held import HeldTensor
+from torchremat.tensors.metadata import version_of
 
 
 def new_region(settings: Settings, label: object = None) -> Region:

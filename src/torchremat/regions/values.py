@@ -16,8 +16,8 @@ from torch import Tensor
 
 from torchremat._compat.autograd import at_end_of_backward, current_graph_task
 from torchremat.errors import CheckpointError
-from torchremat.saved.fingerprints import fingerprint
-from torchremat.saved.metadata import Metadata
+from torchremat.tensors.fingerprints import fingerprint
+from torchremat.tensors.metadata import Metadata
 
 _OURS = str(Path(__file__).parents[1])
 _TORCHS = str(Path(torch.__file__).parent)

@@ -33,7 +33,7 @@ from torchremat.regions.transforms import new_region
 from torchremat.stores.offloading import Offload, offload
 
 if TYPE_CHECKING:
-    from torchremat.saved.handles import Store
+    from torchremat.tensors.handles import Store
 
 Pattern = str | type[nn.Module] | Callable[[str, nn.Module], bool]
 M = TypeVar("M", bound=nn.Module)

@@ -24,18 +24,18 @@ from torchremat._compat.compiled_autograd import in_compiled_backward
 from torchremat._compat.modes import is_traced_with_fakes, sequence_number
 from torchremat._compat.transforms import transform_level_of
 from torchremat.errors import StoreError, UnsupportedError
-from torchremat.saved.held import holding
-from torchremat.saved.metadata import Metadata, metadata_of
-from torchremat.saved.packed import DIFFERENTIATED, unpacked_in_graphs
 from torchremat.stores.held import InCatalog
 from torchremat.stores.kept import Kept
 from torchremat.stores.owned import is_in_running_module, is_leaf_of_model
 from torchremat.stores.records import Record
 from torchremat.stores.shared import Shared, Totals
 from torchremat.stores.stored import Stored
+from torchremat.tensors.held import holding
+from torchremat.tensors.metadata import Metadata, metadata_of
+from torchremat.tensors.packed import DIFFERENTIATED, unpacked_in_graphs
 
 if TYPE_CHECKING:
-    from torchremat.saved.handles import Handle, Store
+    from torchremat.tensors.handles import Handle, Store
 
 
 class _Waiting(threading.local):

@@ -7,11 +7,11 @@ from typing import cast
 from torch import Tensor
 
 from torchremat.errors import UnsupportedError
-from torchremat.saved.handles import Handle, Store
 from torchremat.stores.codecs.codec import Codec, Form, LossyCodec
 from torchremat.stores.codecs.lossless import MaskBits, NarrowIndices, TwoValues
 from torchremat.stores.keep import Keep
 from torchremat.stores.statistics import StoreStatistics
+from torchremat.tensors.handles import Handle, Store
 
 _LOSSLESS: tuple[Codec, ...] = (MaskBits(), NarrowIndices(), TwoValues())
 

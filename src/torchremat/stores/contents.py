@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from torchremat.errors import MutationError
-from torchremat.saved.held import version_of
-from torchremat.saved.sizes import format_bytes
+from torchremat.tensors.held import version_of
+from torchremat.tensors.sizes import format_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from torchremat.errors import StoreError, StoreWarning, UnsupportedError
-from torchremat.saved.held import version_of
-from torchremat.saved.sizes import format_bytes
 from torchremat.stores.contents import Content, content_of, written_since
 from torchremat.stores.extents import Extent
 from torchremat.stores.slab import Slab
 from torchremat.stores.spool import Entry, Spool, State
 from torchremat.stores.statistics import Ledger, StoreStatistics, bytes_of, filled, limit_of
+from torchremat.tensors.held import version_of
+from torchremat.tensors.sizes import format_bytes
 
 _HOST = torch.device("cpu")
 

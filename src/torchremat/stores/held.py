@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from torchremat.errors import bug
-from torchremat.saved.metadata import Metadata
-from torchremat.saved.packed import Owner, Packed
+from torchremat.tensors.metadata import Metadata
+from torchremat.tensors.packed import Owner, Packed
 
 
 class InCatalog(Packed):

@@ -7,12 +7,12 @@ import os
 from torch import Tensor
 
 from torchremat.errors import MutationError, StoreError
-from torchremat.saved.held import version_of
-from torchremat.saved.sizes import format_bytes
 from torchremat.stores.contents import Content, content_of, written_since
 from torchremat.stores.pinned import Pool
 from torchremat.stores.statistics import Ledger, StoreStatistics, bytes_of, filled, limit_of
 from torchremat.stores.transfers import TransferHandle, Transfers
+from torchremat.tensors.held import version_of
+from torchremat.tensors.sizes import format_bytes
 
 
 class Host:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from torchremat.saved.held import version_of
 from torchremat.stores.contents import check_version
 from torchremat.stores.statistics import Ledger, StoreStatistics
+from torchremat.tensors.held import version_of
 
 
 class Keep:

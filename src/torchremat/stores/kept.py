@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from torchremat.saved.metadata import Metadata, metadata_of, version_of
 from torchremat.stores.contents import written_since
 from torchremat.stores.held import InCatalog
+from torchremat.tensors.metadata import Metadata, metadata_of, version_of
 
 
 class Kept(InCatalog):

@@ -30,9 +30,6 @@ from torchremat._compat.modes import sequence_number
 from torchremat._compat.transforms import transform_level_of
 from torchremat.ambient.surroundings import only_watches
 from torchremat.errors import MutationError, StoreError
-from torchremat.saved.handles import Handle, Store
-from torchremat.saved.metadata import Metadata, metadata_of
-from torchremat.saved.packed import Owner
 from torchremat.stores.catalog import Catalog
 from torchremat.stores.codecs.bits import pack_bits
 from torchremat.stores.compressed import Compressed
@@ -41,6 +38,9 @@ from torchremat.stores.held import InCatalog
 from torchremat.stores.owned import is_leaf_of_model
 from torchremat.stores.slots import NEEDS, Geometry, Shape, geometry_of, image, in_order
 from torchremat.stores.tiers import Tiers
+from torchremat.tensors.handles import Handle, Store
+from torchremat.tensors.metadata import Metadata, metadata_of
+from torchremat.tensors.packed import Owner
 
 # Nodes of one operation that are looked at; the largest functions of torch make some tens.
 _MOST_NODES = 256

@@ -19,7 +19,7 @@ from torchremat.stores.held import InCatalog
 from torchremat.stores.narrowing import SlotWatch, narrows
 
 if TYPE_CHECKING:
-    from torchremat.saved.handles import Store
+    from torchremat.tensors.handles import Store
 
 
 # NOTE [ Inside of a region ]

@@ -14,8 +14,8 @@ from torchremat.stores.kept import Kept
 from torchremat.stores.weak import WeakBytes
 
 if TYPE_CHECKING:
-    from torchremat.saved.handles import Handle
     from torchremat.stores.stored import Stored
+    from torchremat.tensors.handles import Handle
 
 # Kernels of the CPU tell addresses apart by the width of a vector, those of devices by that of a memory transaction.
 _ALIGNMENT = 64

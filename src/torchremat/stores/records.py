@@ -33,9 +33,9 @@ from torchremat.stores.pieces import WORST_ITEMSIZE, Island, Piece, covers, cut
 from torchremat.stores.weak import WeakBytes
 
 if TYPE_CHECKING:
-    from torchremat.saved.handles import Handle
     from torchremat.stores.shared import Shared
     from torchremat.stores.stored import Stored
+    from torchremat.tensors.handles import Handle
 
 
 class Record:

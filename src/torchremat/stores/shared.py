@@ -13,7 +13,7 @@ from torchremat.stores.schedule import Schedule
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from torchremat.saved.handles import Handle, Store
+    from torchremat.tensors.handles import Handle, Store
 
 
 @dataclass(kw_only=True)

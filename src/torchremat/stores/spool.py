@@ -37,11 +37,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from torchremat.errors import MutationError, StoreError
-from torchremat.saved.held import version_of
 from torchremat.stores.contents import Content, check_version, written_since
 from torchremat.stores.extents import Extent
 from torchremat.stores.slab import Slab
 from torchremat.stores.statistics import Ledger
+from torchremat.tensors.held import version_of
 
 # How often who waits looks whether the threads are alive, in seconds.
 _LOOK_S = 0.1

@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from torchremat.errors import BudgetError, UnsupportedError
-from torchremat.saved.sizes import format_bytes, parse_bytes
+from torchremat.tensors.sizes import format_bytes, parse_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

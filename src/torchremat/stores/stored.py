@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from torchremat._compat.autograd import negated
-from torchremat.saved.metadata import Metadata
-from torchremat.saved.packed import Owner
 from torchremat.stores.geometry import has_gaps, span_of
 from torchremat.stores.held import InCatalog
+from torchremat.tensors.metadata import Metadata
+from torchremat.tensors.packed import Owner
 
 if TYPE_CHECKING:
     from torchremat.stores.records import Record

@@ -12,7 +12,7 @@ from torchremat.stores.contents import content_of
 from torchremat.stores.statistics import StoreStatistics, filled
 
 if TYPE_CHECKING:
-    from torchremat.saved.handles import Handle, Store
+    from torchremat.tensors.handles import Handle, Store
 
 
 class Tiers:

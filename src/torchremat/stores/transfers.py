@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from torchremat.errors import MutationError, UnsupportedError
-from torchremat.saved.held import version_of
 from torchremat.stores.contents import Content, check_version, written_since
 from torchremat.stores.pinned import Place, Pool
 from torchremat.stores.statistics import Ledger
+from torchremat.tensors.held import version_of
 
 # How many bytes of a device are held for copies that have not ended, at most.
 _FLYING_BYTES = 256 * 2**20

@@ -2,7 +2,7 @@
 
 import torch
 
-from torchremat.saved.copies import again
+from torchremat.tensors.copies import again
 
 
 def test_copies_have_values_and_storages_of_their_own():

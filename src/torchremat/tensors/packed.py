@@ -41,7 +41,7 @@ from torchremat._compat.compiled_autograd import (
     traced_as,
 )
 from torchremat.errors import UnsupportedError
-from torchremat.saved.metadata import Metadata, metadata_of
+from torchremat.tensors.metadata import Metadata, metadata_of
 
 Hook = TypeVar("Hook", bound=Callable[[Any], Tensor])
 

@@ -14,7 +14,7 @@ from weakref import ref
 from torch import Tensor, nn
 
 from torchremat._compat.autograd import set_grad_mode, top_saved_tensor_hooks
-from torchremat.saved.metadata import metadata_of, version_of, with_strides
+from torchremat.tensors.metadata import metadata_of, version_of, with_strides
 
 if TYPE_CHECKING:
     from torchremat._compat.autograd import Unpack

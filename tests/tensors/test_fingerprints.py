@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from torchremat import UnsupportedError
-from torchremat.saved.fingerprints import fingerprint
+from torchremat.tensors.fingerprints import fingerprint
 
 FLOATING = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 EIGHT_BITS = [torch.uint8, torch.int8, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2]

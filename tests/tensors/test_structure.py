@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutput
 
-from torchremat.saved.structure import join, place_of, split, tensors_in
+from torchremat.tensors.structure import join, place_of, split, tensors_in
 
 
 class Pair(NamedTuple):

@@ -6,7 +6,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from regions.comparing import Counted, leaf, same
 from torchremat import CheckpointError, checkpoint, checkpointed
-from torchremat.saved.metadata import agree, metadata_of, with_strides
+from torchremat.tensors.metadata import agree, metadata_of, with_strides
 
 ALIKE = {
     "itself": lambda: (torch.ones(2, 3), torch.ones(2, 3)),

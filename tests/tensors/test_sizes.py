@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from torchremat.errors import BudgetError
-from torchremat.saved.sizes import format_bytes, parse_bytes
+from torchremat.tensors.sizes import format_bytes, parse_bytes
 
 
 @pytest.mark.parametrize(

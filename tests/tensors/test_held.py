@@ -6,8 +6,8 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from torchremat import checkpoint
-from torchremat.saved.held import ChangedError, HeldTensor
-from torchremat.saved.metadata import version_of
+from torchremat.tensors.held import ChangedError, HeldTensor
+from torchremat.tensors.metadata import version_of
 
 
 def test_unpack_gives_a_leaf_of_its_own():
