@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import torchremat
 from policies.counting import Counted, gradients
@@ -528,6 +529,42 @@ def test_what_a_region_has_kept_is_not_taken_for_one_at_another_depth():
     assert gradients(checkpointed(chosen), x, times=2) == gradients(lambda x: function(x, part, lambda one: one), x)
 
 
+@pytest.mark.parametrize("policy", [save_matmuls, everything_saved, everything_saved.into(Host())], ids=repr)
+def test_the_region_around_recomputes_once_for_all_that_saves_its_tensor(policy):
+    # Each slot that has a view of an input asked the outer region for it: eight outer recomputes instead of one.
+    runs = []
+    weight = torch.randn(4, 4)
+    inner = checkpointed(lambda h: (h @ weight).sin() * h + h.exp() * h.cos(), policy=policy)
+
+    def function(x):
+        runs.append(None)
+        return inner((x @ weight).tanh().sin()).exp()
+
+    loss = checkpointed(function)(torch.randn(4, 4, requires_grad=True)).sum()
+    counts = []
+    for retain in (True, False):
+        runs.clear()
+        loss.backward(retain_graph=retain)
+        counts.append(len(runs))
+
+    assert counts == [1, 1]
+
+
+@pytest.mark.parametrize("policy", [save_matmuls, nothing_saved, everything_saved], ids=repr)
+def test_torchs_own_checkpoint_around_gives_an_input_once(policy):
+    x = torch.randn(4, 4, requires_grad=True)
+    inner = checkpointed(lambda h: (h @ h).sin() * h, policy=policy)
+
+    def function(x, part):
+        return part((x @ x).tanh().sin()).exp()
+
+    def plain(h):
+        return (h @ h).sin() * h
+
+    found = gradients(lambda x: torch_checkpoint(function, x, inner, use_reentrant=False), x)
+    assert found == gradients(lambda x: function(x, plain), x)
+
+
 def test_the_innermost_policy_alone_decides():
     block, x = block_and_input()
     inside = checkpointed(block, policy=nothing_saved)
@@ -592,6 +629,18 @@ def test_a_region_in_a_backward_in_a_region():
 
     expected = gradients(lambda x: function(x, block), x, block)
     assert gradients(lambda x: chosen(x, inside), x, block, times=2) == expected
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_zeros_without_memory_of_forward_mode_stay_where_they_are():
+    # A store looked for their bytes: "invalid python storage".
+    def function(x):
+        return ((x @ x).sin() @ x).exp().sum()
+
+    x = torch.randn(3, 3)
+
+    chosen = checkpointed(function, policy=everything_saved.into(Host()))
+    assert torch.equal(torch.func.hessian(chosen)(x), torch.func.hessian(function)(x))
 
 
 # ---------------------------------------------------------------------------------------------------------- names

@@ -173,6 +173,10 @@ def _view_of(tensor: Tensor, held_from: Tensor, held: HeldTensor) -> Value | Hel
         return None  # the region has written to it, which is an error that the recompute finds
     if not held.is_hooked:
         return Value(tensor.detach())
+    if isinstance(held.kept, Slot) or type(held.kept).__module__ == "torch.utils.checkpoint":
+        # A region around this one has it. Each time that it is asked it may have to recompute, and torch's refuses to
+        # be asked twice: so the recompute asks once, for all slots.
+        return None
     offset = int(tensor.storage_offset() - held_from.storage_offset())
     plain = tensor.dtype == held_from.dtype and not (tensor.is_conj() or tensor.is_neg())
     if not plain or offset < 0 or offset + _extent(tensor) > _extent(held_from):

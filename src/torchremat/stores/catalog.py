@@ -293,6 +293,7 @@ def _is_plain(tensor: Tensor) -> bool:
         and not tensor.is_quantized
         and not tensor.is_nested
         and not tensor.is_inference()
+        and not tensor._is_zerotensor()
         and transform_level_of(tensor) == -1
         and not is_traced_with_fakes()
         and tensor.numel() > 0
