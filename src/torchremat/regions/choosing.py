@@ -17,7 +17,7 @@ from torchremat.regions.selecting import Collecting, PutBack, Replaying, SeenBy,
 from torchremat.regions.selection import HeldView, Selection, Stored, Value, memory_of
 from torchremat.regions.slots import Slot
 from torchremat.regions.threads import thread
-from torchremat.tensors.held import HeldTensor
+from torchremat.tensors.held import HeldTensor, holding
 from torchremat.tensors.metadata import version_of
 
 if TYPE_CHECKING:
@@ -112,8 +112,9 @@ class Choosing:
         if memory in self._held:
             return _view_of(tensor, *self._held[memory])
         base = tensor if tensor._base is None else tensor._base
-        # A parameter, or a view of it. The memory of a sharded one is given back after the forward.
-        if base.is_leaf and base.requires_grad and not self._call.modules.has_shards:
+        # A parameter, or a view of it. The memory of a sharded one is given back after the forward. What a region
+        # inside holds of its inputs is a leaf as well, and no parameter.
+        if base.is_leaf and base.requires_grad and not (holding.now or self._call.modules.has_shards):
             return Value(tensor.detach())
         return None
 
