@@ -628,6 +628,22 @@ def test_a_backward_inside_may_recompute_more_than_the_forward_has_run():
         assert gradients(checkpointed(function, policy=policy), x, times=2) == gradients(function, x)
 
 
+def test_a_backward_inside_onto_gradients_that_are_there():
+    # The recompute puts gradients of parameters aside, so what the forward added to them it finds nothing to add to.
+    block, x = block_and_input()
+    expected = gradients(lambda x: block(x).tanh(), x, block)
+
+    def function(x):
+        y = block(x)
+        block(x.detach()).sum().backward()
+        return y.tanh()
+
+    for policy in (save_matmuls, everything_saved, nothing_saved):
+        for one in block.parameters():
+            one.grad = torch.ones_like(one)
+        assert gradients(checkpointed(function, policy=policy), x, block, times=2) == expected
+
+
 def test_a_region_in_a_backward_in_a_region():
     block, x = block_and_input()
     inside = checkpointed(block, policy=save_matmuls)
@@ -849,6 +865,13 @@ def test_combined_policies():
     assert held(save_matmuls | save_operators("aten.gelu")) > held(save_matmuls)
     assert held(save_matmuls | (lambda ctx, op, *a, **k: op is aten.gelu.default)) > held(save_matmuls)
     assert held(~everything_saved) == 0
+    # The size of a named tensor was not looked at, and of names and operators nothing was kept in silence.
+    named = save_only_these_names("up")
+    assert held(named & save_smaller_than(10_000)) == held(named & ~save_larger_than(10_000)) == held(named) > 0
+    assert held(named & save_larger_than(10_000)) == held(named & ~save_smaller_than(10_000)) == 0
+    for make in (lambda: named & save_matmuls, lambda: ~save_matmuls & named):
+        with pytest.raises(PolicyError, match="nothing that both keep"):
+            make()
 
 
 def test_operators_are_named_in_many_ways():

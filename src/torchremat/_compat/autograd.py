@@ -65,6 +65,12 @@ at_end_of_backward = cast(
 negated = cast("Callable[[Tensor], Tensor]", private("_neg_view", needed_for="stores"))
 
 
+def is_accumulating() -> bool:
+    """Return whether a backward adds a gradient to that of a leaf now."""
+    node = current_node()
+    return node is not None and node.name().endswith("AccumulateGrad")
+
+
 def packed_in(node: Node, slot: str) -> object:
     """Return what a saved-tensor hook has packed into a slot of a node; a tensor or None if there were no hooks."""
     return getattr(node, f"_raw_saved_{slot}").data

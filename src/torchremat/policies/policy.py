@@ -50,10 +50,10 @@ class Policy(ABC):
         return _Either(_checked(other), self)
 
     def __and__(self, other: AnyPolicy) -> Policy:
-        return _Both(self, _checked(other))
+        return _both(self, _checked(other))
 
     def __rand__(self, other: AnyPolicy) -> Policy:
-        return _Both(_checked(other), self)
+        return _both(_checked(other), self)
 
     def __invert__(self) -> Policy:
         return _Not(self)
@@ -134,6 +134,17 @@ class _Not(_Combined):
 
     def __repr__(self) -> str:
         return f"~{self.policy!r}"
+
+
+def _both(first: AnyPolicy, second: AnyPolicy) -> Policy:
+    reads = [bool(getattr(one, "reads_names", False)) for one in (first, second)]
+    goes_by_operator = [bool(getattr(one, "by_operator", False)) for one in (first, second)]
+    if (reads[0] and goes_by_operator[1]) or (reads[1] and goes_by_operator[0]):
+        raise PolicyError(
+            f"{describe(first)} & {describe(second)}: one goes by names and the other by operators, so there is "
+            "nothing that both keep. Give names to fewer tensors, or use |."
+        )
+    return _Both(first, second)
 
 
 def _checked(policy: object) -> AnyPolicy:

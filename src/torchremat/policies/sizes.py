@@ -9,7 +9,6 @@ from torch import Tensor
 
 from torchremat.policies.policy import Policy
 from torchremat.regions.decisions import RECOMPUTE, SAVE, Decision, OperatorContext
-from torchremat.regions.naming import name
 from torchremat.tensors.sizes import parse_bytes
 
 
@@ -19,8 +18,6 @@ class _Sizes(Policy):
     larger: bool
 
     def __call__(self, ctx: OperatorContext, op: object, /, *args: Any, **kwargs: Any) -> Decision:
-        if op is name:
-            return RECOMPUTE
         found = _bytes(ctx.op_output)
         return SAVE if (found > self.size_bytes if self.larger else found < self.size_bytes) else RECOMPUTE
 

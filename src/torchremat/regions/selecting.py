@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, UntypedStorage
 
+from torchremat._compat.autograd import is_accumulating
 from torchremat._compat.modes import (
     EagerMode,
     dispatch_modes,
@@ -67,7 +68,7 @@ class Collecting:
     def operator(self, operator: Operator, args: Args, kwargs: Kwargs) -> object:
         """Run an operator."""
         traits = known_traits.get(id(operator)) or traits_of(operator)
-        if traits.is_ignored:
+        if traits.is_ignored or (traits.accumulates and is_accumulating()):
             return operator(*args, **kwargs)
         selection = self.selection
         operators = selection.operators
@@ -184,9 +185,15 @@ class Replaying:
         if traits is None or traits.operator is not operator:
             traits = traits_of(operator)
             if not (
-                self.difference or traits.is_ignored or traits.is_cast or (self._is_running and index >= len(operators))
+                self.difference
+                or traits.is_ignored
+                or traits.is_cast
+                or (self._is_running and index >= len(operators))
+                or (traits.accumulates and is_accumulating())
             ):
                 self.difference = selection.difference(index, operator)
+            return operator(*args, **kwargs)
+        if traits.accumulates and is_accumulating():
             return operator(*args, **kwargs)
         self._count = index + 1
         kept = selection.kept.get(index)

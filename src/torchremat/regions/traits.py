@@ -19,7 +19,8 @@ from torch.utils.checkpoint import SAC_IGNORED_OPS
 #   without values    `empty`, `zeros` and the like: what is written into them is what counts, and a kernel that torch
 #                     does not see would write once more into what is kept
 #   casts             autocast keeps those of leaves: a forward may find one where its recompute has to cast, and a
-#                     recompute, to which inputs are leaves, where its forward had to. So they are not even counted.
+#                     recompute, to which inputs are leaves, where its forward had to. So they are not even counted,
+#                     nor is what a backward inside adds to gradients of leaves.
 #
 # What a policy says of these is still of use: a tensor with that memory which autograd saves stays where it is, and is
 # not recomputed for autograd's sake.
@@ -35,6 +36,7 @@ class Traits:
         is_cast: Whether it is a cast.
         is_kept: Whether its outputs can be. See NOTE [ What is never kept ].
         is_random: Whether it draws random numbers.
+        accumulates: Whether it is one of those that add a gradient to what is there.
         writes: The places and names of the arguments that it writes.
     """
 
@@ -43,8 +45,12 @@ class Traits:
     is_cast: bool = False
     is_kept: bool = False
     is_random: bool = False
+    accumulates: bool = False
     writes: tuple[tuple[int, str], ...] = ()
 
+
+# Where there is no gradient yet, as in a recompute, one is not added but taken, or copied.
+_ACCUMULATING = ("aten.add.", "aten.add_.", "aten.clone.", "aten.new_empty_strided.", "aten.copy_.")
 
 # By identity, as operators take their time to be hashed.
 known_traits: dict[int, Traits] = {}
@@ -77,6 +83,7 @@ def _traits_of(operator: Any) -> Traits:
         ignored,
         is_cast=cast,
         is_kept=not (ignored or aliases or writes or empty or cast),
+        accumulates=name.startswith(_ACCUMULATING),
         is_random=torch.Tag.nondeterministic_seeded in getattr(operator, "tags", ()),
         writes=writes,
     )
