@@ -15,6 +15,12 @@ sessions.py     whom recomputed tensors belong to, and how long
 differences.py  what a check finds, as bare facts
 values.py       the check of values
 recompute.py    one recompute
+traits.py       what matters of an operator to whoever keeps its outputs
+decisions.py    what a policy is, and what it answers
+paths.py        the paths of the modules that are running
+selection.py    what one call keeps of its operators' outputs, by a policy
+selecting.py    what sees the operators of a region
+choosing.py     a call whose outputs a policy chooses from
 slots.py        what autograd holds in place of a saved tensor
 region.py       the region itself: calls, saving, unpacking
 transforms.py   regions under torch.func and forward-mode differentiation
@@ -24,6 +30,7 @@ functions.py    functions as regions
 wrapping.py     modules as regions, by name
 reentrant.py    the reentrant region
 inside.py       what code that runs in a region can ask, and say
+naming.py       names for tensors, by which a policy knows them
 spilling.py     what a graph has saved already, moved into a store
 
 The message for a recompute that is not its forward:

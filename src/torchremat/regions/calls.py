@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from contextvars import Context, copy_context
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -75,6 +76,15 @@ class Call:
     def is_running(self) -> bool:
         """Whether the call runs for the first time."""
         return self.slots < 0
+
+    @property
+    def name(self) -> str:
+        """The name of its function."""
+        body = self.body
+        function: object = body
+        if isinstance(body, partial):
+            function = body.args[0] if body.args else body.func  # pyright: ignore[reportUnknownMemberType]
+        return getattr(function, "__qualname__", None) or type(function).__name__
 
     @property
     def is_under_autocast(self) -> bool:

@@ -44,12 +44,11 @@ from torchremat.regions.recompute import Recompute
 from torchremat.regions.selecting import SeenBy, unseen
 from torchremat.regions.sessions import Session, active_session, open_sessions
 from torchremat.regions.settings import Observer, Settings
-from torchremat.regions.slots import LOST, Key, Served, Slot, Unpin, waits
+from torchremat.regions.slots import LOST, Key, Served, Slot, Unpin, unpack, waits
 from torchremat.regions.threads import thread
 from torchremat.regions.values import Fingerprints
 from torchremat.tensors.held import HeldTensor, holding
 from torchremat.tensors.metadata import Metadata, metadata_of, version_of
-from torchremat.tensors.packed import unpacked_in_graphs
 from torchremat.tensors.structure import split, split_call
 
 if TYPE_CHECKING:
@@ -295,7 +294,7 @@ class Region:
                     raise CheckpointError(f"{self.name(self.call_of(slot.index))}: {_UNPACKED_ONCE}")
                 self._recompute_for(key, slot.index)
                 if slot.task == key and not thread.recomputing:
-                    return slot.tensor  # see `unpack` below; most regions are asked for the first time here
+                    return slot.tensor  # see `unpack` in slots.py; most regions are asked for the first time here
             return slot.take(key, keep=self._is_needed_again(slot, session, task))
 
     def _is_needed_again(self, slot: Slot, session: Session | None, task: int) -> bool:
@@ -394,19 +393,7 @@ class Region:
         """Return the words for a call of this region in a message."""
         if self.label is not None:
             return f"region {self.label}"
-        return f"region of {_name_of(self.made[call].body)}"
-
-
-@unpacked_in_graphs(Slot, "unpack_of_region")
-def unpack(slot: Slot) -> Tensor:
-    """Return the tensor of a slot: the hook that autograd calls."""
-    # What is recomputed already is handed out without any lock: no other node asks for it.
-    if slot.task != current_graph_task() or thread.recomputing:
-        return slot.region.unpack(slot)
-    tensor = slot.tensor
-    if tensor._version != slot.version:
-        raise slot.region.written_since(tensor, slot.version, slot.index)
-    return tensor
+        return f"region of {self.made[call].name}"
 
 
 def _get(value: Served) -> Tensor | None:
@@ -424,10 +411,3 @@ _UNPACKED_ONCE = (
     "backward calls that overlap (i.e. require the same saved activation in order to compute gradients) is not allowed "
     "while under the torch.utils.checkpoint.GraphExecGroup context. torchremat.session() allows it."
 )
-
-
-def _name_of(body: object) -> str:
-    function = body.func if isinstance(body, partial) else body  # pyright: ignore[reportUnknownMemberType]
-    if isinstance(body, partial) and body.args:  # pyright: ignore[reportUnknownMemberType]
-        function = body.args[0]  # pyright: ignore[reportUnknownMemberType]
-    return getattr(function, "__qualname__", None) or type(function).__name__

@@ -13,8 +13,9 @@ from torch.utils.hooks import RemovableHandle
 from torchremat._compat.autograd import current_graph_task
 from torchremat.errors import UnsupportedError
 from torchremat.regions.sessions import Session
+from torchremat.regions.threads import thread
 from torchremat.tensors.metadata import Metadata
-from torchremat.tensors.packed import Owner, Packed
+from torchremat.tensors.packed import Owner, Packed, unpacked_in_graphs
 
 if TYPE_CHECKING:
     from torchremat.regions.region import Region
@@ -167,6 +168,18 @@ class ServedSlot(Slot):
 def waits(slot: Slot | None) -> bool:
     """Return whether a slot is alive and has no tensor of its own."""
     return slot is not None and slot.value is None
+
+
+@unpacked_in_graphs(Slot, "unpack_of_region")
+def unpack(slot: Slot) -> Tensor:
+    """Return the tensor of a slot: the hook that autograd calls."""
+    # What is recomputed already is handed out without any lock: no other node asks for it.
+    if slot.task != current_graph_task() or thread.recomputing:
+        return slot.region.unpack(slot)
+    tensor = slot.tensor
+    if tensor._version != slot.version:
+        raise slot.region.written_since(tensor, slot.version, slot.index)
+    return tensor
 
 
 class Unpin:

@@ -7,15 +7,7 @@ write writes the same bytes to the same place, a read goes to fresh memory. Wher
 work himself. If nothing at all has moved for `timeout_s`, waiting ends with an error. And little is waited for: a
 tensor that is not written yet is still there, so to read it takes no disk.
 
-The life of a tensor:
-
-    WAITING   taken, not written            the source is held, and counts as pending
-    MOVING    a thread writes it            as above
-    LEFT      as MOVING, but dropped        as above
-    STORED    it is in the file             only its checksum is held
-    KEPT      it could not be written       the source is held for good
-    CHANGED   it was written in place       nothing is held: what was saved is nowhere any more
-    DROPPED   nobody asks for it any more   nothing is held
+The life of a tensor is a table in `entries.py`.
 
 A slot of the file needs no generation number: it is given back when its handle is gone, so nobody is left who could
 read what the next one writes there; and if the disk brings back what was there before, the checksum says so.
@@ -27,8 +19,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from enum import Enum, auto
 from queue import SimpleQueue
 
 import numpy as np
@@ -37,7 +27,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from torchremat.errors import MutationError, StoreError
-from torchremat.stores.contents import Content, check_version, written_since
+from torchremat.stores.contents import check_version, written_since
+from torchremat.stores.entries import Ahead, Entry, Outcome, State
 from torchremat.stores.extents import Extent
 from torchremat.stores.slab import Slab
 from torchremat.stores.statistics import Ledger
@@ -48,55 +39,6 @@ _LOOK_S = 0.1
 # How long the end of a store waits for what is being written, in seconds.
 _JOIN_S = 5.0
 _HOST = torch.device("cpu")
-
-
-class State(Enum):
-    """Where a tensor is. See the table above."""
-
-    WAITING = auto()
-    MOVING = auto()
-    LEFT = auto()
-    STORED = auto()
-    KEPT = auto()
-    CHANGED = auto()
-    DROPPED = auto()
-
-
-class Entry:
-    """One tensor of a spool. All but `source` and `ahead` change under the spool's lock alone."""
-
-    __slots__ = ("ahead", "changed", "checksum", "content", "extents", "mover", "source", "state", "version")
-
-    def __init__(self, content: Content, source: Tensor, extents: list[Extent]) -> None:
-        self.content = content
-        self.extents = extents
-        self.source: Tensor | None = source
-        self.version = version_of(source)
-        self.state = State.WAITING
-        self.mover: threading.Thread | None = None
-        self.checksum = 0
-        self.changed: str | None = None  # the message of the error, if it was written in place
-        self.ahead: Ahead | None = None
-
-
-class Ahead:
-    """A read that was begun before anybody waited for it."""
-
-    __slots__ = ("done", "mover", "tensor")
-
-    def __init__(self) -> None:
-        self.mover: threading.Thread | None = None
-        self.done = False
-        self.tensor: Tensor | None = None  # none either if the read has failed: who asks reads again, and sees why
-
-
-@dataclass(frozen=True, slots=True)
-class _Outcome:
-    """What became of a write."""
-
-    state: State
-    checksum: int = 0
-    message: str | None = None
 
 
 class Spool:
@@ -278,7 +220,7 @@ class Spool:
         elif entry.state is State.MOVING:
             entry.state, entry.mover = State.WAITING, None
 
-    def _end(self, entry: Entry, outcome: _Outcome) -> None:
+    def _end(self, entry: Entry, outcome: Outcome) -> None:
         """Note what became of a write."""
         if entry.state is State.LEFT:
             self._free(entry)
@@ -376,21 +318,21 @@ class Spool:
             self._settle()
             self._end(entry, outcome)
 
-    def _written(self, entry: Entry) -> _Outcome:
+    def _written(self, entry: Entry) -> Outcome:
         """Write the bytes of a tensor; no reference to it outlives this function."""
         source = entry.source
         if source is None:  # it was dropped a moment ago
-            return _Outcome(State.STORED)
+            return Outcome(State.STORED)
         now, found = version_of(source), 0
         if now == entry.version:
             try:
                 found = self.slab.write(entry.extents, _bytes(source))
             except OSError as error:
-                return _Outcome(State.KEPT, message=f"{self._name}: {entry.content} could not be written: {error}.")
+                return Outcome(State.KEPT, message=f"{self._name}: {entry.content} could not be written: {error}.")
             now = version_of(source)
         if now != entry.version:
-            return _Outcome(State.CHANGED, message=str(written_since(source, version=entry.version, now=now)))
-        return _Outcome(State.STORED, checksum=found)
+            return Outcome(State.CHANGED, message=str(written_since(source, version=entry.version, now=now)))
+        return Outcome(State.STORED, checksum=found)
 
     def _read(self, entry: Entry) -> Tensor:
         fresh = entry.content.empty(_HOST)
