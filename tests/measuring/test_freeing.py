@@ -243,3 +243,21 @@ def test_checkpoint_of_a_function_is_not_asked_again():
     report.freed_by(save_everything, blocks=[])
 
     assert runs == [1]
+
+
+def test_the_policies_of_the_library_are_listed():
+    report = saved(a_step(an_input()), a_model())
+    found = report.freed_by_policies()
+
+    assert list(found) == [
+        "nothing_saved",
+        "save_attention",
+        "save_convolutions",
+        "save_unbatched_matmuls",
+        "save_matmuls",
+        "everything_saved",
+    ]
+    assert found["save_matmuls"] == report.freed_by(save_matmuls)
+    assert found["nothing_saved"].freed_bytes > found["everything_saved"].freed_bytes == 0
+    assert [one["policy"] for one in report.as_dict()["policies"]] == list(found)
+    assert "save_unbatched_matmuls" in str(report)

@@ -15,6 +15,14 @@ from typing import Literal
 from torchremat.measuring.freeing import Freed, StepLog, freed
 from torchremat.measuring.needs import Need
 from torchremat.measuring.saved_text import described
+from torchremat.policies import (
+    everything_saved,
+    nothing_saved,
+    save_attention,
+    save_convolutions,
+    save_matmuls,
+    save_unbatched_matmuls,
+)
 
 Kind = Literal["saved", "parameter", "buffer", "input", "stored"]
 
@@ -213,6 +221,12 @@ class SavedReport:
         """
         return freed(self.log, policy, self.blocks if blocks is None else blocks)
 
+    def freed_by_policies(self) -> dict[str, Freed]:
+        """Return the same for the blocks with each policy that the library has; nothing where compiled code ran."""
+        if self.is_compiled or not self.blocks:
+            return {}
+        return {repr(policy): self.freed_by(policy) for policy in _POLICIES}
+
     # --------------------------------------------------------------------------------------------------------- forms
 
     def as_dict(self) -> dict[str, object]:
@@ -237,6 +251,7 @@ class SavedReport:
             "storages": [_listed(asdict(one)) for one in self.storages.values()],
             "copies": [asdict(one) for one in self.copies],
             "blocks": [{"name": name, **asdict(self.freed_by(blocks=[name]))} for name in self.blocks],
+            "policies": [{"policy": name, **asdict(one)} for name, one in self.freed_by_policies().items()],
         }
 
     def save(self, path: str | Path) -> None:
@@ -253,3 +268,14 @@ class SavedReport:
 
 def _listed(found: dict[str, object]) -> dict[str, object]:
     return {key: list(value) if isinstance(value, tuple) else value for key, value in found.items()}
+
+
+# Those that need no argument.
+_POLICIES = (
+    nothing_saved,
+    save_attention,
+    save_convolutions,
+    save_unbatched_matmuls,
+    save_matmuls,
+    everything_saved,
+)

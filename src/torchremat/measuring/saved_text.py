@@ -78,6 +78,8 @@ def _tables(report: SavedReport, top: int) -> list[str]:
         found.append(_table(["bytes", "copy", "of", "made by", "at"], _copy_rows(report), top))
     if report.blocks:
         found.append(_table(["frees", "keeps", "as a region"], _block_rows(report), top))
+        # All of them, as there are few and their order says something.
+        found.append(_table(["frees", "still kept", "these as regions with the policy"], _policy_rows(report), 99))
     return [one for one in found if one]
 
 
@@ -133,6 +135,14 @@ def _block_rows(report: SavedReport) -> list[list[str]]:
         every = report.freed_by()
         rows.insert(0, [format_bytes(every.freed_bytes), format_bytes(every.input_bytes), f"all {len(rows)} of these"])
     return rows
+
+
+def _policy_rows(report: SavedReport) -> list[list[str]]:
+    """Return a row for each policy that the library has: what it frees in the blocks, and what these keep."""
+    return [
+        [format_bytes(one.freed_bytes), format_bytes(one.kept_bytes), name]
+        for name, one in report.freed_by_policies().items()
+    ]
 
 
 def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], top: int) -> str:
