@@ -55,18 +55,37 @@ def broken(number):
     return OSError(errno.EIO, os.strerror(errno.EIO))
 
 
+class Others:
+    """What stores of other tests have that are still there, held by a traceback, say."""
+
+    descriptors = frozenset()
+    threads = frozenset()
+
+
+def begin():
+    """Begin a test: what is there now is nobody's business."""
+    Others.descriptors, Others.threads = frozenset(), frozenset()
+    Others.descriptors, Others.threads = frozenset(descriptors()), frozenset(workers())
+
+
 def descriptors():
-    """The descriptors of files without a name that this process has open."""
+    """The descriptors of files without a name that the test has open."""
     found = []
     for name in os.listdir("/proc/self/fd"):
         try:
             target = os.readlink(f"/proc/self/fd/{name}")
         except OSError:  # that of the listing itself
             continue
-        if target.endswith("(deleted)"):
+        if target.endswith("(deleted)") and int(name) not in Others.descriptors:
             found.append(int(name))
     return found
 
 
+def workers():
+    """The threads of the stores of the test."""
+    found = [thread for thread in threading.enumerate() if thread.name.startswith("torchremat disk")]
+    return [thread for thread in found if thread not in Others.threads]
+
+
 def threads():
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("torchremat disk")]
+    return [thread.name for thread in workers()]

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from stores.conformance import filled, same
-from stores.faults import Calls, broken, descriptors, no_space, threads
+from stores.faults import Calls, broken, descriptors, no_space, threads, workers
 from torchremat import Disk, Host, MutationError, StoreError, StoreWarning, Tiers
 
 
@@ -343,10 +343,6 @@ DYING = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptio
 def kill(thread):
     """Let a thread end at its next line."""
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
-
-
-def workers():
-    return [thread for thread in threading.enumerate() if thread.name.startswith("torchremat disk")]
 
 
 @DYING
