@@ -1,21 +1,17 @@
 """Regions and torch.compile: calls in compiled functions, and compiled functions in regions."""
 
 import copy
-import shutil
 
 import pytest
 import torch
 from torch import nn
 
 import torchremat
+from compiled import FAST, INDUCTOR
 from regions.comparing import Counted, leaf
 from torchremat import UnsupportedError, checkpoint, checkpointed, unwrap, wrap
 
-BACKENDS = [
-    "eager",
-    "aot_eager",
-    pytest.param("inductor", marks=pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")),
-]
+BACKENDS = [*FAST, INDUCTOR]
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),

@@ -124,8 +124,7 @@ def test_every_operation(name, second):
     freed = spill(end, None, shelf)
 
     assert gone(storages) == freed
-    if freed == 0:
-        pytest.skip("saves nothing that nobody else holds")
+    assert freed > 0
     assert same(gradients(end, [x], second=second), expected)
     assert shelf.gets > 0
     del end

@@ -8,24 +8,8 @@ import pytest
 import torch
 
 from stores.conformance import filled, same
-from stores.faults import Calls, descriptors, threads
+from stores.faults import descriptors, threads
 from torchremat import Disk, MutationError, StoreError, UnsupportedError
-
-
-@pytest.fixture
-def writes(monkeypatch):
-    calls = Calls(os.pwrite)
-    monkeypatch.setattr(os, "pwrite", calls)
-    yield calls
-    calls.gate.set()
-
-
-@pytest.fixture
-def reads(monkeypatch):
-    calls = Calls(os.preadv)
-    monkeypatch.setattr(os, "preadv", calls)
-    yield calls
-    calls.gate.set()
 
 
 def soon(condition):

@@ -21,22 +21,6 @@ from torchremat import Disk, Host, MutationError, StoreError, StoreWarning, Tier
 
 
 @pytest.fixture
-def writes(monkeypatch):
-    calls = Calls(os.pwrite)
-    monkeypatch.setattr(os, "pwrite", calls)
-    yield calls
-    calls.gate.set()
-
-
-@pytest.fixture
-def reads(monkeypatch):
-    calls = Calls(os.preadv)
-    monkeypatch.setattr(os, "preadv", calls)
-    yield calls
-    calls.gate.set()
-
-
-@pytest.fixture
 def grows(monkeypatch):
     calls = Calls(os.posix_fallocate)
     monkeypatch.setattr(os, "posix_fallocate", calls)

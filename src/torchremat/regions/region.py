@@ -27,10 +27,8 @@ from torch import Tensor, nn
 from torchremat._compat.autograd import (
     at_end_of_backward,
     current_graph_task,
-    current_node,
     pop_saved_tensor_hooks,
     push_saved_tensor_hooks,
-    python_node,
     retains_graph,
 )
 from torchremat._compat.transforms import is_of_transform
@@ -42,9 +40,9 @@ from torchremat.regions.diagnosis import explain, log_of
 from torchremat.regions.differences import DivergedError
 from torchremat.regions.recompute import Recompute
 from torchremat.regions.selecting import SeenBy, unseen
-from torchremat.regions.sessions import Session, active_session, open_sessions
+from torchremat.regions.sessions import UNPACKED_ONCE, Session, active_session, open_sessions
 from torchremat.regions.settings import Observer, Settings
-from torchremat.regions.slots import LOST, Key, Served, Slot, Unpin, unpack, waits
+from torchremat.regions.slots import LOST, Key, Served, Slot, pin, unpack, waits
 from torchremat.regions.threads import thread
 from torchremat.regions.values import Fingerprints
 from torchremat.tensors.held import HeldTensor, holding
@@ -291,7 +289,7 @@ class Region:
         with self._lock:
             if not slot.has(key):
                 if session is not None and session.unpacks_once and self._has_unpacked(session, slot.index):
-                    raise CheckpointError(f"{self.name(self.call_of(slot.index))}: {_UNPACKED_ONCE}")
+                    raise CheckpointError(f"{self.name(self.call_of(slot.index))}: {UNPACKED_ONCE}")
                 self._recompute_for(key, slot.index)
                 if slot.task == key and not thread.recomputing:
                     return slot.tensor  # see `unpack` in slots.py; most regions are asked for the first time here
@@ -305,7 +303,7 @@ class Region:
             return False  # the input of a nested region, asked for once by each recompute of it
         # If the graph is not retained, the slot goes with the node. Otherwise a node that is written in Python may ask
         # again until it has run; one of torch's own does not.
-        return not retains_graph() or self._pin(slot, task if session is None else session)
+        return not retains_graph() or pin(slot, task if session is None else session)
 
     def _is_last_pass(self, session: Session, task: int, index: int) -> bool:
         if session.passes is None or task < 0:
@@ -316,13 +314,6 @@ class Region:
 
     def _has_unpacked(self, session: Session, index: int) -> bool:
         return session in self._recomputed and index in self._unpacked
-
-    def _pin(self, slot: Slot, key: Key) -> bool:
-        node = current_node()
-        if node is None or not isinstance(node, python_node):
-            return False
-        Unpin(slot, key).after(node)
-        return True
 
     def _recompute_for(self, key: Key, index: int) -> None:
         if key in self._recomputed:
@@ -404,10 +395,3 @@ def _forget(region: ReferenceType[Region], task: int) -> None:
     alive = region()
     if alive is not None:
         alive.forget(task)
-
-
-_UNPACKED_ONCE = (
-    "torch.utils.checkpoint: Unpack is being triggered for a tensor that was already unpacked once. Performing two "
-    "backward calls that overlap (i.e. require the same saved activation in order to compute gradients) is not allowed "
-    "while under the torch.utils.checkpoint.GraphExecGroup context. torchremat.session() allows it."
-)

@@ -133,3 +133,11 @@ def session(passes: int | None = None) -> Generator[Session]:
     """
     with closing(Session(passes)) as own, own.active():
         yield own
+
+
+# Of a session that unpacks once; the words are torch's.
+UNPACKED_ONCE = (
+    "torch.utils.checkpoint: Unpack is being triggered for a tensor that was already unpacked once. Performing two "
+    "backward calls that overlap (i.e. require the same saved activation in order to compute gradients) is not allowed "
+    "while under the torch.utils.checkpoint.GraphExecGroup context. torchremat.session() allows it."
+)

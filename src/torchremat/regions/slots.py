@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
-from torchremat._compat.autograd import current_graph_task
+from torchremat._compat.autograd import current_graph_task, current_node, python_node
 from torchremat.errors import UnsupportedError
 from torchremat.regions.sessions import Session
 from torchremat.regions.threads import thread
@@ -201,3 +201,12 @@ class Unpin:
             slot.drop(self.key)
         if self.handle is not None:
             self.handle.remove()
+
+
+def pin(slot: Slot, key: Key) -> bool:
+    """Let a tensor wait until the node that runs has run; return whether the node is one that may ask again."""
+    node = current_node()
+    if node is None or not isinstance(node, python_node):
+        return False
+    Unpin(slot, key).after(node)
+    return True
