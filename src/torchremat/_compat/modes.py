@@ -52,10 +52,10 @@ def dispatch_modes() -> list[object]:
     return [mode for mode in modes if id(mode) not in kept_apart]
 
 
-def innermost_dispatch_mode_is(kind: type) -> bool:
-    """Return whether the innermost dispatch mode is of a class."""
+def take_dispatch_mode(kind: type) -> object | None:
+    """Take the innermost dispatch mode off and return it if it is of a class; else None."""
     count = _count_dispatch_modes()
-    return count > 0 and type(_dispatch_mode(count - 1)) is kind
+    return _pop_dispatch_mode(None) if count and type(_dispatch_mode(count - 1)) is kind else None
 
 
 def pop_dispatch_mode() -> object:
@@ -143,6 +143,22 @@ _exclude = cast(
     private("_C._SetExcludeDispatchKeyGuard", needed_for=_MODES),
 )
 _VERSIONS = private("_C.DispatchKey.ADInplaceOrView", needed_for=_MODES)
+
+
+_is_excluded = cast("Callable[[object], bool]", private("_C._dispatch_tls_is_dispatch_key_excluded", needed_for=_MODES))
+_set_excluded = cast(
+    "Callable[[object, bool], None]", private("_C._dispatch_tls_set_dispatch_key_excluded", needed_for=_MODES)
+)
+
+
+def alias_that_counts(tensor: Tensor) -> Tensor:
+    """Return an alias made in `counting_versions()`, which takes longer to enter than this to run."""
+    was_excluded = _is_excluded(_VERSIONS)
+    _set_excluded(_VERSIONS, False)
+    try:
+        return tensor.detach()
+    finally:
+        _set_excluded(_VERSIONS, was_excluded)
 
 
 def counting_versions() -> AbstractContextManager[None]:

@@ -33,6 +33,11 @@ def name_of(operator: object) -> OperatorName:
     return OperatorName("higher_order", str(operator), "default")
 
 
+def entry_of(operator: Callable[..., object]) -> Callable[..., object]:
+    """Return what an operator calls: the same, a frame of Python earlier."""
+    return cast("Any", operator)._op if type(operator) is _Overload else operator
+
+
 def is_operator(thing: object) -> bool:
     """Return whether something is an overload or a higher-order operator, and not all overloads of one name."""
     return isinstance(thing, _Operator) and not isinstance(thing, _Packet)

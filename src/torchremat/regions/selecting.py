@@ -17,9 +17,8 @@ from torchremat._compat.autograd import is_accumulating
 from torchremat._compat.modes import (
     EagerMode,
     dispatch_modes,
-    innermost_dispatch_mode_is,
-    pop_dispatch_mode,
     push_dispatch_mode,
+    take_dispatch_mode,
 )
 from torchremat._compat.transforms import is_in_batch, outside_batches
 from torchremat.ambient.generators import set_generator
@@ -68,10 +67,15 @@ class Collecting:
     def operator(self, operator: Operator, args: Args, kwargs: Kwargs) -> object:
         """Run an operator."""
         traits = known_traits.get(id(operator)) or traits_of(operator)
-        if traits.is_ignored or (traits.accumulates and is_accumulating()):
-            return operator(*args, **kwargs)
+        decisions = self._decisions
+        decision = None if decisions is None else decisions.get(traits)
         selection = self.selection
         operators = selection.operators
+        if decision is RECOMPUTE and traits.is_plain and self._produced is None:
+            operators.append(traits)  # as below, at less cost
+            return traits.run(*args, **kwargs)
+        if traits.is_ignored or (traits.accumulates and is_accumulating()):
+            return traits.run(*args, **kwargs)
         index = len(operators)
         if not traits.is_cast:
             operators.append(traits)
@@ -79,9 +83,7 @@ class Collecting:
         if traits.writes:
             written = written_by(traits.writes, args, kwargs)
             selection.protect(written)
-        output = operator(*args, **kwargs)
-        decisions = self._decisions
-        decision = None if decisions is None else decisions.get(traits)
+        output = traits.run(*args, **kwargs)
         if decision is None:
             decision = self._ask(operator, output, *args, **kwargs)
             if decisions is not None:
@@ -171,6 +173,8 @@ class Replaying:
 
     def __init__(self, selection: Selection, *, takes: bool, is_running: bool = False) -> None:
         self.selection = selection
+        self._operators = selection.operators
+        self._kept = selection.kept
         self._takes = takes
         self._is_running = is_running
         self._count = 0
@@ -180,7 +184,7 @@ class Replaying:
         """Run an operator, or return what was kept of it."""
         index = self._count
         selection = self.selection
-        operators = selection.operators
+        operators = self._operators
         traits = operators[index] if index < len(operators) else None
         if traits is None or traits.operator is not operator:
             traits = traits_of(operator)
@@ -192,11 +196,11 @@ class Replaying:
                 or (traits.accumulates and is_accumulating())
             ):
                 self.difference = selection.difference(index, operator)
-            return operator(*args, **kwargs)
+            return traits.run(*args, **kwargs)
         if traits.accumulates and is_accumulating():
-            return operator(*args, **kwargs)
+            return traits.run(*args, **kwargs)
         self._count = index + 1
-        kept = selection.kept.get(index)
+        kept = self._kept.get(index)
         if kept is not None:
             output = kept.again()
             if output is None or self._takes:
@@ -205,7 +209,7 @@ class Replaying:
                 return output
         if traits.writes:
             selection.protect(written_by(traits.writes, args, kwargs))
-        return operator(*args, **kwargs)
+        return traits.run(*args, **kwargs)
 
     def named(self, operator: object, tensor: Tensor, name: str) -> None:
         """Do nothing: it was decided in the forward."""
@@ -278,15 +282,15 @@ class PutBack(AbstractContextManager[None]):
 
 def unseen(function: Callable[[A], T], argument: A) -> T:
     """Return `function(argument)`, whose operators nobody sees."""
-    run, thread.selecting = thread.selecting, None
     # An operator that passes through a mode takes longer than all else that a hook does.
-    mode = pop_dispatch_mode() if innermost_dispatch_mode_is(_Mode) else None
+    mode = take_dispatch_mode(_Mode)
+    run, thread.selecting = thread.selecting, None
     try:
         return function(argument)
     finally:
+        thread.selecting = run
         if mode is not None:
             push_dispatch_mode(mode)
-        thread.selecting = run
 
 
 def _tensors(output: object) -> list[Tensor]:

@@ -31,7 +31,7 @@ from weakref import ReferenceType, WeakKeyDictionary
 import torch
 from torch import Tensor, UntypedStorage
 
-from torchremat._compat.modes import counting_versions
+from torchremat._compat.modes import alias_that_counts, counting_versions
 from torchremat.ambient.generators import get_generator, set_generator
 from torchremat.regions.decisions import SAVE, Decision, Policy
 from torchremat.regions.threads import thread
@@ -64,8 +64,7 @@ class Value:
         if self.is_plain:
             return self.tensor.detach()
         # Its memory is not known, so nobody copies it before the recompute writes to a view of it.
-        with counting_versions():
-            return self.tensor.detach()
+        return alias_that_counts(self.tensor)
 
     def copy_for_write(self) -> None:
         """Keep a copy instead, since the memory is about to be written."""
@@ -190,7 +189,8 @@ class Selection:
         self.kept: dict[int, Kept] = {}
         self.inner: list[ReferenceType[Selection]] = []
         self.end = 0
-        self._memories: dict[UntypedStorage, list[Value]] = {}  # what is kept as aliases, by its memory
+        # What is kept as aliases, by its memory; None after the forward, until something is written.
+        self._memories: dict[UntypedStorage, list[Value]] | None = {}
         self._offloaded: WeakKeyDictionary[UntypedStorage, Catalog] = WeakKeyDictionary()
 
     # --------------------------------------------------------------------------------------------------- forward
@@ -224,7 +224,7 @@ class Selection:
         if decision.catalog is not None:
             self._offloaded[memory] = decision.catalog
         else:
-            self._memories.setdefault(memory, [])
+            self._known_memories().setdefault(memory, [])
 
     def _value(self, decision: Decision, value: object) -> object:
         if not isinstance(value, Tensor):
@@ -238,23 +238,35 @@ class Selection:
         return self._saved(value)
 
     def _saved(self, tensor: Tensor) -> Value:
-        with counting_versions():
-            value = Value(tensor.detach())
+        value = Value(alias_that_counts(tensor))
         memory = memory_of(tensor)
         if memory is not None:
-            self._memories.setdefault(memory, []).append(value)
+            self._known_memories().setdefault(memory, []).append(value)
         return value
+
+    def _known_memories(self) -> dict[UntypedStorage, list[Value]]:
+        if self._memories is None:
+            self._memories = {}
+            for kept in self.kept.values():
+                _mapped(kept.values, self._know)
+        return self._memories
+
+    def _know(self, value: object) -> None:
+        memory = memory_of(value.tensor) if isinstance(value, Value) else None
+        if memory is not None:
+            assert self._memories is not None
+            self._memories.setdefault(memory, []).append(cast("Value", value))
 
     def has(self, memory: UntypedStorage) -> bool:
         """Return whether some memory is kept."""
-        return memory in self._memories or memory in self._offloaded
+        return memory in self._known_memories() or memory in self._offloaded
 
     def value_of(self, tensor: Tensor) -> Value | Stored | None:
         """Return what the slot of a tensor that autograd saves may have, if its memory is kept; else None."""
         memory = memory_of(tensor)
         if memory is None:
             return None
-        if memory in self._memories:
+        if memory in self._known_memories():
             return Value(tensor.detach())
         catalog = self._offloaded.get(memory)
         return None if catalog is None else Stored(catalog.put(tensor))
@@ -265,10 +277,11 @@ class Selection:
             memory = memory_of(tensor)
             if memory is None:
                 continue
-            for value in self._memories.pop(memory, ()):
+            memories = self._known_memories()
+            for value in memories.pop(memory, ()):
                 if value.get() is not None:
                     value.copy_for_write()
-                    self._memories[value.tensor.untyped_storage()] = [value]
+                    memories[value.tensor.untyped_storage()] = [value]
             catalog = self._offloaded.pop(memory, None)
             if catalog is not None:
                 catalog.forget(memory)  # not every write makes a new version
@@ -279,25 +292,19 @@ class Selection:
         if not everything:
             for index in [one for one in self.kept if one >= self.end]:
                 del self.kept[index]
-        found: list[Value] = []
-        for kept in self.kept.values():
-            _mapped(kept.values, lambda value: found.append(value) if isinstance(value, Value) else None)
-        self._memories.clear()
-        for value in found:
-            if (memory := memory_of(value.tensor)) is not None:
-                self._memories.setdefault(memory, []).append(value)
+        self._memories = None
 
     # -------------------------------------------------------------------------------------------------- recompute
 
     def drop(self, index: int) -> None:
         """Drop what is kept of an operator, if anything is."""
         kept = self.kept.pop(index, None)
-        if kept is not None:
+        if kept is not None and self._memories is not None:
             _mapped(kept.values, self._release)
 
     def _release(self, value: object) -> None:
         memory = memory_of(value.tensor) if isinstance(value, Value) else None
-        if memory is None or memory not in self._memories:
+        if self._memories is None or memory is None or memory not in self._memories:
             return
         others = [one for one in self._memories[memory] if one is not value]
         if others:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.utils.checkpoint import SAC_IGNORED_OPS
+
+from torchremat._compat.operators import entry_of
 
 # NOTE [ What is never kept ]
 #
@@ -38,15 +41,24 @@ class Traits:
         is_random: Whether it draws random numbers.
         accumulates: Whether it is one of those that add a gradient to what is there.
         writes: The places and names of the arguments that it writes.
+        is_plain: Whether none of this calls for more than to ask about it.
+        run: Runs it.
     """
 
-    operator: object
+    operator: Callable[..., object]
     is_ignored: bool
     is_cast: bool = False
     is_kept: bool = False
     is_random: bool = False
     accumulates: bool = False
     writes: tuple[tuple[int, str], ...] = ()
+    is_plain: bool = field(init=False)
+    run: Callable[..., object] = field(init=False)
+
+    def __post_init__(self) -> None:
+        plain = not (self.is_ignored or self.is_cast or self.accumulates or self.writes)
+        object.__setattr__(self, "is_plain", plain)
+        object.__setattr__(self, "run", entry_of(self.operator))
 
 
 # Where there is no gradient yet, as in a recompute, one is not added but taken, or copied.
