@@ -1,0 +1,1 @@
+"""A model spread over devices, and a batch cut into microbatches."""

@@ -1,0 +1,109 @@
+"""Microbatches between devices: nodes that copy, and nodes that let streams wait.
+
+      compute stream of stage j-1 | copy streams | compute stream of stage j
+                                  |              |
+              ... --- Wait 1 -----|---- Copy 2 --|---- Wait 3 --- ...
+
+    1  the copy goes on when the microbatch has been computed; backward: computing goes on when its gradient is there
+    2  from device to device, on the copy streams of both
+    3  computing goes on when the copy is there; backward: the copy of the gradient goes on when it has been computed
+
+What does not require grad takes the same way outside of the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+from torchremat.pipeline.streams import (
+    CpuStream,
+    Stream,
+    current_stream,
+    device_of,
+    record_stream,
+    use_stream,
+    wait_stream,
+)
+
+Grads = tuple[Tensor | None, ...]
+
+
+def copied(tensor: Tensor, source: Stream, target: Stream) -> Tensor:
+    """Return a tensor on the device of `target`, copied on both streams; itself if it is there."""
+    device = device_of(target)
+    if tensor.device == device:
+        return tensor
+    # A copy into memory that is not pinned, or out of it, blocks by itself.
+    with use_stream(source), use_stream(target):
+        copy = tensor.to(device, non_blocking=not isinstance(target, CpuStream))
+    record_stream(tensor, source)
+    # Whoever computes with it next does so on another stream.
+    record_stream(copy, current_stream(device))
+    return copy
+
+
+class Copy(torch.autograd.Function):
+    """Copies tensors to another device."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, source: Stream, target: Stream, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Return the copies."""
+        ctx.set_materialize_grads(False)
+        cast("Any", ctx).streams = source, target
+        return tuple(copied(tensor, source, target).detach() for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *grads: Tensor | None) -> Grads:
+        """Return the gradients, copied back."""
+        source, target = cast("Any", ctx).streams
+        back = (None if grad is None else copied(grad, target, source).detach() for grad in grads)
+        return None, None, *back
+
+
+class Wait(torch.autograd.Function):
+    """Lets, in backward, the stream that was waited for wait for the one that waited."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, awaited: Stream, waiting: Stream, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Return the tensors."""
+        ctx.set_materialize_grads(False)
+        cast("Any", ctx).streams = awaited, waiting
+        return tuple(tensor.detach() for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *grads: Tensor | None) -> Grads:
+        """Return the gradients."""
+        awaited, waiting = cast("Any", ctx).streams
+        wait_stream(awaited, waiting)
+        return None, None, *grads
+
+
+def copy_all(tensors: Sequence[Tensor], source: Stream, target: Stream) -> list[Tensor]:
+    """Return the tensors of a microbatch on the device of `target`."""
+    return _through(Copy.apply, copied, tensors, source, target)
+
+
+def wait_all(tensors: Sequence[Tensor], awaited: Stream, waiting: Stream) -> list[Tensor]:
+    """Return the tensors of a microbatch, for use on `waiting` when `awaited` is done with them."""
+    wait_stream(waiting, awaited)
+    return _through(Wait.apply, lambda tensor, *_: tensor, tensors, awaited, waiting)
+
+
+def _through(
+    node: Callable[..., tuple[Tensor, ...]],
+    plainly: Callable[[Tensor, Stream, Stream], Tensor],
+    tensors: Sequence[Tensor],
+    first: Stream,
+    second: Stream,
+) -> list[Tensor]:
+    places = [place for place, tensor in enumerate(tensors) if tensor.requires_grad and torch.is_grad_enabled()]
+    found = [tensor if place in places else plainly(tensor, first, second) for place, tensor in enumerate(tensors)]
+    if places:
+        for place, tensor in zip(places, node(first, second, *(tensors[place] for place in places)), strict=True):
+            found[place] = tensor
+    return found

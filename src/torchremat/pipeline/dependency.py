@@ -1,0 +1,106 @@
+r"""Edges of the autograd graph that say "before", where no data flows.
+
+        a ---- Fork ---- a'            forward:  a' is made before b'
+                  \
+                 phony
+                    \
+        b ---------- Join -- b'        backward: Join runs before Fork
+
+Forward goes from the left to the right, so backward runs `Join` first: whatever used `b'` has run its backward before
+that of whatever made `a` starts, although the two have nothing to do with each other. All tensors of a microbatch pass
+through one node, so the order holds for a loss on any of them.
+
+Source: C. Kim et al., "torchgpipe: On-the-fly Pipeline Parallelism for Training Giant Models", arXiv:2004.09910, 2020,
+section 2.2; there, only the first tensor of a microbatch passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+from torchremat.pipeline.phony import phony_of
+
+
+class Fork(torch.autograd.Function):
+    """Passes tensors on and begins an edge."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Return the tensors, and the phony that carries the edge."""
+        ctx.set_materialize_grads(False)
+        phony = phony_of(tensors[0].device, requires_grad=False)
+        return (*(tensor.detach() for tensor in tensors), phony.detach())
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the tensors."""
+        return grads[:-1]
+
+
+class Join(torch.autograd.Function):
+    """Passes tensors on and ends an edge."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, phony: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Return the tensors."""
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.detach() for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the tensors; the edge carries nothing."""
+        return None, *grads
+
+
+def fork(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a tensor, and the phony that begins an edge; the tensor itself if it does not require grad."""
+    (tensor,), phony = fork_all([tensor])
+    return tensor, phony
+
+
+def join(tensor: Tensor, phony: Tensor) -> Tensor:
+    """Return a tensor at which an edge ends; the tensor itself if neither it nor the phony requires grad."""
+    if not (torch.is_grad_enabled() and (tensor.requires_grad or phony.requires_grad)):
+        return tensor
+    return Join.apply(phony, tensor)[0]
+
+
+def fork_all(tensors: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
+    """Return the tensors of a microbatch, and the phony that begins an edge.
+
+    Those that do not require grad are returned as they are; where none does, the phony carries no edge.
+    """
+    places = _with_grad(tensors)
+    if not places:
+        device = tensors[0].device if tensors else torch.device("cpu")
+        return list(tensors), phony_of(device, requires_grad=False)
+    *passed, phony = Fork.apply(*(tensors[place] for place in places))
+    return _replaced(tensors, places, passed), phony
+
+
+def join_all(tensors: Sequence[Tensor], phony: Tensor) -> list[Tensor]:
+    """Return the tensors of a microbatch, at which an edge ends.
+
+    Those that do not require grad are returned as they are, so an edge cannot end at a microbatch where none does.
+    """
+    places = _with_grad(tensors)
+    if not (places and phony.requires_grad):
+        return list(tensors)
+    return _replaced(tensors, places, Join.apply(phony, *(tensors[place] for place in places)))
+
+
+def _with_grad(tensors: Sequence[Tensor]) -> list[int]:
+    if not torch.is_grad_enabled():
+        return []
+    return [place for place, tensor in enumerate(tensors) if tensor.requires_grad]
+
+
+def _replaced(tensors: Sequence[Tensor], places: Sequence[int], passed: Sequence[Tensor]) -> list[Tensor]:
+    found = list(tensors)
+    for place, tensor in zip(places, passed, strict=True):
+        found[place] = tensor
+    return found
