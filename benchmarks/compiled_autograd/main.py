@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
@@ -65,30 +66,39 @@ class _Arrays:
         return _Array(tensor)
 
 
-Run = Callable[[Tensor, Sequence[Tensor]], Tensor]
+Layer = Callable[[Tensor, Tensor], Tensor]
+Run = Callable[[Layer, Tensor, Sequence[Tensor]], Tensor]
 
 
-def layer(x: Tensor, weight: Tensor) -> Tensor:
+def product(x: Tensor, weight: Tensor) -> Tensor:
+    return x @ weight
+
+
+def with_relu(x: Tensor, weight: Tensor) -> Tensor:
     return torch.relu(x @ weight)
 
 
-def plain(x: Tensor, weights: Sequence[Tensor]) -> Tensor:
+# The bars are for the first.
+LAYER_KINDS: dict[str, Layer] = {"x @ weight": product, "relu(x @ weight)": with_relu}
+
+
+def plain(layer: Layer, x: Tensor, weights: Sequence[Tensor]) -> Tensor:
     for weight in weights:
         x = layer(x, weight)
     return x
 
 
-def of_python(x: Tensor, weights: Sequence[Tensor]) -> Tensor:
+def of_python(layer: Layer, x: Tensor, weights: Sequence[Tensor]) -> Tensor:
     with torch.autograd.graph.saved_tensors_hooks(_File, _File.get):
-        return plain(x, weights)
+        return plain(layer, x, weights)
 
 
-def stored(x: Tensor, weights: Sequence[Tensor]) -> Tensor:
+def stored(layer: Layer, x: Tensor, weights: Sequence[Tensor]) -> Tensor:
     with torchremat.offload(_Arrays(), window_bytes=0):
-        return plain(x, weights)
+        return plain(layer, x, weights)
 
 
-def in_regions(region: Callable[..., Tensor], x: Tensor, weights: Sequence[Tensor]) -> Tensor:
+def in_regions(region: Callable[..., Tensor], layer: Layer, x: Tensor, weights: Sequence[Tensor]) -> Tensor:
     for weight in weights:
         x = region(layer, x, weight)
     return x
@@ -104,39 +114,40 @@ WAYS: dict[str, Run] = {
 OURS = ("torchremat.offload", "torchremat.checkpoint, each layer")
 
 
-def measured(way: Run, backend: str | None, rows: int) -> dict[str, object]:
+def measured(way: Run, layer: Layer, backend: str | None, rows: int) -> dict[str, object]:
     """The peak of the third step's backward, with what its forward has kept, and what dynamo counted."""
     torch.compiler.reset()
     counters.clear()
     torch.manual_seed(0)
-    weights = [torch.randn(WIDTH, WIDTH) / WIDTH**0.5 for _ in range(LAYERS)]
+    weights = [(torch.randn(WIDTH, WIDTH) / WIDTH**0.5).requires_grad_() for _ in range(LAYERS)]
     start = torch.randn(rows, WIDTH, requires_grad=True)
     graphs: list[int] = []
     for step in range(3):
-        start.grad = None
+        for one in (start, *weights):
+            one.grad = None
         block = contextlib.nullcontext()
         if backend is not None:
             block = torch._dynamo.compiled_autograd._enable(torch.compile(backend=backend))
         if step < 2:
-            loss = way(start, weights).sum()
+            loss = way(layer, start, weights).sum()
             with block:
                 loss.backward()
             del loss
             graphs.append(counters["stats"]["unique_graphs"])
             continue
         with record_allocations(torch.device("cpu")) as recorder:
-            loss = way(start, weights).sum()
+            loss = way(layer, start, weights).sum()
             before = recorder.mark("backward")
             with block:
                 loss.backward()
             after = recorder.mark("end")
     peak_bytes = recorder.trace.peak_bytes_between(before, after)
-    assert start.grad is not None
+    gradients = [one.grad for one in (start, *weights) if one.grad is not None]
     return {
         "peak_tensors": peak_bytes / start.nbytes,
         "graph_breaks": sum(counters["graph_break"].values()),
         "recompiled": graphs[1] - graphs[0],
-        "gradient": start.grad,
+        "gradients": gradients,
     }
 
 
@@ -144,19 +155,20 @@ def run(smoke: bool) -> dict[str, object]:
     rows = TINY if smoke else ROWS
     backends = BACKENDS[:3] if smoke else BACKENDS
     table: list[dict[str, object]] = []
-    plainly: dict[str | None, Tensor] = {}
-    for name, way in WAYS.items():
-        for backend in backends:
-            found = measured(way, backend, rows)
-            gradient = found.pop("gradient")
-            assert isinstance(gradient, Tensor)
-            plainly.setdefault(backend, gradient)
-            # Inductor rounds as it likes; with and without us it has to round in the same way.
-            equal = torch.equal(gradient, plainly[backend])
-            table.append({"way": name, "backend": backend or "the engine", **found, "equal": equal})
+    for kind, layer in LAYER_KINDS.items():
+        plainly: dict[str | None, list[Tensor]] = {}
+        for name, way in WAYS.items():
+            for backend in backends:
+                found = measured(way, layer, backend, rows)
+                gradients = cast("list[Tensor]", found.pop("gradients"))
+                plainly.setdefault(backend, gradients)
+                # Inductor rounds as it likes; with and without us it has to round in the same way.
+                equal = len(gradients) == LAYERS + 1 and all(map(torch.equal, gradients, plainly[backend]))
+                table.append({"layer": kind, "way": name, "backend": backend or "the engine", **found, "equal": equal})
     bars: list[dict[str, object]] = []
+    barred = next(iter(LAYER_KINDS))
     for name in OURS:
-        mine = {str(row["backend"]): row for row in table if row["way"] == name}
+        mine = {str(row["backend"]): row for row in table if row["way"] == name and row["layer"] == barred}
         engine = float(str(mine["the engine"]["peak_tensors"]))
         compiled = [row for backend, row in mine.items() if backend != "the engine"]
         most = max(float(str(row["peak_tensors"])) for row in compiled)
@@ -168,7 +180,7 @@ def run(smoke: bool) -> dict[str, object]:
     return {"tensor_bytes": 4 * rows * WIDTH, "rows": table, "bars": bars}
 
 
-HEAD = ("way", "backend", "peak, tensors", "graph breaks", "compiled again", "equal")
+HEAD = ("layer", "way", "backend", "peak, tensors", "graph breaks", "compiled again", "equal")
 
 
 def tables(results: dict[str, object]) -> dict[str, str]:
@@ -179,6 +191,7 @@ def tables(results: dict[str, object]) -> dict[str, str]:
             HEAD,
             [
                 [
+                    row["layer"],
                     row["way"],
                     row["backend"],
                     f"{row['peak_tensors']:.2f}",
