@@ -4,6 +4,7 @@
     ├── BudgetError        (ValueError)    a budget that is no size, or that no plan fits
     ├── CheckpointError    (RuntimeError)  a recompute differs from its forward; torch's error of that name as well
     ├── MutationError      (RuntimeError)  an input or buffer changed between forward and recompute
+    ├── PipelineError      (ValueError)    a pipe that cannot be made, or a batch that it cannot take
     ├── PlanError          (ValueError)    a plan that does not belong to this model, or a file that is none
     ├── PolicyError        (ValueError)    a policy that cannot be, or that names what does not exist
     ├── ScheduleError      (ValueError)    a schedule that breaks its own rules
@@ -39,6 +40,10 @@ class CheckpointError(TorchrematError, _torch_checkpoint.CheckpointError):
 
 class MutationError(TorchrematError, RuntimeError):
     """An input or a buffer that was changed in place between a forward and its recompute."""
+
+
+class PipelineError(TorchrematError, ValueError):
+    """A pipe that cannot be made, a batch that it cannot take, or skips that do not match."""
 
 
 class PlanError(TorchrematError, ValueError):

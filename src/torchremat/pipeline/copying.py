@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+from torchremat.pipeline.dependency import replaced, with_grad
 from torchremat.pipeline.streams import (
     CpuStream,
     Stream,
@@ -61,7 +62,7 @@ class Copy(torch.autograd.Function):
     def backward(ctx: FunctionCtx, *grads: Tensor | None) -> Grads:
         """Return the gradients, copied back."""
         source, target = cast("Any", ctx).streams
-        back = (None if grad is None else copied(grad, target, source).detach() for grad in grads)
+        back = (None if grad is None else copied(grad, target, source) for grad in grads)
         return None, None, *back
 
 
@@ -101,9 +102,8 @@ def _through(
     first: Stream,
     second: Stream,
 ) -> list[Tensor]:
-    places = [place for place, tensor in enumerate(tensors) if tensor.requires_grad and torch.is_grad_enabled()]
+    places = with_grad(tensors)
     found = [tensor if place in places else plainly(tensor, first, second) for place, tensor in enumerate(tensors)]
-    if places:
-        for place, tensor in zip(places, node(first, second, *(tensors[place] for place in places)), strict=True):
-            found[place] = tensor
-    return found
+    if not places:
+        return found
+    return replaced(found, places, node(first, second, *(tensors[place] for place in places)))

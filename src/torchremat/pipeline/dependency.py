@@ -74,12 +74,12 @@ def fork_all(tensors: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
 
     Those that do not require grad are returned as they are; where none does, the phony carries no edge.
     """
-    places = _with_grad(tensors)
+    places = with_grad(tensors)
     if not places:
         device = tensors[0].device if tensors else torch.device("cpu")
         return list(tensors), phony_of(device, requires_grad=False)
     *passed, phony = Fork.apply(*(tensors[place] for place in places))
-    return _replaced(tensors, places, passed), phony
+    return replaced(tensors, places, passed), phony
 
 
 def join_all(tensors: Sequence[Tensor], phony: Tensor) -> list[Tensor]:
@@ -87,19 +87,21 @@ def join_all(tensors: Sequence[Tensor], phony: Tensor) -> list[Tensor]:
 
     Those that do not require grad are returned as they are, so an edge cannot end at a microbatch where none does.
     """
-    places = _with_grad(tensors)
+    places = with_grad(tensors)
     if not (places and phony.requires_grad):
         return list(tensors)
-    return _replaced(tensors, places, Join.apply(phony, *(tensors[place] for place in places)))
+    return replaced(tensors, places, Join.apply(phony, *(tensors[place] for place in places)))
 
 
-def _with_grad(tensors: Sequence[Tensor]) -> list[int]:
+def with_grad(tensors: Sequence[Tensor]) -> list[int]:
+    """Return the places of the tensors that are part of a graph."""
     if not torch.is_grad_enabled():
         return []
     return [place for place, tensor in enumerate(tensors) if tensor.requires_grad]
 
 
-def _replaced(tensors: Sequence[Tensor], places: Sequence[int], passed: Sequence[Tensor]) -> list[Tensor]:
+def replaced(tensors: Sequence[Tensor], places: Sequence[int], passed: Sequence[Tensor]) -> list[Tensor]:
+    """Return the tensors, with others in some places."""
     found = list(tensors)
     for place, tensor in zip(places, passed, strict=True):
         found[place] = tensor

@@ -338,12 +338,15 @@ class Region:
             f"and is at {tensor._version} now. Plain autograd refuses this as well; make the operation out of place."
         )
 
-    def recompute_for(self, session: Session) -> bool:
-        """Recompute ahead of any backward for a session; return whether anything had to be done. See Rule 9."""
+    def recompute_for(self, key: Key) -> bool:
+        """Recompute ahead of any gradient for a session or the backward that runs; return whether there was need.
+
+        See Rule 9.
+        """
         with self._lock:
-            if session in self._recomputed or not any(waits(slot()) for slot in self.slots):
+            if key in self._recomputed or not any(waits(slot()) for slot in self.slots):
                 return False
-            self._recompute_for(session, 0)
+            self._recompute_for(key, 0)
             return True
 
     def forget(self, key: Key) -> None:

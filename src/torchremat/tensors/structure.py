@@ -176,3 +176,22 @@ def place_of(template: object, index: int, prefix: str = "") -> str | None:
         if found is not None:
             return found
     return None
+
+
+def same_structure(one: object, other: object) -> bool:
+    """Return whether two templates have their tensors in the same places, and beside them what is equal."""
+    if type(one) is not type(other):
+        return False
+    if type(one) is Leaf:
+        return one.index == cast("Leaf", other).index
+    if type(one) is _Node:
+        node = cast("_Node", other)
+        return one.kind is node.kind and same_structure(one.children, node.children) and one.context == node.context
+    if type(one) is tuple or type(one) is list:
+        items = cast("Sequence[object]", other)
+        return len(one) == len(items) and all(map(same_structure, cast("Sequence[object]", one), items))
+    if type(one) is dict:
+        items = cast("dict[object, object]", other)
+        found = cast("dict[object, object]", one)
+        return found.keys() == items.keys() and all(same_structure(found[key], items[key]) for key in found)
+    return one is other or bool(one == other)

@@ -1,0 +1,94 @@
+"""A batch cut into microbatches, and their results put together.
+
+A batch is any nesting of tuples, lists, dicts and the like. Its tensors are cut along their first dimension; whatever
+else is in it goes to every microbatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torchremat.errors import PipelineError
+from torchremat.tensors.structure import join, same_structure, split
+
+
+@dataclass(slots=True)
+class Microbatch:
+    """A value on its way through the stages.
+
+    Attributes:
+        template: The value, with a `Leaf` in the place of each tensor.
+        tensors: The tensors, in order.
+    """
+
+    template: object
+    tensors: list[Tensor]
+
+    @staticmethod
+    def of(value: object) -> Microbatch:
+        """Return a value taken apart."""
+        tensors: list[Tensor] = []
+        return Microbatch(split(value, tensors, []), tensors)
+
+    @property
+    def value(self) -> object:
+        """The value."""
+        return join(self.template, self.tensors)
+
+
+def scatter(value: object, chunks: int) -> list[Microbatch]:
+    """Return a batch as at most `chunks` microbatches of equal size, of which the last may be smaller.
+
+    There are fewer where the batch has fewer rows, or where as many of that size do not come out.
+
+    Args:
+        value: The batch; every tensor in it has the same size in its first dimension.
+        chunks: At least 1.
+
+    Raises:
+        PipelineError: There is no tensor in it, one has no dimensions, or the sizes differ.
+    """
+    batch = Microbatch.of(value)
+    if not batch.tensors:
+        raise PipelineError("input: at least one tensor is needed, which is cut into microbatches along dimension 0.")
+    scalars = [place for place, tensor in enumerate(batch.tensors) if tensor.dim() == 0]
+    if scalars:
+        raise PipelineError(
+            f"input: tensors {scalars} of {len(batch.tensors)} have no dimension, and microbatches are cut along "
+            "dimension 0. Pass a number that every microbatch gets as a number, or expand the tensor."
+        )
+    sizes = [int(tensor.shape[0]) for tensor in batch.tensors]
+    if len(set(sizes)) > 1:
+        raise PipelineError(
+            f"input: the tensors have {sizes} rows in dimension 0, and all of them need the same number, since they "
+            "are cut into microbatches together."
+        )
+    cut = [torch.chunk(tensor, chunks) for tensor in batch.tensors]
+    return [Microbatch(batch.template, list(tensors)) for tensors in zip(*cut, strict=True)]
+
+
+def gather(microbatches: Sequence[Microbatch]) -> object:
+    """Return the results of all microbatches as that of the batch: tensors put together along their first dimension.
+
+    Raises:
+        PipelineError: A tensor has no dimensions, or what is no tensor, or the structure, differs between microbatches.
+    """
+    first = microbatches[0]
+    for number, other in enumerate(microbatches):
+        if not same_structure(first.template, other.template):
+            raise PipelineError(
+                f"output: that of microbatch {number} differs from that of microbatch 0 in its structure or in what is "
+                f"no tensor: {other.value!r:.200} against {first.value!r:.200}. Return tensors for what differs."
+            )
+    for place, tensor in enumerate(first.tensors):
+        if tensor.dim() == 0:
+            raise PipelineError(
+                f"output: tensor {place} of {len(first.tensors)} has no dimension, so the microbatches cannot be put "
+                "together along dimension 0. Compute a mean or a loss after the pipe, or return one value per row."
+            )
+    columns = zip(*(one.tensors for one in microbatches), strict=True)
+    return join(first.template, [torch.cat(column) for column in columns])

@@ -1,0 +1,104 @@
+"""A sequence of layers cut into stages, and what can be wrong with that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import cast
+
+import torch
+from torch import nn
+
+from torchremat.errors import PipelineError
+from torchremat.pipeline.workers import normalised
+
+_ADVICE = "`torchremat.pipeline.balance` has functions that find one by time, by size, or for given costs."
+
+
+def partitioned(module: nn.Sequential, balance: Sequence[int], devices: Sequence[torch.device]) -> list[nn.Sequential]:
+    """Return the layers as one `nn.Sequential` for each stage, on its device; they keep their names.
+
+    Args:
+        module: The layers.
+        balance: How many of them each stage has.
+        devices: Of each stage; those that are left over are ignored.
+
+    Raises:
+        PipelineError: What is wrong with the balance, the devices or the layers, all at once.
+    """
+    problems = [*_balance_problems(len(module), balance), *_device_problems(len(balance), devices)]
+    layers = list(module.named_children())
+    if len(layers) < len(module):
+        problems.append("a layer occurs more than once, and a layer has one stage")
+    _raise(problems)
+    stages: list[nn.Sequential] = []
+    place = 0
+    for count in balance:
+        stage = nn.Sequential()
+        for name, layer in layers[place : place + count]:
+            stage.add_module(name, layer)
+        stages.append(stage)
+        place += count
+    _raise(_sharing_problems(stages, devices))
+    return [stage.to(device) for stage, device in zip(stages, devices, strict=False)]
+
+
+def listed_balance(balance: Iterable[int]) -> list[int]:
+    """Return a balance as a list of its numbers."""
+    return list(balance)
+
+
+def listed_devices(devices: Iterable[torch.device | str | int] | None, stages: int | None) -> list[torch.device]:
+    """Return the devices to use: those given; else all CUDA devices, or the CPU as often as there are stages."""
+    if devices is not None:
+        found = [torch.device(device) for device in devices]
+    elif torch.cuda.is_available():
+        found = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    else:
+        found = [torch.device("cpu")] * (stages or 1)
+    problems = [problem for device in dict.fromkeys(found) for problem in _existence_problems(device)]
+    _raise(problems)
+    return [normalised(device) for device in found]
+
+
+def _existence_problems(device: torch.device) -> list[str]:
+    if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (device.index or 0) >= count:
+            return [f"there is no device {device}: {count} CUDA devices are here"]
+    elif device.type != "cpu":
+        return [f"devices of type {device.type} are not supported, only cuda and cpu"]
+    return []
+
+
+def _balance_problems(layers: int, balance: Sequence[int]) -> list[str]:
+    problems: list[str] = []
+    if any(type(cast("object", count)) is not int or count < 1 for count in balance):
+        problems.append(f"every number of the balance has to be an int of at least 1, and it is {list(balance)}")
+    elif sum(balance) != layers:
+        problems.append(f"the module has {layers} layers, and the balance {list(balance)} is for {sum(balance)}")
+    return [f"{problem}. {_ADVICE}" for problem in problems]
+
+
+def _device_problems(stages: int, devices: Sequence[torch.device]) -> list[str]:
+    if len(devices) >= stages:
+        return []
+    return [f"{stages} stages need as many devices, and there are {len(devices)}: {list(map(str, devices))}"]
+
+
+def _sharing_problems(stages: Sequence[nn.Module], devices: Sequence[torch.device]) -> list[str]:
+    known: dict[nn.Parameter, tuple[str, int]] = {}
+    problems: list[str] = []
+    for number, stage in enumerate(stages):
+        for name, parameter in stage.named_parameters(remove_duplicate=False):
+            first, owner = known.setdefault(parameter, (name, number))
+            if devices[owner] != devices[number]:
+                problems.append(
+                    f"parameter `{name}` of stage {number} on {devices[number]} is also `{first}` of stage {owner} on "
+                    f"{devices[owner]}: a parameter has one device. Put both stages on it, or use two parameters"
+                )
+    return problems
+
+
+def _raise(problems: Sequence[str]) -> None:
+    if problems:
+        raise PipelineError("this pipe cannot be made:\n" + "\n".join(f"  {problem}" for problem in problems))

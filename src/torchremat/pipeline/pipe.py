@@ -1,0 +1,180 @@
+"""A sequence of layers on several devices of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Literal, cast, get_args
+
+import torch
+from torch import Tensor, nn
+
+from torchremat.errors import PipelineError, UnsupportedError
+from torchremat.pipeline.balance import balance as balanced
+from torchremat.pipeline.batchnorm import DeferredBatchNorm, convert_deferred_batch_norm
+from torchremat.pipeline.microbatch import gather, scatter
+from torchremat.pipeline.partitions import listed_balance, listed_devices, partitioned
+from torchremat.pipeline.runner import Runner
+from torchremat.pipeline.skip.layouts import inspect_skip_layout
+from torchremat.pipeline.skip.verification import verify_skippables
+from torchremat.pipeline.streams import Stream, new_stream
+from torchremat.planning.plans import Plan
+from torchremat.regions.decisions import Policy
+from torchremat.regions.inside import is_checkpointing, is_recomputing
+from torchremat.regions.settings import Check, Settings
+
+Mode = Literal["always", "except_last", "never"]
+
+
+class Pipe(nn.Module):
+    """A sequence of layers cut into stages, which work on the microbatches of a batch at the same time.
+
+    Gradients are those of the layers run on one microbatch after the other, bit for bit. Skips that are stashed in one
+    stage and popped in another go there directly.
+
+    Args:
+        module: The layers. They are moved to the devices of their stages.
+        balance: How many layers each stage has; as even in bytes of parameters as can be over all devices by default.
+        devices: Of each stage; more are ignored. All CUDA devices by default, or the CPU for every stage.
+        chunks: The microbatches of a batch; a batch of fewer rows has fewer.
+        checkpoint: Which microbatches are recomputed in backward: all; all but the last of a batch, whose backward
+            begins at once; none. Or a `Plan` for each stage, made for `pipe.partitions[stage]` and a microbatch.
+        deferred_batch_norm: Whether batch normalisation tracks the statistics of the batch, not of its microbatches.
+        check: What is compared in recomputes; see `torchremat.checkpointed`.
+        preserve_rng: Whether recomputes draw the random numbers of the forward.
+        policy: The operators whose outputs are kept; see `torchremat.checkpointed`.
+
+    Attributes:
+        partitions: The stages, each an `nn.Sequential`.
+        balance: How many layers each has.
+        devices: Where each is.
+        chunks: The microbatches of a batch.
+        checkpoint: As given.
+
+    Raises:
+        PipelineError: What is wrong with the layers, their skips, the balance, the devices or the options.
+        PlanError: A plan was made for other layers than those of its stage.
+    """
+
+    def __init__(
+        self,
+        module: nn.Sequential,
+        balance: Iterable[int] | None = None,
+        *,
+        devices: Iterable[torch.device | str | int] | None = None,
+        chunks: int = 1,
+        checkpoint: Mode | Sequence[Plan] = "except_last",
+        deferred_batch_norm: bool = False,
+        check: Check = "metadata",
+        preserve_rng: bool = True,
+        policy: Policy | None = None,
+    ) -> None:
+        super().__init__()
+        if not isinstance(module, nn.Sequential):  # pyright: ignore[reportUnnecessaryIsInstance]: users are not type-checked
+            raise PipelineError(f"module: an nn.Sequential is needed, got {type(module).__name__}.")
+        if type(cast("object", chunks)) is not int or chunks < 1:
+            raise PipelineError(f"chunks={chunks!r}: an int of at least 1 is needed.")
+        if isinstance(checkpoint, str) and checkpoint not in get_args(Mode):
+            raise PipelineError(
+                f"checkpoint={checkpoint!r}: allowed are {', '.join(map(repr, get_args(Mode)))}, or plans."
+            )
+        verify_skippables(module)
+        counts = None if balance is None else listed_balance(balance)
+        self.devices = listed_devices(devices, None if counts is None else len(counts))
+        self.balance = _by_parameters(module, len(self.devices)) if counts is None else counts
+        if deferred_batch_norm:
+            module = cast("nn.Sequential", convert_deferred_batch_norm(module, chunks))
+        self.partitions = nn.ModuleList(partitioned(module, self.balance, self.devices))
+        self.devices = self.devices[: len(self.balance)]
+        self.chunks = chunks
+        self.checkpoint = checkpoint
+        self._settings = Settings(check=check, preserve_rng=preserve_rng, policy=policy)
+        self._layout = inspect_skip_layout(list(self.partitions))
+        self._copy_streams: list[list[Stream]] = []
+        if not isinstance(checkpoint, str):
+            self._apply_plans(checkpoint)
+
+    def forward(self, input: object) -> object:
+        """Run a batch through the stages.
+
+        Args:
+            input: On the device of the first stage. Tensors, in any nesting, with the same size in their first
+                dimension, along which they are cut; whatever else is in it goes to every microbatch.
+
+        Returns:
+            The output of the last stage on its device, put together along the first dimension.
+
+        Raises:
+            PipelineError: The input cannot be cut, or the outputs of the microbatches not put together.
+            UnsupportedError: The pipe is called in a region.
+        """
+        if is_checkpointing() or is_recomputing():
+            raise UnsupportedError(
+                "a Pipe was called in a region, and its stages run in threads of their own, which the region does not "
+                "see. Pipe recomputes by itself: see its `checkpoint`."
+            )
+        microbatches = scatter(input, self.chunks)
+        if self.balance:
+            self._runner(len(microbatches)).run(microbatches)
+        for one in self.modules():
+            if isinstance(one, DeferredBatchNorm):
+                DeferredBatchNorm.commit(one)
+        return gather(microbatches)
+
+    def __len__(self) -> int:
+        """Return how many layers there are."""
+        return sum(len(cast("nn.Sequential", stage)) for stage in self.partitions)
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        """Yield the layers."""
+        for stage in self.partitions:
+            yield from cast("nn.Sequential", stage)
+
+    def __getitem__(self, index: int) -> nn.Module:
+        """Return a layer."""
+        return list(self)[index]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Pipe:
+        for device in self.devices:
+            found = fn(torch.empty(0, device=device)).device
+            if found != device:
+                raise UnsupportedError(
+                    f"this would move stages of a Pipe from {device} to {found}, and the Pipe decides where its stages "
+                    "are. Say so when it is made, by `devices`."
+                )
+        return super()._apply(fn, recurse)
+
+    def __getstate__(self) -> dict[str, object]:
+        """Return what a copy has as well: all but the streams."""
+        return {**self.__dict__, "_copy_streams": []}
+
+    def _runner(self, count: int) -> Runner:
+        recomputed = 0
+        if self.training and isinstance(self.checkpoint, str):
+            recomputed = {"always": count, "except_last": count - 1, "never": 0}[self.checkpoint]
+        settings = [self._settings if number < recomputed else None for number in range(count)]
+        for _ in range(len(self._copy_streams), len(self.devices)):
+            self._copy_streams.append([])
+        for device, streams in zip(self.devices, self._copy_streams, strict=True):
+            streams += [new_stream(device) for _ in range(len(streams), count)]
+        return Runner(
+            stages=list(self.partitions),
+            devices=self.devices,
+            layout=self._layout,
+            copy_streams=self._copy_streams,
+            settings=[settings] * len(self.devices),
+        )
+
+    def _apply_plans(self, plans: Sequence[Plan]) -> None:
+        if len(plans) != len(self.partitions):
+            raise PipelineError(
+                f"checkpoint: {len(plans)} plans were given for {len(self.partitions)} stages; one for each is needed."
+            )
+        for plan, stage in zip(plans, self.partitions, strict=True):
+            plan.check(stage)
+        for plan, stage in zip(plans, self.partitions, strict=True):
+            plan.apply(stage)
+
+
+def _by_parameters(module: nn.Sequential, stages: int) -> list[int]:
+    sizes = [sum(one.nbytes for one in layer.parameters()) for layer in module]
+    return list(balanced(sizes, min(stages, len(sizes)))) if sizes else []

@@ -1,0 +1,131 @@
+"""One forward of a pipe: the cells, clock by clock.
+
+              clock 0    1    2    3    4        microbatches 0-2 on stages 0-2; the cells of a clock run at the same
+    stage 0    0,0  1,0  2,0                     time. Before each: the edges that make backward go through the same
+    stage 1         0,1  1,1  2,1                clocks the other way around, and copies onto the device of its stage.
+    stage 2              0,2  1,2  2,2
+
+Around each cell, in the order in which they are made (backward runs them the other way around):
+
+    depend      on the microbatch before, which has just left the stage       backward: microbatch by microbatch
+    copy        onto the device, on the copy streams of the microbatch
+    wait        the device computes when the copy is there
+    (cell)
+    wait        the next copy goes on when the device has computed
+    precede     see `preceding`                                               backward: before it waits for the copy
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import nn
+
+from torchremat.pipeline.cells import Cell, Place
+from torchremat.pipeline.copying import copy_all, wait_all
+from torchremat.pipeline.dependency import fork_all, join_all
+from torchremat.pipeline.microbatch import Microbatch
+from torchremat.pipeline.preceding import precede
+from torchremat.pipeline.skip.layouts import Key, SkipLayout
+from torchremat.pipeline.skip.portals import PortalTracker
+from torchremat.pipeline.streams import Stream, current_stream, use_device, use_stream
+from torchremat.pipeline.workers import Worker, spawn_workers
+from torchremat.regions.region import Region
+from torchremat.regions.settings import Settings
+from torchremat.schedules.pipelines import clock_cycles
+
+Ran = tuple[Microbatch, Region | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Runner:
+    """What runs the microbatches of one batch through the stages.
+
+    Attributes:
+        stages: The layers of each stage.
+        devices: Its device.
+        layout: The ways of the skips.
+        copy_streams: By stage and microbatch.
+        settings: By stage and microbatch, how a cell is recomputed; None where it is not.
+    """
+
+    stages: Sequence[nn.Module]
+    devices: Sequence[torch.device]
+    layout: SkipLayout
+    copy_streams: Sequence[Sequence[Stream]]
+    settings: Sequence[Sequence[Settings | None]]
+
+    def run(self, microbatches: list[Microbatch]) -> None:
+        """Run the stages; in the place of each input is its output then."""
+        portals = [PortalTracker(self.layout) for _ in microbatches]
+        streams = [current_stream(device) for device in self.devices]
+        with spawn_workers(self.devices) as workers:
+            for places in clock_cycles(len(microbatches), len(self.stages)):
+                for number, stage in places:
+                    self._fence(microbatches, portals[number], number, stage)
+                self._compute(workers, streams, microbatches, portals, places)
+
+    def _fence(self, microbatches: list[Microbatch], portals: PortalTracker, number: int, stage: int) -> None:
+        """Lead a microbatch to a stage."""
+        given = microbatches[number]
+        if number:
+            before = microbatches[number - 1]
+            before.tensors, phony = fork_all(before.tensors)
+            given.tensors = join_all(given.tensors, phony)
+        portals.copy_to(stage, lambda source: (self.copy_streams[source][number], self.copy_streams[stage][number]))
+        if stage:
+            source, target = self.copy_streams[stage - 1][number], self.copy_streams[stage][number]
+            given.tensors = copy_all(given.tensors, source, target)
+
+    def _compute(
+        self,
+        workers: Sequence[Worker],
+        streams: Sequence[Stream],
+        microbatches: list[Microbatch],
+        portals: Sequence[PortalTracker],
+        places: Sequence[tuple[int, int]],
+    ) -> None:
+        """Run the cells of one clock."""
+        running: list[Future[Ran]] = []
+        try:
+            for number, stage in places:
+                with use_device(self.devices[stage]), use_stream(streams[stage]):
+                    if stage:
+                        one = microbatches[number]
+                        one.tensors = wait_all(one.tensors, self.copy_streams[stage][number], streams[stage])
+                    given = Microbatch.of((microbatches[number].value, portals[number].incoming(stage)))
+                    microbatches[number] = Microbatch((), [])  # the cell has it now
+                cell = Cell(
+                    place=Place(stage, number),
+                    module=self.stages[stage],
+                    layout=self.layout,
+                    stream=streams[stage],
+                    settings=self.settings[stage][number],
+                )
+                running.append(workers[stage].submit(lambda cell=cell, given=given: cell.run(given)))
+                del given
+            wait(running)
+            for (number, stage), future in zip(places, running, strict=True):
+                ran, region = _result(future, Place(stage, number))
+                with use_device(self.devices[stage]), use_stream(streams[stage]):
+                    if stage + 1 < len(self.stages):
+                        ran.tensors = wait_all(ran.tensors, streams[stage], self.copy_streams[stage][number])
+                    if region is not None:
+                        ran.tensors = precede(region, ran.tensors)
+                output, stashed = cast("tuple[object, dict[Key, object]]", ran.value)
+                portals[number].stashed(stage, stashed)
+                microbatches[number] = Microbatch.of(output)
+        finally:
+            running.clear()  # an error that is raised keeps this frame, and the frame kept the error
+
+
+def _result(future: Future[Ran], place: Place) -> Ran:
+    try:
+        return future.result()
+    except BaseException as error:
+        error.add_note(f"This was raised in the forward {place} of a pipe.")
+        raise

@@ -1,0 +1,59 @@
+"""A thread for each device, so that enqueuing work on one does not wait for another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import TypeVar
+
+import torch
+
+from torchremat.ambient.handover import Handover
+from torchremat.pipeline.streams import use_device
+from torchremat.regions.sessions import Session, active_session
+
+R = TypeVar("R")
+
+
+class Worker:
+    """A thread that works for one device, surrounded by what surrounds whoever started it."""
+
+    def __init__(self, device: torch.device, executor: ThreadPoolExecutor) -> None:
+        self._device = device
+        self._executor = executor
+        self._handover = Handover()
+        self._session = active_session()
+
+    def submit(self, work: Callable[[], R]) -> Future[R]:
+        """Let the thread do some work after what it has already."""
+        return self._executor.submit(self._handover.run, partial(_run, self._device, self._session, work))
+
+
+@contextmanager
+def spawn_workers(devices: Sequence[torch.device]) -> Generator[list[Worker]]:
+    """Yield a worker for each device; the same device has the same worker. No thread outlives the block."""
+    with ExitStack() as stack:
+        threads = {device: _thread(device, stack) for device in dict.fromkeys(map(normalised, devices))}
+        yield [threads[normalised(device)] for device in devices]
+
+
+def normalised(device: torch.device) -> torch.device:
+    """Return a device such that one device has one name: `"cuda"` is the current one, and there is one CPU."""
+    if device == torch.device("cuda"):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu") if device.type == "cpu" else device
+
+
+def _thread(device: torch.device, stack: ExitStack) -> Worker:
+    name = f"torchremat.Pipe on {device}"
+    return Worker(device, stack.enter_context(ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)))
+
+
+def _run(device: torch.device, session: Session | None, work: Callable[[], R]) -> R:
+    with ExitStack() as stack:
+        stack.enter_context(use_device(device))
+        if session is not None:
+            stack.enter_context(session.active())
+        return work()
