@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from torchremat.pipeline.microbatch import Microbatch
-from torchremat.pipeline.skip.layouts import Key, SkipLayout
-from torchremat.pipeline.skip.trackers import CellTracker, use_skip_tracker
+from torchremat.pipeline.skip import CellTracker, SkipLayout, use_skip_tracker
+from torchremat.pipeline.skip.namespaces import Key
 from torchremat.pipeline.streams import Stream, use_stream
 from torchremat.regions.region import Region
 from torchremat.regions.runs import call_plainly

@@ -14,8 +14,7 @@ from torchremat.pipeline.batchnorm import DeferredBatchNorm, convert_deferred_ba
 from torchremat.pipeline.microbatch import gather, scatter
 from torchremat.pipeline.partitions import listed_balance, listed_devices, partitioned
 from torchremat.pipeline.runner import Runner
-from torchremat.pipeline.skip.layouts import inspect_skip_layout
-from torchremat.pipeline.skip.verification import verify_skippables
+from torchremat.pipeline.skip import inspect_skip_layout, verify_skippables
 from torchremat.pipeline.streams import Stream, new_stream
 from torchremat.planning.plans import Plan
 from torchremat.regions.decisions import Policy

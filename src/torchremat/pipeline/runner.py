@@ -30,8 +30,8 @@ from torchremat.pipeline.copying import copy_all, wait_all
 from torchremat.pipeline.dependency import fork_all, join_all
 from torchremat.pipeline.microbatch import Microbatch
 from torchremat.pipeline.preceding import precede
-from torchremat.pipeline.skip.layouts import Key, SkipLayout
-from torchremat.pipeline.skip.portals import PortalTracker
+from torchremat.pipeline.skip import PortalTracker, SkipLayout
+from torchremat.pipeline.skip.namespaces import Key
 from torchremat.pipeline.streams import Stream, current_stream, use_device, use_stream
 from torchremat.pipeline.workers import Worker, spawn_workers
 from torchremat.regions.region import Region

@@ -1,0 +1,564 @@
+"""A sequence of layers on several devices of one process. The numbers are those of facts/pipelines.md, section 1.5."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from contextvars import ContextVar
+from weakref import WeakSet
+
+import pytest
+import torch
+from pipes import Noted, equal, gradients, layers, plainly
+from torch import Tensor, nn
+
+import torchremat
+from torchremat import Pipe, PipelineError, PlanError, UnsupportedError
+
+CPUS = ["cpu"] * 8
+MODES = ["always", "except_last", "never"]
+
+
+def nodes(output: Tensor) -> list[str]:
+    """The names of all nodes of a graph."""
+    found, pending = {}, [output.grad_fn]
+    while pending:
+        node = pending.pop()
+        if node is not None and node not in found:
+            found[node] = node.name()
+            pending += [following for following, _ in node.next_functions]
+    return list(found.values())
+
+
+# ------------------------------------------------------------------------------------------------------- gradients
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("chunks", range(1, 9))
+def test_gradients_are_those_of_the_plain_model(mode, chunks):
+    plain = layers()
+    pipe = Pipe(copy.deepcopy(plain), [1, 2, 1], devices=CPUS, chunks=chunks, checkpoint=mode)
+    x, y = torch.rand(8, 4).requires_grad_(), torch.rand(8, 4)
+    z = x.detach().clone().requires_grad_()
+
+    expected, found = plainly(plain, x, chunks), pipe(z)
+    nn.functional.mse_loss(expected, y).backward()
+    nn.functional.mse_loss(found, y).backward()
+
+    assert torch.equal(found, expected)
+    assert equal(gradients(pipe), gradients(plain))
+    assert torch.equal(z.grad, x.grad)
+
+
+@pytest.mark.parametrize(("mode", "recomputed"), [("always", 3), ("except_last", 2), ("never", 0)])
+def test_each_cell_that_is_checkpointed_is_recomputed_once(mode, recomputed):
+    log = []
+    pipe = Pipe(nn.Sequential(Noted("0", log), Noted("1", log)), [1, 1], devices=CPUS, chunks=3, checkpoint=mode)
+
+    pipe(torch.rand(3, 4).requires_grad_()).sum().backward()
+
+    for stage in "01":
+        assert log.count("F" + stage) == log.count("B" + stage) == 3
+        assert log.count("R" + stage) == recomputed
+
+
+def test_backward_goes_through_the_clocks_the_other_way_around():
+    log = []
+    module = nn.Sequential(Noted("0", log), Noted("1", log))
+    pipe = Pipe(module, [1, 1], devices=CPUS, chunks=2, checkpoint="always")
+
+    pipe(torch.rand(2, 4).requires_grad_()).sum().backward()
+
+    # Stage 0 recomputes the second microbatch while the gradient of it is on its way (R0 before the second B1).
+    assert " ".join(log) == "F0 F0 F1 F1 R1 B1 R1 R0 B1 B0 R0 B0"
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_dropout_is_that_of_the_forward(mode):
+    torch.manual_seed(0)
+    module = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.4)) for _ in range(4)))
+    found = []
+    for one in ("never", mode):
+        pipe = Pipe(copy.deepcopy(module), [2, 2], devices=CPUS, chunks=4, checkpoint=one)
+        torch.manual_seed(1)
+        pipe(torch.ones(8, 8)).square().sum().backward()
+        found.append(gradients(pipe))
+
+    assert equal(*found)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_second_backward_is_like_the_first(mode):
+    pipe = Pipe(layers(), [2, 2], devices=CPUS, chunks=2, checkpoint=mode)
+    loss = pipe(torch.rand(4, 4)).square().sum()
+
+    loss.backward(retain_graph=True)
+    first = [one.clone() for one in gradients(pipe)]
+    pipe.zero_grad()
+    loss.backward()
+
+    assert equal(gradients(pipe), first)
+
+
+def test_second_derivatives_are_those_of_the_plain_model():
+    plain = layers().double()
+    pipe = Pipe(copy.deepcopy(plain), [2, 2], devices=CPUS, chunks=2, checkpoint="always")
+    x = torch.rand(4, 4, dtype=torch.float64)
+    found = []
+    for run in (pipe, lambda x: plainly(plain, x, 2)):
+        given = x.clone().requires_grad_()
+        (first,) = torch.autograd.grad(run(given).square().sum(), given, create_graph=True)
+        first.square().sum().backward()
+        found.append(given.grad)
+
+    assert torch.equal(*found)
+    assert equal(gradients(pipe), gradients(plain))
+
+
+class Several(nn.Module):
+    """Values of several kinds in several places, the first of which never requires grad."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, given: dict[str, object]) -> dict[str, object]:
+        x, rest = given["x"], given["rest"]
+        return {
+            "count": torch.arange(len(x)),
+            "noise": x.detach() * 2,
+            "x": self.linear(x),
+            "rest": (*rest, self.linear(x).tanh()),
+            "flag": given["flag"],
+            "nothing": None,
+        }
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("used", ["x", 0, 1, 2], ids=str)
+def test_a_loss_on_any_output(mode, used):
+    torch.manual_seed(0)
+    plain = nn.Sequential(Several(), Several(), Several())
+    pipe = Pipe(copy.deepcopy(plain), [1, 1, 1], devices=CPUS, chunks=2, checkpoint=mode)
+    x = torch.rand(4, 4)
+
+    found = pipe({"x": x, "rest": (), "flag": "words"})
+    parts = [plain({"x": one, "rest": (), "flag": "words"}) for one in x.chunk(2)]
+    pick = (lambda value: value["x"]) if used == "x" else (lambda value: value["rest"][used])
+    pick(found).square().sum().backward()
+    torch.cat([pick(one) for one in parts]).square().sum().backward()
+
+    assert found["count"].tolist() == [0, 1, 0, 1]
+    assert not found["noise"].requires_grad
+    assert found["flag"] == "words"
+    assert found["nothing"] is None
+    assert equal(gradients(pipe), gradients(plain))
+
+
+def test_inputs_of_several_kinds():
+    class Sum(nn.Module):
+        def forward(self, given):
+            first, *others = given
+            return (first + sum(others[:-1]), *others)
+
+    pipe = Pipe(nn.Sequential(Sum(), Sum()), [1, 1], devices=CPUS, chunks=2)
+
+    first, second, scale = pipe((torch.ones(4, 2), 2 * torch.ones(4, 2), 3))
+
+    assert torch.equal(first, 5 * torch.ones(4, 2))
+    assert torch.equal(second, 2 * torch.ones(4, 2))
+    assert scale == 3
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_writes_in_place_have_the_right_gradient_or_raise(mode):
+    class Writes(nn.Module):
+        def __init__(self, in_place: bool) -> None:
+            super().__init__()
+            self.in_place = in_place
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.relu_() if self.in_place else x.relu()
+            return self.linear(x)
+
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 4), Writes(False), Writes(False))
+    written = nn.Sequential(nn.Linear(4, 4), Writes(True), Writes(True))
+    written.load_state_dict(plain.state_dict())
+    pipe = Pipe(written, [1, 1, 1], devices=CPUS, chunks=2, checkpoint=mode)
+    x = torch.randn(4, 4)
+    plainly(plain, x, 2).sum().backward()
+
+    try:
+        pipe(x).sum().backward()
+    except torchremat.MutationError as error:
+        assert mode != "never"
+        assert "in place" in str(error)
+    else:
+        assert equal(gradients(pipe), gradients(plain))
+
+
+# ------------------------------------------------------------------------------------------------------ microbatches
+
+
+@pytest.mark.parametrize(("mode", "expected"), [("always", 2), ("except_last", 1), ("never", 0)])
+def test_a_short_batch_checkpoints_what_the_mode_means(mode, expected):
+    pipe = Pipe(nn.Sequential(nn.Linear(1, 1)), [1], devices=CPUS, chunks=4, checkpoint=mode)
+
+    output = pipe(torch.rand(2, 1))
+
+    assert nodes(output).count("RecomputeBackward") == expected
+
+
+def test_in_eval_mode_nothing_is_checkpointed():
+    pipe = Pipe(nn.Sequential(nn.Linear(1, 1)), [1], devices=CPUS, chunks=2, checkpoint="always")
+
+    assert nodes(pipe(torch.rand(2, 1))).count("RecomputeBackward") == 2
+    assert nodes(pipe.eval()(torch.rand(2, 1))).count("RecomputeBackward") == 0
+
+
+def test_without_grad_there_is_no_graph():
+    pipe = Pipe(layers(), [2, 2], devices=CPUS, chunks=2, checkpoint="always")
+
+    with torch.no_grad():
+        assert pipe(torch.rand(4, 4)).grad_fn is None
+    with torch.inference_mode():
+        assert pipe(torch.rand(4, 4)).is_inference()
+
+
+def test_layers_that_are_frozen_are_not_recomputed():
+    log = []
+    module = nn.Sequential(Noted("0", log), Noted("1", log))
+    module[0].requires_grad_(False)
+    pipe = Pipe(module, [1, 1], devices=CPUS, chunks=2, checkpoint="always")
+
+    pipe(torch.rand(2, 4)).sum().backward()
+
+    assert log.count("R0") == 0
+    assert log.count("R1") == 2
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ((torch.rand(8, 4), torch.rand(3, 4)), r"\[8, 3\] rows"),
+        (torch.tensor(1.0), "no dimension"),
+        ("words", "at least one tensor"),
+    ],
+)
+def test_an_input_that_cannot_be_cut_is_refused(value, words):
+    with pytest.raises(PipelineError, match=words):
+        Pipe(layers(), [2, 2], devices=CPUS, chunks=2)(value)
+
+
+def test_a_scalar_loss_inside_the_pipe_is_refused():
+    class Mean(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.mean()
+
+    with pytest.raises(PipelineError, match="Compute a mean or a loss after the pipe"):
+        Pipe(nn.Sequential(nn.Linear(4, 4), Mean()), [1, 1], devices=CPUS, chunks=2)(torch.rand(4, 4))
+
+
+# -------------------------------------------------------------------------------------------- what surrounds the call
+
+
+WORD = ContextVar("WORD", default="none")
+
+
+class Surrounded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.seen = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        modes = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+        self.seen.append((torchremat.is_recomputing(), y.dtype, WORD.get(), *modes))
+        return y.float().square()  # saved after that, so that a recompute gets here
+
+
+def test_autocast_and_context_reach_workers_and_recomputes():
+    layer = Surrounded()
+    pipe = Pipe(nn.Sequential(layer), [1], devices=CPUS, chunks=1, checkpoint="always")
+    WORD.set("word")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = pipe(torch.rand(2, 4)).sum()
+    WORD.set("other")
+
+    loss.backward()
+
+    assert layer.seen == [(again, torch.bfloat16, "word", False, True) for again in (False, True)]
+
+
+def test_inference_and_grad_mode_reach_the_workers():
+    layer = Surrounded()
+    pipe = Pipe(nn.Sequential(layer), [1], devices=CPUS, checkpoint="always")
+    with torch.inference_mode():
+        pipe(torch.rand(2, 4))
+    with torch.no_grad():
+        pipe(torch.rand(2, 4))
+
+    assert [one[3:] for one in layer.seen] == [(True, False), (False, False)]
+
+
+def test_offload_around_a_pipe_has_its_saved_tensors():
+    pipe = Pipe(layers(), [2, 2], devices=CPUS, chunks=2, checkpoint="never")
+    plain = copy.deepcopy(pipe)
+    x = torch.rand(4, 4)
+    with torchremat.offload(torchremat.Host(), min_bytes=1) as offload:
+        loss = pipe(x).sum()
+    loss.backward()
+    plain(x).sum().backward()
+
+    assert offload.copied_out_bytes > 0
+    assert equal(gradients(pipe), gradients(plain))
+
+
+def test_a_pipe_in_a_region_is_refused():
+    pipe = Pipe(layers(), [2, 2], devices=CPUS)
+
+    with pytest.raises(UnsupportedError, match="Pipe recomputes by itself"):
+        torchremat.checkpoint(pipe, torch.rand(2, 4))
+
+
+def test_a_session_spans_two_backwards_of_a_pipe():
+    log = []
+    pipe = Pipe(nn.Sequential(Noted("0", log), Noted("1", log)), [1, 1], devices=CPUS, chunks=2, checkpoint="always")
+    with torchremat.session():
+        loss = pipe(torch.rand(2, 4)).sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+    assert log.count("R0") == log.count("R1") == 2
+
+
+# ------------------------------------------------------------------------------------------------------------ faults
+
+
+def threads() -> list[str]:
+    return [one.name for one in threading.enumerate() if "torchremat" in one.name]
+
+
+class Fails(nn.Module):
+    """Raises in some run of the layer."""
+
+    def __init__(self, run: int, error: type[BaseException]) -> None:
+        super().__init__()
+        self.run, self.error, self.runs = run, error, 0
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        if self.runs == self.run:
+            raise self.error("on purpose")
+        return self.linear(x).tanh()
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("stage", range(3))
+@pytest.mark.parametrize("number", range(3))
+def test_an_error_in_any_cell_arrives_with_its_place_and_leaves_nothing(stage, number, error):
+    module = nn.Sequential(*(Fails(number + 1 if one == stage else 99, error) for one in range(3)))
+    pipe = Pipe(module, [1, 1, 1], devices=CPUS, chunks=3, checkpoint="always")
+    alive: WeakSet[Tensor] = WeakSet()
+    for layer in module:
+        layer.register_forward_hook(lambda layer, given, output: alive.add(output))
+
+    with pytest.raises(error, match="on purpose") as caught:
+        pipe(torch.rand(3, 4))
+
+    assert caught.value.__notes__ == [f"This was raised in the forward of stage {stage}, microbatch {number} of a pipe."]
+    frames = [entry.name for entry in caught.traceback]
+    assert frames[-1] == "forward"
+    assert threads() == []
+    del caught
+    assert len(alive) == 0
+    for layer in module:
+        layer.run = 99
+    pipe(torch.rand(3, 4)).sum().backward()  # it works again
+
+
+def test_an_error_stops_later_clocks():
+    log = []
+    module = nn.Sequential(Fails(1, ValueError), Noted("1", log))
+    module[0].register_forward_pre_hook(lambda *_: log.append("F0"))
+
+    with pytest.raises(ValueError, match="on purpose"):
+        Pipe(module, [1, 1], devices=CPUS, chunks=3)(torch.rand(3, 4))
+
+    assert log == ["F0"]
+
+
+@pytest.mark.parametrize("number", range(2))
+def test_an_error_in_a_recompute_arrives(number):
+    module = nn.Sequential(Fails(3 + number, ValueError), Fails(99, ValueError))
+    pipe = Pipe(module, [1, 1], devices=CPUS, chunks=2, checkpoint="always")
+    loss = pipe(torch.rand(2, 4)).sum()
+
+    with pytest.raises(ValueError, match="on purpose"):
+        loss.backward()
+
+    assert threads() == []
+
+
+def test_nothing_is_left_when_a_graph_is_dropped():
+    alive: WeakSet[Tensor] = WeakSet()
+    module = layers()
+    for layer in module:
+        layer.register_forward_hook(lambda layer, given, output: alive.add(output))
+    pipe = Pipe(module, [2, 2], devices=CPUS, chunks=2, checkpoint="except_last")
+
+    loss = pipe(torch.rand(4, 4)).sum()
+    assert len(alive) > 0
+    del loss
+
+    assert len(alive) == 0
+    assert threads() == []
+
+
+# -------------------------------------------------------------------------------------------------------- the module
+
+
+def test_it_is_like_the_sequence():
+    module = layers(4)
+    pipe = Pipe(module, [1, 3], devices=CPUS)
+
+    assert len(pipe) == 4
+    assert list(pipe) == list(module)
+    assert pipe[0] is module[0]
+    assert pipe[-1] is module[3]
+    with pytest.raises(IndexError):
+        pipe[4]
+    assert sorted(pipe.state_dict())[:2] == ["partitions.0.0.0.bias", "partitions.0.0.0.weight"]
+    assert "partitions.1.3.0.weight" in pipe.state_dict()
+
+
+def test_names_of_layers_stay():
+    module = nn.Sequential()
+    module.add_module("first", nn.Linear(1, 1))
+    module.add_module("second", nn.Linear(1, 1))
+
+    assert "partitions.1.second.bias" in Pipe(module, [1, 1], devices=CPUS).state_dict()
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda pipe: pickle.loads(pickle.dumps(pipe))], ids=["copy", "pickle"])
+def test_a_copy_runs(again):
+    pipe = Pipe(layers(), [2, 2], devices=CPUS, chunks=2)
+    x = torch.rand(4, 4)
+    expected = pipe(x)
+
+    other = again(pipe)
+
+    assert torch.equal(other(x), expected)
+    assert other.partitions[0] is not pipe.partitions[0]
+
+
+def test_an_empty_sequence_is_an_identity():
+    x = torch.rand(4, 2)
+
+    assert torch.equal(Pipe(nn.Sequential(), [], devices=CPUS, chunks=2)(x), x)
+    with pytest.raises(PipelineError):
+        Pipe(nn.Sequential(), [], devices=CPUS)("words")
+
+
+def test_without_a_balance_stages_are_even_in_bytes():
+    module = nn.Sequential(nn.Linear(64, 64), nn.Linear(1, 1), nn.Linear(1, 1), nn.Linear(1, 64))
+
+    assert Pipe(module, devices=["cpu", "cpu"]).balance == [1, 3]
+    assert Pipe(module, devices=["cpu"]).balance == [4]
+
+
+def test_devices_that_are_left_over_are_dropped():
+    assert len(Pipe(layers(), [2, 2], devices=CPUS).devices) == 2
+
+
+def test_a_dtype_can_be_changed_and_a_device_cannot():
+    pipe = Pipe(layers(), [2, 2], devices=CPUS)
+
+    assert {one.dtype for one in pipe.double().parameters()} == {torch.float64}
+    with pytest.raises(UnsupportedError, match="decides where its stages are"):
+        pipe.to("meta")
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Pipe(nn.Linear(1, 1), [1], devices=CPUS), "an nn.Sequential is needed, got Linear"),
+        (lambda: Pipe(layers(), [1, 1], devices=CPUS), r"has 4 layers, and the balance \[1, 1\] is for 2"),
+        (lambda: Pipe(layers(), [4, 0], devices=CPUS), r"at least 1, and it is \[4, 0\]"),
+        (lambda: Pipe(layers(), [2, 2], devices=["cpu"]), "2 stages need as many devices, and there are 1"),
+        (lambda: Pipe(layers(), [4], devices=CPUS, chunks=0), "chunks=0: an int of at least 1"),
+        (lambda: Pipe(layers(), [4], devices=CPUS, chunks=2.5), "chunks=2.5"),
+        (lambda: Pipe(layers(), [4], devices=CPUS, checkpoint="often"), "'always', 'except_last', 'never'"),
+        (lambda: Pipe(nn.Sequential(*[nn.Linear(1, 1)] * 2), [2], devices=CPUS), "more than once"),
+        (lambda: Pipe(layers(), [2, 2], devices=["cpu", "cuda:77"]), "there is no device cuda:77"),
+        (lambda: Pipe(layers(), [2, 2], devices=["cpu", "meta"]), "type meta are not supported"),
+    ],
+)
+def test_a_pipe_that_cannot_be_made_says_why(make, words):
+    with pytest.raises(PipelineError, match=words):
+        make()
+
+
+def test_all_that_is_wrong_is_listed():
+    with pytest.raises(PipelineError) as caught:
+        Pipe(layers(), [1, 1, 0], devices=["cpu"])
+
+    assert len(str(caught.value).splitlines()) == 3
+
+
+def test_a_parameter_may_be_shared_on_one_device():
+    torch.manual_seed(0)
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    second.weight = first.weight
+    plain = nn.Sequential(first, second)
+    # With more microbatches, the gradients of both layers are summed in another order.
+    pipe = Pipe(copy.deepcopy(plain), [1, 1], devices=CPUS, checkpoint="always")
+    x = torch.rand(4, 4)
+
+    plain(x).sum().backward()
+    pipe(x).sum().backward()
+
+    assert torch.equal(pipe[0].weight.grad, first.weight.grad)
+
+
+# ------------------------------------------------------------------------------------------------------------- plans
+
+
+def stage_plans(pipe: Pipe, width: int, rows: int) -> list[torchremat.Plan]:
+    x = torch.rand(rows, width, requires_grad=True)
+    return [torchremat.plan(stage, lambda stage: stage(x).sum(), budget="80%") for stage in pipe.partitions]
+
+
+def test_stages_run_by_plans():
+    runs = []
+    module = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.GELU(), nn.GELU()) for _ in range(4)))
+    for number, layer in enumerate(module):
+        layer[0].register_forward_hook(lambda *_, number=number: runs.append((number, torchremat.is_recomputing())))
+    plans = stage_plans(Pipe(copy.deepcopy(module), [2, 2], devices=CPUS), 32, 512)
+    plain = copy.deepcopy(module)
+    x = torch.rand(1024, 32)
+    pipe = Pipe(module, [2, 2], devices=CPUS, chunks=2, checkpoint=plans)
+    runs.clear()
+
+    pipe(x).sum().backward()
+    again = [number for number, recomputing in runs if recomputing]
+    plainly(plain, x, 2).sum().backward()
+
+    assert {number // 2 for number in again} == {0, 1}  # both stages recompute something
+    assert len(again) < 8  # and none everything
+    assert equal(gradients(pipe), gradients(plain))
+
+
+def test_plans_that_do_not_fit_the_stages_are_refused():
+    pipe = Pipe(layers(4, 32), [2, 2], devices=CPUS)
+    plans = stage_plans(pipe, 32, 512)
+
+    with pytest.raises(PipelineError, match="2 plans were given for 4 stages"):
+        Pipe(layers(4, 32), [1, 1, 1, 1], devices=CPUS, checkpoint=plans)
+    with pytest.raises(PlanError, match="made for another model"):
+        Pipe(layers(4, 32), [1, 3], devices=CPUS, checkpoint=plans)
