@@ -8,6 +8,8 @@
     ├── PlanError          (ValueError)    a plan that does not belong to this model, or a file that is none
     ├── PolicyError        (ValueError)    a policy that cannot be, or that names what does not exist
     ├── ScheduleError      (ValueError)    a schedule that breaks its own rules
+    ├── SkipError          (RuntimeError)  a skip that is stashed or popped otherwise than declared
+    ├── SkippableError     (TypeError)     stashes and pops that do not fit together, or declarations that are none
     ├── StepError          (ValueError)    a training step that cannot be measured or planned
     ├── StoreError         (RuntimeError)  a stored tensor that cannot be had back, or a store without room
     ├── UnsupportedError   (RuntimeError)  something that cannot be honoured here
@@ -56,6 +58,14 @@ class PolicyError(TorchrematError, ValueError):
 
 class ScheduleError(TorchrematError, ValueError):
     """A schedule that breaks its own rules."""
+
+
+class SkipError(TorchrematError, RuntimeError):
+    """A skip that is stashed or popped otherwise than declared."""
+
+
+class SkippableError(TorchrematError, TypeError):
+    """Stashes and pops that do not fit together, or declarations that are none."""
 
 
 class StepError(TorchrematError, ValueError):

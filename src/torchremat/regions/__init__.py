@@ -30,6 +30,7 @@ functions.py    functions as regions
 wrapping.py     modules as regions, by name
 reentrant.py    the reentrant region
 inside.py       what code that runs in a region can ask, and say
+carriers.py     values that reach a region past its arguments
 naming.py       names for tensors, by which a policy knows them
 spilling.py     what a graph has saved already, moved into a store
 

@@ -23,6 +23,7 @@ from torchremat.regions.settings import Settings
 from torchremat.regions.threads import thread
 from torchremat.regions.visible import NOTHING, generators_reached, tensors_reached
 from torchremat.tensors.metadata import version_of
+from torchremat.tensors.structure import join, split
 
 if TYPE_CHECKING:
     from torchremat.regions.operators import OperatorLog
@@ -70,7 +71,7 @@ class Call:
         self._context: Context
         self._captured: Captured | None = None
         self._leaves: list[tuple[Tensor, int]] = []
-        self._frozen: dict[str, list[Frozen]] | None = None
+        self._frozen: dict[object, list[Frozen]] | None = None
 
     @property
     def is_running(self) -> bool:
@@ -191,37 +192,46 @@ class Call:
         finally:
             thread.frozen = had
 
-    def freeze(self, name: str, tensor: Tensor) -> None:
-        """Keep a tensor for the recomputes of the call."""
+    def freeze(self, name: object, kept: Frozen) -> None:
+        """Keep a value for the recomputes of the call; of those with one name, the order is kept."""
         if self._frozen is None:
             self._frozen = {}
-        self._frozen.setdefault(name, []).append(Frozen(tensor))
+        self._frozen.setdefault(name, []).append(kept)
 
 
 class Frozen:
-    """A tensor that `frozen` keeps. It is an alias, see NOTE [ Why an alias ]."""
+    """A tensor, or a structure of tensors, that a call gets past its arguments and keeps.
 
-    __slots__ = ("_alias", "_requires_grad", "_version")
+    The tensors are aliases, see NOTE [ Why an alias ].
+    """
 
-    def __init__(self, tensor: Tensor) -> None:
-        self._alias = tensor.detach()
-        self._requires_grad = tensor.requires_grad
-        self._version = version_of(tensor)
+    __slots__ = ("_kept", "_template")
 
-    def thaw(self, name: str) -> Tensor:
-        """Return the tensor for a recompute.
+    def __init__(self, value: object) -> None:
+        tensors: list[Tensor] = []
+        self._template = split(value, tensors, [])
+        self._kept = [(tensor.detach(), tensor.requires_grad, version_of(tensor)) for tensor in tensors]
+
+    def thaw(self, words: str) -> object:
+        """Return the value for a recompute.
+
+        Args:
+            words: Where the forward got it, for messages.
 
         Raises:
-            MutationError: It was written in place.
+            MutationError: A tensor was written in place.
         """
-        now = version_of(self._alias)
-        if now != self._version:
-            raise MutationError(
-                f"the tensor of frozen({name!r}, ...) was written in place after it was frozen: version "
-                f"{self._version} then, {now} now. Freeze a clone, or write out of place."
-            )
-        alias = self._alias.detach()
-        return alias.requires_grad_() if self._requires_grad else alias
+        found: list[Tensor] = []
+        for tensor, requires_grad, then in self._kept:
+            now = version_of(tensor)
+            if now != then:
+                raise MutationError(
+                    f"the tensor of {words} was written in place after the forward had it: version {then} then, {now} "
+                    "now. Use a clone, or write out of place."
+                )
+            alias = tensor.detach()
+            found.append(alias.requires_grad_() if requires_grad else alias)
+        return join(self._template, found)
 
 
 _NO_MODULES = ModuleState([])

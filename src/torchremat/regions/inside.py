@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ParamSpec
+from typing import ParamSpec, cast
 
 from torch import Tensor
 
 from torchremat.errors import CheckpointError, UnsupportedError
+from torchremat.regions.calls import Frozen
 from torchremat.regions.threads import thread
 
 P = ParamSpec("P")
@@ -70,7 +71,9 @@ def frozen(name: str, tensor: Tensor) -> Tensor:
                 f"frozen({name!r}, ...) was called more often in a recompute than in its forward. The function does "
                 "not do the same twice: look for a branch on data or on state that has changed."
             )
-        tensor = kept.thaw(name)
-    for call in thread.calls:
-        call.freeze(name, tensor)
+        tensor = cast("Tensor", kept.thaw(f"frozen({name!r}, ...)"))
+    if thread.calls:
+        frozen_now = Frozen(tensor)
+        for call in thread.calls:
+            call.freeze(name, frozen_now)
     return tensor

@@ -160,6 +160,7 @@ class Recompute:
         had_calls, thread.calls = thread.calls, []
         had_selecting, thread.selecting = thread.selecting, None
         had_inner = thread.inner
+        had_carried, thread.carried = thread.carried, {}
         thread.recomputing += 1
         set_grad_mode(True)
         try:
@@ -178,6 +179,7 @@ class Recompute:
             thread.calls = had_calls
             thread.selecting = had_selecting
             thread.inner = had_inner
+            thread.carried = had_carried
         if self.values is not None and self.difference is None:
             found = self.values.differs_at_end()
             if found is not None:

@@ -157,6 +157,7 @@ def _run_again(call: Call, args: _Inputs, function: str) -> object:
     # See Rule 3
     had_scopes, thread.scopes = thread.scopes, []
     had_calls, thread.calls = thread.calls, []
+    had_carried, thread.carried = thread.carried, {}
     thread.recomputing += 1
     try:
         restored = call.restored()
@@ -172,6 +173,7 @@ def _run_again(call: Call, args: _Inputs, function: str) -> object:
         thread.recomputing -= 1
         thread.scopes = had_scopes
         thread.calls = had_calls
+        thread.carried = had_carried
 
 
 class _Forwards(threading.local):
@@ -187,6 +189,11 @@ class _Forwards(threading.local):
 
 
 _forwards = _Forwards()
+
+
+def is_in_reentrant_forward() -> bool:
+    """Return whether the caller runs in the forward of a reentrant region. Other threads are not asked."""
+    return _forwards.running > 0
 
 
 def _warn_without_inputs(args: _Inputs, modules: list[nn.Module]) -> None:

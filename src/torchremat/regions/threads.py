@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from torchremat.regions.calls import Call, Frozen
+    from torchremat.regions.carriers import Carried
     from torchremat.regions.selecting import Collecting, Replaying
     from torchremat.regions.selection import Selection
 
@@ -24,6 +25,7 @@ class Thread(threading.local):
         calls: The calls that run for the first time, outermost first; of those that run in a recompute, the ones that
             were made in it.
         frozen: What the call that runs again has frozen in its forward, by name.
+        carried: What is on its way in the recompute that runs, by carrier and key; None outside of recomputes.
         scopes: The scopes that are open, innermost last. Kept by `runs`.
         selecting: Who sees the operators that run, for a policy.
         moved: The generators that kept draws have moved in the recompute that runs, and the states they had before.
@@ -33,7 +35,8 @@ class Thread(threading.local):
     def __init__(self) -> None:
         self.recomputing = 0
         self.calls: list[Call] = []
-        self.frozen: Mapping[str, Iterator[Frozen]] = {}
+        self.frozen: Mapping[object, Iterator[Frozen]] = {}
+        self.carried: dict[tuple[object, object], Carried] | None = None
         self.scopes: list[object] = []
         self.selecting: Collecting | Replaying | None = None
         self.moved: dict[torch.Generator | torch.device, Tensor] | None = None

@@ -1,0 +1,35 @@
+"""Skips: tensors that jump over the modules between, from the one that stashes them to the one that pops them.
+
+In reading order:
+
+namespaces.py   rooms for names
+layouts.py      which skip goes from which stage to which
+trackers.py     where skips wait between their stash and their pop
+skippables.py   modules that stash and pop
+inspection.py   whether the stashes and pops of a model fit together, and where they go
+portals.py      how a skip gets from one stage to another, and who holds it when
+"""
+
+from torchremat.pipeline.skip.inspection import inspect_skip_layout, verify_skippables
+from torchremat.pipeline.skip.layouts import SkipLayout
+from torchremat.pipeline.skip.namespaces import Namespace
+from torchremat.pipeline.skip.portals import Portal, PortalTracker
+from torchremat.pipeline.skip.skippables import Skippable, pop, skippable, stash
+from torchremat.pipeline.skip.trackers import CellTracker, SkipTracker, current_skip_tracker, use_skip_tracker
+
+__all__ = [
+    "CellTracker",
+    "Namespace",
+    "Portal",
+    "PortalTracker",
+    "SkipLayout",
+    "SkipTracker",
+    "Skippable",
+    "current_skip_tracker",
+    "inspect_skip_layout",
+    "pop",
+    "skippable",
+    "stash",
+    "use_skip_tracker",
+    "verify_skippables",
+]

@@ -1,0 +1,127 @@
+r"""The carriers of skips between stages: a skip goes from the stage that stashes it to the one that pops it, at once.
+
+Who holds a skip of one microbatch that stage S stashes and stage T pops, both on devices of their own. "S" and "T"
+stand for what the cells' own backward needs of the skip, whatever that is:
+
+    | event                  | portal | source's bytes held by            | target's bytes held by           |
+    | ---------------------- | ------ | --------------------------------- | -------------------------------- |
+    | S stashes              | source | portal, S                         |                                  |
+    | copy                   | copy   | S                                 | portal                           |
+    | T pops                 | empty  | S                                 | T; if checkpointed, T's inputs   |
+    | recompute of T         | empty  | S                                 | T's inputs, T                    |
+    | backward of T          | empty  | S; the gradient                   | nobody                           |
+    | recompute of S         | empty  | S; the gradient                   |                                  |
+    | backward of S          | empty  | nobody                            |                                  |
+
+Where S is checkpointed, "S" is nothing before the recompute of S: from the copy on, the source holds no byte of it.
+The stages between hold nothing at any time. What a recompute of S stashes is an output of the recompute, which is
+dropped with it; it meets no portal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from torch import Tensor
+
+from torchremat.errors import SkipError, bug
+from torchremat.pipeline.copying import copy_all, wait_all
+from torchremat.pipeline.skip.layouts import SkipLayout
+from torchremat.pipeline.skip.namespaces import Key
+from torchremat.pipeline.streams import Stream, current_stream, device_of
+from torchremat.tensors.structure import join, split
+
+_EMPTY = object()
+
+
+class Portal:
+    """Carries one skip of one microbatch. See the table above for what it holds, and when.
+
+    Args:
+        value: The skip: any structure of tensors and other objects.
+        source: The stage that it comes from.
+        target: The stage that it goes to.
+    """
+
+    __slots__ = ("_value", "source", "target")
+
+    def __init__(self, value: object, source: int, target: int) -> None:
+        self._value = value
+        self.source = source
+        self.target = target
+
+    def copy(self, source_stream: Stream, target_stream: Stream) -> None:
+        """Copy the skip to the device of `target_stream`, as a part of the graph.
+
+        What computes on the two devices does so on their current streams: the copy waits for the one, and the other
+        for the copy. What does not require grad is copied outside of the graph.
+
+        Raises:
+            SkipError: It has been taken.
+        """
+        tensors: list[Tensor] = []
+        template = split(self.take(), tensors, [])
+        tensors = wait_all(tensors, current_stream(device_of(source_stream)), source_stream)
+        tensors = copy_all(tensors, source_stream, target_stream)
+        tensors = wait_all(tensors, target_stream, current_stream(device_of(target_stream)))
+        self._value = join(template, tensors)
+
+    def take(self) -> object:
+        """Return the skip, which the portal does not hold any longer.
+
+        Raises:
+            SkipError: It has been taken before.
+        """
+        value, self._value = self._value, _EMPTY
+        if value is _EMPTY:
+            raise SkipError(
+                f"the skip from stage {self.source} to stage {self.target}: tensor in portal has been removed; it can "
+                "be taken once."
+            )
+        return value
+
+
+class PortalTracker:
+    """The portals of one microbatch.
+
+    Args:
+        layout: Which skip goes from where to where.
+    """
+
+    def __init__(self, layout: SkipLayout) -> None:
+        self._layout = layout
+        self._portals: dict[Key, Portal] = {}
+
+    def stashed(self, stage: int, outgoing: Mapping[Key, object]) -> None:
+        """Take the skips that leave a stage."""
+        for key, value in outgoing.items():
+            source, target = self._layout.routes.get(key, (stage, stage))
+            if source != stage or target == stage:
+                raise bug(f"{key[1]!r} leaves stage {stage}, but its route is from {source} to {target}")
+            self._portals[key] = Portal(value, source, target)
+
+    def copy_to(self, stage: int, streams_of: Callable[[int], tuple[Stream, Stream]]) -> None:
+        """Copy the skips that a stage pops.
+
+        Args:
+            stage: The stage.
+            streams_of: Returns, for the stage that a skip comes from, the streams that copy at both ends.
+
+        Raises:
+            SkipError: One has not been stashed.
+        """
+        for source, key in self._layout.copies_to(stage):
+            self._portal(source, key).copy(*streams_of(source))
+
+    def incoming(self, stage: int) -> dict[Key, object]:
+        """Return the skips that a stage pops and another one has stashed; they are no longer here.
+
+        Raises:
+            SkipError: One has not been stashed, or has been taken.
+        """
+        return {key: self._portal(source, key).take() for source, key in self._layout.copies_to(stage)}
+
+    def _portal(self, source: int, key: Key) -> Portal:
+        if key not in self._portals:
+            raise SkipError(f"{key[1]!r} has not been stashed by stage {source}.")
+        return self._portals[key]

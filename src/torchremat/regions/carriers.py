@@ -1,0 +1,129 @@
+"""Values that reach code in a region past its arguments: put at one place of a forward, taken at another.
+
+A recompute passes again only those of the two places that lie in its region.
+
+    put and taken in the region      a recompute puts its own, and takes it
+    taken in the region alone        the region holds what its forward took, like an input; a recompute gets that
+    put in the region alone          what a recompute puts goes when the recompute ends
+
+Gradients need nothing: the graph of the forward has the edge from the one place to the other.
+
+Missing on purpose: between the calls of a run (`runs.py`), a value is held although an earlier call of the run would
+recompute it; and inside of nested regions, the innermost holds it as it is, not by way of the one around it (rule 2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from torchremat.errors import UnsupportedError
+from torchremat.regions.calls import Call, Frozen
+from torchremat.regions.reentrant import is_in_reentrant_forward
+from torchremat.regions.threads import thread
+
+K = TypeVar("K", bound=Hashable)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Carried:
+    """A value, and where it was put.
+
+    Attributes:
+        value: Any structure of tensors and other objects.
+        calls: The calls that ran for the first time there, outermost first.
+        is_reentrant: Whether a reentrant region ran there for the first time.
+    """
+
+    value: object
+    calls: tuple[Call, ...]
+    is_reentrant: bool
+
+
+def carried(value: object) -> Carried:
+    """Return a value as put here."""
+    return Carried(value, tuple(thread.calls), is_in_reentrant_forward())
+
+
+class Carrier(Generic[K]):
+    """Where values are put and taken, by key; each is taken once.
+
+    A recompute leaves alone what was there before it, unless the carrier was made in that recompute.
+
+    Args:
+        is_lasting: Whether to be as if made outside of any recompute.
+    """
+
+    def __init__(self, *, is_lasting: bool = False) -> None:
+        self._made_in = None if is_lasting else thread.carried
+        self._values: dict[K, Carried] = {}
+
+    def put(self, key: K, one: Carried) -> None:
+        """Put a value; one that waits under this key goes."""
+        if self._is_apart():
+            self._apart()[self, key] = one
+        else:
+            self._values[key] = one
+
+    def take(self, key: K, words: str) -> object:
+        """Return the value of a key, which is gone then.
+
+        Args:
+            key: The key.
+            words: What takes it, for messages.
+
+        Raises:
+            KeyError: There is none.
+            MutationError: In a recompute, when it was written in place since the forward took it.
+            UnsupportedError: It enters or leaves a reentrant region.
+        """
+        if not self._is_apart():
+            one = self._values.pop(key)
+        elif (self, key) in self._apart():
+            one = self._apart().pop((self, key))
+        else:
+            kept = next(thread.frozen.get((Carrier, key), iter(())), None)
+            if kept is None:
+                raise KeyError(key)
+            one = Carried(kept.thaw(words), (), is_reentrant=False)
+        self._hold(key, one, words)
+        return one.value
+
+    def left(self) -> dict[K, object]:
+        """Return what has been put and not been taken.
+
+        Raises:
+            UnsupportedError: Something was put in a reentrant region that has ended.
+        """
+        for key, one in self._values.items():
+            if one.is_reentrant and _has_left(one):
+                raise UnsupportedError(_REENTRANT.format(f"{key!r}"))
+        return {key: one.value for key, one in self._values.items()}
+
+    def _is_apart(self) -> bool:
+        return thread.carried is not None and thread.carried is not self._made_in
+
+    def _apart(self) -> dict[tuple[object, object], Carried]:
+        assert thread.carried is not None
+        return thread.carried
+
+    def _hold(self, key: K, one: Carried, words: str) -> None:
+        """Let the calls hold a value that run here for the first time, and did not where it was put."""
+        calls = [call for call in thread.calls if all(call is not other for other in one.calls)]
+        if (one.is_reentrant and _has_left(one)) or (calls and is_in_reentrant_forward()):
+            raise UnsupportedError(_REENTRANT.format(words))
+        if calls:
+            kept = Frozen(one.value)
+            for call in calls:
+                call.freeze((Carrier, key), kept)
+
+
+def _has_left(one: Carried) -> bool:
+    """Return whether one of the calls that ran where a value was put has ended."""
+    return any(all(call is not other for other in thread.calls) for call in one.calls)
+
+
+_REENTRANT = (
+    "{}: its value enters or leaves a reentrant region, where no gradient could reach it. Pass use_reentrant=False."
+)
