@@ -1,0 +1,253 @@
+"""Orders of pipelines as data: what each worker runs, stage by microbatch, one thing after the other.
+
+A stage is a part of the model, a microbatch a part of the batch, and a worker runs one stage, or several where they
+are interleaved. The text of an action is a letter, its stage, and its microbatch:
+
+- `F0.1`: the forward of microbatch 1 through stage 0.
+- `R0.1`: that forward again, to have back what backward needs.
+- `B0.1`: the backward, of inputs and weights together.
+- `I0.1`, `W0.1`: the backward in two parts, first for inputs, then for weights.
+- `C0.1`: a copy of an activation or a gradient to stage 0.
+- `_0.1`: a wait.
+
+Copies and waits are what comes of an order, as `schedules.simulation` finds; an order itself holds neither.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, get_args
+
+from torchremat.errors import ScheduleError
+
+Kind = Literal["forward", "recompute", "backward", "input", "weight", "copy", "wait"]
+
+KINDS: tuple[Kind, ...] = get_args(Kind)
+COMPUTES: tuple[Kind, ...] = ("forward", "recompute", "backward", "input", "weight")
+LETTERS: dict[Kind, str] = {
+    "forward": "F",
+    "recompute": "R",
+    "backward": "B",
+    "input": "I",
+    "weight": "W",
+    "copy": "C",
+    "wait": "_",
+}
+
+_SHOWN = 12  # problems in one message
+_KINDS: dict[str, Kind] = {letter: kind for kind, letter in LETTERS.items()}
+_WORD = re.compile(rf"([{''.join(_KINDS)}])(\d+)\.(\d+)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Action:
+    """One kind of work on one microbatch in one stage."""
+
+    kind: Kind
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{LETTERS[self.kind]}{self.stage}.{self.microbatch}"
+
+
+Order: TypeAlias = Sequence[Sequence[Action]]
+"""The actions of each worker."""
+
+
+def text(order: Order) -> list[str]:
+    """Return each worker's actions as one line.
+
+    >>> text(gpipe(2, 2))
+    ['F0.0 F0.1 B0.1 B0.0', 'F1.0 F1.1 B1.1 B1.0']
+    """
+    return [" ".join(map(str, actions)) for actions in order]
+
+
+def parse(lines: Sequence[str]) -> Order:
+    """Return the order that `text` wrote.
+
+    Raises:
+        ScheduleError: If a word is no action.
+    """
+    return tuple(tuple(_action(word) for word in line.split()) for line in lines)
+
+
+def _action(word: str) -> Action:
+    match = _WORD.fullmatch(word)
+    if match is None:
+        raise ScheduleError(
+            f"{word!r} is no action, which is one of {', '.join(_KINDS)}, a stage and a microbatch: F0.1"
+        )
+    return Action(kind=_KINDS[match[1]], stage=int(match[2]), microbatch=int(match[3]))
+
+
+def clock_cycles(microbatches: int, stages: int) -> Iterator[list[tuple[int, int]]]:
+    """Yield for each tick the pairs (microbatch, stage) that run forward in it.
+
+    >>> list(clock_cycles(3, 2))
+    [[(0, 0)], [(1, 0), (0, 1)], [(2, 0), (1, 1)], [(2, 1)]]
+
+    Source: C. Kim et al., "torchgpipe: On-the-fly Pipeline Parallelism for Training Giant Models", 2020, section 3.2.
+
+    Args:
+        microbatches: At least 1.
+        stages: At least 1.
+    """
+    _check_sizes(microbatches, stages)
+    for tick in range(microbatches + stages - 1):
+        first, last = max(0, tick - microbatches + 1), min(tick, stages - 1)
+        yield [(tick - stage, stage) for stage in range(first, last + 1)]
+
+
+def gpipe(microbatches: int, stages: int, *, in_reverse: bool = True) -> Order:
+    """Return GPipe's order: all forwards, then all backwards.
+
+    Source: Y. Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism", NeurIPS
+    2019, figure 2.
+
+    Args:
+        microbatches: At least 1.
+        stages: At least 1; each has a worker.
+        in_reverse: Whether the last microbatch comes back first; torch's `ScheduleGPipe` begins with the first.
+    """
+    orders: list[list[Action]] = [[] for _ in range(stages)]
+    for cells in clock_cycles(microbatches, stages):
+        for microbatch, stage in cells:
+            orders[stage].append(Action(kind="forward", stage=stage, microbatch=microbatch))
+    for stage, actions in enumerate(orders):
+        forwards = reversed(actions) if in_reverse else iter(actions)
+        actions += [Action(kind="backward", stage=stage, microbatch=one.microbatch) for one in list(forwards)]
+    return tuple(tuple(actions) for actions in orders)
+
+
+def one_forward_one_backward(microbatches: int, stages: int) -> Order:
+    """Return the order 1F1B: stage s runs n - s forwards, then a backward and a forward in turn.
+
+    So stage s holds at most n - s microbatches, and the last one.
+
+    >>> text(one_forward_one_backward(3, 2))
+    ['F0.0 F0.1 B0.0 F0.2 B0.1 B0.2', 'F1.0 B1.0 F1.1 B1.1 F1.2 B1.2']
+
+    Source: D. Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", SOSP 2019, section 3.2,
+    with the flush of "Memory-Efficient Pipeline-Parallel DNN Training", ICML 2021.
+
+    Args:
+        microbatches: At least 1.
+        stages: At least 1; each has a worker.
+    """
+    _check_sizes(microbatches, stages)
+    orders: list[tuple[Action, ...]] = []
+    for stage in range(stages):
+        ahead = stages - stage
+        actions: list[Action] = []
+        for turn in range(microbatches + ahead):
+            if turn >= ahead:
+                actions.append(Action(kind="backward", stage=stage, microbatch=turn - ahead))
+            if turn < microbatches:
+                actions.append(Action(kind="forward", stage=stage, microbatch=turn))
+        orders.append(tuple(actions))
+    return tuple(orders)
+
+
+def recomputing(order: Order, *, chosen: Callable[[int, int], bool] = lambda stage, microbatch: True) -> Order:
+    """Return the order with a recompute just before each backward.
+
+    Args:
+        order: Without recomputes of what is chosen.
+        chosen: Called with a stage and a microbatch: whether that forward is recomputed.
+    """
+    return tuple(
+        tuple(
+            one
+            for action in actions
+            for one in (
+                (Action(kind="recompute", stage=action.stage, microbatch=action.microbatch), action)
+                if action.kind in ("backward", "input") and chosen(action.stage, action.microbatch)
+                else (action,)
+            )
+        )
+        for actions in order
+    )
+
+
+def check_order(order: Order) -> None:
+    """Raise if the order cannot be that of a pipeline, whatever the time that its actions take.
+
+    Whether its workers wait for each other in a circle is seen when it runs, in `simulation.simulate`.
+
+    Raises:
+        ScheduleError: All problems, in one message.
+    """
+    problems: list[str] = []
+    worker_of: dict[int, int] = {}
+    places: dict[Action, tuple[int, int]] = {}
+    for worker, actions in enumerate(order):
+        for place, action in enumerate(actions):
+            if action.kind not in COMPUTES:
+                problems.append(f"{action} of worker {worker}: a {action.kind} is no work that an order can hold")
+            elif action.stage < 0 or action.microbatch < 0:
+                problems.append(f"{action} of worker {worker}: a stage and a microbatch are at least 0")
+            elif action in places:
+                problems.append(f"{action} of worker {worker}: it is there twice, worker {places[action][0]} has it")
+            elif worker_of.setdefault(action.stage, worker) != worker:
+                owner = worker_of[action.stage]
+                problems.append(f"{action} of worker {worker}: stage {action.stage} belongs to worker {owner}")
+            else:
+                places[action] = (worker, place)
+    if not problems:
+        stages = 1 + max(worker_of, default=-1)
+        problems += [
+            f"stage {stage} has no worker, the last is {stages - 1}"
+            for stage in range(stages)
+            if stage not in worker_of
+        ]
+        for action in places:
+            problems += _missing(action, places, stages)
+    if problems:
+        more = [f"... and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
+        shown = "\n".join(f"  {problem}" for problem in problems[:_SHOWN] + more)
+        raise ScheduleError(f"an order of {len(order)} workers that cannot run:\n{shown}")
+
+
+def _missing(action: Action, places: dict[Action, tuple[int, int]], stages: int) -> Iterator[str]:
+    """Yield what an action needs that is nowhere in the order, or that comes after it."""
+
+    def at(kind: Kind, stage: int = action.stage) -> Action:
+        return Action(kind=kind, stage=stage, microbatch=action.microbatch)
+
+    def before(needed: Action) -> Iterator[str]:
+        if needed not in places:
+            yield f"{action} needs {needed}, which no worker runs"
+        elif places[needed] > places[action]:  # of one stage, so of one worker
+            yield f"{action} needs {needed}, which worker {places[needed][0]} runs after it"
+
+    match action.kind:
+        case "forward":
+            if action.stage > 0 and at("forward", action.stage - 1) not in places:
+                yield f"{action} needs {at('forward', action.stage - 1)}, which no worker runs"
+            return
+        case "recompute":
+            if at("backward") not in places and at("input") not in places:
+                yield f"{action} is of no use, no worker runs {at('backward')} or {at('input')}"
+        case "backward" | "input":
+            if action.kind == "backward" and at("input") in places:
+                yield f"{action} is the whole backward, but {at('input')} is in the order as well"
+            if at("recompute") in places:
+                yield from before(at("recompute"))
+            if action.stage < stages - 1:
+                nearer = [at("backward", action.stage + 1), at("input", action.stage + 1)]
+                if not any(one in places for one in nearer):
+                    yield f"{action} needs {nearer[0]} or {nearer[1]}, and no worker runs either"
+        case "weight":
+            yield from before(at("input"))
+        case "copy" | "wait":  # refused before
+            return
+    yield from before(at("forward"))
+
+
+def _check_sizes(microbatches: int, stages: int) -> None:
+    if microbatches < 1 or stages < 1:
+        raise ScheduleError(f"{microbatches} microbatches through {stages} stages: at least 1 of both is needed")

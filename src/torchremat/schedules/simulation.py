@@ -1,0 +1,173 @@
+"""An order of a pipeline run on a clock: when each action begins and ends, if each takes the time that it costs.
+
+An action begins when its worker is through with the one before, and what it needs has come:
+
+    action  needs
+    F s.i   F of stage s-1, copied here
+    R s.i   F of this stage; without lookahead also the gradient, as B
+    B s.i   F and R of this stage; B (or I) of stage s+1, copied here
+    I s.i   as B
+    W s.i   I of this stage
+
+A copy goes from one worker to another, beside what both compute; between stages of one worker there is none. How many
+copies share a link is not modelled: each takes its own time, however many there are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from torchremat.errors import ScheduleError
+from torchremat.schedules.pipelines import LETTERS, Action, Kind, Order, check_order
+
+Costs: TypeAlias = Mapping[tuple[int, Kind], float]
+"""Seconds by stage and kind; those of a copy are of what comes to this stage from another worker, 0 if not given."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """An action, who ran it, and when: seconds since the start of the step."""
+
+    worker: int
+    action: Action
+    start_s: float
+    end_s: float
+
+
+def equal_costs(stages: int, seconds: Mapping[Kind, float]) -> Costs:
+    """Return the costs of stages that are all alike."""
+    return {(stage, kind): cost for stage in range(stages) for kind, cost in seconds.items()}
+
+
+def simulate(order: Order, costs: Costs, *, lookahead: bool = False) -> tuple[Span, ...]:
+    """Return when everything of an order happens, copies included, by the time at which it starts.
+
+    >>> from torchremat.schedules.pipelines import gpipe
+    >>> spans = simulate(gpipe(8, 4), equal_costs(4, {"forward": 1, "backward": 2}))
+    >>> max(span.end_s for span in spans)  # (8 + 4 - 1) * (1 + 2)
+    33.0
+
+    Args:
+        order: The actions of each worker.
+        costs: Of every kind that the order has in a stage.
+        lookahead: Whether a recompute begins before its gradient has come.
+
+    Raises:
+        ScheduleError: The order lacks an action that another needs; its workers wait for each other, with what each
+            waits for; or a cost is missing.
+    """
+    check_order(order)
+    _check_costs(order, costs)
+    return tuple(sorted(_Clock(order, costs, lookahead).run(), key=lambda span: (span.start_s, span.worker)))
+
+
+class _Clock:
+    def __init__(self, order: Order, costs: Costs, lookahead: bool) -> None:
+        self.order = order
+        self.costs = costs
+        self.lookahead = lookahead
+        self.worker_of = {action.stage: worker for worker, actions in enumerate(order) for action in actions}
+        self.known = {action for actions in order for action in actions}
+        self.next = [0] * len(order)  # of each worker, the place in its order
+        self.free_s = [0.0] * len(order)
+        self.ended_s: dict[Action, float] = {}
+        self.arrived_s: dict[Action, float] = {}  # the end of its copy to the neighbour that needs it
+
+    def run(self) -> Iterator[Span]:
+        waiting: dict[Action, list[int]] = {}  # workers by what they wait for
+        ready = list(range(len(self.order)))
+        while ready:
+            worker = ready.pop()
+            while self.next[worker] < len(self.order[worker]):
+                action = self.order[worker][self.next[worker]]
+                needed = next((one for one in self.needs(action) if one not in self.ended_s), None)
+                if needed is not None:
+                    waiting.setdefault(needed, []).append(worker)
+                    break
+                yield from self.begin(worker, action)
+                self.next[worker] += 1
+                ready += waiting.pop(action, [])
+        if waiting:
+            raise ScheduleError(self.stuck(waiting))
+
+    def needs(self, action: Action) -> Iterator[Action]:
+        match action.kind:
+            case "forward":
+                if action.stage > 0:
+                    yield _of("forward", action.stage - 1, action.microbatch)
+            case "recompute":
+                yield _of("forward", action.stage, action.microbatch)
+                if not self.lookahead:
+                    yield from self.gradient(action)
+            case "backward" | "input":
+                yield _of("forward", action.stage, action.microbatch)
+                recompute = _of("recompute", action.stage, action.microbatch)
+                if recompute in self.known:
+                    yield recompute
+                yield from self.gradient(action)
+            case "weight":
+                yield _of("input", action.stage, action.microbatch)
+            case "copy" | "wait":  # `check_order` refuses them
+                return
+
+    def gradient(self, action: Action) -> Iterator[Action]:
+        """Yield the action whose end sends the gradient; the last stage has the loss, and waits for nobody."""
+        kinds: tuple[Kind, Kind] = ("backward", "input")
+        sources = (_of(kind, action.stage + 1, action.microbatch) for kind in kinds)
+        yield from (source for source in sources if source in self.known)
+
+    def begin(self, worker: int, action: Action) -> Iterator[Span]:
+        # What a neighbour sends counts from when it is here, what this stage did from when it was done.
+        waits = (
+            (self.ended_s if needed.stage == action.stage else self.arrived_s)[needed] for needed in self.needs(action)
+        )
+        start_s = max([self.free_s[worker], *waits])
+        end_s = start_s + self.costs[action.stage, action.kind]
+        self.free_s[worker] = self.ended_s[action] = self.arrived_s[action] = end_s
+        yield Span(worker=worker, action=action, start_s=start_s, end_s=end_s)
+        receiver = next((one for one in _receivers(action) if one in self.known), None)
+        if receiver is None or (there := self.worker_of[receiver.stage]) == worker:
+            return
+        copy_s = self.costs.get((receiver.stage, "copy"), 0.0)
+        if copy_s > 0:
+            copy = _of("copy", receiver.stage, receiver.microbatch)
+            self.arrived_s[action] = end_s + copy_s
+            yield Span(worker=there, action=copy, start_s=end_s, end_s=end_s + copy_s)
+
+    def stuck(self, waiting: Mapping[Action, list[int]]) -> str:
+        needed_by = {worker: needed for needed, workers in waiting.items() for worker in workers}
+        lines = [f"{len(needed_by)} of {len(self.order)} workers are stuck after {len(self.ended_s)} actions:"]
+        for worker, needed in sorted(needed_by.items()):
+            place, other = self.next[worker], self.worker_of[needed.stage]
+            there = self.order[other].index(needed)
+            held = f"{self.order[worker][place]}, its action {place}"
+            lines.append(f"  worker {worker}: {held}, waits for {needed}, action {there} of worker {other}")
+        return "\n".join(lines)
+
+
+def _receivers(action: Action) -> Iterator[Action]:
+    """Yield the actions of other stages that may need the result of this one."""
+    if action.kind == "forward":
+        yield _of("forward", action.stage + 1, action.microbatch)
+    elif action.kind in ("backward", "input"):
+        yield _of("backward", action.stage - 1, action.microbatch)
+        yield _of("input", action.stage - 1, action.microbatch)
+
+
+def _of(kind: Kind, stage: int, microbatch: int) -> Action:
+    return Action(kind=kind, stage=stage, microbatch=microbatch)
+
+
+def _check_costs(order: Order, costs: Costs) -> None:
+    needed = sorted({(action.stage, action.kind) for actions in order for action in actions})
+    problems = [f"{kind} of stage {stage} has no cost" for stage, kind in needed if (stage, kind) not in costs]
+    problems += [
+        f"{kind} of stage {stage} costs {cost!r} s, which is no length of time"
+        for (stage, kind), cost in costs.items()
+        if kind not in LETTERS or not (math.isfinite(cost) and cost >= 0)
+    ]
+    if problems:
+        raise ScheduleError(f"costs that an order cannot run on: {'; '.join(problems)}")
