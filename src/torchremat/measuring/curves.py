@@ -1,7 +1,6 @@
 """Live bytes over a step as a picture: one panel for each curve, side by side on the same scales.
 
 This is the drawing alone, below everything that has a curve to draw: `Measurement.plot`, `Plan.plot`, `reports.plots`.
-matplotlib is asked for when a picture is, and its global state (pyplot, the backend) is left alone.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from torchremat.errors import UnsupportedError
+from torchremat.measuring.pictures import new_figure
 from torchremat.measuring.timeline import Timeline
 from torchremat.tensors.sizes import format_bytes
 
@@ -79,25 +78,13 @@ def draw(curves: Sequence[Curve], path: str | Path) -> None:
     Raises:
         UnsupportedError: matplotlib is not installed, or knows no pictures with such an ending.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UnsupportedError(
-            "a plot needs matplotlib, which is not installed. Install it with: pip install 'torchremat[plot]'"
-        ) from error
     spans_s = [max(float(curve.seconds.max(initial=0.0)), 1e-9) for curve in curves]
     # A panel too narrow for its heading would run into the next one.
     widths = [max(span_s, 0.5 * max(spans_s)) for span_s in spans_s]
     highest = max(max(int(curve.live_bytes.max(initial=1)), curve.budget_bytes or 0) for curve in curves)
     unit, size = next((name, size) for name, size in _UNITS if highest >= 2 * size or size == 1)
     narrow, wide = _WIDTH_INCHES
-    figure = Figure(
-        figsize=(min(wide, narrow + 3.0 * (len(curves) - 1)), _HEIGHT_INCHES), dpi=160, layout="constrained"
-    )
-    kinds = figure.canvas.get_supported_filetypes()
-    ending = Path(path).suffix.removeprefix(".").lower()
-    if ending not in kinds:  # without one, matplotlib would write a file of another name
-        raise UnsupportedError(f"{path}: the ending says which kind of picture, one of {', '.join(sorted(kinds))}.")
+    figure = new_figure(path, width_inches=min(wide, narrow + 3.0 * (len(curves) - 1)), height_inches=_HEIGHT_INCHES)
     panels = figure.subplots(1, len(curves), sharey=True, squeeze=False, width_ratios=widths)[0]
     for panel, curve in zip(panels, curves, strict=True):
         _draw_panel(panel, curve, size)

@@ -1,4 +1,4 @@
-"""Measured steps in one picture."""
+"""Measured steps in one picture, and steps of pipelines in another."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from pathlib import Path
 
 from torchremat.measuring.curves import curve_of, draw
 from torchremat.measuring.measurement import Measurement
+from torchremat.pipeline import gantt
+from torchremat.pipeline.timeline import Timeline, charts_of
 
 
 def plot_measurements(
@@ -30,3 +32,16 @@ def plot_measurements(
         ],
         path,
     )
+
+
+def plot_timelines(timelines: Mapping[str, Timeline], path: str | Path) -> None:
+    """Draw several steps of pipelines below each other, on one axis of time; the file's ending says which kind.
+
+    Args:
+        timelines: By the name that each has in the picture.
+        path: Of the file.
+
+    Raises:
+        UnsupportedError: matplotlib is not installed, or knows no pictures with such an ending.
+    """
+    gantt.draw([chart for name, own in timelines.items() for chart in charts_of(own, name=name)], path)

@@ -1,0 +1,200 @@
+"""Stages over time as a picture: a row for each stage, charts below each other on one axis of time.
+
+This is the drawing alone, below everything that has a timeline to draw: `Timeline.plot`, `reports.plots`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torchremat.measuring.pictures import new_figure
+from torchremat.schedules.pipelines import Kind
+
+if TYPE_CHECKING:
+    from matplotlib.artist import Artist
+    from matplotlib.axes import Axes
+
+# After Okabe and Ito's palette, which the colour-blind can tell apart; the blues differ in lightness.
+_COLOURS: dict[Kind, str] = {
+    "forward": "#9AD0F0",
+    "recompute": "#E69F00",
+    "backward": "#3D85B8",
+    "input": "#1D4E79",
+    "weight": "#5FB59C",
+    "copy": "#CC79A7",
+    "wait": "#FFFFFF",
+}
+_NAMES: dict[Kind, str] = {
+    "forward": "forward",
+    "recompute": "recompute",
+    "backward": "backward",
+    "input": "backward for inputs",
+    "weight": "backward for weights",
+    "copy": "copy",
+    "wait": "wait",
+}
+_ON_DARK: frozenset[Kind] = frozenset(("backward", "input"))
+_IDLE = "#E9E9E9"
+_INK = "#333333"
+_FAINT = "#BBBBBB"
+
+_WIDTH_INCHES = 11.0
+_BARS_INCHES = 9.6  # of it, those that bars have, about: what is left has names and shares
+_ROW_INCHES = (0.24, 0.42)  # with many rows, and with few
+_FEW_ROWS, _MANY_ROWS = 8, 24
+_CHART_INCHES, _REST_INCHES = 0.35, 0.95  # a heading; the legend and the axis
+_DIGIT_INCHES = 0.075
+_EDGE_POINTS, _EDGE_SHARE = 0.4, 0.15  # of the white between bars, and at most this share of a narrow bar
+_HEIGHT, _COPY_HEIGHT = 0.82, 0.2  # of a row and of the copies in it, where rows are 1 apart
+_SHARES_AT = 1.006  # in widths of a chart
+_UNITS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bar:
+    """A stretch of time in a row; its text is drawn where there is room."""
+
+    kind: Kind
+    text: str
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One stage. Rows of one group, the stages of a worker, stand closer together."""
+
+    name: str
+    group: int
+    idle_share: float
+    bars: tuple[Bar, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    """Rows below each other, from 0 to `step_s`, which stands behind the name."""
+
+    name: str
+    step_s: float
+    rows: tuple[Row, ...]
+
+
+def draw(charts: Sequence[Chart], path: str | Path) -> None:
+    """Draw the charts below each other into an image file; its ending says which kind.
+
+    Raises:
+        UnsupportedError: matplotlib is not installed, or knows no pictures with such an ending.
+    """
+    span_s = max([chart.step_s for chart in charts], default=0.0) or 1e-9
+    rows = sum(len(chart.rows) for chart in charts)
+    narrow, wide = _ROW_INCHES
+    crowded = min(1.0, max(0.0, (rows - _FEW_ROWS) / (_MANY_ROWS - _FEW_ROWS)))
+    row_inches = wide + crowded * (narrow - wide)
+    figure = new_figure(
+        path,
+        width_inches=_WIDTH_INCHES,
+        height_inches=_REST_INCHES + len(charts) * _CHART_INCHES + rows * row_inches,
+    )
+    unit, scale = next(((name, size) for name, size in _UNITS if span_s >= size), _UNITS[-1])
+    heights = [max(1, len(chart.rows)) for chart in charts]
+    panels = figure.subplots(len(charts), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    legend: dict[str, Artist] = {}
+    for panel, chart in zip(panels, charts, strict=True):
+        legend |= _draw_chart(panel, chart, unit=unit, scale=scale, inches_per_s=_BARS_INCHES / span_s)
+    panels[0].set_xlim(0, span_s / scale)
+    for panel in panels[:-1]:
+        panel.spines["bottom"].set_visible(False)
+        panel.tick_params(bottom=False)
+    panels[-1].set_xlabel(f"{unit} since the start of the step", color=_INK)
+    shown = [name for name in (*_NAMES.values(), "idle") if name in legend]
+    figure.legend(
+        [legend[name] for name in shown],
+        shown,
+        loc="outside upper center",
+        ncols=len(shown),
+        frameon=False,
+        labelcolor=_INK,
+        handlelength=1.4,
+        columnspacing=1.4,
+    )
+    figure.savefig(path)
+
+
+def _draw_chart(panel: Axes, chart: Chart, *, unit: str, scale: float, inches_per_s: float) -> dict[str, Artist]:
+    """Draw one chart, and return what its legend shows by name."""
+    from matplotlib.patches import Patch
+
+    copies = any(bar.kind == "copy" for row in chart.rows for bar in row.bars)
+    shares = [row.idle_share for row in chart.rows]
+    panel.barh(range(len(chart.rows)), chart.step_s / scale, _HEIGHT, color=_IDLE, linewidth=0)
+    for place, row in enumerate(chart.rows):
+        bottom = place + _HEIGHT / 2
+        for kind, colour in _COLOURS.items():
+            bars = [bar for bar in row.bars if bar.kind == kind and bar.end_s > bar.start_s]
+            height = _COPY_HEIGHT if kind == "copy" else _HEIGHT - (_COPY_HEIGHT if copies else 0)
+            top = bottom - height if kind == "copy" else place - _HEIGHT / 2
+            points = [72 * (bar.end_s - bar.start_s) * inches_per_s for bar in bars]
+            panel.broken_barh(
+                [(bar.start_s / scale, (bar.end_s - bar.start_s) / scale) for bar in bars],
+                (top, height),
+                facecolor=colour,
+                hatch="////" if kind == "wait" else None,
+                edgecolor=_FAINT if kind == "wait" else "white",
+                linewidth=[0.0 if kind == "copy" else min(_EDGE_POINTS, _EDGE_SHARE * width) for width in points],
+            )
+            if kind not in ("copy", "wait"):
+                _write(panel, bars, top + height / 2, kind, scale=scale, inches_per_s=inches_per_s)
+    for place, (above, below) in enumerate(pairwise(chart.rows)):
+        if above.group != below.group and any(one.group == two.group for one, two in pairwise(chart.rows)):
+            panel.axhline(place + 0.5, color=_INK, linewidth=0.6)
+    panel.set_ylim(max(1, len(chart.rows)) - 0.5, -0.5)
+    panel.set_yticks(range(len(chart.rows)), [row.name for row in chart.rows], fontsize="small")
+    panel.tick_params(colors=_INK, labelsize="small", left=False)
+    panel.spines[["top", "right", "left"]].set_visible(False)
+    panel.xaxis.set_major_formatter("{x:g}")
+    panel.set_title(f"{chart.name} {chart.step_s / scale:.4g} {unit}", color=_INK, fontsize="medium", loc="left")
+    panel.annotate(
+        "idle",
+        (_SHARES_AT, 1.0),
+        xytext=(0, 6),
+        xycoords="axes fraction",
+        textcoords="offset points",
+        color=_INK,
+        fontsize="small",
+        annotation_clip=False,
+    )
+    for place, share in enumerate(shares):
+        panel.text(
+            _SHARES_AT,
+            place,
+            f"{share:.0%}",
+            transform=panel.get_yaxis_transform(),
+            color=_INK,
+            fontsize="small",
+            va="center",
+        )
+    found: dict[str, Artist] = {
+        _NAMES[kind]: Patch(facecolor=colour) for kind, colour in _COLOURS.items() if kind != "wait"
+    }
+    found["wait"] = Patch(facecolor=_COLOURS["wait"], edgecolor=_FAINT, hatch="////", linewidth=0)
+    present = {_NAMES[bar.kind] for row in chart.rows for bar in row.bars}
+    return {name: one for name, one in found.items() if name in present} | {"idle": Patch(facecolor=_IDLE)}
+
+
+def _write(panel: Axes, bars: Sequence[Bar], middle: float, kind: Kind, *, scale: float, inches_per_s: float) -> None:
+    """Write the text of each bar that has room for it; two of one kind for one microbatch are parts of one event."""
+    for bar in bars:
+        if (bar.end_s - bar.start_s) * inches_per_s >= _DIGIT_INCHES * (len(bar.text) + 1):
+            panel.text(
+                (bar.start_s + bar.end_s) / 2 / scale,
+                middle,
+                bar.text,
+                color="white" if kind in _ON_DARK else _INK,
+                fontsize="x-small",
+                ha="center",
+                va="center_baseline",
+            )

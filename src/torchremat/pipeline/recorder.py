@@ -1,0 +1,199 @@
+"""`Recorder`: takes down the events of a step, from as many threads and CUDA streams as run it.
+
+On the CPU an event is what lies between two readings of the clock. What is enqueued on a CUDA stream runs later: there
+an event is two marks on the stream, whose times are asked for when the step is over. Both are on one clock, since each
+device gets a mark at a known time while nothing runs on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from threading import Lock
+from time import perf_counter
+from types import TracebackType
+from typing import TypeAlias
+
+import torch
+
+from torchremat.pipeline.events import Event
+from torchremat.pipeline.timeline import Timeline
+from torchremat.schedules.pipelines import Kind
+
+_NOTHING = nullcontext()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Zero:
+    """A mark on a CUDA device, and when it was made."""
+
+    mark: torch.cuda.Event
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Marks:
+    """An event on a CUDA stream, between two marks."""
+
+    stage: int
+    microbatch: int
+    kind: Kind
+    zero: _Zero
+    start: torch.cuda.Event
+    end: torch.cuda.Event
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Readings:
+    """An event on the CPU, between two readings of the clock."""
+
+    stage: int
+    microbatch: int
+    kind: Kind
+    start_s: float
+    end_s: float
+
+
+_Taken: TypeAlias = _Marks | _Readings
+
+
+class Recorder:
+    """Takes down events while it is on.
+
+    Attributes:
+        on: Whether events are taken down. While it is off, `event` costs a call and no more.
+    """
+
+    def __init__(self, *, on: bool = True) -> None:
+        self.on = on
+        self._lock = Lock()  # of the zeros alone: a list is appended to from several threads as it is
+        self._zeros: dict[torch.device, _Zero] = {}
+        self._taken: list[_Taken] = []
+        self._start_s = perf_counter()
+
+    def start(self, devices: Iterable[torch.device] = ()) -> None:
+        """Forget all events, and count seconds from now. An event that has begun already is forgotten as well.
+
+        Args:
+            devices: CUDA devices to be ready for. Any other is waited for once, at the first event on it.
+        """
+        with self._lock:
+            self._zeros = {device: _zero(device) for device in devices if device.type == "cuda"}
+        self._taken = []
+        self._start_s = perf_counter()
+
+    def event(
+        self, stage: int, microbatch: int, kind: Kind, *, stream: torch.cuda.Stream | None = None
+    ) -> AbstractContextManager[None]:
+        """Return a context that takes down what happens inside it, also if that raises.
+
+        Args:
+            stage: From 0.
+            microbatch: From 0.
+            kind: What happens.
+            stream: The CUDA stream on which it does; None if it happens while the CPU is in the context.
+        """
+        if not self.on:
+            return _NOTHING
+        if stream is None:
+            return _OnCPU(self._taken, stage, microbatch, kind)
+        return _OnStream(self._taken, stage, microbatch, kind, stream, self._zero_of(stream.device))
+
+    def events(self) -> tuple[Event, ...]:
+        """Return the events since the start, in the order in which they ended; waits for the streams that have them."""
+        return tuple(_event(taken, self._start_s) for taken in list(self._taken))
+
+    def timeline(
+        self, *, stages: int, workers: tuple[tuple[int, ...], ...] = (), predicted: Timeline | None = None
+    ) -> Timeline:
+        """Return the events since the start as a timeline, whose attributes the arguments are."""
+        return Timeline(events=self.events(), stages=stages, workers=workers, predicted=predicted)
+
+    def _zero_of(self, device: torch.device) -> _Zero:
+        with self._lock:
+            if device not in self._zeros:
+                self._zeros[device] = _zero(device)
+            return self._zeros[device]
+
+
+class _OnCPU:
+    __slots__ = ("kind", "microbatch", "stage", "start_s", "taken")
+
+    def __init__(self, taken: list[_Taken], stage: int, microbatch: int, kind: Kind) -> None:
+        self.taken = taken
+        self.stage = stage
+        self.microbatch = microbatch
+        self.kind: Kind = kind
+
+    def __enter__(self) -> None:
+        self.start_s = perf_counter()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        end_s = perf_counter()
+        self.taken.append(
+            _Readings(stage=self.stage, microbatch=self.microbatch, kind=self.kind, start_s=self.start_s, end_s=end_s)
+        )
+
+
+class _OnStream:
+    __slots__ = ("kind", "microbatch", "stage", "start", "stream", "taken", "zero")
+
+    def __init__(
+        self, taken: list[_Taken], stage: int, microbatch: int, kind: Kind, stream: torch.cuda.Stream, zero: _Zero
+    ) -> None:
+        self.taken = taken
+        self.stage = stage
+        self.microbatch = microbatch
+        self.kind: Kind = kind
+        self.stream = stream
+        self.zero = zero
+
+    def __enter__(self) -> None:
+        self.start = _mark(self.stream)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.taken.append(
+            _Marks(
+                stage=self.stage,
+                microbatch=self.microbatch,
+                kind=self.kind,
+                zero=self.zero,
+                start=self.start,
+                end=_mark(self.stream),
+            )
+        )
+
+
+def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    mark = torch.cuda.Event(enable_timing=True)
+    mark.record(stream)
+    return mark
+
+
+def _zero(device: torch.device) -> _Zero:
+    torch.cuda.synchronize(device)
+    seconds = perf_counter()
+    return _Zero(mark=_mark(torch.cuda.current_stream(device)), seconds=seconds)
+
+
+def _event(taken: _Taken, since_s: float) -> Event:
+    match taken:
+        case _Readings():
+            start_s, end_s = taken.start_s, taken.end_s
+        case _Marks():
+            taken.end.synchronize()
+            zero = taken.zero
+            start_s = zero.seconds + zero.mark.elapsed_time(taken.start) / 1e3
+            end_s = zero.seconds + zero.mark.elapsed_time(taken.end) / 1e3
+    return Event(
+        stage=taken.stage,
+        microbatch=taken.microbatch,
+        kind=taken.kind,
+        start_s=start_s - since_s,
+        end_s=end_s - since_s,
+    )

@@ -1,0 +1,241 @@
+"""`Timeline`: what each stage of a pipeline did in a step, when, and how much of the step it did nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from itertools import chain
+from pathlib import Path
+from typing import cast
+
+from torchremat.errors import ScheduleError
+from torchremat.pipeline.events import Event, busy_s, pieces
+from torchremat.pipeline.gantt import Bar, Chart, Row, draw
+from torchremat.schedules.pipelines import COMPUTES, KINDS, Kind
+
+_COLUMNS: dict[str, tuple[Kind, ...]] = {
+    "forward": ("forward",),
+    "recompute": ("recompute",),
+    "backward": ("backward", "input", "weight"),
+    "copies": ("copy",),
+}
+_FIELDS = tuple(field.name for field in fields(Event))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """The events of one step of a pipeline.
+
+    Attributes:
+        events: Their seconds count from any moment before the first of them.
+        stages: How many there are.
+        workers: The stages of each worker. A stage that shares its worker is idle when the worker is. Empty if each
+            stage has a worker of its own.
+        predicted: The same step as it was foretold.
+
+    Raises:
+        ScheduleError: An event is of a stage that there is not, or the workers do not have each stage once.
+    """
+
+    events: tuple[Event, ...]
+    stages: int
+    workers: tuple[tuple[int, ...], ...] = ()
+    predicted: Timeline | None = None
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"{event} is of stage {event.stage}, the last is {self.stages - 1}"
+            for event in self.events
+            if event.stage >= self.stages
+        ]
+        if self.workers and sorted(chain(*self.workers)) != list(range(self.stages)):
+            problems.append(f"the workers have the stages {self.workers}, each of the {self.stages} is needed once")
+        if self.predicted is not None and self.predicted.stages != self.stages:
+            problems.append(f"{self.stages} stages were measured, {self.predicted.stages} predicted")
+        if problems:
+            raise ScheduleError(f"events that are no timeline: {'; '.join(problems)}")
+
+    @property
+    def start_s(self) -> float:
+        """When the first event starts."""
+        return min((event.start_s for event in self.events), default=0.0)
+
+    @property
+    def step_s(self) -> float:
+        """From the start of the first event to the end of the last."""
+        return max((event.end_s for event in self.events), default=0.0) - self.start_s
+
+    def events_of(self, stage: int) -> tuple[Event, ...]:
+        """Return the events of one stage in the order in which they started."""
+        return tuple(sorted((one for one in self.events if one.stage == stage), key=lambda one: one.start_s))
+
+    def seconds(self, stage: int) -> dict[Kind, float]:
+        """Return how long a stage did each kind of thing. See NOTE [ Whose time it is ]."""
+        found: dict[Kind, float] = dict.fromkeys(KINDS, 0.0)
+        for piece in pieces(self.events_of(stage)):
+            found[piece.event.kind] += piece.seconds
+        return found
+
+    def busy_s(self, stage: int) -> float:
+        """Return how long a stage computed or copied, what overlaps counted once."""
+        return busy_s(self.events_of(stage))
+
+    @property
+    def idle_share(self) -> tuple[float, ...]:
+        """For each stage, the share of the step in which its worker neither computes nor copies; a wait is idle."""
+        shares = [0.0] * self.stages
+        for group in self._groups():
+            busy = busy_s(event for stage in group for event in self.events_of(stage))
+            for stage in group:
+                shares[stage] = 1 - busy / self.step_s if self.step_s else 0.0
+        return tuple(shares)
+
+    def order(self, stage: int | None = None, *, kinds: Iterable[Kind] = COMPUTES) -> str:
+        """Return the events as one line, by their start: "F0.0 F0.1 R0.1 B0.1" is all of stage 0.
+
+        Args:
+            stage: Of this stage alone. Events of several stages have an order only as far as one waits for another.
+            kinds: Which ones; the letters of the others are C for a copy and _ for a wait.
+        """
+        wanted = frozenset(kinds)
+        events = sorted(self.events, key=lambda one: one.start_s) if stage is None else self.events_of(stage)
+        return " ".join(str(event) for event in events if event.kind in wanted)
+
+    def plot(self, path: str | Path) -> None:
+        """Draw the stages over time into an image file, what was predicted below; its ending says which kind.
+
+        Raises:
+            UnsupportedError: matplotlib is not installed, or knows no pictures with such an ending.
+        """
+        draw(charts_of(self), path)
+
+    def to_json(self) -> str:
+        """Return the timeline as text, such as one process sends to another."""
+        return json.dumps(_written(self))
+
+    @staticmethod
+    def from_json(text: str) -> Timeline:
+        """Return the timeline that `to_json` wrote.
+
+        Raises:
+            ScheduleError: The text is none.
+        """
+        try:
+            return _read(json.loads(text))
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise ScheduleError(f"a text that is no timeline: {type(error).__name__}: {error}") from error
+
+    def __str__(self) -> str:
+        foretold = self.predicted
+        beside = "" if foretold is None else f", {_ms(foretold.step_s)} ms predicted; predictions are in brackets"
+        width = 14 if foretold is None else 20
+        rows = [f"step  {_ms(self.step_s)} ms{beside}"]
+        rows.append(f"{'stage':>5}" + "".join(f"{name + ' ms':>{width}}" for name in _COLUMNS) + f"{'idle':>{width}}")
+        shares = self.idle_share
+        other_shares = () if foretold is None else foretold.idle_share
+        for stage in range(self.stages):
+            seconds = self.seconds(stage)
+            others = None if foretold is None else foretold.seconds(stage)
+            cells = [
+                _cell(_ms(_sum(seconds, kinds)), None if others is None else _ms(_sum(others, kinds)))
+                for kinds in _COLUMNS.values()
+            ]
+            cells.append(_cell(f"{shares[stage]:.1%}", f"{other_shares[stage]:.1%}" if other_shares else None))
+            rows.append(f"{stage:>5}" + "".join(f"{cell:>{width}}" for cell in cells))
+        return "\n".join(rows)
+
+    def _groups(self) -> tuple[tuple[int, ...], ...]:
+        return self.workers or tuple((stage,) for stage in range(self.stages))
+
+
+def merge(timelines: Sequence[Timeline]) -> Timeline:
+    """Return the events of several processes as one timeline.
+
+    Their clocks have to agree: each process starts its recorder as it leaves a barrier.
+
+    Raises:
+        ScheduleError: They do not have the same number of stages, or the same workers.
+    """
+    shapes = {(one.stages, one.workers) for one in timelines}
+    if len(shapes) != 1:
+        raise ScheduleError(f"timelines of one pipeline are needed, these have (stages, workers) {sorted(shapes)}")
+    stages, workers = shapes.pop()
+    return Timeline(events=tuple(event for one in timelines for event in one.events), stages=stages, workers=workers)
+
+
+def charts_of(timeline: Timeline, *, name: str = "") -> list[Chart]:
+    """Return the charts that a picture of a timeline is made of: itself, and what was predicted."""
+    title = f"{name}, " if name else ""
+    if timeline.predicted is None:
+        return [_chart(timeline, name=f"{title}step")]
+    return [
+        _chart(timeline, name=f"{title}measured: step"),
+        _chart(timeline.predicted, name=f"{title}predicted: step"),
+    ]
+
+
+def _chart(timeline: Timeline, *, name: str) -> Chart:
+    shares = timeline.idle_share
+    start_s = timeline.start_s
+    rows = [
+        Row(
+            name=f"stage {stage}",
+            group=group,
+            idle_share=shares[stage],
+            bars=tuple(
+                Bar(
+                    kind=piece.event.kind,
+                    text=str(piece.event.microbatch),
+                    start_s=piece.start_s - start_s,
+                    end_s=piece.end_s - start_s,
+                )
+                for piece in pieces(timeline.events_of(stage))
+            ),
+        )
+        for group, stages in enumerate(timeline._groups())
+        for stage in stages
+    ]
+    return Chart(name=name, step_s=timeline.step_s, rows=tuple(rows))
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.1f}"
+
+
+def _sum(seconds: Mapping[Kind, float], kinds: Iterable[Kind]) -> float:
+    return sum(seconds[kind] for kind in kinds)
+
+
+def _cell(own: str, other: str | None) -> str:
+    return own if other is None else f"{own} ({other})"
+
+
+def _written(timeline: Timeline) -> dict[str, object]:
+    return {
+        "stages": timeline.stages,
+        "workers": timeline.workers,
+        "events": [[getattr(event, name) for name in _FIELDS] for event in timeline.events],
+        "predicted": None if timeline.predicted is None else _written(timeline.predicted),
+    }
+
+
+def _read(content: Mapping[str, object]) -> Timeline:
+    predicted = cast("Mapping[str, object] | None", content["predicted"])
+    return Timeline(
+        stages=cast("int", content["stages"]),
+        workers=tuple(tuple(stages) for stages in cast("list[list[int]]", content["workers"])),
+        events=tuple(_event(cast("list[object]", values)) for values in cast("list[object]", content["events"])),
+        predicted=None if predicted is None else _read(predicted),
+    )
+
+
+def _event(values: Sequence[object]) -> Event:
+    stage, microbatch, kind, start_s, end_s = values
+    return Event(
+        stage=cast("int", stage),
+        microbatch=cast("int", microbatch),
+        kind=cast("Kind", kind),
+        start_s=cast("float", start_s),
+        end_s=cast("float", end_s),
+    )

@@ -1,0 +1,15 @@
+"""Events and timelines in few words."""
+
+from torchremat.pipeline.events import Event
+from torchremat.pipeline.timeline import Timeline
+from torchremat.schedules.pipelines import parse
+
+
+def event(word, start_s, end_s):
+    """An event by its letter, stage and microbatch, such as F0.1."""
+    (action,) = parse([word])[0]
+    return Event(kind=action.kind, stage=action.stage, microbatch=action.microbatch, start_s=start_s, end_s=end_s)
+
+
+def timeline(*events, stages=1, **others):
+    return Timeline(events=tuple(event(*one) for one in events), stages=stages, **others)
