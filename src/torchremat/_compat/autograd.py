@@ -48,6 +48,7 @@ retains_graph = cast(
     "Callable[[], bool]", private("_C._autograd._get_current_graph_task_keep_graph", needed_for=_REGIONS)
 )
 current_node = cast("Callable[[], Node | None]", private("_C._current_autograd_node", needed_for=_REGIONS))
+_is_run = cast("Callable[[Node], bool]", private("_C._will_engine_execute_node", needed_for="a session"))
 set_grad_mode = cast("Callable[[bool], None]", private("_C._set_grad_enabled", needed_for=_REGIONS))
 stash_in_tls = cast("Callable[[str, object], None]", private("_C._stash_obj_in_tls", needed_for="a session"))
 get_from_tls = cast("Callable[[str], object]", private("_C._get_obj_in_tls", needed_for="a session"))
@@ -69,6 +70,21 @@ def is_accumulating() -> bool:
     """Return whether a backward adds a gradient to that of a leaf now."""
     node = current_node()
     return node is not None and node.name().endswith("AccumulateGrad")
+
+
+def leads_elsewhere() -> bool:
+    """Return whether the node that runs has an edge which its backward does not follow; True if it is not known."""
+    node = current_node()
+    return node is None or any(
+        next_node is not None and not _is_followed(next_node) for next_node, _ in node.next_functions
+    )
+
+
+def _is_followed(node: Node) -> bool:
+    try:
+        return _is_run(node)
+    except RuntimeError:  # it asks for the gradient of this leaf
+        return True
 
 
 def packed_in(node: Node, slot: str) -> object:

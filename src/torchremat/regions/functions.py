@@ -15,6 +15,7 @@ from torchremat.regions.compiling import call_in_graph
 from torchremat.regions.decisions import Policy
 from torchremat.regions.runs import call_plainly, continued
 from torchremat.regions.settings import Check, Settings
+from torchremat.regions.threads import makes_regions
 from torchremat.regions.transforms import new_region
 from torchremat.regions.visible import modules_of
 
@@ -106,7 +107,7 @@ def checkpointed(
 def _run(function: Callable[..., R], settings: Settings, args: tuple[object, ...], kwargs: dict[str, object]) -> R:
     if not callable(function):
         raise UnsupportedError(f"function: a callable is needed, got {type(function).__name__}.")
-    if not torch.is_grad_enabled():
+    if not makes_regions():
         return function(*args, **kwargs)
     body = continued(partial(call_plainly, function))
     modules = modules_of(function, (*args, *kwargs.values()) if kwargs else args)

@@ -306,6 +306,8 @@ class Region:
         return not retains_graph() or pin(slot, task if session is None else session)
 
     def _is_last_pass(self, session: Session, task: int, index: int) -> bool:
+        if session.drops:
+            return task >= 0 and not thread.recomputing and session.is_done_with()
         if session.passes is None or task < 0:
             return False
         tasks = self._unpacked.setdefault(index, set())
@@ -316,17 +318,20 @@ class Region:
         return session in self._recomputed and index in self._unpacked
 
     def _recompute_for(self, key: Key, index: int) -> None:
-        if key in self._recomputed:
+        session = key if isinstance(key, Session) else None
+        if key in self._recomputed and (session is None or not session.dropped_too_early()):
             self._recompute(key, index)
             return
         try:
+            if session is not None:
+                session.recomputing(self)
             self._recompute(key, None)
         except BaseException:
             self.forget(key)
             raise
         self._recomputed.add(key)
-        if isinstance(key, Session):
-            key.owns(self)
+        if session is not None:
+            session.owns(self)
         else:
             at_end_of_backward(partial(_forget, ref(self), key))
 
@@ -344,10 +349,18 @@ class Region:
         See Rule 9.
         """
         with self._lock:
+<<<<<<< HEAD
             if key in self._recomputed or not any(waits(slot()) for slot in self.slots):
+=======
+            if session in self._recomputed or not self.waits():
+>>>>>>> 66c066a (A session for each microbatch of a stage: attach and detach for torch.distributed.pipelining)
                 return False
             self._recompute_for(key, 0)
             return True
+
+    def waits(self) -> bool:
+        """Return whether autograd has slots of the region whose tensors have to be recomputed."""
+        return any(waits(slot()) for slot in self.slots)
 
     def forget(self, key: Key) -> None:
         """Drop the recomputed tensors that belong to a session or to a backward that has ended."""

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import closing, contextmanager
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Protocol, cast
 from weakref import WeakSet, ref
 
-from torchremat._compat.autograd import get_from_tls, is_in_tls, stash_in_tls
+from torchremat._compat.autograd import get_from_tls, is_in_tls, leads_elsewhere, stash_in_tls
 from torchremat.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -25,6 +25,36 @@ _KEY = "torchremat.session"
 
 # Sessions that are open in any thread: asking torch costs more than a region has to spare, and mostly there is none.
 open_sessions: list[Session] = []
+
+
+# NOTE [ What a weight pass needs ]
+#
+# A backward that is split runs first the nodes that lead to the stage's inputs (the input pass), and later, for each
+# group of weights, the nodes that lead to those (weight passes):
+#
+#     output <- 4 mm <- 3 silu <- 2 mm <- 1 norm <- input        input pass: 4 3 2 1
+#                |                 |        |                     weight passes: 4, 2, 1, never 3
+#               weight           weight    weight
+#
+# So a node that runs in the input pass runs again if one of its edges is not followed there. The engine knows which
+# are. One case escapes: a weight that is used twice, whose pass also runs the nodes between its two uses. What was
+# dropped there is asked for again, and the region is recomputed once more; from then on nothing is dropped early.
+
+
+class Watch(Protocol):
+    """Is told of the recomputes of a session. Regions are counted in the order of the forward, -1 if not made there."""
+
+    def recomputing(self, number: int) -> None:
+        """A region is about to be recomputed."""
+        ...
+
+    def recomputed(self, number: int, region: Region) -> None:
+        """It has been, and all of what was recomputed is there."""
+        ...
+
+    def dropped_too_early(self) -> None:
+        """An input pass has dropped what a weight pass asks for."""
+        ...
 
 
 class Session:
@@ -51,31 +81,57 @@ class Session:
         passes: How many backward calls run each node at most. A recomputed tensor is dropped when that many have
             unpacked it; without the number, and in nodes that fewer passes run, it stays until the session closes.
         unpacks_once: Whether a second backward through a node is an error, not a recompute.
+        watch: Is told of recomputes.
 
     Raises:
         UnsupportedError: `passes` is less than 1.
     """
 
-    __slots__ = ("__weakref__", "_created", "_recomputed", "passes", "unpacks_once")
+    __slots__ = (
+        "__weakref__",
+        "_created",
+        "_has_dropped",
+        "_left",
+        "_recomputed",
+        "drops",
+        "passes",
+        "unpacks_once",
+        "watch",
+    )
 
-    def __init__(self, passes: int | None = None, *, unpacks_once: bool = False) -> None:
+    def __init__(self, passes: int | None = None, *, unpacks_once: bool = False, watch: Watch | None = None) -> None:
         if passes is not None and (type(passes) is not int or passes < 1):
             raise UnsupportedError(
                 f"passes={passes!r}: an int of at least 1 is needed, or None to keep all until the session closes."
             )
         self.passes = passes
         self.unpacks_once = unpacks_once
+        self.watch = watch
+        self.drops = False  # whether an input pass runs now
+        self._has_dropped = False
         self._created: list[ref[Region]] = []
+        self._left = 0  # the regions before this one have not been recomputed ahead
         self._recomputed: WeakSet[Region] = WeakSet()
 
     def created(self, region: Region) -> None:
         """Remember a region that was made inside the session."""
         if not self.unpacks_once:  # such a session outlives its block, and nobody asks it to recompute ahead
             self._created.append(ref(region))
+            self._left = len(self._created)
+
+    def recomputing(self, region: Region) -> None:
+        """Tell who watches that a region is about to be recomputed for the session."""
+        if self.watch is not None:
+            self.watch.recomputing(self._number(region))
 
     def owns(self, region: Region) -> None:
         """Remember a region whose recomputed tensors the session holds."""
         self._recomputed.add(region)
+        if self.watch is not None:
+            self.watch.recomputed(self._number(region), region)
+
+    def _number(self, region: Region) -> int:
+        return next((number for number, one in enumerate(self._created) if one() is region), -1)
 
     def recompute(self, count: int = 1) -> int:
         """Recompute now, before any gradient is there, the last `count` regions that wait for it; return how many did.
@@ -84,11 +140,49 @@ class Session:
         session are known to it.
         """
         done = 0
-        while done < count and self._created:
-            region = self._created.pop()()
-            if region is not None and region not in self._recomputed and region.recompute_for(self):
+        while done < count and self.next_number() is not None:
+            self._left -= 1
+            region = self._created[self._left]()
+            if region is not None and region.recompute_for(self):
                 done += 1
         return done
+
+    def next_number(self) -> int | None:
+        """Return which region, counted in the order of the forward, `recompute` takes next; None if none is left."""
+        while self._left:
+            region = self._created[self._left - 1]()
+            if region is not None and region not in self._recomputed and region.waits():
+                return self._left - 1
+            self._left -= 1
+        return None
+
+    @contextmanager
+    def input_pass(self) -> Generator[None]:
+        """Let the backward calls of the block be those for a stage's inputs, which backward calls for weights follow.
+
+        A recomputed tensor is dropped here, at its last use, if the node that unpacks it leads to no weight but
+        through nodes that run here. See NOTE [ What a weight pass needs ].
+        """
+        self.drops = True
+        try:
+            yield
+        finally:
+            self.drops = False
+
+    def is_done_with(self) -> bool:
+        """Return whether no later backward call will run the node that runs now, as far as can be told."""
+        done = self.drops and not leads_elsewhere()
+        self._has_dropped = self._has_dropped or done
+        return done
+
+    def dropped_too_early(self) -> bool:
+        """Return whether a tensor that is asked for again may have been dropped in an input pass; tell who watches."""
+        if not self._has_dropped:
+            return False
+        self._has_dropped = False
+        if self.watch is not None:
+            self.watch.dropped_too_early()
+        return True
 
     @contextmanager
     def active(self) -> Generator[Session]:
@@ -113,6 +207,7 @@ class Session:
             region.forget(self)
         self._recomputed.clear()
         self._created.clear()
+        self._left = 0
 
 
 def active_session() -> Session | None:

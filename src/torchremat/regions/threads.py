@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 from weakref import ReferenceType
 
+import torch
+
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
     from torchremat.regions.calls import Call, Frozen
@@ -29,6 +31,7 @@ class Thread(threading.local):
         scopes: The scopes that are open, innermost last. Kept by `runs`.
         selecting: Who sees the operators that run, for a policy.
         moved: The generators that kept draws have moved in the recompute that runs, and the states they had before.
+        plain: Whether what would become a region is called plainly. Kept by `plainly`.
         inner: What regions that are met in a recompute take over, see NOTE [ Selective recompute ].
     """
 
@@ -40,7 +43,26 @@ class Thread(threading.local):
         self.scopes: list[object] = []
         self.selecting: Collecting | Replaying | None = None
         self.moved: dict[torch.Generator | torch.device, Tensor] | None = None
+        self.plain = False
         self.inner: Iterator[ReferenceType[Selection]] = iter(())
 
 
 thread = Thread()
+
+
+def makes_regions() -> bool:
+    """Return whether calls become regions now: with grad mode on, and not inside `plainly`."""
+    return torch.is_grad_enabled() and not thread.plain
+
+
+@contextmanager
+def plainly() -> Generator[None]:
+    """Let calls that would become regions in the block be plain calls; autograd keeps what they save.
+
+    For a forward whose backward follows at once. Recomputes are as ever, and compiled code keeps its regions.
+    """
+    had, thread.plain = thread.plain, True
+    try:
+        yield
+    finally:
+        thread.plain = had

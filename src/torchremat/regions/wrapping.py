@@ -29,6 +29,7 @@ from torchremat.regions.compiling import call_in_graph
 from torchremat.regions.decisions import Policy
 from torchremat.regions.runs import Scope, call_plainly, continued, is_in_scope, open_choice, run_choice
 from torchremat.regions.settings import Check, Settings
+from torchremat.regions.threads import makes_regions
 from torchremat.regions.transforms import new_region
 from torchremat.stores.offloading import Offload, offload
 
@@ -130,6 +131,8 @@ class WrappedForward:
 @outside_graphs
 def _run(forward: WrappedForward, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     function = forward.function
+    if not makes_regions():
+        return function(*args, **kwargs)
     if isinstance(forward.settings, Offload):
         with forward.settings:
             return function(*args, **kwargs)

@@ -50,6 +50,7 @@ from torchremat.interop.torch_checkpoint.selective import create_selective_check
 from torchremat.regions.reentrant import CheckpointFunction
 from torchremat.regions.runs import call_plainly, continued
 from torchremat.regions.settings import Check, Settings
+from torchremat.regions.threads import makes_regions
 from torchremat.regions.transforms import new_region
 from torchremat.regions.visible import modules_of
 
@@ -191,7 +192,7 @@ def _run(
         settings, contexts = replace(settings, policy=contexts.policy), None
     if settings.debug and contexts is not None:
         raise ValueError("debug=True is incompatible with non-default context_fn")
-    if not torch.is_grad_enabled():
+    if not makes_regions():
         return function(*args, **kwargs)
     modules = modules_of(function, (*args, *kwargs.values()))
     while type(function) is partial and not _has_placeholders(held := cast("partial[object]", function)):

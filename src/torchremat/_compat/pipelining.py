@@ -1,0 +1,164 @@
+"""What the schedules and stages of torch.distributed.pipelining keep to themselves.
+
+That package takes a while to import, so nothing here imports it: who has a schedule has done so.
+
+    what is reached                      on                              for
+    `step`                               schedule                        the end of a step
+    `forward_one_chunk` and its like     stage                           the pieces of each microbatch
+    `get_bwd_recv_ops` and its like      stage, of GPipe and 1F1B        which gradient the next wait is for
+    `_wait_batch_p2p`                    the loop of GPipe and 1F1B      receive posted, not yet waited for
+    `bwd_recv_ops`, `fwd_recv_ops`       the other schedules             the same
+    `pipeline_order_with_comms`          the other schedules             what follows what
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import FunctionType
+from typing import Any, Protocol, cast
+
+import torch
+from torch import nn
+
+from torchremat.errors import UnsupportedError, VersionError
+
+_MODULE = "torch.distributed.pipelining.schedules"
+
+SINGLE = ("ScheduleGPipe", "Schedule1F1B")
+RUNTIME = (
+    "ScheduleInterleaved1F1B",
+    "ScheduleLoopedBFS",
+    "ScheduleInterleavedZeroBubble",
+    "ScheduleZBVZeroBubble",
+    "ScheduleDualPipeV",
+)
+
+FORWARD, BACKWARD, WEIGHT = "forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"
+STEP, LOOP = "step", "_step_microbatches"
+RECEIVES_OF_STAGE = {"backward": "get_bwd_recv_ops", "forward": "get_fwd_recv_ops"}
+RECEIVES_OF_SCHEDULE = {"backward": "bwd_recv_ops", "forward": "fwd_recv_ops"}
+_WAIT = "_wait_batch_p2p"
+
+
+class Work(Protocol):
+    """A transfer that was started."""
+
+    def is_completed(self) -> bool: ...
+
+    def wait(self) -> object: ...
+
+
+class Stage(Protocol):
+    """What is used of a stage as it is."""
+
+    submod: nn.Module
+    stage_index: int
+    num_stages: int
+    has_backward: bool
+
+
+def name_of(schedule: object) -> str:
+    """Return the name of the class of torch's that a schedule is of.
+
+    Raises:
+        UnsupportedError: It is of none.
+    """
+    module = sys.modules.get(_MODULE)
+    for name in (*SINGLE, *RUNTIME):
+        known = getattr(module, name, None)
+        if isinstance(known, type) and isinstance(schedule, known):
+            return name
+    raise UnsupportedError(
+        f"schedule: a {type(schedule).__name__} is not known. Allowed are the schedules of "
+        f"torch.distributed.pipelining: {', '.join((*SINGLE, *RUNTIME))}."
+    )
+
+
+def check_hooks(schedule: object, *, waits: bool) -> None:
+    """Verify that everything is there which attaching reaches for.
+
+    Args:
+        schedule: Of a known class.
+        waits: Whether the waits for transfers are needed as well.
+
+    Raises:
+        VersionError: Some is missing; the message names all of it.
+    """
+    single = name_of(schedule) in SINGLE
+    missing = _missing(schedule, [STEP, "_n_microbatches", "_stage" if single else "_stages"])
+    if not single:
+        missing += _missing(schedule, ["pipeline_order_with_comms"])
+        missing += _missing(schedule, RECEIVES_OF_SCHEDULE.values() if waits else ())
+    elif waits and _WAIT not in _loop_of(schedule).__code__.co_names:
+        missing.append(f"{type(schedule).__name__}.{LOOP} with a call of {_WAIT}")
+    for kind in {} if missing else dict.fromkeys(map(type, stages_of(schedule))):
+        missing += _missing(kind, [FORWARD, BACKWARD, WEIGHT, "has_backward"])
+        missing += _missing(kind, RECEIVES_OF_STAGE.values() if single and waits else ())
+    if missing:
+        what = "its waits, for `lookahead` or `record`," if waits else "it"
+        raise VersionError(
+            f"torch {torch.__version__} has no {', '.join(missing)}: attaching to a {type(schedule).__name__} needs "
+            f"{'them' if len(missing) > 1 else 'that'} to reach {what}. torchremat supports torch 2.11 to 2.13; "
+            "install one of these."
+        )
+
+
+def _missing(owner: object, names: Iterable[str]) -> list[str]:
+    kind = owner.__name__ if isinstance(owner, type) else type(owner).__name__
+    return [f"{kind}.{name}" for name in names if not hasattr(owner, name)]
+
+
+def _loop_of(schedule: object) -> FunctionType:
+    return cast("FunctionType", getattr(type(schedule), LOOP))
+
+
+def stages_of(schedule: object) -> Sequence[Stage]:
+    """Return the stages that this process runs."""
+    if name_of(schedule) in SINGLE:
+        return [cast("Any", schedule)._stage]
+    return cast("Any", schedule)._stages
+
+
+def microbatches_of(schedule: object) -> int:
+    """Return how many microbatches a step has."""
+    return cast("Any", schedule)._n_microbatches
+
+
+class Action(Protocol):
+    """One action of torch's own order."""
+
+    stage_index: int
+    microbatch_index: int | None
+    sub_actions: Sequence[Action] | None
+
+    @property
+    def computation_type(self) -> Any: ...
+
+
+def orders_of(schedule: object) -> Mapping[int, Sequence[Action]]:
+    """Return the actions of each process, for a schedule that has them as data."""
+    return cast("Any", schedule).pipeline_order_with_comms
+
+
+def looping(schedule: object, wait: Callable[[list[Work], Callable[[list[Work]], None]], None]) -> FunctionType:
+    """Return the loop of a single-stage schedule, with `wait` in place of the function that it waits by.
+
+    That function is a global of torch's module, looked up by the loop of every schedule. So this one gets a copy of the
+    loop with globals of its own: no other schedule sees a difference.
+
+    Args:
+        schedule: A `ScheduleGPipe` or `Schedule1F1B`.
+        wait: Gets the transfers, and the function that waits for them.
+    """
+    loop = _loop_of(schedule)
+    names = dict(loop.__globals__)
+    own = cast("Callable[[list[Work]], None]", names[_WAIT])
+
+    def waits(works: list[Work]) -> None:
+        wait(works, own)
+
+    names[_WAIT] = waits
+    copy = FunctionType(loop.__code__, names, loop.__name__, loop.__defaults__, loop.__closure__)
+    copy.__kwdefaults__ = loop.__kwdefaults__
+    return copy

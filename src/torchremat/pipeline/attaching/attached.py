@@ -1,0 +1,186 @@
+"""Sessions, look-ahead and a record for a schedule of torch.distributed.pipelining.
+
+    attribute                                        of              replaced by              if
+    `step`                                           schedule        _Step
+    `forward_one_chunk` and both backward pieces     each stage      SessionsOfStage
+    `_step_microbatches`, `get_bwd_recv_ops`, ...    GPipe, 1F1B     Waits                    `lookahead`, `record`
+    `bwd_recv_ops`, `fwd_recv_ops`                   the others      Waits                    `lookahead`, `record`
+
+All are attributes of instances. The schedule has what is attached, by them; what is attached has neither schedule nor
+stages, so that dropping a schedule drops all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, cast
+from weakref import ref
+
+from torchremat._compat.pipelining import SINGLE, STEP, check_hooks, name_of, stages_of
+from torchremat._compat.sharding import is_managed, is_sharded
+from torchremat.errors import UnsupportedError
+from torchremat.pipeline.attaching.lookahead import Lookahead
+from torchremat.pipeline.attaching.orders import followed_at_once
+from torchremat.pipeline.attaching.patches import Patch, undo_all
+from torchremat.pipeline.attaching.records import Event, Record
+from torchremat.pipeline.attaching.stages import SessionsOfStage
+from torchremat.pipeline.attaching.waits import Waits
+from torchremat.tensors.sizes import parse_bytes
+
+Choice = Literal["all", "in_flight"]
+
+
+class Attached:
+    """What is attached to a schedule. `attach` makes it; as a context manager it detaches at the end of the block.
+
+    Args:
+        schedule: The schedule.
+        lookahead: Whether to recompute ahead of a gradient.
+        lookahead_bytes: What may be recomputed ahead at once, None for no bound.
+        checkpoint: Which microbatches run with regions.
+        record: Whether to record events.
+    """
+
+    def __init__(
+        self, schedule: object, *, lookahead: bool, lookahead_bytes: int | None, checkpoint: Choice, record: bool
+    ) -> None:
+        self._record = Record(is_on=record)
+        plain = followed_at_once(schedule) if checkpoint == "in_flight" else set[tuple[int, int]]()
+        self._stages: dict[int, SessionsOfStage] = {}
+        self._patches: list[Patch] = []
+        for stage in stages_of(schedule):
+            of_stage = {microbatch for number, microbatch in plain if number == stage.stage_index}
+            sessions = SessionsOfStage(stage, self._record, of_stage, weighs=lookahead_bytes is not None)
+            self._stages[sessions.index] = sessions
+            self._patches += sessions.patches()
+        self._waits = Waits(self._stages, Lookahead(lookahead_bytes) if lookahead else None, self._record)
+        if lookahead or record:
+            self._patches += self._waits.patches(schedule)
+        self._patches.append(Patch(schedule, STEP, _Step(schedule, self)))
+
+    @property
+    def events(self) -> list[Event]:
+        """What has run since the list was cleared, in the order in which it ended; empty without `record`."""
+        return self._record.events
+
+    @property
+    def open_sessions(self) -> int:
+        """How many microbatches are between their forward and the end of their backward."""
+        return sum(map(len, self._stages.values()))
+
+    def close(self) -> None:
+        """Close all sessions, whose microbatches then recompute as if nothing were attached."""
+        self._waits.forget()
+        for stage in self._stages.values():
+            stage.close()
+
+    def detach(self) -> None:
+        """Leave the schedule as it was before `attach`. Detaching twice does nothing.
+
+        Raises:
+            UnsupportedError: Somebody has replaced something of the schedule since; nothing is undone then.
+        """
+        undo_all(self._patches)
+        self.close()
+
+    def __enter__(self) -> Attached:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.detach()
+
+
+class _Step:
+    """The `step` of a schedule, which leaves no session open."""
+
+    def __init__(self, schedule: object, attached: Attached) -> None:
+        self._schedule = ref(schedule)
+        self._own = cast("Callable[..., object] | None", vars(schedule).get(STEP))
+        self.attached = attached
+
+    def __call__(self, *args: Any, **kwargs: Any) -> object:
+        schedule = self._schedule()
+        step = self._own or cast("Callable[..., object]", getattr(type(schedule), STEP).__get__(schedule))
+        try:
+            return step(*args, **kwargs)
+        finally:
+            self.attached.close()
+
+
+def attach(
+    schedule: object,
+    *,
+    lookahead: bool = True,
+    lookahead_bytes: int | str | None = None,
+    checkpoint: Choice = "all",
+    record: bool = False,
+) -> Attached:
+    """Give each microbatch of each stage a session of its own, and recompute ahead of gradients.
+
+    A region in a stage (`wrap`, `checkpoint`) is then recomputed once per microbatch, also where a schedule splits the
+    backward into an input and a weight part. Gradients are those without `attach`, bit for bit.
+
+    Args:
+        schedule: A ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B, ScheduleLoopedBFS,
+            ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble or ScheduleDualPipeV.
+        lookahead: Whether to recompute while a gradient is on its way: after its receive was posted, before it is
+            waited for, last region first, until it has come.
+        lookahead_bytes: What may be recomputed ahead at once, None for no bound. Needs `lookahead`.
+        checkpoint: `"all"`: regions recompute in every microbatch. `"in_flight"`: not in those whose backward follows
+            at once, as on the last stage of 1F1B; their forward makes no regions.
+        record: Whether to record what runs when, in `Attached.events`.
+
+    Raises:
+        UnsupportedError: A schedule of another class, or one that is attached already; an option of another value; a
+            look-ahead that would meet sharded parameters.
+        VersionError: This torch lacks a name that is reached for.
+    """
+    name = name_of(schedule)
+    if isinstance(vars(schedule).get(STEP), _Step):
+        raise UnsupportedError(
+            f"this {name} is attached already. Detach it first: torchremat.pipeline.detach(schedule)."
+        )
+    budget = None if lookahead_bytes is None else parse_bytes(lookahead_bytes)
+    problems: list[str] = []
+    if checkpoint not in ("all", "in_flight"):
+        problems.append(f"checkpoint={checkpoint!r}: 'all' or 'in_flight' is allowed")
+    if budget is not None and not lookahead:
+        problems.append(f"lookahead_bytes={lookahead_bytes!r} with lookahead=False: there is nothing to bound")
+    check_hooks(schedule, waits=lookahead or record)
+    if lookahead:
+        problems += _sharded(schedule, name)
+    if problems:
+        raise UnsupportedError(f"{'; '.join(problems)}.")
+    return Attached(schedule, lookahead=lookahead, lookahead_bytes=budget, checkpoint=checkpoint, record=record)
+
+
+def detach(schedule: object) -> None:
+    """Leave a schedule as it was before `attach`.
+
+    Raises:
+        UnsupportedError: Nothing is attached, or somebody has replaced something since.
+    """
+    step = vars(schedule).get(STEP)
+    if not isinstance(step, _Step):
+        raise UnsupportedError(f"nothing is attached to this {type(schedule).__name__}, so there is nothing to detach.")
+    step.attached.detach()
+
+
+def _sharded(schedule: object, name: str) -> list[str]:
+    """Return what keeps a look-ahead from finding parameters gathered: the schedule has to have unsharded the stage."""
+    problems: list[str] = []
+    for stage in stages_of(schedule):
+        if not any(is_managed(module) for module in stage.submod.modules()):
+            continue
+        if name in SINGLE:
+            problems.append(
+                f"lookahead=True with stage {stage.stage_index} sharded by `fully_shard`: a {name} does not unshard a "
+                "stage ahead of its backward; use lookahead=False, or a schedule of several stages, which does"
+            )
+        elif not is_sharded(stage.submod):
+            problems.append(
+                f"lookahead=True with modules of stage {stage.stage_index} sharded by `fully_shard`, but not its own "
+                "one: the schedule unshards a stage only if its own module is sharded; shard that too, or use "
+                "lookahead=False"
+            )
+    return problems

@@ -1,0 +1,83 @@
+"""What follows what in a schedule, and how many microbatches a stage holds.
+
+The order of a stage is a text as `F0 F1 B0 F2 B1 B2`: forward, backward (B), or its input pass (I) and weight passes
+(W), each with its microbatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+from torchremat._compat.pipelining import SINGLE, Action, microbatches_of, name_of, orders_of, stages_of
+
+_PIECES = frozenset("FBIW")
+
+
+def in_flight(schedule: object) -> dict[int, int]:
+    """Return how many microbatches each stage holds at most, from the forward to the end of the backward.
+
+    A budget for a stage is to be divided by that: `torchremat.plan` plans one microbatch.
+
+    Args:
+        schedule: One of torch.distributed.pipelining; see `attach`.
+
+    Raises:
+        UnsupportedError: It is of a class that is not known.
+    """
+    found: dict[int, int] = {}
+    for order in _orders(schedule):
+        held: dict[int, int] = {}
+        for piece, stage, _ in order:
+            held[stage] = held.get(stage, 0) + {"F": 1, "I": 0, "B": -1, "W": -1}[piece]
+            found[stage] = max(found.get(stage, 0), held[stage])
+    return dict(sorted(found.items()))
+
+
+def followed_at_once(schedule: object) -> set[tuple[int, int]]:
+    """Return the stages and microbatches whose backward is what the process does next after the forward.
+
+    A recompute would save nothing there: nothing else runs while the saved tensors wait.
+    """
+    found: set[tuple[int, int]] = set()
+    for order in _orders(schedule):
+        for (piece, *first), (next_piece, *second) in pairwise(order):
+            if piece == "F" and next_piece in "BI" and first == second:
+                found.add((first[0], first[1]))
+    return found
+
+
+Step = tuple[str, int, int]
+
+
+def _orders(schedule: object) -> Iterator[list[Step]]:
+    """Yield the pieces that each process runs, with stage and microbatch."""
+    name = name_of(schedule)
+    if name in SINGLE:
+        stages, microbatches = stages_of(schedule)[0].num_stages, microbatches_of(schedule)
+        for stage in range(stages):
+            # Torch has these orders as data too, but nothing runs by them, and one is wrong: that of 1F1B's last stage
+            # has no forward of microbatch 0.
+            ahead = microbatches if name == "ScheduleGPipe" else min(microbatches, stages - stage)
+            yield list(_single(stage, microbatches, ahead))
+        return
+    for actions in orders_of(schedule).values():
+        yield list(_pieces(actions))
+
+
+def _single(stage: int, microbatches: int, ahead: int) -> Iterator[Step]:
+    """Yield `ahead` forwards, then a backward and a forward in turn, then the backwards that are left."""
+    for microbatch in range(ahead):
+        yield "F", stage, microbatch
+    for microbatch in range(microbatches):
+        yield "B", stage, microbatch
+        if ahead + microbatch < microbatches:
+            yield "F", stage, ahead + microbatch
+
+
+def _pieces(actions: Sequence[Action]) -> Iterator[Step]:
+    for action in actions:
+        if action.sub_actions is not None:
+            yield from _pieces(action.sub_actions)
+        elif action.computation_type.value in _PIECES and action.microbatch_index is not None:
+            yield action.computation_type.value, action.stage_index, action.microbatch_index

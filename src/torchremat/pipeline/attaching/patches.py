@@ -1,0 +1,61 @@
+"""One attribute of one object, replaced until it is undone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from weakref import ref
+
+from torchremat.errors import UnsupportedError
+
+_NOTHING = object()
+
+
+class Patch:
+    """An attribute of an instance that is replaced. The owner has the patch's value, and nobody has the owner for it.
+
+    Args:
+        owner: The object.
+        name: The attribute.
+        value: What it is until `undo`.
+        undone: Is called by `undo`.
+    """
+
+    def __init__(self, owner: object, name: str, value: object, undone: Callable[[], None] | None = None) -> None:
+        self._owner = ref(owner)
+        self._name = name
+        self._value = value
+        self._undone = undone
+        self._had = vars(owner).get(name, _NOTHING)
+        setattr(owner, name, value)
+
+    def problem(self) -> str | None:
+        """Return why it cannot be undone, None if it can."""
+        owner = self._owner()
+        if owner is None or vars(owner).get(self._name) is self._value:
+            return None
+        return f"`{self._name}` of the {type(owner).__name__} was replaced since"
+
+    def undo(self) -> None:
+        """Give the owner back what it had, an attribute of its own or none."""
+        owner = self._owner()
+        if owner is None:
+            return
+        if self._had is _NOTHING:
+            delattr(owner, self._name)
+        else:
+            setattr(owner, self._name, self._had)
+        if self._undone is not None:
+            self._undone()
+
+
+def undo_all(patches: list[Patch]) -> None:
+    """Undo patches, the last one first.
+
+    Raises:
+        UnsupportedError: Somebody has replaced an attribute since; nothing is undone then.
+    """
+    problems = [problem for patch in patches if (problem := patch.problem()) is not None]
+    if problems:
+        raise UnsupportedError(f"cannot detach: {'; '.join(problems)}. Undo that first.")
+    while patches:
+        patches.pop().undo()

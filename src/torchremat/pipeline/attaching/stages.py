@@ -1,0 +1,148 @@
+"""A session for each microbatch of a stage.
+
+    piece of a microbatch         what torch calls                             the session
+    F   forward                   `forward_one_chunk`                          made
+    B   whole backward            `backward_one_chunk`                         closed after it
+    I   input pass                `backward_one_chunk(full_backward=False)`    drops what no weight pass needs
+    W   weight passes             `backward_weight_one_chunk`                  closed after it
+        the step ends, or raises  `step` of the schedule                       closed
+
+The stage has what is here, by the attributes that are replaced; nothing here has the stage.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Container
+from contextlib import ExitStack
+from typing import Any, cast
+from weakref import ref
+
+import torch
+
+from torchremat._compat.pipelining import BACKWARD, FORWARD, WEIGHT, Stage
+from torchremat.pipeline.attaching.patches import Patch
+from torchremat.pipeline.attaching.records import Kind, Record
+from torchremat.regions.footprints import footprint_bytes
+from torchremat.regions.region import Region
+from torchremat.regions.sessions import Session
+from torchremat.regions.threads import plainly
+
+
+class SessionsOfStage:
+    """The sessions of the microbatches that a stage holds.
+
+    Attributes:
+        index: The number of the stage.
+        costs: What a recompute adds to memory, in bytes, by region in the order of the forward, once it is known.
+
+    Args:
+        stage: The stage, which is not kept.
+        record: Gets what runs when.
+        plain: The microbatches that run without regions.
+        weighs: Whether `costs` are measured.
+    """
+
+    def __init__(self, stage: Stage, record: Record, plain: Container[int], *, weighs: bool) -> None:
+        self._stage = ref(stage)
+        self._record = record
+        self._plain = plain
+        self._weighs = weighs
+        self._own = {name: vars(stage).get(name) for name in (FORWARD, BACKWARD, WEIGHT)}
+        self._open: dict[int, Session] = {}
+        self._drops = True  # until a weight pass was found to need what an input pass had dropped
+        self.index = stage.stage_index
+        self.costs: dict[int, int] = {}
+
+    def patches(self) -> list[Patch]:
+        """Replace what torch calls, for as long as the patches last."""
+        stage = self._stage()
+        pieces = {FORWARD: self._forward, BACKWARD: self._backward, WEIGHT: self._weight}
+        return [Patch(stage, name, piece) for name, piece in pieces.items()]
+
+    def get(self, microbatch: int) -> Session | None:
+        """Return the session of a microbatch that is between its forward and the end of its backward."""
+        return self._open.get(microbatch)
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def close(self) -> None:
+        """Close every session."""
+        while self._open:
+            self._open.popitem()[1].close()
+
+    def _forward(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> object:
+        call = self._call(FORWARD)
+        if not self._has_backward() or not torch.is_grad_enabled():
+            return call(fwd_chunk_id, *args, **kwargs)
+        self._close(fwd_chunk_id)
+        watch = _Watch(self, fwd_chunk_id) if self._weighs or self._record.is_on else None
+        session = self._open[fwd_chunk_id] = Session(watch=watch)
+        with self._record.during(self.index, fwd_chunk_id, "forward"), session.active(), ExitStack() as stack:
+            if fwd_chunk_id in self._plain:
+                stack.enter_context(plainly())
+            return call(fwd_chunk_id, *args, **kwargs)
+
+    def _backward(
+        self, bwd_chunk_id: int, loss: object = None, full_backward: bool = True, *args: Any, **kwargs: Any
+    ) -> object:
+        kind = "backward" if full_backward else "input"
+        done = self._piece(BACKWARD, kind, bwd_chunk_id, loss, full_backward, *args, **kwargs)
+        if full_backward:
+            self._close(bwd_chunk_id)
+        return done
+
+    def _weight(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> object:
+        done = self._piece(WEIGHT, "weight", bwd_chunk_id, *args, **kwargs)
+        self._close(bwd_chunk_id)
+        return done
+
+    def _piece(self, name: str, kind: Kind, microbatch: int, *args: Any, **kwargs: Any) -> object:
+        call, session = self._call(name), self._open.get(microbatch)
+        if session is None:
+            return call(microbatch, *args, **kwargs)
+        with self._record.during(self.index, microbatch, kind), session.active(), ExitStack() as stack:
+            if kind == "input" and self._drops:
+                stack.enter_context(session.input_pass())
+            return call(microbatch, *args, **kwargs)
+
+    def _call(self, name: str) -> Callable[..., object]:
+        stage = self._stage()
+        own = self._own[name]
+        return cast("Callable[..., object]", own or getattr(type(stage), name).__get__(stage))
+
+    def _has_backward(self) -> bool:
+        stage = self._stage()
+        return stage is not None and stage.has_backward
+
+    def _close(self, microbatch: int) -> None:
+        session = self._open.pop(microbatch, None)
+        if session is not None:
+            session.close()
+
+
+class _Watch:
+    """Follows the recomputes of one microbatch."""
+
+    def __init__(self, sessions: SessionsOfStage, microbatch: int) -> None:
+        self.sessions = sessions
+        self.microbatch = microbatch
+        self.start_s = 0.0
+
+    def recomputing(self, number: int) -> None:
+        """Note the time."""
+        self.start_s = time.perf_counter()
+
+    def recomputed(self, number: int, region: Region) -> None:
+        """Record the recompute, and what it has added to memory if it is the first of that region."""
+        sessions = self.sessions
+        sessions._record.add(sessions.index, self.microbatch, "recompute", self.start_s)
+        if sessions._weighs and number not in sessions.costs:
+            session = sessions.get(self.microbatch)
+            if session is not None:
+                sessions.costs[number] = footprint_bytes(region, session)
+
+    def dropped_too_early(self) -> None:
+        """Drop nothing early in the microbatches to come."""
+        self.sessions._drops = False

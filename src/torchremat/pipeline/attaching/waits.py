@@ -1,0 +1,151 @@
+"""Where a schedule waits for a transfer, and for which microbatch.
+
+GPipe and 1F1B ask the stage which receives a microbatch needs, post them, perhaps with sends, and wait in the next
+line. The other schedules keep what they have posted in a dictionary until the microbatch's turn has come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, cast
+from weakref import ref
+
+from torchremat._compat.pipelining import (
+    LOOP,
+    RECEIVES_OF_SCHEDULE,
+    RECEIVES_OF_STAGE,
+    SINGLE,
+    Stage,
+    Work,
+    looping,
+    name_of,
+    stages_of,
+)
+from torchremat.pipeline.attaching.lookahead import Lookahead
+from torchremat.pipeline.attaching.patches import Patch
+from torchremat.pipeline.attaching.records import Record
+from torchremat.pipeline.attaching.stages import SessionsOfStage
+
+Direction = Literal["forward", "backward"]
+
+
+class Waits:
+    """Runs a look-ahead before waits for gradients, and records all waits for receives.
+
+    Args:
+        stages: The sessions of each stage of this process, by number.
+        lookahead: What runs before a wait for a gradient, None for nothing.
+        record: Gets the waits.
+    """
+
+    def __init__(self, stages: dict[int, SessionsOfStage], lookahead: Lookahead | None, record: Record) -> None:
+        self._stages = stages
+        self._lookahead = lookahead
+        self._record = record
+        self._next: tuple[Direction, int, int] | None = None  # what the next wait of a single-stage schedule is for
+
+    def patches(self, schedule: object) -> list[Patch]:
+        """Replace where the schedule waits, for as long as the patches last."""
+        patches: list[Patch] = []
+        if name_of(schedule) in SINGLE:
+            for direction, name in RECEIVES_OF_STAGE.items():
+                stage = stages_of(schedule)[0]
+                patches.append(Patch(stage, name, _Receives(stage, name, cast("Direction", direction), self)))
+            patches.append(Patch(schedule, LOOP, _Loop(schedule, looping(schedule, self._wait_for_next))))
+            return patches
+        for direction, name in RECEIVES_OF_SCHEDULE.items():
+            own = cast("dict[tuple[int, int], list[Work]]", getattr(schedule, name))
+            posted = _Posted(own, cast("Direction", direction), self)
+            patches.append(Patch(schedule, name, posted, posted.give_back))
+        return patches
+
+    def forget(self) -> None:
+        """Expect nothing: a step that has raised may have posted what it did not wait for."""
+        self._next = None
+
+    def expect(self, direction: Direction, stage: int, microbatch: int) -> None:
+        """Remember what the next wait is for."""
+        self._next = direction, stage, microbatch
+
+    def _wait_for_next(self, works: list[Work], wait: Callable[[list[Work]], None]) -> None:
+        expected, self._next = self._next, None
+        if expected is None:
+            wait(works)
+        else:
+            self.wait(expected, works, lambda: wait(works))
+
+    def wait(self, waits_for: tuple[Direction, int, int], works: list[Work], wait: Callable[[], object]) -> None:
+        """Wait for a receive, and do meanwhile what there is to do."""
+        direction, stage, microbatch = waits_for
+        if direction == "backward" and self._lookahead is not None:
+            self._lookahead.run(self._stages[stage], microbatch, works)
+        with self._record.during(stage, microbatch, "wait"):
+            wait()
+
+
+class _Loop:
+    """In the place of `_step_microbatches`."""
+
+    def __init__(self, schedule: object, loop: Callable[..., object]) -> None:
+        self._schedule = ref(schedule)
+        self._loop = loop
+
+    def __call__(self, *args: Any, **kwargs: Any) -> object:
+        """Run a step."""
+        return self._loop(self._schedule(), *args, **kwargs)
+
+
+class _Receives:
+    """In the place of `get_bwd_recv_ops` or `get_fwd_recv_ops`: what is asked for is waited for next."""
+
+    def __init__(self, stage: Stage, name: str, direction: Direction, waits: Waits) -> None:
+        self._stage = ref(stage)
+        self._name = name
+        self._own = cast("Callable[[int], list[object]] | None", vars(stage).get(name))
+        self._direction: Direction = direction
+        self._waits = waits
+
+    def __call__(self, microbatch: int) -> list[object]:
+        """Return the receives of a microbatch."""
+        stage = cast("Stage", self._stage())
+        own = self._own or cast("Callable[[int], list[object]]", getattr(type(stage), self._name).__get__(stage))
+        receives = own(microbatch)
+        if receives:
+            self._waits.expect(self._direction, stage.stage_index, microbatch)
+        return receives
+
+
+class _Posted(dict[tuple[int, int], "list[Work]"]):
+    """In the place of `bwd_recv_ops` or `fwd_recv_ops`: what is taken out is about to be waited for."""
+
+    def __init__(self, posted: dict[tuple[int, int], list[Work]], direction: Direction, waits: Waits) -> None:
+        super().__init__(posted)
+        self._own = posted
+        self._direction: Direction = direction
+        self._waits = waits
+
+    def pop(self, key: tuple[int, int], *default: Any) -> Any:
+        """Return transfers that let a look-ahead in before they wait."""
+        found = super().pop(key, *default)
+        return [_Awaited((self._direction, *key), found, self._waits)] if found else found
+
+    def give_back(self) -> None:
+        """Put what is here, which is nothing unless a step has raised, where it was before."""
+        self._own.clear()
+        self._own.update(self)
+
+
+class _Awaited:
+    """Transfers as one, with what is to be done before they are waited for."""
+
+    def __init__(self, waits_for: tuple[Direction, int, int], works: list[Work], waits: Waits) -> None:
+        self._waits_for = waits_for
+        self._works = works
+        self._waits = waits
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def wait(self) -> bool:
+        self._waits.wait(self._waits_for, self._works, lambda: [work.wait() for work in self._works])
+        return True

@@ -1,0 +1,30 @@
+"""What a recompute adds to memory."""
+
+from __future__ import annotations
+
+from torch import Tensor, UntypedStorage
+
+from torchremat.regions.region import Region
+from torchremat.regions.slots import Key
+
+
+def footprint_bytes(region: Region, key: Key) -> int:
+    """Return the bytes of the storages that wait in a region for a session, and that nobody has anyway.
+
+    Inputs that the region holds and parameters of its modules are in memory in any case.
+    """
+    given = [held.kept for held in region.held]
+    given += [one for call in region.made for one in call.modules.parameters()]
+    here = {_address(one.untyped_storage()) for one in given if isinstance(one, Tensor)}
+    found: dict[int, int] = {}
+    for alive in region.slots:
+        slot = alive()
+        waiting = None if slot is None or slot.others is None else slot.others.get(key)
+        if waiting is not None:
+            storage = waiting[0].untyped_storage()
+            found[_address(storage)] = storage.nbytes()
+    return sum(size for address, size in found.items() if address not in here)
+
+
+def _address(storage: UntypedStorage) -> int:
+    return storage.data_ptr()

@@ -1,0 +1,125 @@
+"""Stages of blocks in the style of Llama, and the schedules that run them."""
+
+from collections import Counter
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import pipelining
+from torch.distributed.pipelining import PipelineStage
+from torch.nn import functional
+
+WIDTH = 8
+BLOCKS = 2  # of a stage
+MICROBATCHES = 4
+ROWS = 2  # of a microbatch
+
+SINGLE = ["ScheduleGPipe", "Schedule1F1B"]
+LOOPED = ["ScheduleInterleaved1F1B", "ScheduleLoopedBFS", "ScheduleInterleavedZeroBubble"]
+V_SHAPED = ["ScheduleZBVZeroBubble", "ScheduleDualPipeV"]
+SCHEDULES = [*SINGLE, *LOOPED, *V_SHAPED]
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.query, self.key, self.value, self.out = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+
+    def forward(self, x):
+        q, k, v = (one(x).unflatten(-1, (2, -1)).transpose(1, 2) for one in (self.query, self.key, self.value))
+        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).flatten(-2))
+
+
+class Llama(nn.Module):
+    """Seven linear layers and two norms; counts its calls by the value that it is called with."""
+
+    def __init__(self):
+        super().__init__()
+        self.norms = nn.ModuleList([nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)])
+        self.attention = Attention()
+        self.gate, self.up = (nn.Linear(WIDTH, 2 * WIDTH, bias=False) for _ in range(2))
+        self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
+        self.calls = Counter()
+
+    def forward(self, x):
+        self.calls[x.detach().double().sum().item()] += 1
+        x = x + self.attention(self.norms[0](x))
+        h = self.norms[1](x)
+        return x + self.down(functional.silu(self.gate(h)) * self.up(h))
+
+
+class Stage(nn.Module):
+    def __init__(self, number, blocks=BLOCKS, block=Llama):
+        super().__init__()
+        torch.manual_seed(number)
+        self.layers = nn.ModuleList(block() for _ in range(blocks))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def numbers(name):
+    """The stages of this process, and how many there are."""
+    rank = dist.get_rank()
+    if name in SINGLE:
+        return [rank], 2
+    return ([rank, rank + 2] if name in LOOPED else [rank, 3 - rank]), 4
+
+
+def loss_of(output, target):
+    return functional.mse_loss(output, target)
+
+
+class Program:
+    """A schedule with its stages and its batch."""
+
+    def __init__(self, name, *prepare, stage=Stage, microbatches=MICROBATCHES):
+        self.name = name
+        here, count = numbers(name)
+        self.modules = [stage(number) for number in here]
+        for each in prepare:
+            for module in self.modules:
+                each(module)
+        self.stages = [
+            PipelineStage(module, number, count, torch.device("cpu"))
+            for module, number in zip(self.modules, here, strict=True)
+        ]
+        self.schedule = getattr(pipelining, name)(
+            self.stages[0] if name in SINGLE else self.stages, microbatches, loss_fn=loss_of
+        )
+        generator = torch.Generator().manual_seed(1)
+        self.batch = torch.randn(microbatches * ROWS, 4, WIDTH, generator=generator)
+        self.target = torch.randn(microbatches * ROWS, 4, WIDTH, generator=generator)
+        self.losses = []
+
+    @property
+    def layers(self):
+        return [layer for module in self.modules for layer in module.layers]
+
+    def step(self, run=None):
+        """Run a step; the calls and gradients are afterwards those of this step alone."""
+        for layer in self.layers:
+            layer.calls.clear()
+        for module in self.modules:
+            module.zero_grad()
+        first = (self.batch,) if self.stages[0].is_first else ()
+        last = {"target": self.target, "losses": self.losses} if any(one.is_last for one in self.stages) else {}
+        return (run or self.schedule.step)(*first, **last)
+
+    def train(self):
+        """Run two steps, of which the first one also infers shapes, by calls of its own; return all gradients."""
+        self.step()
+        self.step()
+        return self.result()
+
+    def result(self):
+        grads = [parameter.grad for module in self.modules for parameter in module.parameters()]
+        return [*grads, *(loss.detach() for loss in self.losses)]
+
+    @property
+    def calls(self):
+        """How often each layer was called with each microbatch."""
+        return [sorted(layer.calls.values()) for layer in self.layers]

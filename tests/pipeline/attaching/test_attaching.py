@@ -1,0 +1,16 @@
+"""Schedules of torch.distributed.pipelining with sessions; the cases are in `cases`."""
+
+import pytest
+
+from distributed.processes import run_all
+from pipeline.attaching.cases import CASES
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory):
+    return run_all(CASES, tmp_path_factory.mktemp("attaching"))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_attaching(told, case):
+    assert not told[case], told[case]
