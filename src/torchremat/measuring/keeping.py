@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
 from torch import Tensor, nn
@@ -78,10 +78,22 @@ def _root(result: object) -> Tensor | None:
 
 def _report(run: Watched, savers: Mapping[int, Operator]) -> SavedReport:
     root = _root(run.take_result())
-    alive = {one.index: one for packed in run.log.packed if (one := packed()) is not None}
-    slots = [slot for node in nodes_of([root] if root is not None else []) for slot in slots_of(node)]
-    if run.log.unpacks and not alive and not slots:
+    report = report_of(run, savers, [] if root is None else [root])
+    if run.log.unpacks and not (report.entries or report.regions or report.unknown):
         raise StepError(
             "the step has run backward itself, so nothing is kept any more. Return the loss without calling backward."
         )
-    return Inventory(run, savers).report(alive, slots, requires_grad=root is not None)
+    return report
+
+
+def report_of(run: Watched, savers: Mapping[int, Operator], roots: Sequence[Tensor]) -> SavedReport:
+    """Return the report of a forward that has been watched.
+
+    Args:
+        run: The forward; nobody may hold more of what it returned than in a training step.
+        savers: The operators that have saved something, by the number of the save, as far as they are known.
+        roots: The tensors that backward will begin with.
+    """
+    alive = {one.index: one for packed in run.log.packed if (one := packed()) is not None}
+    slots = [slot for node in nodes_of(roots) for slot in slots_of(node)]
+    return Inventory(run, savers).report(alive, slots, requires_grad=bool(roots))

@@ -1,0 +1,6 @@
+"""How many layers each stage of a pipeline gets, from costs that are given, timed or measured in bytes."""
+
+from torchremat.pipeline.balance.division import Balance
+from torchremat.pipeline.balance.profiles import balance, balance_by_size, balance_by_time
+
+__all__ = ["Balance", "balance", "balance_by_size", "balance_by_time"]

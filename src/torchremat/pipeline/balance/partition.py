@@ -1,0 +1,153 @@
+"""A row of costs, cut into blocks whose most costly one costs as little as it can.
+
+Missing on purpose: blocks without layers, and layers in another order.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from fractions import Fraction
+from itertools import accumulate, pairwise
+from math import lcm
+
+import numpy as np
+from numpy.typing import NDArray
+
+# NOTE [ The partition that is picked ]
+#
+# Costs are c_0..c_n-1, all at least 0, and p blocks are wanted, none of them empty.
+#
+#   1. The limit L is the least cost of the most costly block. Blocks that are filled from the left up to some limit are
+#      the fewest that it allows; if these are at most p, then p are possible as well, since cutting a block makes none
+#      more costly and there are at least p layers. So L is found by bisection.
+#   2. Of all partitions within L that with the least sum of squared counts is taken: equal costs get equal counts.
+#   3. Of those left, the one whose first block is longest, then whose second is, and so on.
+#
+# Costs are made integers first. In floats three times 0.1 is more than 0.3, and which of two equal partitions is taken
+# would hang on where they lie in the row.
+#
+#   h(k, i)  the least sum of squares of k blocks over i..n-1 = min over ends j: (j - i)^2 + h(k - 1, j)
+#
+# where j reaches as far as i..j-1 costs at most L. Only those i count where enough layers are left on either side, and
+# which blocks within L can reach from both ends. And j goes no further than a block can be long: some
+# partition within L is known, with the sum of squares s. The n - d layers beside a block of d add at least
+# (n - d)^2 / (p - 1) to its d^2; if that is more than s, no better partition has such a block.
+
+_UNREACHABLE = np.iinfo(np.int64).max // 2
+
+
+def partition(costs: Sequence[float], blocks: int) -> tuple[int, ...]:
+    """Return how many costs each block has, so that the most costly block costs as little as it can.
+
+    Of several such partitions it is the most even one in counts, with longer blocks first.
+    See NOTE [ The partition that is picked ].
+
+    Args:
+        costs: Finite, none negative.
+        blocks: 1 to the number of costs.
+
+    >>> partition([1, 2, 3, 4, 5, 6], 2)
+    (4, 2)
+    """
+    sums = [0, *accumulate(_integers(costs))]
+    limit = _limit(sums, blocks)
+    reach = [bisect_right(sums, before + limit, lo=start) - 1 for start, before in enumerate(sums)]
+    longest = _longest(len(costs), _shared_out(reach, blocks))
+    reach = [min(end, start + longest) for start, end in enumerate(reach)]
+    least = _least_squares(reach, blocks)
+    counts: list[int] = []
+    start = 0
+    for left in reversed(range(blocks)):
+        ends = np.arange(start + 1, reach[start] + 1)
+        squares = (ends - start) ** 2 + least[left][ends]
+        # The last of the cheapest ends: longer blocks first.
+        end = int(ends[len(ends) - 1 - int(np.argmin(squares[::-1]))])
+        counts.append(end - start)
+        start = end
+    return tuple(counts)
+
+
+def _integers(costs: Sequence[float]) -> list[int]:
+    """Return integers in the proportions of the costs, exactly."""
+    exact = [Fraction(cost) for cost in costs]
+    scale = lcm(*(one.denominator for one in exact))
+    return [one.numerator * (scale // one.denominator) for one in exact]
+
+
+def _limit(sums: Sequence[int], blocks: int) -> int:
+    """Return the least cost that the most costly of so many blocks can have."""
+    low = max(max(after - before for before, after in pairwise(sums)), -(-sums[-1] // blocks))
+    high = sums[-1]
+    while low < high:
+        middle = (low + high) // 2
+        if _fits(sums, blocks, middle):
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def _fits(sums: Sequence[int], blocks: int, limit: int) -> bool:
+    start = 0
+    for _ in range(blocks):
+        start = bisect_right(sums, sums[start] + limit, lo=start) - 1
+        if start == len(sums) - 1:
+            return True
+    return False
+
+
+def _starts(reach: Sequence[int], blocks: int) -> tuple[list[int], list[int]]:
+    """Return the first and the last place at which each block can start."""
+    layers = len(reach) - 1
+    last = [0]
+    for number in range(1, blocks):
+        last.append(min(reach[last[-1]], layers - (blocks - number)))
+    first, start = [0] * blocks, layers
+    for number in reversed(range(1, blocks)):
+        end = start
+        while start > number and reach[start - 1] >= end:
+            start -= 1
+        first[number] = start
+    return first, last
+
+
+def _shared_out(reach: Sequence[int], blocks: int) -> list[int]:
+    """Return the counts of some partition within the limit: each block takes its share of what is left, if it may."""
+    layers = len(reach) - 1
+    first, _ = _starts(reach, blocks)
+    counts: list[int] = []
+    start = 0
+    for number in range(1, blocks + 1):
+        left = blocks - number
+        share = start + -(-(layers - start) // (left + 1))
+        end = min(max(share, first[number] if left else layers), reach[start], layers - left)
+        counts.append(end - start)
+        start = end
+    return counts
+
+
+def _longest(layers: int, counts: Sequence[int]) -> int:
+    """Return how long a block can be in a partition with no larger sum of squares than these counts have."""
+    others = len(counts) - 1
+    if others == 0:
+        return layers
+    least = sum(count * count for count in counts)
+    return max(d for d in range(1, layers + 1) if others * d * d + (layers - d) ** 2 <= others * least)
+
+
+def _least_squares(reach: Sequence[int], blocks: int) -> list[NDArray[np.int64]]:
+    """Return h(k, i) by k, for k from 0 to blocks - 1."""
+    layers = len(reach) - 1
+    first, last = _starts(reach, blocks)
+    squares = np.arange(layers + 1, dtype=np.int64) ** 2
+    row = np.full(layers + 1, _UNREACHABLE)
+    row[layers] = 0
+    rows = [row]
+    for k in range(1, blocks):
+        row = np.full(layers + 1, _UNREACHABLE)
+        for start in range(first[blocks - k], last[blocks - k] + 1):
+            end = reach[start]
+            row[start] = np.min(rows[-1][start + 1 : end + 1] + squares[1 : end - start + 1])
+        rows.append(row)
+    return rows

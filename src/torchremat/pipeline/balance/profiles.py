@@ -1,0 +1,184 @@
+"""`balance`, `balance_by_time`, `balance_by_size`: costs that are given, timed or measured, and cut into stages."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import cast
+
+import torch
+from torch import nn
+
+from torchremat.errors import ScheduleError, StepError
+from torchremat.measuring.runs import Subject
+from torchremat.measuring.step import check_materialised
+from torchremat.pipeline.balance.division import Balance, Unit
+from torchremat.pipeline.balance.layers import layers_of
+from torchremat.pipeline.balance.partition import partition
+from torchremat.pipeline.balance.sizes import first_microbatch, layer_bytes
+from torchremat.pipeline.balance.times import layer_seconds
+from torchremat.tensors.structure import tensors_in
+
+
+def balance(costs: Iterable[float], partitions: int) -> Balance:
+    """Return how many layers each of the partitions has, so that the most costly one costs as little as it can.
+
+    No other way to cut the row does better. Of several that do as well, it is the one with the most even counts, with
+    more layers in the first partitions.
+
+    Args:
+        costs: What each layer costs, in any unit; finite, none negative.
+        partitions: 1 to the number of layers.
+
+    Raises:
+        ScheduleError: There are fewer layers than partitions, or a cost is none.
+
+    >>> print(balance([1, 2, 3, 4, 5, 6], 2))
+    stage  layers  count  cost  share
+        0  0 .. 3      4    10  47.6%
+        1  4 .. 5      2    11  52.4%
+    stage 1 costs most: 1.05 x an even share of 50.0%
+    """
+    found = list(costs)
+    problems = _problems_of_partitions(partitions, len(found))
+    wrong = [f"{cost!r} at {place}" for place, cost in enumerate(found) if not _is_cost(cost)]
+    if wrong:
+        more = f", and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        problems.append(f"costs: {', '.join(wrong[:3])}{more}; a cost is a finite number, at least 0")
+    if problems:
+        raise ScheduleError(f"balance: {_listed(problems)}")
+    return _balanced(found, partitions, "", map(str, range(len(found))))
+
+
+def balance_by_time(
+    partitions: int,
+    module: nn.Sequential,
+    sample: object,
+    *,
+    timeout: float = 1.0,
+    device: torch.device | str | None = None,
+) -> Balance:
+    """Return a balance of the seconds that each layer's forward and backward take.
+
+    The layers run one after the other on copies in training mode; module, sample and generators stay as they are. On
+    the CPU the copies use as many threads as the process does, all for one layer.
+
+    Args:
+        partitions: 1 to the number of layers.
+        module: The layers, all of them without gradients.
+        sample: What the first layer gets: a microbatch, as the pipeline will cut it.
+        timeout: Seconds for all runs together. Each layer runs at least twice, however long that takes.
+        device: Where the copies run; that of the first parameter if not given.
+
+    Raises:
+        StepError: One of the arguments cannot be used, or a parameter has a gradient; all problems are listed.
+        UnsupportedError: There is no such device.
+    """
+    problems = _problems_of_module(partitions, module)
+    if not timeout >= 0:
+        problems.append(f"timeout={timeout!r}: seconds are needed, at least 0")
+    if problems:
+        raise StepError(f"balance_by_time: {_listed(problems)}")
+    check_materialised(module)
+    place = _device(module, sample, device)
+    return _balanced(
+        layer_seconds(module, sample, timeout=timeout, device=place), partitions, "s", tuple(layers_of(module))
+    )
+
+
+def balance_by_size(
+    partitions: int,
+    module: nn.Sequential,
+    input: object,
+    *,
+    chunks: int = 1,
+    param_scale: float = 2.0,
+    device: torch.device | str | None = None,
+) -> Balance:
+    """Return a balance of the bytes that each layer needs: what autograd keeps of a microbatch, and its parameters.
+
+    Bytes are those of storages, each once, counted where a forward of each layer has ended; what a layer shares with
+    the one before it counts there. The layers run one after the other on copies in training mode; module, input and
+    generators stay as they are.
+
+    Args:
+        partitions: 1 to the number of layers.
+        module: The layers, all of them without gradients.
+        input: What the pipeline will get: a batch.
+        chunks: How many microbatches it will be cut into; the first one runs.
+        param_scale: How often the bytes of parameters count: themselves, their gradients, and what the optimizer has
+            for them. 2 to 3 for SGD, 4 for Adam.
+        device: Where the copies run; that of the first parameter if not given.
+
+    Raises:
+        StepError: One of the arguments cannot be used, or a parameter has a gradient; all problems are listed.
+        UnsupportedError: There is no such device.
+    """
+    problems = [*_problems_of_module(partitions, module), *_problems_of_chunks(chunks, input)]
+    if not _is_cost(param_scale):
+        problems.append(f"param_scale={param_scale!r}: a finite number is needed, at least 0")
+    if problems:
+        raise StepError(f"balance_by_size: {_listed(problems)}")
+    check_materialised(module)
+    place = _device(module, input, device)
+    sizes = layer_bytes(module, first_microbatch(input, chunks), param_scale=param_scale, device=place)
+    return _balanced(sizes, partitions, "B", layers_of(module))
+
+
+def _balanced(costs: list[float] | list[int], partitions: int, unit: Unit, names: Iterable[str]) -> Balance:
+    return Balance(counts=partition(costs, partitions), costs=tuple(costs), unit=unit, names=tuple(names))
+
+
+def _device(module: nn.Module, value: object, wanted: torch.device | str | None) -> torch.device:
+    inputs = tuple(tensors_in(value))
+    return Subject(step=module, model=module, models=(module,), inputs=inputs, optimizer=None).device(wanted)
+
+
+def _is_cost(cost: object) -> bool:
+    try:
+        return math.isfinite(cast("float", cost)) and cast("float", cost) >= 0
+    except (TypeError, ValueError):
+        return False
+
+
+def _is_count(count: object) -> bool:
+    return isinstance(count, int) and not isinstance(count, bool) and count >= 1
+
+
+def _problems_of_partitions(partitions: int, layers: int) -> list[str]:
+    if not _is_count(partitions):
+        return [f"partitions={partitions!r}: a positive integer is needed"]
+    if layers < partitions:
+        return [f"partitions={partitions}, but there are {layers} layers, and each needs one; give at most that"]
+    return []
+
+
+def _problems_of_module(partitions: int, module: nn.Module) -> list[str]:
+    if not isinstance(module, nn.Sequential):
+        return [f"module: a torch.nn.Sequential is needed, whose layers run in order, got {type(module).__name__}"]
+    problems = _problems_of_partitions(partitions, len(layers_of(module)))
+    named = list(module.named_parameters())
+    having = [f"`{name}`" for name, parameter in named if parameter.grad is not None]
+    if having:
+        shown = ", ".join(having[:3]) + (", ..." if len(having) > 3 else "")
+        problems.append(
+            f"{len(having)} of {len(named)} parameters have a gradient already ({shown}), which copies would have as "
+            "well; call `module.zero_grad(set_to_none=True)` first"
+        )
+    return problems
+
+
+def _problems_of_chunks(chunks: int, batch: object) -> list[str]:
+    if not _is_count(chunks):
+        return [f"chunks={chunks!r}: a positive integer is needed"]
+    rows = {len(tensor) for tensor in tensors_in(batch) if tensor.dim()}
+    if chunks > 1 and len(rows) != 1:
+        found = f"they have {' and '.join(map(str, sorted(rows)))}" if rows else "there is none with any"
+        return [f"chunks={chunks}: the tensors of a batch need the same number of rows, {found}"]
+    return []
+
+
+def _listed(problems: list[str]) -> str:
+    if len(problems) == 1:
+        return f"{problems[0]}."
+    return f"{len(problems)} problems:" + "".join(f"\n  {problem}." for problem in problems)

@@ -1,0 +1,93 @@
+"""The bytes of each layer: what autograd keeps of its forward, and its parameters."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from torchremat.measuring.keeping import report_of
+from torchremat.measuring.runs import Subject
+from torchremat.measuring.saving import Watched, watched
+from torchremat.measuring.storages import StorageNumbers
+from torchremat.measuring.untouched import untouched
+from torchremat.pipeline.balance.layers import copied_to, copy_of, cut_off, entering, layers_of, mapped
+from torchremat.tensors.structure import tensors_in
+
+# NOTE [ Whose a saved storage is ]
+#
+# A storage is that of the first layer that saves it: the output of a ReLU, which the ReLU saves and the linear layer
+# behind it as well, counts for the ReLU. What the linear layer alone saves of its input is the linear layer's. So the
+# bytes of neighbours add up to those of the stage that they are in; where a stage begins with a layer whose input
+# counts for the layer before, the stage holds that much more.
+
+
+def layer_bytes(module: nn.Sequential, microbatch: object, *, param_scale: float, device: torch.device) -> list[int]:
+    """Return the bytes of each layer: what autograd keeps of its forward, and its parameters times a factor.
+
+    See NOTE [ Whose a saved storage is ]. What stores have taken, and what is recomputed, takes no bytes.
+
+    Args:
+        module: The layers; copies of them run, once each.
+        microbatch: What the first layer gets.
+        param_scale: The factor.
+        device: Where the copies run.
+    """
+    sizes: list[int] = []
+    counter = _Counter()
+    with untouched(None), torch.inference_mode(False), torch.enable_grad():
+        value = copied_to(device, microbatch)
+        for layer in layers_of(module).values():
+            saved_bytes, value = _run(copy_of(layer, device), value, counter)
+            sizes.append(saved_bytes + round(param_scale * _parameter_bytes(layer)))
+    return sizes
+
+
+def first_microbatch(batch: object, chunks: int) -> object:
+    """Return the first of so many microbatches, which is the largest; tensors without dimensions stay whole."""
+
+    def cut(tensor: Tensor) -> Tensor:
+        # A copy, since a view would keep the bytes of the batch.
+        return tensor.detach()[: -(-len(tensor) // chunks)].clone().requires_grad_(tensor.requires_grad)
+
+    return batch if chunks == 1 else mapped(lambda tensor: cut(tensor) if tensor.dim() else tensor, batch)
+
+
+class _Counter:
+    """Knows which storages have been counted."""
+
+    def __init__(self) -> None:
+        self.numbers = StorageNumbers()
+        self.counted: set[int] = set()
+
+    def add(self, tensor: Tensor) -> int:
+        """Count a tensor's storages; return the bytes of those that were not counted before."""
+        new = set(self.numbers.of(tensor)) - self.counted
+        self.counted |= new
+        return sum(self.numbers.sizes[number] for number in new)
+
+
+def _run(layer: nn.Module, value: object, counter: _Counter) -> tuple[int, object]:
+    """Run a layer's forward; return the bytes that autograd keeps of it, and what it returned."""
+    entered = entering(value, copied=False)
+    subject = Subject(
+        step=lambda: layer(entered), model=None, models=(layer,), inputs=tuple(tensors_in(entered)), optimizer=None
+    )
+    with watched(subject, operators=False) as run:
+        output = run.take_result()
+        return _kept_bytes(run, output, counter), cut_off(output)
+
+
+def _kept_bytes(run: Watched, output: object, counter: _Counter) -> int:
+    outputs = tensors_in(output)
+    report = report_of(run, {}, [tensor for tensor in outputs if tensor.requires_grad])
+    inputs = [run.before[number].tensor for number, one in report.storages.items() if one.kind == "input"]
+    saved_bytes = report.saved_bytes + sum(counter.add(tensor) for tensor in inputs)
+    for tensor in outputs:
+        if not report.storages.keys().isdisjoint(run.numbers.of(tensor)):
+            counter.add(tensor)
+    return saved_bytes
+
+
+def _parameter_bytes(layer: nn.Module) -> int:
+    counter = _Counter()
+    return sum(counter.add(parameter) for parameter in layer.parameters())
