@@ -26,6 +26,7 @@ from torchremat.measuring.freeing import Freed
 from torchremat.measuring.keeping import saved
 from torchremat.measuring.measurement import Measurement, measure
 from torchremat.measuring.saved_report import Saved, SavedReport
+from torchremat.pipeline.pipe import Pipe
 from torchremat.planning.fitting import fit
 from torchremat.planning.planner import Planner, plan
 from torchremat.planning.plans import Plan
@@ -61,6 +62,7 @@ __all__ = [
     "MutationError",
     "Offload",
     "OrderWarning",
+    "Pipe",
     "PipelineError",
     "Plan",
     "PlanError",

@@ -1,4 +1,4 @@
-"""A sequence of layers on several devices of one process. The numbers are those of facts/pipelines.md, section 1.5."""
+"""A sequence of layers on several devices of one process."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from weakref import WeakSet
 
 import pytest
 import torch
-from pipes import Noted, equal, gradients, layers, plainly
 from torch import Tensor, nn
 
 import torchremat
+from pipeline.layered import Noted, equal, gradients, layers, plainly
 from torchremat import Pipe, PipelineError, PlanError, UnsupportedError
 
 CPUS = ["cpu"] * 8
@@ -191,13 +191,12 @@ def test_writes_in_place_have_the_right_gradient_or_raise(mode):
     x = torch.randn(4, 4)
     plainly(plain, x, 2).sum().backward()
 
-    try:
+    if mode == "never":
         pipe(x).sum().backward()
-    except torchremat.MutationError as error:
-        assert mode != "never"
-        assert "in place" in str(error)
-    else:
         assert equal(gradients(pipe), gradients(plain))
+    else:  # the input of a stage that writes to it is gone, and a recompute needs it
+        with pytest.raises(torchremat.MutationError, match="in place"):
+            pipe(x).sum().backward()
 
 
 # ------------------------------------------------------------------------------------------------------ microbatches
@@ -371,7 +370,9 @@ def test_an_error_in_any_cell_arrives_with_its_place_and_leaves_nothing(stage, n
     with pytest.raises(error, match="on purpose") as caught:
         pipe(torch.rand(3, 4))
 
-    assert caught.value.__notes__ == [f"This was raised in the forward of stage {stage}, microbatch {number} of a pipe."]
+    assert caught.value.__notes__ == [
+        f"This was raised in the forward of stage {stage}, microbatch {number} of a pipe."
+    ]
     frames = [entry.name for entry in caught.traceback]
     assert frames[-1] == "forward"
     assert threads() == []
@@ -445,7 +446,9 @@ def test_names_of_layers_stay():
     assert "partitions.1.second.bias" in Pipe(module, [1, 1], devices=CPUS).state_dict()
 
 
-@pytest.mark.parametrize("again", [copy.deepcopy, lambda pipe: pickle.loads(pickle.dumps(pipe))], ids=["copy", "pickle"])
+@pytest.mark.parametrize(
+    "again", [copy.deepcopy, lambda pipe: pickle.loads(pickle.dumps(pipe))], ids=["copy", "pickle"]
+)
 def test_a_copy_runs(again):
     pipe = Pipe(layers(), [2, 2], devices=CPUS, chunks=2)
     x = torch.rand(4, 4)
@@ -534,23 +537,30 @@ def stage_plans(pipe: Pipe, width: int, rows: int) -> list[torchremat.Plan]:
     return [torchremat.plan(stage, lambda stage: stage(x).sum(), budget="80%") for stage in pipe.partitions]
 
 
+class Counts(nn.Linear):
+    """Counts its recomputes; in `forward` itself, since hooks are outside of the regions of a plan."""
+
+    recomputes = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.recomputes += torchremat.is_recomputing()
+        return super().forward(x)
+
+
 def test_stages_run_by_plans():
-    runs = []
-    module = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.GELU(), nn.GELU()) for _ in range(4)))
-    for number, layer in enumerate(module):
-        layer[0].register_forward_hook(lambda *_, number=number: runs.append((number, torchremat.is_recomputing())))
+    torch.manual_seed(0)
+    module = nn.Sequential(*(nn.Sequential(Counts(32, 32), nn.GELU(), nn.GELU(), nn.GELU()) for _ in range(4)))
     plans = stage_plans(Pipe(copy.deepcopy(module), [2, 2], devices=CPUS), 32, 512)
     plain = copy.deepcopy(module)
     x = torch.rand(1024, 32)
     pipe = Pipe(module, [2, 2], devices=CPUS, chunks=2, checkpoint=plans)
-    runs.clear()
 
     pipe(x).sum().backward()
-    again = [number for number, recomputing in runs if recomputing]
     plainly(plain, x, 2).sum().backward()
 
-    assert {number // 2 for number in again} == {0, 1}  # both stages recompute something
-    assert len(again) < 8  # and none everything
+    again = [layer[0].recomputes for layer in module]
+    assert sum(again) > 0
+    assert min(again) == 0  # not everything
     assert equal(gradients(pipe), gradients(plain))
 
 

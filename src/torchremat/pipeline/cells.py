@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import cast
 
 import torch
 from torch import nn
@@ -57,11 +58,12 @@ class Cell:
             The output and the skips that are stashed for later stages, and the region that it ran in.
         """
         function = partial(_run, self.module, self.layout, self.place.stage)
+        value, skips = cast("tuple[object, dict[Key, object]]", given.value)
         with use_stream(self.stream):
             if self.settings is None or not torch.is_grad_enabled():
-                return Microbatch.of(function(*given.value)), None
+                return Microbatch.of(function(value, skips)), None
             region = new_region(self.settings, self.place)
-            output = region.call(partial(call_plainly, function), given.value, {}, [self.module])
+            output = region.call(partial(call_plainly, function), (value, skips), {}, [self.module])
             return Microbatch.of(output), region
 
 

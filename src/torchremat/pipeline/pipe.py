@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from torchremat.errors import PipelineError, UnsupportedError
 from torchremat.pipeline.balance import balance as balanced
-from torchremat.pipeline.batchnorm import DeferredBatchNorm, convert_deferred_batch_norm
 from torchremat.pipeline.microbatch import gather, scatter
 from torchremat.pipeline.partitions import listed_balance, listed_devices, partitioned
 from torchremat.pipeline.runner import Runner
@@ -37,7 +36,6 @@ class Pipe(nn.Module):
         chunks: The microbatches of a batch; a batch of fewer rows has fewer.
         checkpoint: Which microbatches are recomputed in backward: all; all but the last of a batch, whose backward
             begins at once; none. Or a `Plan` for each stage, made for `pipe.partitions[stage]` and a microbatch.
-        deferred_batch_norm: Whether batch normalisation tracks the statistics of the batch, not of its microbatches.
         check: What is compared in recomputes; see `torchremat.checkpointed`.
         preserve_rng: Whether recomputes draw the random numbers of the forward.
         policy: The operators whose outputs are kept; see `torchremat.checkpointed`.
@@ -62,7 +60,6 @@ class Pipe(nn.Module):
         devices: Iterable[torch.device | str | int] | None = None,
         chunks: int = 1,
         checkpoint: Mode | Sequence[Plan] = "except_last",
-        deferred_batch_norm: bool = False,
         check: Check = "metadata",
         preserve_rng: bool = True,
         policy: Policy | None = None,
@@ -80,8 +77,6 @@ class Pipe(nn.Module):
         counts = None if balance is None else listed_balance(balance)
         self.devices = listed_devices(devices, None if counts is None else len(counts))
         self.balance = _by_parameters(module, len(self.devices)) if counts is None else counts
-        if deferred_batch_norm:
-            module = cast("nn.Sequential", convert_deferred_batch_norm(module, chunks))
         self.partitions = nn.ModuleList(partitioned(module, self.balance, self.devices))
         self.devices = self.devices[: len(self.balance)]
         self.chunks = chunks
@@ -114,9 +109,6 @@ class Pipe(nn.Module):
         microbatches = scatter(input, self.chunks)
         if self.balance:
             self._runner(len(microbatches)).run(microbatches)
-        for one in self.modules():
-            if isinstance(one, DeferredBatchNorm):
-                DeferredBatchNorm.commit(one)
         return gather(microbatches)
 
     def __len__(self) -> int:

@@ -159,13 +159,9 @@ class Recompute:
         had_scopes, thread.scopes = thread.scopes, []
         had_calls, thread.calls = thread.calls, []
         had_selecting, thread.selecting = thread.selecting, None
-<<<<<<< HEAD
-        had_inner = thread.inner
-        had_carried, thread.carried = thread.carried, {}
-=======
         had_inner, had_plain = thread.inner, thread.plain
+        had_carried, thread.carried = thread.carried, {}
         thread.plain = False
->>>>>>> 66c066a (A session for each microbatch of a stage: attach and detach for torch.distributed.pipelining)
         thread.recomputing += 1
         set_grad_mode(True)
         try:
@@ -183,12 +179,8 @@ class Recompute:
             thread.scopes = had_scopes
             thread.calls = had_calls
             thread.selecting = had_selecting
-<<<<<<< HEAD
-            thread.inner = had_inner
-            thread.carried = had_carried
-=======
             thread.inner, thread.plain = had_inner, had_plain
->>>>>>> 66c066a (A session for each microbatch of a stage: attach and detach for torch.distributed.pipelining)
+            thread.carried = had_carried
         if self.values is not None and self.difference is None:
             found = self.values.differs_at_end()
             if found is not None:

@@ -349,11 +349,7 @@ class Region:
         See Rule 9.
         """
         with self._lock:
-<<<<<<< HEAD
-            if key in self._recomputed or not any(waits(slot()) for slot in self.slots):
-=======
-            if session in self._recomputed or not self.waits():
->>>>>>> 66c066a (A session for each microbatch of a stage: attach and detach for torch.distributed.pipelining)
+            if key in self._recomputed or not self.waits():
                 return False
             self._recompute_for(key, 0)
             return True
@@ -407,7 +403,7 @@ def _get(value: Served) -> Tensor | None:
     return value.get()
 
 
-def _forget(region: ReferenceType[Region], task: int) -> None:
+def _forget(region: ReferenceType[Region], key: Key) -> None:
     alive = region()
     if alive is not None:
-        alive.forget(task)
+        alive.forget(key)

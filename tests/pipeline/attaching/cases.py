@@ -6,7 +6,7 @@ import torch
 
 from pipeline.attaching.models import BLOCKS, MICROBATCHES, SCHEDULES, Program
 from torchremat import wrap
-from torchremat.pipeline import attach, detach
+from torchremat.pipeline import attach
 
 TWICE = [2] * MICROBATCHES
 
