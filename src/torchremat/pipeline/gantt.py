@@ -66,12 +66,21 @@ class Bar:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One stage. Rows of one group, the stages of a worker, stand closer together."""
+    """One stage.
+
+    Attributes:
+        name: On the left.
+        group: Rows of one group are the stages of one worker; a line parts groups of several.
+        idle_share: On the right.
+        bars: What the stage does.
+        elsewhere: Starts and ends of what its worker does in its other stages; it is not idle then.
+    """
 
     name: str
     group: int
     idle_share: float
     bars: tuple[Bar, ...]
+    elsewhere: tuple[tuple[float, float], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,13 +139,16 @@ def _draw_chart(panel: Axes, chart: Chart, *, unit: str, scale: float, inches_pe
 
     copies = any(bar.kind == "copy" for row in chart.rows for bar in row.bars)
     shares = [row.idle_share for row in chart.rows]
-    panel.barh(range(len(chart.rows)), chart.step_s / scale, _HEIGHT, color=_IDLE, linewidth=0)
+    compute_height = _HEIGHT - (_COPY_HEIGHT if copies else 0)
     for place, row in enumerate(chart.rows):
-        bottom = place + _HEIGHT / 2
+        first, bottom = place - _HEIGHT / 2, place + _HEIGHT / 2
+        panel.broken_barh([(0, chart.step_s / scale)], (first, compute_height), color=_IDLE, linewidth=0)
+        gaps = [(start_s / scale, (end_s - start_s) / scale) for start_s, end_s in row.elsewhere]
+        panel.broken_barh(gaps, (first, compute_height), color="white", linewidth=0)
         for kind, colour in _COLOURS.items():
             bars = [bar for bar in row.bars if bar.kind == kind and bar.end_s > bar.start_s]
-            height = _COPY_HEIGHT if kind == "copy" else _HEIGHT - (_COPY_HEIGHT if copies else 0)
-            top = bottom - height if kind == "copy" else place - _HEIGHT / 2
+            height = _COPY_HEIGHT if kind == "copy" else compute_height
+            top = bottom - height if kind == "copy" else first
             points = [72 * (bar.end_s - bar.start_s) * inches_per_s for bar in bars]
             panel.broken_barh(
                 [(bar.start_s / scale, (bar.end_s - bar.start_s) / scale) for bar in bars],

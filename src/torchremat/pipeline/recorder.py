@@ -22,6 +22,7 @@ from torchremat.pipeline.timeline import Timeline
 from torchremat.schedules.pipelines import Kind
 
 _NOTHING = nullcontext()
+_Taken: TypeAlias = "_OnCPU | _OnStream"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,32 +31,6 @@ class _Zero:
 
     mark: torch.cuda.Event
     seconds: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Marks:
-    """An event on a CUDA stream, between two marks."""
-
-    stage: int
-    microbatch: int
-    kind: Kind
-    zero: _Zero
-    start: torch.cuda.Event
-    end: torch.cuda.Event
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Readings:
-    """An event on the CPU, between two readings of the clock."""
-
-    stage: int
-    microbatch: int
-    kind: Kind
-    start_s: float
-    end_s: float
-
-
-_Taken: TypeAlias = _Marks | _Readings
 
 
 class Recorder:
@@ -118,7 +93,9 @@ class Recorder:
 
 
 class _OnCPU:
-    __slots__ = ("kind", "microbatch", "stage", "start_s", "taken")
+    """An event on the CPU, between two readings of the clock."""
+
+    __slots__ = ("end_s", "kind", "microbatch", "stage", "start_s", "taken")
 
     def __init__(self, taken: list[_Taken], stage: int, microbatch: int, kind: Kind) -> None:
         self.taken = taken
@@ -132,14 +109,17 @@ class _OnCPU:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        end_s = perf_counter()
-        self.taken.append(
-            _Readings(stage=self.stage, microbatch=self.microbatch, kind=self.kind, start_s=self.start_s, end_s=end_s)
-        )
+        self.end_s = perf_counter()
+        self.taken.append(self)
+
+    def times(self) -> tuple[float, float]:
+        return self.start_s, self.end_s
 
 
 class _OnStream:
-    __slots__ = ("kind", "microbatch", "stage", "start", "stream", "taken", "zero")
+    """An event on a CUDA stream, between two marks."""
+
+    __slots__ = ("end", "kind", "microbatch", "stage", "start", "stream", "taken", "zero")
 
     def __init__(
         self, taken: list[_Taken], stage: int, microbatch: int, kind: Kind, stream: torch.cuda.Stream, zero: _Zero
@@ -157,15 +137,15 @@ class _OnStream:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.taken.append(
-            _Marks(
-                stage=self.stage,
-                microbatch=self.microbatch,
-                kind=self.kind,
-                zero=self.zero,
-                start=self.start,
-                end=_mark(self.stream),
-            )
+        self.end = _mark(self.stream)
+        self.taken.append(self)
+
+    def times(self) -> tuple[float, float]:
+        self.end.synchronize()
+        zero = self.zero
+        return (
+            zero.seconds + zero.mark.elapsed_time(self.start) / 1e3,
+            zero.seconds + zero.mark.elapsed_time(self.end) / 1e3,
         )
 
 
@@ -182,14 +162,7 @@ def _zero(device: torch.device) -> _Zero:
 
 
 def _event(taken: _Taken, since_s: float) -> Event:
-    match taken:
-        case _Readings():
-            start_s, end_s = taken.start_s, taken.end_s
-        case _Marks():
-            taken.end.synchronize()
-            zero = taken.zero
-            start_s = zero.seconds + zero.mark.elapsed_time(taken.start) / 1e3
-            end_s = zero.seconds + zero.mark.elapsed_time(taken.end) / 1e3
+    start_s, end_s = taken.times()
     return Event(
         stage=taken.stage,
         microbatch=taken.microbatch,

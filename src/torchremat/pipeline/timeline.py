@@ -178,19 +178,30 @@ def charts_of(timeline: Timeline, *, name: str = "") -> list[Chart]:
 def _chart(timeline: Timeline, *, name: str) -> Chart:
     shares = timeline.idle_share
     start_s = timeline.start_s
+    bars = [
+        tuple(
+            Bar(
+                kind=piece.event.kind,
+                text=str(piece.event.microbatch),
+                start_s=piece.start_s - start_s,
+                end_s=piece.end_s - start_s,
+            )
+            for piece in pieces(timeline.events_of(stage))
+        )
+        for stage in range(timeline.stages)
+    ]
     rows = [
         Row(
             name=f"stage {stage}",
             group=group,
             idle_share=shares[stage],
-            bars=tuple(
-                Bar(
-                    kind=piece.event.kind,
-                    text=str(piece.event.microbatch),
-                    start_s=piece.start_s - start_s,
-                    end_s=piece.end_s - start_s,
-                )
-                for piece in pieces(timeline.events_of(stage))
+            bars=bars[stage],
+            elsewhere=tuple(
+                (bar.start_s, bar.end_s)
+                for other in stages
+                if other != stage
+                for bar in bars[other]
+                if bar.kind in COMPUTES
             ),
         )
         for group, stages in enumerate(timeline._groups())
