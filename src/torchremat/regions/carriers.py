@@ -90,16 +90,9 @@ class Carrier(Generic[K]):
         self._hold(key, one, words)
         return one.value
 
-    def left(self) -> dict[K, object]:
-        """Return what has been put and not been taken.
-
-        Raises:
-            UnsupportedError: Something was put in a reentrant region that has ended.
-        """
-        for key, one in self._values.items():
-            if one.is_reentrant and _has_left(one):
-                raise UnsupportedError(_REENTRANT.format(f"{key!r}"))
-        return {key: one.value for key, one in self._values.items()}
+    def left(self) -> dict[K, Carried]:
+        """Return what has been put and not been taken."""
+        return dict(self._values)
 
     def _is_apart(self) -> bool:
         return thread.carried is not None and thread.carried is not self._made_in
@@ -111,19 +104,22 @@ class Carrier(Generic[K]):
     def _hold(self, key: K, one: Carried, words: str) -> None:
         """Let the calls hold a value that run here for the first time, and did not where it was put."""
         calls = [call for call in thread.calls if all(call is not other for other in one.calls)]
-        if (one.is_reentrant and _has_left(one)) or (calls and is_in_reentrant_forward()):
-            raise UnsupportedError(_REENTRANT.format(words))
+        if has_left_reentrant(one) or (calls and is_in_reentrant_forward()):
+            raise reentrant(words)
         if calls:
             kept = Frozen(one.value)
             for call in calls:
                 call.freeze((Carrier, key), kept)
 
 
-def _has_left(one: Carried) -> bool:
-    """Return whether one of the calls that ran where a value was put has ended."""
-    return any(all(call is not other for other in thread.calls) for call in one.calls)
+def has_left_reentrant(one: Carried) -> bool:
+    """Return whether a value was put in a reentrant region that has ended."""
+    return one.is_reentrant and any(all(call is not other for other in thread.calls) for call in one.calls)
 
 
-_REENTRANT = (
-    "{}: its value enters or leaves a reentrant region, where no gradient could reach it. Pass use_reentrant=False."
-)
+def reentrant(words: str) -> UnsupportedError:
+    """Return the error for a value that enters or leaves a reentrant region; `words` say where."""
+    return UnsupportedError(
+        f"{words}: its value enters or leaves a reentrant region, where no gradient could reach it. Pass "
+        "use_reentrant=False."
+    )

@@ -1,21 +1,19 @@
-r"""The carriers of skips between stages: a skip goes from the stage that stashes it to the one that pops it, at once.
+"""The carriers of skips between stages: a skip goes from the stage that stashes it to the one that pops it, at once.
 
-Who holds a skip of one microbatch that stage S stashes and stage T pops, both on devices of their own. "S" and "T"
-stand for what the cells' own backward needs of the skip, whatever that is:
+Who holds the skip of one microbatch that stage S stashes and stage T pops, each with a device of its own, and stage M
+between them. "S" and "T" mean what autograd saves in the cells, which holds the skip if their backward needs it:
 
-    | event                  | portal | source's bytes held by            | target's bytes held by           |
-    | ---------------------- | ------ | --------------------------------- | -------------------------------- |
-    | S stashes              | source | portal, S                         |                                  |
-    | copy                   | copy   | S                                 | portal                           |
-    | T pops                 | empty  | S                                 | T; if checkpointed, T's inputs   |
-    | recompute of T         | empty  | S                                 | T's inputs, T                    |
-    | backward of T          | empty  | S; the gradient                   | nobody                           |
-    | recompute of S         | empty  | S; the gradient                   |                                  |
-    | backward of S          | empty  | nobody                            |                                  |
+    event                 portal has   bytes at the source are held by   bytes at the target are held by
+    forward of S          source       portal; S, unless recomputed      nobody
+    forward of M          source       portal; S, unless recomputed      nobody
+    copy                  copy         S, unless recomputed              portal
+    forward of T          nothing      S, unless recomputed              T; its inputs, if recomputed
+    recompute of T        nothing      S, unless recomputed              T; its inputs
+    backward of T, M      nothing      S, unless recomputed              nobody
+    recompute of S        nothing      S                                 nobody
+    backward of S         nothing      nobody                            nobody
 
-Where S is checkpointed, "S" is nothing before the recompute of S: from the copy on, the source holds no byte of it.
-The stages between hold nothing at any time. What a recompute of S stashes is an output of the recompute, which is
-dropped with it; it meets no portal.
+A stage between holds nothing at any time. What a recompute of S stashes goes with the recompute: it meets no portal.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from torchremat.errors import SkipError
 from torchremat.pipeline.skip.layouts import SkipLayout
 from torchremat.pipeline.skip.namespaces import Key, Namespace
-from torchremat.regions.carriers import Carrier, carried
+from torchremat.regions.carriers import Carrier, carried, has_left_reentrant, reentrant
 
 
 class SkipTracker:
@@ -68,8 +68,16 @@ class CellTracker(SkipTracker):
 
     @property
     def outgoing(self) -> dict[Key, object]:
-        """The skips that have been stashed here so far and are popped by another stage."""
-        return {key: value for key, value in self._carrier.left().items() if key in self._leaves}
+        """The skips that have been stashed here so far and are popped by another stage.
+
+        Raises:
+            UnsupportedError: One was stashed in a reentrant region.
+        """
+        found = {key: one for key, one in self._carrier.left().items() if key in self._leaves}
+        for (_, name), one in found.items():
+            if has_left_reentrant(one):
+                raise reentrant(f"stash({name!r})")
+        return {key: one.value for key, one in found.items()}
 
 
 def _not_stashed(namespace: Namespace | None, name: str) -> SkipError:
