@@ -1,0 +1,117 @@
+"""Nodes that take down when a piece of backward begins and ends.
+
+      forward:    begin to end, by a clock        backward:  Mark 2 runs, then the piece, then Mark 1
+
+      ---- Mark 1 ---- piece ---- Mark 2 ----
+
+A stage whose input requires no grad has no Mark 1. It is over when its worker begins with something else, or when the
+backward ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+from torchremat._compat.autograd import at_end_of_backward
+from torchremat.pipeline.dependency import replaced, with_grad
+from torchremat.pipeline.recorder import Recorder
+from torchremat.pipeline.streams import CpuStream, Stream
+from torchremat.schedules.pipelines import Kind
+
+
+class Mark(torch.autograd.Function):
+    """Passes tensors on; in backward, says that it runs."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, runs: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Return the tensors."""
+        ctx.set_materialize_grads(False)
+        cast("Any", ctx).runs = runs
+        return tuple(tensor.detach() for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Return the gradients."""
+        cast("Any", ctx).runs()
+        return None, *grads
+
+
+def _marked(tensors: Sequence[Tensor], runs: Callable[[], None]) -> list[Tensor]:
+    places = with_grad(tensors)
+    if not places:
+        return list(tensors)
+    return replaced(tensors, places, Mark.apply(runs, *(tensors[place] for place in places)))
+
+
+class Piece:
+    """A piece of the work on one microbatch, in forward and backward.
+
+    Args:
+        recorder: Takes the events down.
+        stage: Where it runs.
+        microbatch: On what.
+        forward: What it is in the forward.
+        backward: What it is in the backward.
+        stream: What it runs on.
+        open_pieces: Those of the same worker whose backward has begun and has no Mark 1.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        stage: int,
+        microbatch: int,
+        *,
+        forward: Kind,
+        backward: Kind,
+        stream: Stream,
+        open_pieces: list[Piece],
+    ) -> None:
+        self._recorder = recorder
+        self._at = stage, microbatch
+        self._kinds: tuple[Kind, Kind] = forward, backward
+        self._stream = None if isinstance(stream, CpuStream) else stream
+        self._open_pieces = open_pieces
+        self._has_end = False
+        self._running: AbstractContextManager[None] | None = None
+
+    def runs(self) -> AbstractContextManager[None]:
+        """Return a context for its forward."""
+        return self._recorder.event(*self._at, self._kinds[0], stream=self._stream)
+
+    def recomputes(self) -> AbstractContextManager[None]:
+        """Return a context for its recompute."""
+        return self._recorder.event(*self._at, "recompute", stream=self._stream)
+
+    def given(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return its inputs behind Mark 1."""
+        if not self._recorder.on:
+            return list(tensors)
+        self._has_end = bool(with_grad(tensors))
+        return _marked(tensors, self._end)
+
+    def returned(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return its outputs behind Mark 2."""
+        return _marked(tensors, self._begin) if self._recorder.on else list(tensors)
+
+    def _begin(self) -> None:
+        for piece in list(self._open_pieces):
+            piece._end()
+        self._running = self._recorder.event(*self._at, self._kinds[1], stream=self._stream)
+        self._running.__enter__()
+        if not self._has_end:
+            self._open_pieces.append(self)
+            at_end_of_backward(self._end)
+
+    def _end(self) -> None:
+        running, self._running = self._running, None
+        if running is not None:
+            running.__exit__(None, None, None)
+        if self in self._open_pieces:
+            self._open_pieces.remove(self)
