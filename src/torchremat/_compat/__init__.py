@@ -12,6 +12,7 @@ containers.py    types that torch's pytree takes apart
 compiled_autograd.py  objects and operators that go into the graph of a backward
 flags.py         settings that decide by which kernel a number is computed
 modes.py         function and dispatch modes
+norms.py         the class that batch norms have in common
 checkpoints.py   what torch's own checkpoint keeps to itself
 graphs.py        what keeps dynamo out, or lets it in
 sharding.py      what FSDP2 keeps to itself
