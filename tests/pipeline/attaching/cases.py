@@ -1,18 +1,29 @@
 """What two processes do with attached schedules."""
 
+import gc
+from collections import Counter
+from contextlib import contextmanager
 from functools import cache, partial
+from importlib import import_module
 
+import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 
-from pipeline.attaching.models import BLOCKS, MICROBATCHES, SCHEDULES, Program
-from torchremat import wrap
-from torchremat.pipeline import attach
+from pipeline.attaching.models import BLOCKS, MICROBATCHES, SCHEDULES, SINGLE, WIDTH, Llama, Program, Stage
+from regions.comparing import live_regions
+from torchremat import UnsupportedError, wrap
+from torchremat.pipeline import attach, detach, in_flight
+from torchremat.policies import save_matmuls
 
-TWICE = [2] * MICROBATCHES
+ONCE, TWICE = [1] * MICROBATCHES, [2] * MICROBATCHES
+ZERO_BUBBLE = ["ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble", "ScheduleDualPipeV"]
 
 
-def wrapped(module):
-    wrap(module, "layers.*")
+def wrapped(module, **options):
+    wrap(module, "layers.*", **options)
 
 
 @cache
@@ -26,7 +37,6 @@ def equal(ours, theirs):
 
 
 def one_recompute(name, **options):
-    expected = plain(name)
     program = Program(name, wrapped)
 
     with attach(program.schedule, **options) as attached:
@@ -34,9 +44,379 @@ def one_recompute(name, **options):
         assert attached.open_sessions == 0
 
     assert program.calls == [TWICE] * BLOCKS * len(program.stages), program.calls
+    assert equal(ours, plain(name))
+
+
+def many_recomputes_without():
+    program = Program("ScheduleInterleavedZeroBubble", wrapped)
+
+    ours = program.train()
+
+    # A forward, a recompute in the input pass, and one for each of the nine groups of weights. Stage 0 has one pass.
+    assert max(map(max, program.calls)) == 1 + 1 + 9
+    assert equal(ours, plain(program.name))
+
+
+def selective(name):
+    program = Program(name, partial(wrapped, policy=save_matmuls))
+
+    with attach(program.schedule):
+        ours = program.train()
+
+    assert program.calls == [TWICE] * BLOCKS * len(program.stages)
+    assert equal(ours, plain(name))
+
+
+class Tied(nn.Module):
+    """Uses a weight before and after what has none. (With weights in between, the split backward of torch fails.)"""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)
+        self.calls = Counter()
+
+    def forward(self, x):
+        self.calls[x.detach().double().sum().item()] += 1
+        return torch.sin(x @ self.weight).exp() @ self.weight
+
+
+def tied_weights():
+    expected = Program("ScheduleInterleavedZeroBubble", build=partial(Stage, block=Tied)).train()
+    program = Program("ScheduleInterleavedZeroBubble", wrapped, build=partial(Stage, block=Tied))
+
+    with attach(program.schedule):
+        ours = program.train()
+
+    # What the first step has learned holds for the second: nothing is dropped early, and nothing is recomputed again.
+    assert program.calls == [TWICE] * BLOCKS * len(program.stages)
     assert equal(ours, expected)
+
+
+# ------------------------------------------------------------------------------------------------------- detach
+
+
+def attributes(program):
+    """All attributes of a schedule and its stages, by identity."""
+    return [{name: id(value) for name, value in vars(one).items()} for one in (program.schedule, *program.stages)]
+
+
+def detach_restores(name):
+    program = Program(name, wrapped)
+    program.step()
+    before = attributes(program)
+
+    attached = attach(program.schedule, lookahead_bytes="1MiB", record=True)
+    assert attributes(program) != before
+    program.step()
+    attached.detach()
+    after = attributes(program)
+    attached.detach()
+
+    assert after == before == attributes(program)
+    gc.collect()
+
+
+def a_dropped_schedule_drops_all():
+    def make():
+        program = Program("Schedule1F1B", wrapped)
+        attached = attach(program.schedule, record=True)
+        program.step()
+        return attached
+
+    gc.collect()
+    before = len(live_regions())
+    attached = make()
+
+    attached.detach()  # of nothing
+    assert len(live_regions()) == before and attached.open_sessions == 0
+
+
+def own_attributes_stay():
+    program = Program("Schedule1F1B", wrapped)
+    stage, calls = program.stages[0], []
+
+    def forward(*args, **kwargs):
+        calls.append(args[0])
+        return type(stage).forward_one_chunk(stage, *args, **kwargs)
+
+    stage.forward_one_chunk = forward
+    with attach(program.schedule):
+        program.train()
+
+    assert calls == 2 * list(range(MICROBATCHES)) and vars(stage)["forward_one_chunk"] is forward
+    assert program.calls == [TWICE] * BLOCKS
+
+
+def errors():
+    program = Program("ScheduleInterleaved1F1B", wrapped)
+    schedule, stage = program.schedule, program.stages[0]
+    before = attributes(program)
+
+    with pytest.raises(UnsupportedError, match="nothing is attached to this ScheduleInterleaved1F1B"):
+        detach(schedule)
+    with pytest.raises(UnsupportedError, match="checkpoint='none': 'all' or 'in_flight' is allowed; lookahead_bytes=5"):
+        attach(schedule, checkpoint="none", lookahead_bytes=5, lookahead=False)
+    assert attributes(program) == before
+
+    attach(schedule)
+    with pytest.raises(UnsupportedError, match="this ScheduleInterleaved1F1B is attached already"):
+        attach(schedule)
+    ours, stage.forward_one_chunk = stage.forward_one_chunk, None
+    with pytest.raises(UnsupportedError, match="`forward_one_chunk` of the PipelineStage was replaced since"):
+        detach(schedule)
+    stage.forward_one_chunk = ours
+    detach(schedule)
+
+    assert attributes(program) == before
+
+
+# -------------------------------------------------------------------------------------------- exceptions, no grad
+
+
+class Failing(torch.autograd.Function):
+    """Passes on; raises in the backward if it is told to."""
+
+    at = None
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if Failing.at == 0:
+            raise RuntimeError("the backward broke")
+        Failing.at = None if Failing.at is None else Failing.at - 1
+        return grad
+
+
+class Breaking(Llama):
+    at = None
+
+    def forward(self, x):
+        if Breaking.at == 0:
+            raise RuntimeError("the forward broke")
+        Breaking.at = None if Breaking.at is None else Breaking.at - 1
+        return Failing.apply(super().forward(x))
+
+
+def exceptions(name):
+    """In the forward, in a recompute, and in a backward; of a schedule that this process runs alone."""
+    build = partial(Stage, block=Breaking)
+    expected = Program(name, build=build, alone=True).train()
+    program = Program(name, wrapped, build=build, alone=True)
+    gc.collect()
+    before = len(live_regions())
+    regions = MICROBATCHES * BLOCKS * len(program.stages)
+
+    with attach(program.schedule) as attached:
+        program.step()
+        for broken, at in [(Breaking, 0), (Breaking, 3), (Breaking, regions + 1), (Failing, 0), (Failing, 3)]:
+            broken.at = at
+            with pytest.raises(RuntimeError):
+                program.step()
+            broken.at = None
+            assert attached.open_sessions == 0
+            for stage in program.stages:
+                stage.clear_runtime_states()
+                stage.backward_state.clear()
+                stage.dw_runner.clear()
+            program.schedule._internal_losses.clear()
+            assert len(live_regions()) == before
+        program.step()
+
+    assert program.calls == [TWICE] * BLOCKS * len(program.stages)
+    assert equal(program.result(), expected)
+
+
+def no_grad(name):
+    program = Program(name, wrapped)
+    expected = Program(name).step(None)
+
+    with attach(program.schedule, record=True) as attached:
+        output = program.step()
+        attached.events.clear()
+        evaluated = program.step(program.schedule.eval)
+        with torch.no_grad():
+            program.step(program.schedule.eval)
+        assert {event.kind for event in attached.events} <= {"wait"}
+        assert program.calls == [ONCE] * BLOCKS * len(program.stages)
+        program.train()
+
+    assert program.calls == [TWICE] * BLOCKS * len(program.stages)
+    for one in (output, evaluated):
+        assert one is expected is None or torch.equal(one, expected)
+
+
+# ---------------------------------------------------------------------------------------------------- look-ahead
+
+
+class Slow:
+    """A transfer that is on its way until it was asked `polls` times."""
+
+    def __init__(self, work, polls):
+        self.work = work
+        self.polls = polls
+
+    def is_completed(self):
+        self.polls -= 1
+        return self.polls < 0
+
+    def wait(self):
+        return self.work.wait()
+
+
+@contextmanager
+def slow_transfers(polls):
+    schedules = import_module("torch.distributed.pipelining.schedules")
+    had = schedules._batch_p2p
+
+    def slowly(ops, desc=None):
+        works = zip(ops, had(ops, desc), strict=True)
+        return [Slow(work, polls if op.op is dist.irecv else 0) for op, work in works]
+
+    schedules._batch_p2p = slowly
+    try:
+        yield
+    finally:
+        schedules._batch_p2p = had
+
+
+LETTERS = {"forward": "F", "recompute": "R", "backward": "B", "input": "I", "weight": "W", "wait": "-"}
+
+
+def order(program, **options):
+    """What happens in the second step of this process, as one text; a backward comes after the recomputes in it."""
+    with attach(program.schedule, record=True, **options) as attached:
+        program.step()
+        attached.events.clear()
+        program.step()
+        events = list(attached.events)
+    assert program.calls == [TWICE] * BLOCKS * len(program.stages)
+    assert equal(program.result(), plain(program.name))
+    assert all(event.start_s <= event.end_s for event in events)
+    return " ".join(f"{LETTERS[event.kind]}{event.microbatch}" for event in events if event.stage == 0)
+
+
+def in_first_process(orders, expected):
+    """Compare once nothing is left to be done together, so that no process waits for one that has raised."""
+    if dist.get_rank() == 0:
+        assert orders == expected
+
+
+# Four microbatches of two regions. The first process waits for each gradient, and what comes after the wait is in the
+# backward: without a look-ahead; with one, if the gradient comes late, during a recompute, or was there before.
+IN_BACKWARD = "F0 F1 -0 R0 R0 B0 F2 -1 R1 R1 B1 F3 -2 R2 R2 B2 -3 R3 R3 B3"
+BOTH_AHEAD = "F0 F1 R0 R0 -0 B0 F2 R1 R1 -1 B1 F3 R2 R2 -2 B2 R3 R3 -3 B3"
+ONE_AHEAD = "F0 F1 R0 -0 R0 B0 F2 R1 -1 R1 B1 F3 R2 -2 R2 B2 R3 -3 R3 B3"
+
+
+def lookahead_order():
+    program, found = Program("Schedule1F1B", wrapped), []
+    for polls, options in [(9, {"lookahead": False}), (9, {}), (1, {}), (0, {})]:
+        with slow_transfers(polls):
+            found.append(order(program, **options))
+
+    in_first_process(found, [IN_BACKWARD, BOTH_AHEAD, ONE_AHEAD, IN_BACKWARD])
+
+
+def lookahead_order_of_several_stages():
+    program = Program("ScheduleInterleaved1F1B", wrapped)
+    with slow_transfers(polls=1):
+        found = order(program)
+
+    # Stage 0 of two in this process; what it waits for when its turn comes.
+    in_first_process(found, "F0 F1 F2 F3 R0 -0 R0 B0 R1 -1 R1 B1 R2 -2 R2 B2 R3 -3 R3 B3")
+
+
+# What a Llama block of this size saves and computes itself, in elements of a microbatch (2 rows, 4 tokens, width 8).
+ELEMENTS = 2 * 4 * 8
+
+
+def lookahead_budget():
+    program = Program("Schedule1F1B", wrapped)
+    with slow_transfers(polls=9):
+        with attach(program.schedule, lookahead_bytes=1) as attached:
+            program.step()
+            costs = dict(attached._stages[dist.get_rank()].costs)
+        one = max(costs.values())
+
+        found = [order(program, lookahead_bytes=budget) for budget in (one - 1, 2 * one - 1, 2 * one)]
+
+    assert costs == {0: one, 1: one} and one > 10 * ELEMENTS * 4
+    in_first_process(found, [IN_BACKWARD, ONE_AHEAD, BOTH_AHEAD])
+
+
+# ---------------------------------------------------------------------------------------------- in flight, sharded
+
+
+def in_flight_choice():
+    program = Program("Schedule1F1B", wrapped)
+
+    with attach(program.schedule, checkpoint="in_flight"):
+        ours = program.train()
+
+    assert program.calls == [[TWICE, ONCE][dist.get_rank()]] * BLOCKS
+    assert equal(ours, plain(program.name))
+
+
+IN_FLIGHT = {
+    "ScheduleGPipe": {0: 4, 1: 4},
+    "Schedule1F1B": {0: 2, 1: 1},
+    "ScheduleInterleaved1F1B": {0: 4, 1: 4, 2: 2, 3: 1},
+}
+
+
+def numbers_in_flight():
+    for name, expected in IN_FLIGHT.items():
+        assert in_flight(Program(name).schedule) == expected, in_flight(Program(name).schedule)
+
+
+def sharded_by(mesh):
+    def prepare(module):
+        for layer in module.layers:
+            fully_shard(layer, mesh=mesh, reshard_after_forward=False)
+        fully_shard(module, mesh=mesh, reshard_after_forward=False)
+
+    return prepare
+
+
+def sharded(name):
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 1), mesh_dim_names=("stages", "shards"))["shards"]
+    program = Program(name, wrapped, sharded_by(mesh))
+    if name in SINGLE:
+        before = attributes(program)
+        with pytest.raises(UnsupportedError, match="sharded by `fully_shard`: a .* does not unshard a stage"):
+            attach(program.schedule)
+        assert attributes(program) == before
+    with attach(program.schedule, lookahead=name not in SINGLE):
+        ours = program.train()
+
+    assert program.calls == [TWICE] * BLOCKS * len(program.stages), program.calls
+    assert equal([one.full_tensor() if hasattr(one, "full_tensor") else one for one in ours], plain(name))
 
 
 CASES = {
     **{f"one recompute, {name}": partial(one_recompute, name) for name in SCHEDULES},
+    "one recompute without a look-ahead": partial(one_recompute, "ScheduleZBVZeroBubble", lookahead=False),
+    "many recomputes without": many_recomputes_without,
+    **{f"selective, {name}": partial(selective, name) for name in ZERO_BUBBLE},
+    "tied weights": tied_weights,
+    "detach restores, Schedule1F1B": partial(detach_restores, "Schedule1F1B"),
+    "detach restores, ScheduleZBVZeroBubble": partial(detach_restores, "ScheduleZBVZeroBubble"),
+    "a dropped schedule drops all": a_dropped_schedule_drops_all,
+    "own attributes stay": own_attributes_stay,
+    "errors": errors,
+    "exceptions, Schedule1F1B": partial(exceptions, "Schedule1F1B"),
+    "exceptions, ScheduleInterleavedZeroBubble": partial(exceptions, "ScheduleInterleavedZeroBubble"),
+    "no grad, ScheduleGPipe": partial(no_grad, "ScheduleGPipe"),
+    # Of those with stages that meet in one process, torch's own evaluation fails.
+    "no grad, ScheduleInterleaved1F1B": partial(no_grad, "ScheduleInterleaved1F1B"),
+    "look-ahead, order": lookahead_order,
+    "look-ahead, order of several stages": lookahead_order_of_several_stages,
+    "look-ahead, budget": lookahead_budget,
+    "in flight, choice": in_flight_choice,
+    "in flight, numbers": numbers_in_flight,
+    "sharded, ScheduleInterleaved1F1B": partial(sharded, "ScheduleInterleaved1F1B"),
+    "sharded, Schedule1F1B": partial(sharded, "Schedule1F1B"),
 }

@@ -1,12 +1,12 @@
 """Stages of blocks in the style of Llama, and the schedules that run them."""
 
 from collections import Counter
+from functools import cache
+from importlib import import_module
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import pipelining
-from torch.distributed.pipelining import PipelineStage
 from torch.nn import functional
 
 WIDTH = 8
@@ -61,9 +61,17 @@ class Stage(nn.Module):
         return x
 
 
-def numbers(name):
+@cache
+def group(alone):
+    """The process group of a schedule: both processes, or this one alone."""
+    return [dist.new_group([rank]) for rank in range(2)][dist.get_rank()] if alone else None
+
+
+def numbers(name, alone):
     """The stages of this process, and how many there are."""
     rank = dist.get_rank()
+    if alone:
+        return ([0], 1) if name in SINGLE else ([0, 1], 2)
     if name in SINGLE:
         return [rank], 2
     return ([rank, rank + 2] if name in LOOPED else [rank, 3 - rank]), 4
@@ -76,23 +84,25 @@ def loss_of(output, target):
 class Program:
     """A schedule with its stages and its batch."""
 
-    def __init__(self, name, *prepare, stage=Stage, microbatches=MICROBATCHES):
+    def __init__(self, name, *prepare, build=Stage, alone=False):
+        # Takes seconds to import, and the process that collects the tests has no need of it.
+        pipelining = import_module("torch.distributed.pipelining")
         self.name = name
-        here, count = numbers(name)
-        self.modules = [stage(number) for number in here]
+        here, count = numbers(name, alone)
+        self.modules = [build(number) for number in here]
         for each in prepare:
             for module in self.modules:
                 each(module)
         self.stages = [
-            PipelineStage(module, number, count, torch.device("cpu"))
+            pipelining.PipelineStage(module, number, count, torch.device("cpu"), group=group(alone))
             for module, number in zip(self.modules, here, strict=True)
         ]
         self.schedule = getattr(pipelining, name)(
-            self.stages[0] if name in SINGLE else self.stages, microbatches, loss_fn=loss_of
+            self.stages[0] if name in SINGLE else self.stages, MICROBATCHES, loss_fn=loss_of
         )
         generator = torch.Generator().manual_seed(1)
-        self.batch = torch.randn(microbatches * ROWS, 4, WIDTH, generator=generator)
-        self.target = torch.randn(microbatches * ROWS, 4, WIDTH, generator=generator)
+        self.batch = torch.randn(MICROBATCHES * ROWS, 4, WIDTH, generator=generator)
+        self.target = torch.randn(MICROBATCHES * ROWS, 4, WIDTH, generator=generator)
         self.losses = []
 
     @property

@@ -77,8 +77,7 @@ class SessionsOfStage:
         if not self._has_backward() or not torch.is_grad_enabled():
             return call(fwd_chunk_id, *args, **kwargs)
         self._close(fwd_chunk_id)
-        watch = _Watch(self, fwd_chunk_id) if self._weighs or self._record.is_on else None
-        session = self._open[fwd_chunk_id] = Session(watch=watch)
+        session = self._open[fwd_chunk_id] = Session(watch=_Watch(self, fwd_chunk_id))
         with self._record.during(self.index, fwd_chunk_id, "forward"), session.active(), ExitStack() as stack:
             if fwd_chunk_id in self._plain:
                 stack.enter_context(plainly())
