@@ -1,0 +1,20 @@
+"""torchgpipe's public names over torchremat's pipelines.
+
+    - from torchgpipe import GPipe
+    + from torchremat.interop.torchgpipe import GPipe
+
+    gpipe       the model, as strict as torchgpipe's and with its messages
+    skip        the modules that stash and pop
+    balance     how many layers each partition gets
+
+fairscale's `Pipe` and `torch.distributed.pipeline.sync.Pipe`, which torch had until 2.3, are made of the same parts.
+
+Missing on purpose: names that torchgpipe does not document, such as its trackers, portals, workers and microbatches.
+What is different on purpose: docs/from-torchgpipe.md.
+"""
+
+from torchremat.interop.torchgpipe import balance, skip
+from torchremat.interop.torchgpipe.gpipe import GPipe
+from torchremat.regions.inside import is_checkpointing, is_recomputing
+
+__all__ = ["GPipe", "balance", "is_checkpointing", "is_recomputing", "skip"]
