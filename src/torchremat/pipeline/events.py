@@ -13,7 +13,7 @@ from torchremat.schedules.pipelines import KINDS, LETTERS, Kind
 
 # NOTE [ Whose time it is ]
 #
-# One stage records events that overlap: a backward waits for a tensor, and recomputes another while it does.
+# One worker records events that overlap: a backward waits for a tensor, and recomputes another while it does.
 #
 #   1. Of computations and waits, the one that began last has the time until it ends; then the one around it goes on.
 #      So a recompute inside a backward is not counted as backward too, and a wait inside it is idle.

@@ -49,8 +49,8 @@ def _marked(tensors: Sequence[Tensor], runs: Callable[[], None]) -> list[Tensor]
     return replaced(tensors, places, Mark.apply(runs, *(tensors[place] for place in places)))
 
 
-class Piece:
-    """A piece of the work on one microbatch, in forward and backward.
+class Passage:
+    """What is done with one microbatch on one stage, forth and back.
 
     Args:
         recorder: Takes the events down.
@@ -59,7 +59,7 @@ class Piece:
         forward: What it is in the forward.
         backward: What it is in the backward.
         stream: What it runs on.
-        open_pieces: Those of the same worker whose backward has begun and has no Mark 1.
+        open_passages: Those of the same worker whose backward has begun and has no Mark 1. Kept here.
     """
 
     def __init__(
@@ -71,13 +71,13 @@ class Piece:
         forward: Kind,
         backward: Kind,
         stream: Stream,
-        open_pieces: list[Piece],
+        open_passages: list[Passage],
     ) -> None:
         self._recorder = recorder
         self._at = stage, microbatch
         self._kinds: tuple[Kind, Kind] = forward, backward
         self._stream = None if isinstance(stream, CpuStream) else stream
-        self._open_pieces = open_pieces
+        self._open_passages = open_passages
         self._has_end = False
         self._running: AbstractContextManager[None] | None = None
 
@@ -101,17 +101,17 @@ class Piece:
         return _marked(tensors, self._begin) if self._recorder.on else list(tensors)
 
     def _begin(self) -> None:
-        for piece in list(self._open_pieces):
-            piece._end()
+        for passage in list(self._open_passages):
+            passage._end()
         self._running = self._recorder.event(*self._at, self._kinds[1], stream=self._stream)
         self._running.__enter__()
         if not self._has_end:
-            self._open_pieces.append(self)
+            self._open_passages.append(self)
             at_end_of_backward(self._end)
 
     def _end(self) -> None:
         running, self._running = self._running, None
         if running is not None:
             running.__exit__(None, None, None)
-        if self in self._open_pieces:
-            self._open_pieces.remove(self)
+        if self in self._open_passages:
+            self._open_passages.remove(self)

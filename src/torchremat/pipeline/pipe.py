@@ -10,11 +10,15 @@ from torch import Tensor, nn
 
 from torchremat.errors import PipelineError, UnsupportedError
 from torchremat.pipeline.balance import balance as balanced
+from torchremat.pipeline.batchnorm import commit_statistics, convert_deferred_batch_norm, discard_statistics
 from torchremat.pipeline.microbatch import gather, scatter
 from torchremat.pipeline.partitions import listed_balance, listed_devices, partitioned
+from torchremat.pipeline.recorder import Recorder
+from torchremat.pipeline.records import predicted_step
 from torchremat.pipeline.runner import Runner
 from torchremat.pipeline.skip import inspect_skip_layout, verify_skippables
 from torchremat.pipeline.streams import Stream, new_stream
+from torchremat.pipeline.timeline import Timeline
 from torchremat.planning.plans import Plan
 from torchremat.regions.decisions import Policy
 from torchremat.regions.inside import is_checkpointing, is_recomputing
@@ -36,6 +40,8 @@ class Pipe(nn.Module):
         chunks: The microbatches of a batch; a batch of fewer rows has fewer.
         checkpoint: Which microbatches are recomputed in backward: all; all but the last of a batch, whose backward
             begins at once; none. Or a `Plan` for each stage, made for `pipe.partitions[stage]` and a microbatch.
+        deferred_batch_norm: Whether batch normalisation tracks the statistics of the batch, not of its microbatches.
+        record: Whether steps are taken down for `timeline`.
         check: What is compared in recomputes; see `torchremat.checkpointed`.
         preserve_rng: Whether recomputes draw the random numbers of the forward.
         policy: The operators whose outputs are kept; see `torchremat.checkpointed`.
@@ -60,6 +66,8 @@ class Pipe(nn.Module):
         devices: Iterable[torch.device | str | int] | None = None,
         chunks: int = 1,
         checkpoint: Mode | Sequence[Plan] = "except_last",
+        deferred_batch_norm: bool = False,
+        record: bool = False,
         check: Check = "metadata",
         preserve_rng: bool = True,
         policy: Policy | None = None,
@@ -77,6 +85,8 @@ class Pipe(nn.Module):
         counts = None if balance is None else listed_balance(balance)
         self.devices = listed_devices(devices, None if counts is None else len(counts))
         self.balance = _by_parameters(module, len(self.devices)) if counts is None else counts
+        if deferred_batch_norm:
+            module = cast("nn.Sequential", convert_deferred_batch_norm(module, None))
         self.partitions = nn.ModuleList(partitioned(module, self.balance, self.devices))
         self.devices = self.devices[: len(self.balance)]
         self.chunks = chunks
@@ -84,6 +94,8 @@ class Pipe(nn.Module):
         self._settings = Settings(check=check, preserve_rng=preserve_rng, policy=policy)
         self._layout = inspect_skip_layout(list(self.partitions))
         self._copy_streams: list[list[Stream]] = []
+        self._recorder = Recorder(on=record)
+        self._last: Runner | None = None
         if not isinstance(checkpoint, str):
             self._apply_plans(checkpoint)
 
@@ -108,8 +120,31 @@ class Pipe(nn.Module):
             )
         microbatches = scatter(input, self.chunks)
         if self.balance:
-            self._runner(len(microbatches)).run(microbatches)
+            runner = self._runner(len(microbatches))
+            if self._recorder.on:
+                self._recorder.start(self.devices)
+                self._last = runner
+            try:
+                runner.run(microbatches)
+            except BaseException:
+                discard_statistics(self)
+                raise
+        commit_statistics(self)
         return gather(microbatches)
+
+    def timeline(self) -> Timeline:
+        """Return what each stage did in the last step, and beside it a prediction from the times of its parts.
+
+        Ask when its backward has ended. CUDA devices are waited for.
+
+        Raises:
+            UnsupportedError: The pipe was made without `record=True`, or has not run.
+        """
+        if not self._recorder.on or self._last is None:
+            raise UnsupportedError(
+                "timeline: no step was recorded. Make the pipe with `record=True`, and run forward and backward first."
+            )
+        return predicted_step(self._recorder, self._last)
 
     def __len__(self) -> int:
         """Return how many layers there are."""
@@ -135,8 +170,8 @@ class Pipe(nn.Module):
         return super()._apply(fn, recurse)
 
     def __getstate__(self) -> dict[str, object]:
-        """Return what a copy has as well: all but the streams."""
-        return {**self.__dict__, "_copy_streams": []}
+        """Return what a copy has as well: all but the streams, and what was taken down."""
+        return {**self.__dict__, "_copy_streams": [], "_last": None}
 
     def _runner(self, count: int) -> Runner:
         recomputed = 0
@@ -153,6 +188,7 @@ class Pipe(nn.Module):
             layout=self._layout,
             copy_streams=self._copy_streams,
             settings=[settings] * len(self.devices),
+            recorder=self._recorder,
         )
 
     def _apply_plans(self, plans: Sequence[Plan]) -> None:

@@ -17,7 +17,8 @@ which allows one backward, of one output.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 from weakref import ReferenceType, ref
 
@@ -35,10 +36,15 @@ class Recompute(torch.autograd.Function):
     """Passes tensors on; in backward, recomputes a region before it passes their gradients on."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, region: ReferenceType[Region], *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: FunctionCtx,
+        region: ReferenceType[Region],
+        around: Callable[[], AbstractContextManager[None]],
+        *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:
         """Return the tensors."""
         ctx.set_materialize_grads(False)
-        cast("Any", ctx).region = region
+        cast("Any", ctx).region, cast("Any", ctx).around = region, around
         return tuple(tensor.detach() for tensor in tensors)
 
     @staticmethod
@@ -46,13 +52,22 @@ class Recompute(torch.autograd.Function):
         """Return the gradients."""
         region = cast("ReferenceType[Region]", cast("Any", ctx).region)()
         if region is not None:  # else its graph has been freed, which is for autograd to say
-            region.recompute_for(active_session() or current_graph_task())
-        return None, *grads
+            with cast("Any", ctx).around():
+                region.recompute_for(active_session() or current_graph_task())
+        return None, None, *grads
 
 
-def precede(region: Region, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the results of a region, behind which its recompute starts before their gradients have arrived."""
+def precede(
+    region: Region, tensors: Sequence[Tensor], around: Callable[[], AbstractContextManager[None]] = nullcontext
+) -> list[Tensor]:
+    """Return the results of a region, behind which its recompute starts before their gradients have arrived.
+
+    Args:
+        region: The region.
+        tensors: Its results.
+        around: Returns a context for the recompute.
+    """
     places = with_grad(tensors)
     if not places:
         return list(tensors)
-    return replaced(tensors, places, Recompute.apply(ref(region), *(tensors[place] for place in places)))
+    return replaced(tensors, places, Recompute.apply(ref(region), around, *(tensors[place] for place in places)))

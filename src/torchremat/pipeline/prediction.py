@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from statistics import median
 
-from torchremat.pipeline.events import Event, pieces
+from torchremat.pipeline.events import Event
 from torchremat.pipeline.timeline import Timeline
 from torchremat.schedules.pipelines import Kind, Order
 from torchremat.schedules.simulation import Costs, simulate
@@ -20,7 +20,7 @@ def costs_of(timeline: Timeline) -> dict[tuple[int, Kind], float]:
     for stage in range(timeline.stages):
         events = timeline.events_of(stage)
         own_s = dict.fromkeys(map(id, events), 0.0)
-        for piece in pieces(events):
+        for piece in timeline.pieces_of(stage):
             own_s[id(piece.event)] += piece.seconds
         for event in events:
             if event.kind != "wait":

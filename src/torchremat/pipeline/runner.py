@@ -17,9 +17,11 @@ Around each cell, in the order in which they are made (backward runs them the ot
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import cast
 
 import torch
@@ -28,15 +30,17 @@ from torch import nn
 from torchremat.pipeline.cells import Cell, Place
 from torchremat.pipeline.copying import copy_all, wait_all
 from torchremat.pipeline.dependency import fork_all, join_all
+from torchremat.pipeline.marks import Passage
 from torchremat.pipeline.microbatch import Microbatch
 from torchremat.pipeline.preceding import precede
+from torchremat.pipeline.recorder import Recorder
 from torchremat.pipeline.skip import PortalTracker, SkipLayout
 from torchremat.pipeline.skip.namespaces import Key
 from torchremat.pipeline.streams import Stream, current_stream, use_device, use_stream
 from torchremat.pipeline.workers import Worker, spawn_workers
 from torchremat.regions.region import Region
 from torchremat.regions.settings import Settings
-from torchremat.schedules.pipelines import clock_cycles
+from torchremat.schedules.pipelines import Kind, clock_cycles
 
 Ran = tuple[Microbatch, Region | None]
 
@@ -51,6 +55,7 @@ class Runner:
         layout: The ways of the skips.
         copy_streams: By stage and microbatch.
         settings: By stage and microbatch, how a cell is recomputed; None where it is not.
+        recorder: Takes down what runs.
     """
 
     stages: Sequence[nn.Module]
@@ -58,6 +63,10 @@ class Runner:
     layout: SkipLayout
     copy_streams: Sequence[Sequence[Stream]]
     settings: Sequence[Sequence[Settings | None]]
+    recorder: Recorder
+    _open_passages: defaultdict[torch.device, list[Passage]] = field(
+        default_factory=lambda: defaultdict(list), init=False
+    )
 
     def run(self, microbatches: list[Microbatch]) -> None:
         """Run the stages; in the place of each input is its output then."""
@@ -76,10 +85,13 @@ class Runner:
             before = microbatches[number - 1]
             before.tensors, phony = fork_all(before.tensors)
             given.tensors = join_all(given.tensors, phony)
-        portals.copy_to(stage, lambda source: (self.copy_streams[source][number], self.copy_streams[stage][number]))
-        if stage:
-            source, target = self.copy_streams[stage - 1][number], self.copy_streams[stage][number]
-            given.tensors = copy_all(given.tensors, source, target)
+        if not stage:
+            return
+        source, target = self.copy_streams[stage - 1][number], self.copy_streams[stage][number]
+        copy = self._passage(stage, number, "copy", "copy", target)
+        with copy.runs():
+            portals.copy_to(stage, lambda source: (self.copy_streams[source][number], target))
+            given.tensors = copy.returned(copy_all(copy.given(given.tensors), source, target))
 
     def _compute(
         self,
@@ -91,6 +103,7 @@ class Runner:
     ) -> None:
         """Run the cells of one clock."""
         running: list[Future[Ran]] = []
+        passages: list[Passage] = []
         try:
             for number, stage in places:
                 with use_device(self.devices[stage]), use_stream(streams[stage]):
@@ -99,6 +112,9 @@ class Runner:
                         one.tensors = wait_all(one.tensors, self.copy_streams[stage][number], streams[stage])
                     given = Microbatch.of((microbatches[number].value, portals[number].incoming(stage)))
                     microbatches[number] = Microbatch((), [])  # the cell has it now
+                    passage = self._passage(stage, number, "forward", "backward", streams[stage])
+                    given.tensors = passage.given(given.tensors)
+                    passages.append(passage)
                 cell = Cell(
                     place=Place(stage, number),
                     module=self.stages[stage],
@@ -106,21 +122,38 @@ class Runner:
                     stream=streams[stage],
                     settings=self.settings[stage][number],
                 )
-                running.append(workers[stage].submit(lambda cell=cell, given=given: cell.run(given)))
+                running.append(workers[stage].submit(partial(_run, cell, given, passage)))
                 del given
             wait(running)
-            for (number, stage), future in zip(places, running, strict=True):
+            for (number, stage), future, passage in zip(places, running, passages, strict=True):
                 ran, region = _result(future, Place(stage, number))
                 with use_device(self.devices[stage]), use_stream(streams[stage]):
+                    ran.tensors = passage.returned(ran.tensors)
                     if stage + 1 < len(self.stages):
                         ran.tensors = wait_all(ran.tensors, streams[stage], self.copy_streams[stage][number])
                     if region is not None:
-                        ran.tensors = precede(region, ran.tensors)
+                        ran.tensors = precede(region, ran.tensors, passage.recomputes)
                 output, stashed = cast("tuple[object, dict[Key, object]]", ran.value)
                 portals[number].stashed(stage, stashed)
                 microbatches[number] = Microbatch.of(output)
         finally:
             running.clear()  # an error that is raised keeps this frame, and the frame kept the error
+
+    def _passage(self, stage: int, number: int, forward: Kind, backward: Kind, stream: Stream) -> Passage:
+        return Passage(
+            self.recorder,
+            stage,
+            number,
+            forward=forward,
+            backward=backward,
+            stream=stream,
+            open_passages=self._open_passages[self.devices[stage]],
+        )
+
+
+def _run(cell: Cell, given: Microbatch, passage: Passage) -> Ran:
+    with passage.runs():
+        return cell.run(given)
 
 
 def _result(future: Future[Ran], place: Place) -> Ran:

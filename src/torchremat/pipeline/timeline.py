@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import cast
 
 from torchremat.errors import ScheduleError
-from torchremat.pipeline.events import Event, busy_s, pieces
+from torchremat.pipeline.events import Event, Piece, busy_s, pieces
 from torchremat.pipeline.gantt import Bar, Chart, Row, draw
 from torchremat.schedules.pipelines import COMPUTES, KINDS, Kind
 
@@ -73,9 +73,18 @@ class Timeline:
     def seconds(self, stage: int) -> dict[Kind, float]:
         """Return how long a stage did each kind of thing. See NOTE [ Whose time it is ]."""
         found: dict[Kind, float] = dict.fromkeys(KINDS, 0.0)
-        for piece in pieces(self.events_of(stage)):
+        for piece in self.pieces_of(stage):
             found[piece.event.kind] += piece.seconds
         return found
+
+    def pieces_of(self, stage: int) -> list[Piece]:
+        """Return the time that belongs to the events of a stage. See NOTE [ Whose time it is ].
+
+        A worker does one thing at a time, so events of the other stages that it has are cut out as well.
+        """
+        group = next(group for group in self._groups() if stage in group)
+        whole = pieces(event for one in group for event in self.events_of(one))
+        return [piece for piece in whole if piece.event.stage == stage]
 
     def busy_s(self, stage: int) -> float:
         """Return how long a stage computed or copied, what overlaps counted once."""

@@ -103,7 +103,13 @@ REFUSED = {
         "module and sum of balance have different length (module: 2, sum of balance: 3)",
     ),
     "zero": (linears(2), [0, 2], {}, ValueError, "all balance numbers must be positive integer (balance: [0, 2])"),
-    "negative": (linears(2), [-1, 3], {}, ValueError, "all balance numbers must be positive integer (balance: [-1, 3])"),
+    "negative": (
+        linears(2),
+        [-1, 3],
+        {},
+        ValueError,
+        "all balance numbers must be positive integer (balance: [-1, 3])",
+    ),
     "devices": (
         linears(2),
         [1, 1],

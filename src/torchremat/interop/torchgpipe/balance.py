@@ -57,9 +57,7 @@ def balance_by_size(
         ValueError: There are too many partitions, or a parameter has a gradient.
     """
     _verify(partitions, module)
-    found = balances.balance_by_size(
-        partitions, module, input, chunks=chunks, param_scale=param_scale, device=device
-    )
+    found = balances.balance_by_size(partitions, module, input, chunks=chunks, param_scale=param_scale, device=device)
     return list(found.counts)
 
 

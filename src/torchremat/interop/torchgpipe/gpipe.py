@@ -186,7 +186,7 @@ def _verify_balance(module: nn.Sequential, balance: Sequence[int], devices: Sequ
 
 def _with_advice(fact: str) -> str:
     return (
-        f"{fact}\n\n'torchremat.interop.torchgpipe.balance' finds a balance from the layers and a sample of the input:\n\n"
+        f"{fact}\n\n'torchremat.interop.torchgpipe.balance' finds a balance from the layers and a sample input:\n\n"
         "  balance = balance_by_time(partitions, module, sample)\n"
         "  module = GPipe(module, balance, ...)\n"
     )
