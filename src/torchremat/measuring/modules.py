@@ -20,6 +20,7 @@ from torch import nn
 
 from torchremat.measuring.tracker import tensors_in
 from torchremat.regions.modules import only_watches
+from torchremat.regions.wrapping import is_generator
 
 OUTSIDE = ""
 _NODE_KEY = "torchremat.module"
@@ -92,11 +93,14 @@ def module_stack(
 
 
 def visible_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the modules whose calls can be seen, with their names: not those inside compiled or scripted ones."""
+    """Return the modules whose calls can be seen, with their names.
+
+    Those inside compiled or scripted ones cannot, nor those whose code runs when the call is over.
+    """
     result: list[tuple[str, nn.Module]] = []
     hidden: set[int] = set()
     for name, module in model.named_modules():
-        if id(module) in hidden or isinstance(module, torch.jit.ScriptModule):
+        if id(module) in hidden or isinstance(module, torch.jit.ScriptModule) or is_generator(module):
             continue
         result.append((name, module))
         if type(module).__name__ == "OptimizedModule" or _is_compiled_in_place(module):

@@ -171,8 +171,20 @@ def is_wrapped(module: nn.Module) -> bool:
     return isinstance(module.__dict__.get(_FORWARD), WrappedForward)
 
 
+def is_generator(module: nn.Module) -> bool:
+    """Return whether a call of the module only makes a generator, whose code runs later."""
+    return inspect.isgeneratorfunction(module.__dict__.get(_FORWARD, type(module).forward))
+
+
 def set_forward(module: nn.Module, name: str, settings: Settings | Offload | None, scope: Scope | None = None) -> None:
     """Make the calls of one module regions or offloaded, as `settings` or the scope that is open says."""
+    _check(module, name)
+    own = cast("Callable[..., object] | None", module.__dict__.get(_FORWARD))
+    module.forward = WrappedForward(module, name, settings, scope, own)
+    object.__setattr__(module, _REPLICATE, refuse_data_parallel)
+
+
+def _check(module: nn.Module, name: str) -> None:
     if is_wrapped(module):
         raise WrapError(_is_wrapped_already(name, module))
     if isinstance(module, torch.jit.ScriptModule):
@@ -180,9 +192,11 @@ def set_forward(module: nn.Module, name: str, settings: Settings | Offload | Non
             f"`{name or type(module).__name__}` is a ScriptModule, whose forward cannot be replaced; wrap it before "
             "scripting."
         )
-    own = cast("Callable[..., object] | None", module.__dict__.get(_FORWARD))
-    module.forward = WrappedForward(module, name, settings, scope, own)
-    object.__setattr__(module, _REPLICATE, refuse_data_parallel)
+    if is_generator(module):
+        raise WrapError(
+            f"`{name or type(module).__name__}`: its forward is a generator, whose code runs when the call has "
+            "returned already. Wrap the module that runs it, for one in @skippable the skippable module."
+        )
 
 
 def restore_forward(module: nn.Module) -> None:
@@ -242,8 +256,7 @@ def wrap(
         raise WrapError(f"every={every!r}: an int of at least 1 is needed.")
     found = matching(model, modules)[::every]
     for name, module in found:
-        if is_wrapped(module):
-            raise WrapError(_is_wrapped_already(name, module))
+        _check(module, name)
     offloads = None if store is None else offload(store)
     if offloads is not None and settings != Settings():
         raise WrapError(

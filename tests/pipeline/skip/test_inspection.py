@@ -5,7 +5,7 @@ from collections import OrderedDict
 import pytest
 from torch import nn
 
-from torchremat.errors import SkippableError
+from torchremat import SkippableError
 from torchremat.pipeline.skip import Namespace, SkipLayout, inspect_skip_layout, skippable, verify_skippables
 
 

@@ -9,8 +9,7 @@ from torch import nn
 
 from pipeline.skip.modules import PopValue, StashValue
 from regions.comparing import leaf
-from torchremat import checkpointed, is_recomputing
-from torchremat.errors import SkipError
+from torchremat import SkipError, checkpointed, is_recomputing
 from torchremat.pipeline import copying
 from torchremat.pipeline.skip import (
     CellTracker,

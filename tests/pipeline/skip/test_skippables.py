@@ -11,8 +11,7 @@ from torch import nn
 
 from pipeline.skip.modules import Pop, PopValue, Stash, StashValue
 from regions.comparing import leaf
-from torchremat import wrap
-from torchremat.errors import SkipError, SkippableError
+from torchremat import SkipError, SkippableError, WrapError, wrap
 from torchremat.pipeline.skip import (
     Namespace,
     Portal,
@@ -305,9 +304,22 @@ def test_declarations_that_are_none(declare, words):
     assert str(error.value) == words
 
 
-def test_the_module_inside_is_not_wrapped_alone():
+@pytest.mark.parametrize("pattern", ["*.module", lambda name, module: True], ids=["by name", "all"])
+def test_the_module_inside_is_not_wrapped_alone(pattern):
     net = nn.Sequential(Stash(), Pop())
+
+    with pytest.raises(WrapError, match=r"^`0\.module`: its forward is a generator.* for one in @skippable the"):
+        wrap(net, pattern)
+    assert not any("forward" in vars(module) for module in net.modules())
+
+
+def test_nor_one_whose_forward_is_a_generator_in_disguise():
+    class Disguised(nn.Module):
+        def forward(self, x):
+            return (command for command in [stash("a", x)])
+
+    net = nn.Sequential(skippable(stash=["a"])(Disguised)())
     wrap(net, "0.module")
 
-    with pytest.raises(SkippableError, match=r"Stash: the module inside, `\.module`, is wrapped.* Wrap the skippable"):
+    with pytest.raises(SkippableError, match=r"Disguised: the module inside, `\.module`, is wrapped.* Wrap the"):
         net(leaf(3, 4))

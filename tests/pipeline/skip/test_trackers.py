@@ -8,8 +8,7 @@ from torch import nn
 
 from pipeline.skip.modules import Between, Pop, Stash
 from regions.comparing import leaf, same
-from torchremat import checkpointed, wrap
-from torchremat.errors import SkipError
+from torchremat import SkipError, checkpointed, wrap
 from torchremat.pipeline.skip import (
     CellTracker,
     Namespace,
