@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from contextvars import Context, copy_context
 from functools import partial
 from typing import TYPE_CHECKING
+from weakref import ReferenceType
 
 import torch
 from torch import Tensor, nn
@@ -51,14 +52,18 @@ class Call:
         "log",
         "modules",
         "objects",
+        "region",
         "selection",
         "slots",
         "sources",
         "template",
     )
 
-    def __init__(self, body: Body, template: object, sources: list[Source]) -> None:
+    def __init__(
+        self, body: Body, template: object, sources: list[Source], region: ReferenceType[object] | None = None
+    ) -> None:
         self.body = body
+        self.region = region  # weak, since the region owns its calls
         self.template = template
         self.sources = sources
         self.slots = -1  # how many slots the region has after the call; negative while it runs for the first time

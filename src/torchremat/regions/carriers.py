@@ -8,8 +8,8 @@ A recompute passes again only those of the two places that lie in its region.
 
 Gradients need nothing: the graph of the forward has the edge from the one place to the other.
 
-Missing on purpose: between the calls of a run (`runs.py`), a value is held although an earlier call of the run would
-recompute it; and inside of nested regions, the innermost holds it as it is, not by way of the one around it (rule 2).
+Missing on purpose: an inner region holds such a value as it is, not by way of the region around it, which could
+recompute it (rule 2).
 """
 
 from __future__ import annotations
@@ -102,14 +102,19 @@ class Carrier(Generic[K]):
         return thread.carried
 
     def _hold(self, key: K, one: Carried, words: str) -> None:
-        """Let the calls hold a value that run here for the first time, and did not where it was put."""
-        calls = [call for call in thread.calls if all(call is not other for other in one.calls)]
+        """Let the calls that run here for the first time hold a value that their recomputes would not put again."""
+        calls = [call for call in thread.calls if not any(_recomputes(call, other) for other in one.calls)]
         if has_left_reentrant(one) or (calls and is_in_reentrant_forward()):
             raise reentrant(words)
         if calls:
             kept = Frozen(one.value)
             for call in calls:
                 call.freeze((Carrier, key), kept)
+
+
+def _recomputes(call: Call, other: Call) -> bool:
+    """Return whether one call never runs again without the other before it."""
+    return call is other or (call.region is not None and call.region is other.region)
 
 
 def has_left_reentrant(one: Carried) -> bool:

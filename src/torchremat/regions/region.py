@@ -157,7 +157,7 @@ class Region:
         objects: list[object] = []
         template = split_call(args, kwargs, tensors, objects)
         number, first_slot = len(self.made), len(self.slots)
-        call = Call(body, template, [self._source(tensor, number) for tensor in tensors])
+        call = Call(body, template, [self._source(tensor, number) for tensor in tensors], ref(self))
         observer = self.settings.observer
         if observer is not None:
             observer.looks(self)

@@ -1,12 +1,18 @@
 """Plans for models with skips: the planner sees skippable modules, and keeps its promises."""
 
+from weakref import WeakSet
+
 import pytest
 import torch
 from torch import nn
 
+from pipeline.skip.modules import PopValue, StashValue
 from torchremat import plan, verify
 from torchremat.measuring.modules import visible_modules
 from torchremat.pipeline.skip import Namespace, pop, skippable, stash
+from torchremat.planning.layout import Calls, PlannedCall, install
+from torchremat.regions.settings import Settings
+from torchremat.schedules.chain import Keep, Region
 
 
 def block(width):
@@ -71,3 +77,33 @@ def test_a_plan_is_exact_and_within_its_budget(budget):
     report = verify(model, step)
     assert report.peak_bytes <= found.budget_bytes
     assert report.recomputed_flops > 0
+
+
+def test_a_run_of_calls_around_both_ends_does_not_hold_the_skip():
+    made, counts = WeakSet(), [0, 0]
+
+    def makes(x):
+        counts[0] += 1
+        value = x.exp()
+        made.add(value.untyped_storage())
+        return value
+
+    def uses(x, value):
+        counts[1] += 1
+        return (x * value).sin()
+
+    model = nn.Sequential(StashValue(makes), nn.Tanh(), PopValue(uses), nn.Tanh())
+    x = torch.randn(64, requires_grad=True)
+    (plain,) = torch.autograd.grad(model(x).sum(), x)
+    calls = Calls(
+        roots=("",),
+        others=(),
+        units=tuple((PlannedCall(name=str(number), number=0),) for number in range(4)),
+    )
+    counts[:] = [0, 0]
+    install(model, calls, (Region(tuple(Keep(number) for number in range(3))), Keep(3)), Settings())
+    y = model(x).sum()
+
+    assert len(made) == 0
+    assert torch.equal(torch.autograd.grad(y, x)[0], plain)
+    assert counts == [2, 2]
