@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from pipeline.skip.modules import Between, Pop, PopValue, Stash, StashValue
-from regions.comparing import leaf, same
+from regions.comparing import leaf, live_regions, same
 from torchremat import MutationError, SkipError, UnsupportedError, checkpoint, checkpointed, is_recomputing, wrap
 from torchremat.interop.torch_checkpoint import checkpoint as drop_in
 from torchremat.pipeline.skip import (
@@ -202,6 +202,25 @@ def test_a_region_holds_what_it_pops_until_its_backward():
         # The region of the two drops what its forward makes, the skip included, but for what is popped by an inner one.
         assert skips_alive(lambda net, x: checkpoint(lambda x: net[2](net[1](checkpoint(net[0], x))), x)) == (0, 0)
         assert skips_alive(lambda net, x: checkpoint(lambda x: checkpoint(net[2], net[1](net[0](x))), x)) == (1, 0)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("goes_backward", [True, False])
+def test_regions_go_without_the_collector(way, goes_backward):
+    run, _ = WAYS[way]
+    net, x = model(), leaf(3, 4)
+    gc.collect()
+    gc.disable()
+    try:
+        before = len(live_regions())
+        for _ in range(3):
+            y = run(checkpoint, net, x).sum()
+            if goes_backward:
+                y.backward()
+            del y
+        assert len(live_regions()) == before
     finally:
         gc.enable()
 
