@@ -10,8 +10,7 @@ saved before. The recomputed graph itself is thrown away: gradients flow through
                s0  s1  s2     s3  s4              region ──► inputs, functions, generator states
     backward                            s4 asked: run call 0, call 1 up to the save of s4, all five are here
 
-Missing on purpose: any list of live regions. Autograd owns the slots, so that what autograd would free is freed
-(rule 12).
+Missing on purpose: any list of live regions. Autograd owns the slots, so what it would free is freed (rule 12).
 """
 
 from __future__ import annotations
@@ -50,6 +49,7 @@ from torchremat.tensors.metadata import Metadata, metadata_of, version_of
 from torchremat.tensors.structure import split, split_call
 
 if TYPE_CHECKING:
+    from torchremat._compat.autograd import Pack
     from torchremat.regions.operators import OperatorLog
 
 _TRANSFORM_INSIDE = (
@@ -242,17 +242,14 @@ class Region:
         slot = Slot(self, index)
         slots.append(ref(slot))
         try:
-            # What `metadata_of` returns, without calling it.
-            self.metadata.append((tensor.shape, tensor.dtype, tensor.device, tensor.stride()))
+            self.metadata.append((tensor.shape, tensor.dtype, tensor.device, tensor.stride()))  # as `metadata_of`
         except RuntimeError:
             self.metadata.append(metadata_of(tensor))
         if not tensor.requires_grad and tensor.is_floating_point() and tensor._version == 0 and not holding.now:
             self.fresh.add(index)
         return slot
 
-    def _pack_observed(
-        self, observer: Observer, number: int, pack: Callable[[Tensor], object], tensor: Tensor
-    ) -> object:
+    def _pack_observed(self, observer: Observer, number: int, pack: Pack, tensor: Tensor) -> object:
         observer.saved(self, number, tensor)
         return pack(tensor)
 
@@ -262,7 +259,7 @@ class Region:
         self.fingerprints.add(tensor, is_fresh=len(self.slots) - 1 in self.fresh)
         return slot
 
-    def _pack_logged(self, log: OperatorLog, pack: Callable[[Tensor], object], tensor: Tensor) -> object:
+    def _pack_logged(self, log: OperatorLog, pack: Pack, tensor: Tensor) -> object:
         log.save(tensor)
         return pack(tensor)
 
@@ -288,7 +285,7 @@ class Region:
             return self._recompute(None, slot.index).found()  # outside any backward nothing is kept. See Rule 7
         with self._lock:
             if not slot.has(key):
-                if session is not None and session.unpacks_once and self._has_unpacked(session, slot.index):
+                if session is not None and session.refuses(self, slot.index in self._unpacked):
                     raise CheckpointError(f"{self.name(self.call_of(slot.index))}: {UNPACKED_ONCE}")
                 self._recompute_for(key, slot.index)
                 if slot.task == key and not thread.recomputing:
@@ -314,9 +311,6 @@ class Region:
         tasks.add(task)
         return len(tasks) >= session.passes
 
-    def _has_unpacked(self, session: Session, index: int) -> bool:
-        return session in self._recomputed and index in self._unpacked
-
     def _recompute_for(self, key: Key, index: int) -> None:
         session = key if isinstance(key, Session) else None
         if key in self._recomputed and (session is None or not session.dropped_too_early()):
@@ -330,8 +324,8 @@ class Region:
             self.forget(key)
             raise
         self._recomputed.add(key)
-        if session is not None:
-            session.owns(self)
+        if isinstance(key, Session):
+            key.owns(self)
         else:
             at_end_of_backward(partial(_forget, ref(self), key))
 

@@ -119,6 +119,10 @@ class Session:
             self._created.append(ref(region))
             self._left = len(self._created)
 
+    def refuses(self, region: Region, unpacked: bool) -> bool:
+        """Return whether a tensor of a region is asked for a second time, and must not be."""
+        return self.unpacks_once and unpacked and region in self._recomputed
+
     def recomputing(self, region: Region) -> None:
         """Tell who watches that a region is about to be recomputed for the session."""
         if self.watch is not None:

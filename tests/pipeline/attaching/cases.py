@@ -329,21 +329,17 @@ def lookahead_order_of_several_stages():
     in_first_process(found, "F0 F1 F2 F3 R0 -0 R0 B0 R1 -1 R1 B1 R2 -2 R2 B2 R3 -3 R3 B3")
 
 
-# What a Llama block of this size saves and computes itself, in elements of a microbatch (2 rows, 4 tokens, width 8).
-ELEMENTS = 2 * 4 * 8
-
-
 def lookahead_budget():
     program = Program("Schedule1F1B", wrapped)
     with slow_transfers(polls=9):
         with attach(program.schedule, lookahead_bytes=1) as attached:
             program.step()
             costs = dict(attached._stages[dist.get_rank()].costs)
-        one = max(costs.values())
+        budgets = (costs[1] - 1, costs[0] + costs[1] - 1, costs[0] + costs[1])
+        found = [order(program, lookahead_bytes=budget) for budget in budgets]
 
-        found = [order(program, lookahead_bytes=budget) for budget in (one - 1, 2 * one - 1, 2 * one)]
-
-    assert costs == {0: one, 1: one} and one > 10 * ELEMENTS * 4
+    # The last region comes first. What each of them adds is known from the first microbatches, which no budget lets in.
+    assert sorted(costs) == [0, 1] and min(costs.values()) > 0
     in_first_process(found, [IN_BACKWARD, ONE_AHEAD, BOTH_AHEAD])
 
 
@@ -363,7 +359,7 @@ def in_flight_choice():
 IN_FLIGHT = {
     "ScheduleGPipe": {0: 4, 1: 4},
     "Schedule1F1B": {0: 2, 1: 1},
-    "ScheduleInterleaved1F1B": {0: 4, 1: 4, 2: 2, 3: 1},
+    "ScheduleInterleaved1F1B": {0: 4, 1: 3, 2: 2, 3: 1},
 }
 
 
@@ -386,7 +382,7 @@ def sharded(name):
     program = Program(name, wrapped, sharded_by(mesh))
     if name in SINGLE:
         before = attributes(program)
-        with pytest.raises(UnsupportedError, match="sharded by `fully_shard`: a .* does not unshard a stage"):
+        with pytest.raises(UnsupportedError, match=r"sharded by `fully_shard`: a \w+ does not unshard a stage"):
             attach(program.schedule)
         assert attributes(program) == before
     with attach(program.schedule, lookahead=name not in SINGLE):

@@ -160,7 +160,7 @@ def detach(schedule: object) -> None:
     Raises:
         UnsupportedError: Nothing is attached, or somebody has replaced something since.
     """
-    step = vars(schedule).get(STEP)
+    step = getattr(schedule, "__dict__", {}).get(STEP)
     if not isinstance(step, _Step):
         raise UnsupportedError(f"nothing is attached to this {type(schedule).__name__}, so there is nothing to detach.")
     step.attached.detach()

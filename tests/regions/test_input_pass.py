@@ -1,0 +1,129 @@
+"""Sessions that are told which backward calls are those for inputs: what no weight pass needs is dropped there."""
+
+import pytest
+import torch
+from torch import nn
+
+from regions.test_split_backward import KINDS, WIDTH, Llama, Recomputed, Step, all_equal, counting
+from torchremat import Session, checkpoint
+
+OVERLAPPING = "F0 F1 F2 I0 F3 I1 W0 I2 W1 I3 W3 W2"
+
+
+class Passes:
+    """A session for each microbatch, and what was dropped too early."""
+
+    def __init__(self, step):
+        self.step = step
+        self.sessions = {}
+        self.mistakes = 0
+
+    def recomputing(self, number): ...
+
+    def recomputed(self, number, region): ...
+
+    def dropped_too_early(self):
+        self.mistakes += 1
+
+    def run(self, call, order, after=lambda phase: None):
+        step = self.step
+        step.begin()
+        for phase, number in ((one[0], int(one[1:])) for one in order.split()):
+            if phase == "F":
+                self.sessions[number] = Session(watch=self)
+            with self.sessions[number].active():
+                if phase == "F":
+                    step.forward(number, call)
+                elif phase == "I":
+                    with self.sessions[number].input_pass():
+                        step.input_pass(number)
+                else:
+                    step.weight_pass(number)
+            after(phase)
+            if phase == "W":
+                self.sessions.pop(number).close()
+        return step.result()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_layer_is_recomputed_once(kind):
+    step = Step([KINDS[kind]() for _ in range(3)], microbatches=4)
+    plain = step.run(lambda layer, h: layer(h), OVERLAPPING)
+    call, calls = counting(step.layers)
+    passes = Passes(step)
+
+    ours = passes.run(call, OVERLAPPING)
+
+    assert calls() == [8, 8, 8] and passes.mistakes == 0
+    assert all_equal(ours, plain)
+
+
+class Gated(nn.Module):
+    """Saves the output of each of three functions without weights, and the input of one with."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x):
+        return (x.exp().tanh().sigmoid() * self.weight).sin()
+
+
+def test_what_leads_to_no_weight_goes_in_the_input_pass():
+    step = Step([Gated()])
+    layer = Recomputed(step.layers[0])
+    alive = []
+
+    Passes(step).run(lambda _, h: checkpoint(layer, h), "F0 I0 W0", lambda phase: alive.append(layer.alive))
+
+    # Of five tensors (2 x 4 x WIDTH floats) that the recompute makes and saves, the product alone has to wait for the
+    # weight pass: its input is the output of the sigmoid. After that it is gone as well, before the session closes.
+    assert alive == [0, 2 * 4 * WIDTH * 4, 0]
+
+
+def test_a_block_keeps_less_between_its_passes():
+    step = Step([Llama()])
+    layer = Recomputed(step.layers[0])
+    between = {}
+
+    for drops in (False, True):
+        layer.runs.clear()
+        session = Session()
+        step.begin()
+        with session.active():
+            step.forward(0, lambda _, h: checkpoint(layer, h))
+            if drops:
+                with session.input_pass():
+                    step.input_pass(0)
+            else:
+                step.input_pass(0)
+            between[drops] = layer.alive
+            step.weight_pass(0)
+        session.close()
+
+    # Attention keeps query, key, value, its own output and a number per row; SwiGLU three tensors of double width. The
+    # inputs of the linear layers and norms stay.
+    assert 0 < between[True] < 0.7 * between[False]
+
+
+class Tied(nn.Module):
+    """Uses a weight before and after what has none."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)
+
+    def forward(self, x):
+        return (x @ self.weight).sin().exp() @ self.weight
+
+
+def test_between_two_uses_of_a_weight_the_region_is_recomputed_once_more():
+    step = Step([Tied()])
+    plain = step.run(lambda layer, h: layer(h), "F0 I0 W0")
+    call, calls = counting(step.layers)
+    passes = Passes(step)
+
+    ours = passes.run(call, "F0 I0 W0")
+
+    assert calls() == [3] and passes.mistakes == 1
+    assert all_equal(ours, plain)
