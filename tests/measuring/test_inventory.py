@@ -201,6 +201,22 @@ def test_regions_keep_their_inputs_and_slots_of_no_bytes():
     assert (report.regions, report.region_slots) == (2, 6)
 
 
+def test_regions_keep_what_reaches_them_past_their_arguments():
+    x = a_batch().requires_grad_()
+
+    def choosing(x):
+        # Of 4 * 8 bools: 32 B, which the region keeps and nobody saves.
+        chosen = torchremat.frozen("chosen", x > 0)
+        return torch.where(chosen, x, 0).exp()
+
+    report = saved(lambda: torchremat.checkpoint(choosing, x).sum())
+
+    assert [(one.operator, one.kind, one.storage_bytes) for one in report.entries] == [
+        ("input of a region", "input", TENSOR),
+        ("input of a region", "saved", 32),
+    ]
+
+
 def test_torchs_own_checkpoint():
     x = a_batch()
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())

@@ -167,6 +167,8 @@ class Inventory:
             kept = held.kept if held.is_hooked else held.alias()
             if kept is not None and not isinstance(kept, nn.Parameter):
                 self._add_foreign(kept, None, _INPUT)
+        for frozen in [tensor for call in region.made for tensor in call.frozen]:
+            self._add_foreign(frozen, None, _INPUT)
         for one in kept_by(region):
             self._add_foreign(one, None, _CHOSEN)
 

@@ -203,6 +203,11 @@ class Call:
             self._frozen = {}
         self._frozen.setdefault(name, []).append(kept)
 
+    @property
+    def frozen(self) -> list[Tensor]:
+        """The tensors that it keeps past its arguments."""
+        return [tensor for each in (self._frozen or {}).values() for one in each for tensor in one.tensors]
+
 
 class Frozen:
     """A tensor, or a structure of tensors, that a call gets past its arguments and keeps.
@@ -216,6 +221,11 @@ class Frozen:
         tensors: list[Tensor] = []
         self._template = split(value, tensors, [])
         self._kept = [(tensor.detach(), tensor.requires_grad, version_of(tensor)) for tensor in tensors]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors that are kept."""
+        return [tensor for tensor, _, _ in self._kept]
 
     def thaw(self, words: str) -> object:
         """Return the value for a recompute.
