@@ -1,19 +1,30 @@
 """The layers of a model, run one by one on copies: one layer's parameters and graph are in memory at a time.
 
-A layer gets what the one before it has returned, cut off from that one's graph. So a model is profiled on a device
-which it does not fit on.
+A layer gets what the one before it has returned, and the skips that it pops, all cut off from the graphs they come
+from. So a model is profiled on a device which it does not fit on. For skips each layer is a stage of its own:
+
+    before ──► entered ──► ran ──► after        before, after: without a graph; skips that wait are passed on
+                                                entered: tensors that are no leaves, for one run
+                                                ran: output and stashed skips, with the layer's graph
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from typing import Protocol, cast
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
+from torchremat.pipeline.skip.inspection import inspect_skip_layout
+from torchremat.pipeline.skip.layouts import SkipLayout
+from torchremat.pipeline.skip.namespaces import Key
+from torchremat.pipeline.skip.trackers import CellTracker, use_skip_tracker
 from torchremat.tensors.structure import join, split
+
+T = TypeVar("T")
 
 
 class _Context(Protocol):
@@ -37,41 +48,90 @@ class Enter(torch.autograd.Function):
 _enter = cast("Callable[[Tensor, list[Tensor]], Tensor]", Enter.apply)
 
 
-def layers_of(module: nn.Sequential) -> dict[str, nn.Module]:
-    """Return the layers by name, in order; one may be there several times."""
-    return dict(module._modules)
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Boundary:
+    """What passes from one layer to others: the value that the next one gets, and skips."""
+
+    value: object
+    skips: Mapping[Key, object]
 
 
-def copy_of(layer: nn.Module, device: torch.device) -> nn.Module:
-    """Return a copy of a layer on a device, in training mode."""
-    return copy.deepcopy(layer).to(device).train()
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Cell:
+    """A copy of a layer, and what it gets.
+
+    Attributes:
+        layer: The copy.
+        place: The layer's place in the model.
+        layout: Where skips go.
+        before: What passes from the layers before to this one, and those after it.
+    """
+
+    layer: nn.Module
+    place: int
+    layout: SkipLayout
+    before: Boundary
+
+    def entered(self, *, copied: bool) -> Boundary:
+        """Return the layer's input for one run; tensors require grad where they do in `before`.
+
+        Args:
+            copied: Whether tensors have memory of their own, so that the layer may run again.
+        """
+        phony = torch.zeros(0, requires_grad=True)
+
+        def enter(tensor: Tensor) -> Tensor:
+            data = tensor.detach()
+            data = data.clone() if copied else data
+            return _enter(phony, [data]) if tensor.requires_grad else data
+
+        skips = {key: skip for key, skip in self.before.skips.items() if self._is_popped(key)}
+        return cast("Boundary", mapped(enter, Boundary(value=self.before.value, skips=skips)))
+
+    def run(self, entered: Boundary) -> Boundary:
+        """Run the layer's forward; return what comes of it, with its graph."""
+        tracker = CellTracker(self.layout, self.place, entered.skips)
+        with use_skip_tracker(tracker):
+            output = self.layer(entered.value)
+        return Boundary(value=output, skips=tracker.outgoing)
+
+    def after(self, ran: Boundary) -> Boundary:
+        """Return what passes to the layers after this one."""
+        waiting = {key: skip for key, skip in self.before.skips.items() if not self._is_popped(key)}
+        cut = cast("Boundary", mapped(_cut_off, ran))
+        return Boundary(value=cut.value, skips={**waiting, **cut.skips})
+
+    def _is_popped(self, key: Key) -> bool:
+        return self.layout.routes[key][1] == self.place
 
 
-def entering(value: object, *, copied: bool) -> object:
-    """Return a value as the input of a layer; its tensors require grad where they do in `value`.
+def run_each(
+    module: nn.Sequential, value: object, device: torch.device, run: Callable[[Cell], tuple[T, Boundary]]
+) -> Iterator[T]:
+    """Yield what a function says of each layer, in order.
 
     Args:
-        value: Any nesting of tensors and other things.
-        copied: Whether tensors have memory of their own, so that the layer may be run again with `value`.
+        module: The layers; copies of them run, in training mode.
+        value: What the first layer gets; a copy of it.
+        device: Where they run.
+        run: Runs a cell. Returns what is yielded, and what passes to the layers after it.
+
+    Raises:
+        SkippableError: Stashes and pops do not fit together.
     """
-    phony = torch.zeros(0, requires_grad=True)
+    layers = module._modules.values()
+    layout = inspect_skip_layout(cast("list[nn.Module]", layers))
 
-    def entered(tensor: Tensor) -> Tensor:
-        data = tensor.detach()
-        data = data.clone() if copied else data
-        return _enter(phony, [data]) if tensor.requires_grad else data
+    def move(tensor: Tensor) -> Tensor:
+        return tensor.detach().to(device, copy=True).requires_grad_(tensor.requires_grad)
 
-    return mapped(entered, value)
-
-
-def cut_off(value: object) -> object:
-    """Return a value without its graph; its tensors require grad where they did."""
-    return mapped(lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), value)
-
-
-def copied_to(device: torch.device, value: object) -> object:
-    """Return a copy of a value on a device, without its graph; its tensors require grad where they did."""
-    return mapped(lambda tensor: tensor.detach().to(device, copy=True).requires_grad_(tensor.requires_grad), value)
+    boundary = Boundary(value=mapped(move, value), skips={})
+    for place, layer in enumerate(layers):
+        # Only the cell holds the copy, and nobody the cell when the next one is made.
+        copied = copy.deepcopy(layer).to(device).train()
+        found, boundary = run(Cell(layer=copied, place=place, layout=layout, before=boundary))
+        del copied
+        yield found
 
 
 def mapped(function: Callable[[Tensor], Tensor], value: object) -> object:
@@ -79,3 +139,7 @@ def mapped(function: Callable[[Tensor], Tensor], value: object) -> object:
     tensors: list[Tensor] = []
     template = split(value, tensors, [])
     return join(template, [function(tensor) for tensor in tensors])
+
+
+def _cut_off(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)

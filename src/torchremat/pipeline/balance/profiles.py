@@ -13,7 +13,6 @@ from torchremat.errors import ScheduleError, StepError
 from torchremat.measuring.runs import Subject
 from torchremat.measuring.step import check_materialised
 from torchremat.pipeline.balance.division import Balance, Unit
-from torchremat.pipeline.balance.layers import layers_of
 from torchremat.pipeline.balance.partition import partition
 from torchremat.pipeline.balance.sizes import first_microbatch, layer_bytes
 from torchremat.pipeline.balance.times import layer_seconds
@@ -81,9 +80,7 @@ def balance_by_time(
         raise StepError(f"balance_by_time: {_listed(problems)}")
     check_materialised(module)
     place = _device(module, sample, device)
-    return _balanced(
-        layer_seconds(module, sample, timeout=timeout, device=place), partitions, "s", tuple(layers_of(module))
-    )
+    return _balanced(layer_seconds(module, sample, timeout=timeout, device=place), partitions, "s", module._modules)
 
 
 def balance_by_size(
@@ -122,7 +119,7 @@ def balance_by_size(
     check_materialised(module)
     place = _device(module, input, device)
     sizes = layer_bytes(module, first_microbatch(input, chunks), param_scale=param_scale, device=place)
-    return _balanced(sizes, partitions, "B", layers_of(module))
+    return _balanced(sizes, partitions, "B", module._modules)
 
 
 def _balanced(costs: list[float] | list[int], partitions: int, unit: Unit, names: Iterable[str]) -> Balance:
@@ -156,7 +153,7 @@ def _problems_of_partitions(partitions: int, layers: int) -> list[str]:
 def _problems_of_module(partitions: int, module: nn.Module) -> list[str]:
     if not isinstance(module, nn.Sequential):
         return [f"module: a torch.nn.Sequential is needed, whose layers run in order, got {type(module).__name__}"]
-    problems = _problems_of_partitions(partitions, len(layers_of(module)))
+    problems = _problems_of_partitions(partitions, len(module))
     named = list(module.named_parameters())
     having = [f"`{name}`" for name, parameter in named if parameter.grad is not None]
     if having:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
@@ -10,7 +12,7 @@ from torchremat.measuring.runs import Subject
 from torchremat.measuring.saving import Watched, watched
 from torchremat.measuring.storages import StorageNumbers
 from torchremat.measuring.untouched import untouched
-from torchremat.pipeline.balance.layers import copied_to, copy_of, cut_off, entering, layers_of, mapped
+from torchremat.pipeline.balance.layers import Boundary, Cell, mapped, run_each
 from torchremat.tensors.structure import tensors_in
 
 # NOTE [ Whose a saved storage is ]
@@ -32,14 +34,14 @@ def layer_bytes(module: nn.Sequential, microbatch: object, *, param_scale: float
         param_scale: The factor.
         device: Where the copies run.
     """
-    sizes: list[int] = []
     counter = _Counter()
+
+    def sized(cell: Cell) -> tuple[int, Boundary]:
+        saved_bytes, after = _run(cell, counter)
+        return saved_bytes + round(param_scale * _parameter_bytes(cell.layer)), after
+
     with untouched(None), torch.inference_mode(False), torch.enable_grad():
-        value = copied_to(device, microbatch)
-        for layer in layers_of(module).values():
-            saved_bytes, value = _run(copy_of(layer, device), value, counter)
-            sizes.append(saved_bytes + round(param_scale * _parameter_bytes(layer)))
-    return sizes
+        return list(run_each(module, microbatch, device, sized))
 
 
 def first_microbatch(batch: object, chunks: int) -> object:
@@ -66,19 +68,22 @@ class _Counter:
         return sum(self.numbers.sizes[number] for number in new)
 
 
-def _run(layer: nn.Module, value: object, counter: _Counter) -> tuple[int, object]:
-    """Run a layer's forward; return the bytes that autograd keeps of it, and what it returned."""
-    entered = entering(value, copied=False)
+def _run(cell: Cell, counter: _Counter) -> tuple[int, Boundary]:
+    """Run a layer's forward; return the bytes that autograd keeps of it, and what passes on."""
+    entered = cell.entered(copied=False)
     subject = Subject(
-        step=lambda: layer(entered), model=None, models=(layer,), inputs=tuple(tensors_in(entered)), optimizer=None
+        step=lambda: cell.run(entered),
+        model=None,
+        models=(cell.layer,),
+        inputs=tuple(tensors_in(entered)),
+        optimizer=None,
     )
     with watched(subject, operators=False) as run:
-        output = run.take_result()
-        return _kept_bytes(run, output, counter), cut_off(output)
+        ran = cast("Boundary", run.take_result())
+        return _kept_bytes(run, tensors_in(ran), counter), cell.after(ran)
 
 
-def _kept_bytes(run: Watched, output: object, counter: _Counter) -> int:
-    outputs = tensors_in(output)
+def _kept_bytes(run: Watched, outputs: list[Tensor], counter: _Counter) -> int:
     report = report_of(run, {}, [tensor for tensor in outputs if tensor.requires_grad])
     inputs = [run.before[number].tensor for number, one in report.storages.items() if one.kind == "input"]
     saved_bytes = report.saved_bytes + sum(counter.add(tensor) for tensor in inputs)

@@ -10,7 +10,7 @@ from torch import nn
 
 from torchremat.measuring.heap import heap_set_aside
 from torchremat.measuring.untouched import untouched
-from torchremat.pipeline.balance.layers import copied_to, copy_of, cut_off, entering, layers_of
+from torchremat.pipeline.balance.layers import Boundary, Cell, run_each
 from torchremat.tensors.structure import tensors_in
 
 
@@ -25,41 +25,40 @@ def layer_seconds(module: nn.Sequential, sample: object, *, timeout: float, devi
         timeout: Seconds for all runs together. What fast layers leave is given to those after them.
         device: Where the copies run.
     """
-    layers = layers_of(module).values()
-    seconds: list[float] = []
-    # The generators alone: a copy has its own parameters and buffers.
+    # The generators alone are looked after: a copy has its own parameters and buffers.
     with untouched(None), heap_set_aside(), torch.inference_mode(False), torch.enable_grad():
-        value = copied_to(device, sample)
         until = time.perf_counter() + timeout
-        for number, layer in enumerate(layers):
-            share = max(0.0, until - time.perf_counter()) / (len(layers) - number)
-            median_s, value = _timed(copy_of(layer, device), value, device, share)
-            seconds.append(median_s)
-    return seconds
+
+        def timed(cell: Cell) -> tuple[float, Boundary]:
+            share = max(0.0, until - time.perf_counter()) / (len(module) - cell.place)
+            return _timed(cell, device, share)
+
+        return list(run_each(module, sample, device, timed))
 
 
-def _timed(layer: nn.Module, value: object, device: torch.device, timeout: float) -> tuple[float, object]:
-    """Run a layer until the time is up; return the median of its seconds, and what it returned."""
+def _timed(cell: Cell, device: torch.device, timeout: float) -> tuple[float, Boundary]:
+    """Run a layer until the time is up; return the median of its seconds, and what passes on."""
     stop = time.perf_counter() + timeout
-    _, output = _run(layer, value, device)
-    runs = [_run(layer, value, device)[0]]
+    _, after = _run(cell, device)
+    runs = [_run(cell, device)[0]]
     while time.perf_counter() < stop:
-        runs.append(_run(layer, value, device)[0])
-    return median(runs), output
+        runs.append(_run(cell, device)[0])
+    return median(runs), after
 
 
-def _run(layer: nn.Module, value: object, device: torch.device) -> tuple[float, object]:
-    """Run a layer forward and backward; return its seconds, and what it returned."""
-    entered = entering(value, copied=True)
+def _run(cell: Cell, device: torch.device) -> tuple[float, Boundary]:
+    """Run a layer forward and backward; return its seconds, and what passes on."""
+    entered = cell.entered(copied=True)
     start = _now(device)
-    output = layer(entered)
+    ran = cell.run(entered)
     forward_s = _now(device) - start
-    roots = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+    # What it stashes has a gradient as well.
+    roots = [tensor for tensor in tensors_in(ran) if tensor.requires_grad]
     grads = [torch.ones_like(root) for root in roots]
     start = _now(device)
     if roots:
         torch.autograd.backward(roots, grads)
-    return forward_s + _now(device) - start, cut_off(output)
+    return forward_s + _now(device) - start, cell.after(ran)
 
 
 def _now(device: torch.device) -> float:
