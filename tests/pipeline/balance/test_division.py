@@ -1,8 +1,11 @@
 """What a balance is to those who use it."""
 
 import operator
+from fractions import Fraction
 
+import numpy as np
 import pytest
+import torch
 
 from torchremat.errors import ScheduleError
 from torchremat.pipeline.balance import Balance, balance
@@ -21,6 +24,16 @@ def test_a_balance_is_a_sequence_of_counts():
     assert (len(found), sum(found), found[0], found[-1], found[1:]) == (2, 6, 4, 2, (2,))
     assert len({found, balance([1, 2, 3, 4, 5, 6], 2)}) == 1
     assert repr(found) == "Balance(counts=(4, 2), unit='')"
+
+
+def test_costs_are_numbers_of_any_kind():
+    costs = [np.float32(1.5), torch.tensor(2.0), np.int64(3), Fraction(1, 2)]
+
+    found = balance(costs, 2)
+
+    assert found == [2, 2]
+    assert found.costs == (1.5, 2.0, 3.0, 0.5)
+    assert [type(cost) for cost in found.costs] == [float, float, float, float]
 
 
 def test_costs_of_stages():

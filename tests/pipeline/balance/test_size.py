@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchremat import Host, offload, wrap
+from torchremat import Host, offload, saved, wrap
 from torchremat.errors import StepError
 from torchremat.pipeline.balance import balance_by_size
 
@@ -38,6 +38,20 @@ def test_the_input_that_a_layer_alone_saves_is_its_own():
 
     assert balance_by_size(1, chain, torch.rand(8, 4), param_scale=0).costs == (128, 512, 512)
     assert balance_by_size(1, inplace, torch.rand(8, 4), param_scale=0).costs == (128, 512, 0, 64)
+
+
+def test_layers_add_up_to_the_model():
+    torch.manual_seed(1)
+    layers = [nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.MaxPool2d(2), nn.Dropout(), nn.Flatten()]
+    model = nn.Sequential(*layers, nn.Linear(196, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 8), nn.Softmax(1))
+    images = torch.rand(2, 3, 16, 16)
+
+    found = balance_by_size(1, model, images, param_scale=0)
+
+    whole = saved(lambda model: model(images).exp().sum(), model)
+    # The exp saves its own output, of 2*8*4 = 64 B.
+    assert sum(found.costs) == whole.saved_bytes + whole.bytes_of("input") - 64
+    assert found.costs[0] == 2 * 3 * 16 * 16 * 4
 
 
 def test_a_microbatch_counts():

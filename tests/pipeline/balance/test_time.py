@@ -71,6 +71,20 @@ def test_backward_counts(clock):
     assert frozen == [2, 1]
 
 
+def test_to_begin_a_backward_does_not_count(clock, monkeypatch):
+    backward = torch.autograd.backward
+
+    def slow_to_begin(*args):
+        clock.now += 100
+        backward(*args)
+
+    monkeypatch.setattr(torch.autograd, "backward", slow_to_begin)
+
+    found = balance_by_time(1, nn.Sequential(Slow(clock, 2, 3), nn.Identity()), torch.ones(1, requires_grad=True))
+
+    assert found.costs == (5, 0)
+
+
 def test_layers_share_the_time(clock):
     model = nn.Sequential(Slow(clock, 0.1), Slow(clock, 0.01))
 
@@ -187,7 +201,6 @@ def test_layers_pass_whatever_they_pass_in_the_pipeline():
     found = balance_by_time(5, model, torch.rand(4, 3), timeout=0)
 
     assert found == [1, 1, 1, 1, 1]
-    assert min(found.costs) > 0
 
 
 def test_a_tuple_is_one_argument():
@@ -250,5 +263,5 @@ def test_layers_are_timed_on_a_device():
 
     found = balance_by_time(2, model, torch.rand(8, 64), timeout=0.1, device="cuda")
 
-    assert sum(found) == 3 and min(found.costs) > 0
+    assert sum(found) == 3
     assert model[0].weight.device.type == "cpu"

@@ -46,7 +46,9 @@ def balance(costs: Iterable[float], partitions: int) -> Balance:
         problems.append(f"costs: {', '.join(wrong[:3])}{more}; a cost is a finite number, at least 0")
     if problems:
         raise ScheduleError(f"balance: {_listed(problems)}")
-    return _balanced(found, partitions, "", map(str, range(len(found))))
+    # Scalars of NumPy and torch are costs as well.
+    exact = [cost if isinstance(cost, int) else float(cost) for cost in found]
+    return _balanced(exact, partitions, "", map(str, range(len(found))))
 
 
 def balance_by_time(

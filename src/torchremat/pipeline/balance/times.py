@@ -11,13 +11,17 @@ from torch import nn
 from torchremat.measuring.heap import heap_set_aside
 from torchremat.measuring.untouched import untouched
 from torchremat.pipeline.balance.layers import Boundary, Cell, run_each
+from torchremat.pipeline.skip.layouts import SkipLayout
 from torchremat.tensors.structure import tensors_in
+
+_IDLE_RUNS = 25
 
 
 def layer_seconds(module: nn.Sequential, sample: object, *, timeout: float, device: torch.device) -> list[float]:
     """Return the seconds of a forward and a backward of each layer: the median of the runs that there is time for.
 
-    The first run of a layer is not timed, since it loads and tunes kernels; at least one other is.
+    The first run of a layer is not timed, since it loads and tunes kernels; at least one other is. What it takes to
+    begin a backward does not count.
 
     Args:
         module: The layers; copies of them run.
@@ -27,38 +31,47 @@ def layer_seconds(module: nn.Sequential, sample: object, *, timeout: float, devi
     """
     # The generators alone are looked after: a copy has its own parameters and buffers.
     with untouched(None), heap_set_aside(), torch.inference_mode(False), torch.enable_grad():
+        idle_s = _idle_seconds(device)
         until = time.perf_counter() + timeout
 
         def timed(cell: Cell) -> tuple[float, Boundary]:
             share = max(0.0, until - time.perf_counter()) / (len(module) - cell.place)
-            return _timed(cell, device, share)
+            return _timed(cell, device, share, idle_s)
 
         return list(run_each(module, sample, device, timed))
 
 
-def _timed(cell: Cell, device: torch.device, timeout: float) -> tuple[float, Boundary]:
+def _idle_seconds(device: torch.device) -> float:
+    """Return the seconds of a backward with nothing to do: one begins for each layer here, and for a model only one."""
+    value = torch.ones(1, device=device, requires_grad=True)
+    cell = Cell(layer=nn.Identity(), place=0, layout=SkipLayout(1, {}), before=Boundary(value=value, skips={}))
+    return median(_run(cell, device)[0] for _ in range(_IDLE_RUNS))
+
+
+def _timed(cell: Cell, device: torch.device, timeout: float, idle_s: float) -> tuple[float, Boundary]:
     """Run a layer until the time is up; return the median of its seconds, and what passes on."""
     stop = time.perf_counter() + timeout
-    _, after = _run(cell, device)
-    runs = [_run(cell, device)[0]]
+    _, after = _run(cell, device, idle_s)
+    runs = [_run(cell, device, idle_s)[0]]
     while time.perf_counter() < stop:
-        runs.append(_run(cell, device)[0])
+        runs.append(_run(cell, device, idle_s)[0])
     return median(runs), after
 
 
-def _run(cell: Cell, device: torch.device) -> tuple[float, Boundary]:
+def _run(cell: Cell, device: torch.device, idle_s: float = 0.0) -> tuple[float, Boundary]:
     """Run a layer forward and backward; return its seconds, and what passes on."""
     entered = cell.entered(copied=True)
     start = _now(device)
     ran = cell.run(entered)
-    forward_s = _now(device) - start
+    seconds = _now(device) - start
     # What it stashes has a gradient as well.
     roots = [tensor for tensor in tensors_in(ran) if tensor.requires_grad]
     grads = [torch.ones_like(root) for root in roots]
     start = _now(device)
     if roots:
         torch.autograd.backward(roots, grads)
-    return forward_s + _now(device) - start, cell.after(ran)
+        seconds += max(0.0, _now(device) - start - idle_s)
+    return seconds, cell.after(ran)
 
 
 def _now(device: torch.device) -> float:
