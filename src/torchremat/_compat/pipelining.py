@@ -55,6 +55,7 @@ class Stage(Protocol):
     submod: nn.Module
     stage_index: int
     num_stages: int
+    group: object
     has_backward: bool
 
 
@@ -120,23 +121,28 @@ def stages_of(schedule: object) -> Sequence[Stage]:
     return cast("Any", schedule)._stages
 
 
+def group_of(schedule: object) -> object:
+    """Return the process group of a schedule; None is that of all processes."""
+    return stages_of(schedule)[0].group
+
+
 def microbatches_of(schedule: object) -> int:
     """Return how many microbatches a step has."""
     return cast("Any", schedule)._n_microbatches
 
 
-class Action(Protocol):
+class TorchAction(Protocol):
     """One action of torch's own order."""
 
     stage_index: int
     microbatch_index: int | None
-    sub_actions: Sequence[Action] | None
+    sub_actions: Sequence[TorchAction] | None
 
     @property
     def computation_type(self) -> Any: ...
 
 
-def orders_of(schedule: object) -> Mapping[int, Sequence[Action]]:
+def orders_of(schedule: object) -> Mapping[int, Sequence[TorchAction]]:
     """Return the actions of each process, for a schedule that has them as data."""
     return cast("Any", schedule).pipeline_order_with_comms
 

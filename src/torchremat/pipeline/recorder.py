@@ -84,6 +84,10 @@ class Recorder:
         """Return the events since the start, in the order in which they ended; waits for the streams that have them."""
         return tuple(_event(taken, self._start_s) for taken in list(self._taken))
 
+    def elapsed_s(self) -> float:
+        """Return the seconds since the start."""
+        return perf_counter() - self._start_s
+
     def timeline(
         self, *, stages: int, workers: tuple[tuple[int, ...], ...] = (), predicted: Timeline | None = None
     ) -> Timeline:

@@ -235,7 +235,6 @@ def no_grad(name):
 
     with attach(program.schedule, record=True) as attached:
         output = program.step()
-        attached.events.clear()
         evaluated = program.step(program.schedule.eval)
         with torch.no_grad():
             program.step(program.schedule.eval)
@@ -289,12 +288,16 @@ def order(program, **options):
     """What happens in the second step of this process, as one text; a backward comes after the recomputes in it."""
     with attach(program.schedule, record=True, **options) as attached:
         program.step()
-        attached.events.clear()
         program.step()
-        events = list(attached.events)
+        events = attached.events
+        timeline = attached.timeline()
     assert program.calls == [TWICE] * BLOCKS * len(program.stages)
     assert equal(program.result(), plain(program.name))
-    assert all(event.start_s <= event.end_s for event in events)
+    assert {event.stage for event in timeline.events} == set(range(timeline.stages))  # those of all processes
+    mine = {event.stage for event in events}
+    ours = [(one.stage, one.microbatch, one.kind) for one in timeline.events if one.stage in mine]
+    assert sorted(ours) == sorted((one.stage, one.microbatch, one.kind) for one in events)
+    assert timeline.predicted.step_s > 0
     return " ".join(f"{LETTERS[event.kind]}{event.microbatch}" for event in events if event.stage == 0)
 
 

@@ -13,18 +13,24 @@ stages, so that dropping a schedule drops all.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Literal, cast
 from weakref import ref
 
-from torchremat._compat.pipelining import SINGLE, STEP, check_hooks, name_of, stages_of
+from torchremat._compat.pipelining import SINGLE, STEP, check_hooks, group_of, name_of, stages_of
 from torchremat._compat.sharding import is_managed, is_sharded
 from torchremat.errors import UnsupportedError
+from torchremat.pipeline.attaching.gathering import gathered
 from torchremat.pipeline.attaching.lookahead import Lookahead
-from torchremat.pipeline.attaching.orders import followed_at_once
+from torchremat.pipeline.attaching.orders import followed_at_once, order_of
 from torchremat.pipeline.attaching.patches import Patch, undo_all
-from torchremat.pipeline.attaching.records import Event, Record
 from torchremat.pipeline.attaching.stages import SessionsOfStage
 from torchremat.pipeline.attaching.waits import Waits
+from torchremat.pipeline.events import Event
+from torchremat.pipeline.prediction import costs_of, predict
+from torchremat.pipeline.recorder import Recorder
+from torchremat.pipeline.timeline import Timeline
+from torchremat.schedules.pipelines import recomputing
 from torchremat.tensors.sizes import parse_bytes
 
 Choice = Literal["all", "in_flight"]
@@ -38,35 +44,61 @@ class Attached:
         lookahead: Whether to recompute ahead of a gradient.
         lookahead_bytes: What may be recomputed ahead at once, None for no bound.
         checkpoint: Which microbatches run with regions.
-        record: Whether to record events.
+        record: Whether to record what runs when.
     """
 
     def __init__(
         self, schedule: object, *, lookahead: bool, lookahead_bytes: int | None, checkpoint: Choice, record: bool
     ) -> None:
-        self._record = Record(is_on=record)
+        self._recorder = Recorder(on=record)
+        self._group = group_of(schedule)
+        self._order = order_of(schedule)
+        self._lookahead = lookahead
         plain = followed_at_once(schedule) if checkpoint == "in_flight" else set[tuple[int, int]]()
         self._stages: dict[int, SessionsOfStage] = {}
         self._patches: list[Patch] = []
         for stage in stages_of(schedule):
             of_stage = {microbatch for number, microbatch in plain if number == stage.stage_index}
-            sessions = SessionsOfStage(stage, self._record, of_stage, weighs=lookahead_bytes is not None)
+            sessions = SessionsOfStage(stage, self._recorder, of_stage, weighs=lookahead_bytes is not None)
             self._stages[sessions.index] = sessions
             self._patches += sessions.patches()
-        self._waits = Waits(self._stages, Lookahead(lookahead_bytes) if lookahead else None, self._record)
+        self._waits = Waits(self._stages, Lookahead(lookahead_bytes) if lookahead else None, self._recorder)
         if lookahead or record:
             self._patches += self._waits.patches(schedule)
         self._patches.append(Patch(schedule, STEP, _Step(schedule, self)))
 
     @property
-    def events(self) -> list[Event]:
-        """What has run since the list was cleared, in the order in which it ended; empty without `record`."""
-        return self._record.events
+    def events(self) -> tuple[Event, ...]:
+        """What this process has done in the last step, in the order in which it ended; empty without `record`."""
+        return self._recorder.events()
+
+    def timeline(self) -> Timeline:
+        """Return what every stage did in the last step, and when; beside it a prediction from the times of the parts.
+
+        To be called by all processes of the schedule, whose clocks are compared at a barrier. Transfers are not seen,
+        only the time that a stage waits for them; the prediction takes them for free.
+
+        Raises:
+            UnsupportedError: `record` was not asked for.
+        """
+        if not self._recorder.on:
+            raise UnsupportedError("timeline: nothing was recorded. Attach with `record=True`, and run a step.")
+        measured = gathered(self._recorder, self._order, self._group)
+        recomputed = {(event.stage, event.microbatch) for event in measured.events if event.kind == "recompute"}
+        order = recomputing(self._order, chosen=lambda stage, microbatch: (stage, microbatch) in recomputed)
+        costs = costs_of(measured)
+        if any((action.stage, action.kind) not in costs for actions in order for action in actions):
+            return measured  # a step without backward
+        return replace(measured, predicted=predict(measured, order, lookahead=self._lookahead))
 
     @property
     def open_sessions(self) -> int:
         """How many microbatches are between their forward and the end of their backward."""
         return sum(map(len, self._stages.values()))
+
+    def begin(self) -> None:
+        """Forget what earlier steps have recorded."""
+        self._recorder.start()
 
     def close(self) -> None:
         """Close all sessions, whose microbatches then recompute as if nothing were attached."""
@@ -101,6 +133,7 @@ class _Step:
     def __call__(self, *args: Any, **kwargs: Any) -> object:
         schedule = self._schedule()
         step = self._own or cast("Callable[..., object]", getattr(type(schedule), STEP).__get__(schedule))
+        self.attached.begin()
         try:
             return step(*args, **kwargs)
         finally:
@@ -128,7 +161,7 @@ def attach(
         lookahead_bytes: What may be recomputed ahead at once, None for no bound. Needs `lookahead`.
         checkpoint: `"all"`: regions recompute in every microbatch. `"in_flight"`: not in those whose backward follows
             at once, as on the last stage of 1F1B; their forward makes no regions.
-        record: Whether to record what runs when, in `Attached.events`.
+        record: Whether to record what runs when, for `Attached.timeline` and `Attached.events`.
 
     Raises:
         UnsupportedError: A schedule of another class, or one that is attached already; an option of another value; a

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from torchremat._compat.pipelining import SINGLE, Action, microbatches_of, name_of, orders_of, stages_of
+from torchremat._compat.pipelining import SINGLE, TorchAction, microbatches_of, name_of, orders_of, stages_of
+from torchremat.schedules.pipelines import Action, Kind, Order
 
-_PIECES = frozenset("FBIW")
+_KINDS: dict[str, Kind] = {"F": "forward", "B": "backward", "I": "input", "W": "weight"}
 
 
 def in_flight(schedule: object) -> dict[int, int]:
@@ -32,6 +33,14 @@ def in_flight(schedule: object) -> dict[int, int]:
             held[stage] = held.get(stage, 0) + {"F": 1, "I": 0, "B": -1, "W": -1}[piece]
             found[stage] = max(found.get(stage, 0), held[stage])
     return dict(sorted(found.items()))
+
+
+def order_of(schedule: object) -> Order:
+    """Return what each process runs, without recomputes."""
+    return tuple(
+        tuple(Action(kind=_KINDS[piece], stage=stage, microbatch=microbatch) for piece, stage, microbatch in order)
+        for order in _orders(schedule)
+    )
 
 
 def followed_at_once(schedule: object) -> set[tuple[int, int]]:
@@ -75,9 +84,9 @@ def _single(stage: int, microbatches: int, ahead: int) -> Iterator[Step]:
             yield "F", stage, ahead + microbatch
 
 
-def _pieces(actions: Sequence[Action]) -> Iterator[Step]:
+def _pieces(actions: Sequence[TorchAction]) -> Iterator[Step]:
     for action in actions:
         if action.sub_actions is not None:
             yield from _pieces(action.sub_actions)
-        elif action.computation_type.value in _PIECES and action.microbatch_index is not None:
+        elif action.computation_type.value in _KINDS and action.microbatch_index is not None:
             yield action.computation_type.value, action.stage_index, action.microbatch_index

@@ -12,9 +12,8 @@ The stage has what is here, by the attributes that are replaced; nothing here ha
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Container
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, cast
 from weakref import ref
 
@@ -22,11 +21,12 @@ import torch
 
 from torchremat._compat.pipelining import BACKWARD, FORWARD, WEIGHT, Stage
 from torchremat.pipeline.attaching.patches import Patch
-from torchremat.pipeline.attaching.records import Kind, Record
+from torchremat.pipeline.recorder import Recorder
 from torchremat.regions.footprints import footprint_bytes
 from torchremat.regions.region import Region
 from torchremat.regions.sessions import Session
 from torchremat.regions.threads import plainly
+from torchremat.schedules.pipelines import Kind
 
 
 class SessionsOfStage:
@@ -38,14 +38,14 @@ class SessionsOfStage:
 
     Args:
         stage: The stage, which is not kept.
-        record: Gets what runs when.
+        recorder: Gets what runs when.
         plain: The microbatches that run without regions.
         weighs: Whether `costs` are measured.
     """
 
-    def __init__(self, stage: Stage, record: Record, plain: Container[int], *, weighs: bool) -> None:
+    def __init__(self, stage: Stage, recorder: Recorder, plain: Container[int], *, weighs: bool) -> None:
         self._stage = ref(stage)
-        self._record = record
+        self._recorder = recorder
         self._plain = plain
         self._weighs = weighs
         self._own = {name: vars(stage).get(name) for name in (FORWARD, BACKWARD, WEIGHT)}
@@ -78,7 +78,7 @@ class SessionsOfStage:
             return call(fwd_chunk_id, *args, **kwargs)
         self._close(fwd_chunk_id)
         session = self._open[fwd_chunk_id] = Session(watch=_Watch(self, fwd_chunk_id))
-        with self._record.during(self.index, fwd_chunk_id, "forward"), session.active(), ExitStack() as stack:
+        with self._recorder.event(self.index, fwd_chunk_id, "forward"), session.active(), ExitStack() as stack:
             if fwd_chunk_id in self._plain:
                 stack.enter_context(plainly())
             return call(fwd_chunk_id, *args, **kwargs)
@@ -101,7 +101,7 @@ class SessionsOfStage:
         call, session = self._call(name), self._open.get(microbatch)
         if session is None:
             return call(microbatch, *args, **kwargs)
-        with self._record.during(self.index, microbatch, kind), session.active(), ExitStack() as stack:
+        with self._recorder.event(self.index, microbatch, kind), session.active(), ExitStack() as stack:
             if kind == "input" and self._drops:
                 stack.enter_context(session.input_pass())
             return call(microbatch, *args, **kwargs)
@@ -127,16 +127,19 @@ class _Watch:
     def __init__(self, sessions: SessionsOfStage, microbatch: int) -> None:
         self.sessions = sessions
         self.microbatch = microbatch
-        self.start_s = 0.0
+        self._running: AbstractContextManager[None] | None = None
 
     def recomputing(self, number: int) -> None:
-        """Note the time."""
-        self.start_s = time.perf_counter()
+        """Begin to record it."""
+        self._running = self.sessions._recorder.event(self.sessions.index, self.microbatch, "recompute")
+        self._running.__enter__()
 
     def recomputed(self, number: int, region: Region) -> None:
         """Record the recompute, and what it has added to memory if it is the first of that region."""
         sessions = self.sessions
-        sessions._record.add(sessions.index, self.microbatch, "recompute", self.start_s)
+        running, self._running = self._running, None
+        if running is not None:
+            running.__exit__(None, None, None)
         if sessions._weighs and number not in sessions.costs:
             session = sessions.get(self.microbatch)
             if session is not None:

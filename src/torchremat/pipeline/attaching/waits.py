@@ -23,8 +23,8 @@ from torchremat._compat.pipelining import (
 )
 from torchremat.pipeline.attaching.lookahead import Lookahead
 from torchremat.pipeline.attaching.patches import Patch
-from torchremat.pipeline.attaching.records import Record
 from torchremat.pipeline.attaching.stages import SessionsOfStage
+from torchremat.pipeline.recorder import Recorder
 
 Direction = Literal["forward", "backward"]
 
@@ -35,13 +35,13 @@ class Waits:
     Args:
         stages: The sessions of each stage of this process, by number.
         lookahead: What runs before a wait for a gradient, None for nothing.
-        record: Gets the waits.
+        recorder: Gets the waits.
     """
 
-    def __init__(self, stages: dict[int, SessionsOfStage], lookahead: Lookahead | None, record: Record) -> None:
+    def __init__(self, stages: dict[int, SessionsOfStage], lookahead: Lookahead | None, recorder: Recorder) -> None:
         self._stages = stages
         self._lookahead = lookahead
-        self._record = record
+        self._recorder = recorder
         self._next: tuple[Direction, int, int] | None = None  # what the next wait of a single-stage schedule is for
 
     def patches(self, schedule: object) -> list[Patch]:
@@ -79,7 +79,7 @@ class Waits:
         direction, stage, microbatch = waits_for
         if direction == "backward" and self._lookahead is not None:
             self._lookahead.run(self._stages[stage], microbatch, works)
-        with self._record.during(stage, microbatch, "wait"):
+        with self._recorder.event(stage, microbatch, "wait"):
             wait()
 
 
