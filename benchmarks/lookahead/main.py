@@ -69,19 +69,27 @@ class Layer(nn.Module):
         return x + Sleeps.apply(self.linear(x), self.seconds).tanh().sin()
 
 
+# A transfer takes a time from its sending, whether or not its receiver waits for it by then. So each has a message
+# beside it that says when it was sent; the clock is one for all processes of a machine.
+STAMP = 1  # the tag of that message
+
+
 class Arriving:
-    """A receive whose data is there `seconds` after the sender's process has sent it, and that can be asked."""
+    """A receive whose data is there `seconds` after it was sent, and that can be asked."""
 
     blocked_s = 0.0  # spent in waits by this process
 
-    def __init__(self, work: dist.Work, seconds: float) -> None:
+    def __init__(self, operation: dist.P2POp, work: dist.Work, seconds: float) -> None:
+        self.sent_s = torch.zeros(1, dtype=torch.float64)
+        works = (work, dist.irecv(self.sent_s, operation.peer, tag=STAMP))
         self.arrived = threading.Event()
-        self.thread = threading.Thread(target=self.arrive, args=(work, seconds))
+        self.thread = threading.Thread(target=self.arrive, args=(works, seconds))
         self.thread.start()
 
-    def arrive(self, work: dist.Work, seconds: float) -> None:
-        work.wait()
-        time.sleep(seconds)
+    def arrive(self, works: tuple[dist.Work, ...], seconds: float) -> None:
+        for work in works:
+            work.wait()
+        time.sleep(max(0.0, self.sent_s.item() + seconds - time.perf_counter()))
         self.arrived.set()
 
     def is_completed(self) -> bool:
@@ -94,11 +102,13 @@ class Arriving:
 
 
 class Sent:
-    """A send, which nobody has to wait for: the tensor is kept until it has gone."""
+    """A send, which nobody waits for: what is sent is kept until it has gone."""
 
-    def __init__(self, work: dist.Work) -> None:
-        self.thread = threading.Thread(target=work.wait)
-        self.thread.start()
+    def __init__(self, operation: dist.P2POp, work: dist.Work) -> None:
+        stamp = torch.tensor([time.perf_counter()], dtype=torch.float64)
+        self.kept = operation, stamp
+        works = (work, dist.isend(stamp, operation.peer, tag=STAMP))
+        threading.Thread(target=lambda: [one.wait() for one in works]).start()
 
     def is_completed(self) -> bool:
         return True
@@ -114,7 +124,7 @@ def transfers(seconds: float) -> Generator[None]:
 
     def batch(operations: list[dist.P2POp], desc: str | None = None) -> list[object]:
         return [
-            Arriving(work, seconds) if operation.op is dist.irecv else Sent(work)
+            Arriving(operation, work, seconds) if operation.op is dist.irecv else Sent(operation, work)
             for operation, work in zip(operations, own(operations, desc), strict=True)
         ]
 

@@ -12,10 +12,20 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from pipeline.attaching.models import BLOCKS, MICROBATCHES, SCHEDULES, SINGLE, WIDTH, Llama, Program, Stage
+from pipeline.attaching.models import (
+    BLOCKS,
+    MICROBATCHES,
+    SCHEDULES,
+    SINGLE,
+    WIDTH,
+    Llama,
+    Program,
+    Stage,
+    loss_of,
+)
 from regions.comparing import live_regions
-from torchremat import UnsupportedError, wrap
-from torchremat.pipeline import attach, detach, in_flight
+from torchremat import Planner, UnsupportedError, wrap
+from torchremat.pipeline import attach, detach, in_flight, microbatch_budget
 from torchremat.policies import save_matmuls
 
 ONCE, TWICE = [1] * MICROBATCHES, [2] * MICROBATCHES
@@ -371,6 +381,27 @@ def numbers_in_flight():
         assert in_flight(Program(name).schedule) == expected, in_flight(Program(name).schedule)
 
 
+def planned():
+    """A stage with a plan for the smallest budget that lets it hold its microbatches; the other one is wrapped."""
+    program = Program("ScheduleInterleaved1F1B")
+    module, other = program.modules
+    wrapped(other)
+    held = in_flight(program.schedule)[program.stages[0].stage_index]
+    x, target = torch.randn(2, 64, 4, WIDTH)  # large, so that activations count beside gradients
+    planner = Planner(module, lambda module: loss_of(module(x.clone().requires_grad_()), target))
+    before = 2 * sum(one.nbytes for one in module.parameters())
+    one = planner.floor_bytes
+    budget = before + held * (one - before)
+    assert microbatch_budget(budget, before_bytes=before, in_flight=held) == one
+    planner.plan(one).apply(module)
+
+    with attach(program.schedule):
+        ours = program.train()
+
+    assert TWICE in program.calls[:BLOCKS] and program.calls[BLOCKS:] == [TWICE] * BLOCKS, program.calls
+    assert equal(ours, plain(program.name))
+
+
 def sharded_by(mesh):
     def prepare(module):
         for layer in module.layers:
@@ -416,6 +447,7 @@ CASES = {
     "look-ahead, budget": lookahead_budget,
     "in flight, choice": in_flight_choice,
     "in flight, numbers": numbers_in_flight,
+    "planned": planned,
     "sharded, ScheduleInterleaved1F1B": partial(sharded, "ScheduleInterleaved1F1B"),
     "sharded, Schedule1F1B": partial(sharded, "Schedule1F1B"),
 }

@@ -11,7 +11,7 @@ from torch import nn
 
 from pipeline.attaching.models import SINGLE
 from torchremat import BudgetError, UnsupportedError, VersionError
-from torchremat.pipeline import attach, detach, in_flight
+from torchremat.pipeline import attach, detach, in_flight, microbatch_budget
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -113,3 +113,8 @@ def test_a_loop_that_waits_in_another_way_is_told_if_its_waits_are_needed(monkey
 )
 def test_microbatches_in_flight_in_one_process(name, expected):
     assert in_flight(make(name)) == expected
+
+
+def test_a_budget_below_what_is_there_before_is_refused():
+    with pytest.raises(BudgetError, match=r"a budget of 1\.00 KiB for a stage with 2\.00 KiB before the step leaves"):
+        microbatch_budget("1KiB", before_bytes=2048, in_flight=2)

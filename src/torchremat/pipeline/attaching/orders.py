@@ -10,7 +10,9 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from torchremat._compat.pipelining import SINGLE, TorchAction, microbatches_of, name_of, orders_of, stages_of
+from torchremat.errors import BudgetError
 from torchremat.schedules.pipelines import Action, Kind, Order
+from torchremat.tensors.sizes import format_bytes, parse_bytes
 
 _KINDS: dict[str, Kind] = {"F": "forward", "B": "backward", "I": "input", "W": "weight"}
 
@@ -18,7 +20,7 @@ _KINDS: dict[str, Kind] = {"F": "forward", "B": "backward", "I": "input", "W": "
 def in_flight(schedule: object) -> dict[int, int]:
     """Return how many microbatches each stage holds at most, from the forward to the end of the backward.
 
-    A budget for a stage is to be divided by that: `torchremat.plan` plans one microbatch.
+    `torchremat.plan` plans one microbatch; `microbatch_budget` says what budget is left for each.
 
     Args:
         schedule: One of torch.distributed.pipelining; see `attach`.
@@ -33,6 +35,31 @@ def in_flight(schedule: object) -> dict[int, int]:
             held[stage] = held.get(stage, 0) + {"F": 1, "I": 0, "B": -1, "W": -1}[piece]
             found[stage] = max(found.get(stage, 0), held[stage])
     return dict(sorted(found.items()))
+
+
+def microbatch_budget(budget: int | str, *, before_bytes: int, in_flight: int) -> int:
+    """Return the budget to plan one microbatch with, such that a stage which holds several stays within its own.
+
+    What a microbatch adds to what is there before is at most the same share for each, so that all fit together:
+
+    >>> microbatch_budget(1000, before_bytes=400, in_flight=3)
+    600
+
+    Args:
+        budget: Peak bytes of the stage in a step: an int, or like `"6GiB"`.
+        before_bytes: What is there before the step: parameters, gradients, the optimizer's state.
+        in_flight: How many microbatches it holds at most, see the function of that name.
+
+    Raises:
+        BudgetError: The budget is no size, or not above what is there before.
+    """
+    size = parse_bytes(budget)
+    if size <= before_bytes:
+        raise BudgetError(
+            f"a budget of {format_bytes(size)} for a stage with {format_bytes(before_bytes)} before the step leaves "
+            "nothing for its microbatches. Give more, or cut the model into more stages."
+        )
+    return before_bytes + (size - before_bytes) // in_flight
 
 
 def order_of(schedule: object) -> Order:
