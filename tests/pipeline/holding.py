@@ -8,19 +8,19 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from torchremat.measuring.tracker import address_of
 from torchremat.pipeline import copying
 
 
 class _Running(threading.local):
-    """The stage that a thread runs: others copy meanwhile."""
+    """The stage that a thread runs: others copy meanwhile. And whether the mode has been entered for that alone."""
 
     stage: int | None = None
+    entered = False
 
 
 class StageBytes(TorchDispatchMode):
@@ -44,11 +44,17 @@ class StageBytes(TorchDispatchMode):
             stage.register_forward_hook(lambda *_: self._end(), always_call=True)
 
     def _begin(self, number: int, given: tuple[object, ...]) -> None:
+        if self not in _get_current_dispatch_mode_stack():
+            self._running.entered = True
+            self.__enter__()
         self._running.stage = number
         self._own(given)
 
     def _end(self) -> None:
         self._running.stage = None
+        if self._running.entered:
+            self._running.entered = False
+            self.__exit__(None, None, None)
 
     def __torch_dispatch__(
         self,

@@ -11,7 +11,8 @@ from pipeline.holding import StageBytes, own_memory
 from torchremat.pipeline.pipe import Pipe
 
 MODES = ["never", "always", "except_last"]
-# Stage 0 stashes both skips, stage 3 pops both: 2 x (2 convs, stash) with a pool between | pool, conv | conv, grow | rest.
+# Stage 0 stashes both skips and stage 3 pops them: 2 x (2 convs, stash), a pool between | pool, conv | conv, grow |
+# the rest.
 BALANCE = [7, 2, 2, 8]
 
 
