@@ -1,4 +1,4 @@
-"""`GPipe` is made, read and moved as torchgpipe's is. Letters and numbers are the rows of the facts about torchgpipe."""
+"""`GPipe` is made, read and moved as torchgpipe's is. Letters and numbers are those of its behaviours."""
 
 from collections import OrderedDict
 

@@ -149,8 +149,8 @@ class Log(nn.Module):
         return Logged.apply(f"{int(x.detach().flatten()[0].item())}{self.stage}", self.log, x).cos().acos()
 
 
-# As torchgpipe 0.0.7 logs it: microbatch 1 leaves a stage before microbatch 0 gets there, the other stage is free to run
-# meanwhile, and its recompute does not wait for the gradient.
+# As torchgpipe 0.0.7 logs it: microbatch 1 leaves a stage before microbatch 0 gets there, the other stage is free to
+# run meanwhile, and its recompute does not wait for the gradient.
 @pytest.mark.parametrize(
     ("checkpoint", "order"),
     [

@@ -30,8 +30,7 @@ def declared(*, stashed=(), popped=(), commands=(), ran=lambda x: x):
     @skippable(stash=stashed, pop=popped)
     class Layer(nn.Module):
         def forward(self, x):
-            for command in commands:
-                yield command
+            yield from commands
             return ran(x)
 
     return Layer()

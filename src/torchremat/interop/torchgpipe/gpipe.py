@@ -12,10 +12,9 @@ from torch.autograd.function import FunctionCtx
 from torchremat.pipeline.dependency import replaced, with_grad
 from torchremat.pipeline.microbatch import Microbatch
 from torchremat.pipeline.partitions import listed_devices
-from torchremat.pipeline.pipe import Mode, Pipe
+from torchremat.pipeline.pipe import Pipe
 from torchremat.regions.inside import is_checkpointing
 
-Tensors = Tensor | tuple["Tensors", ...]
 Device = torch.device | str | int
 
 
@@ -62,13 +61,13 @@ class GPipe(Pipe):
             counts,
             devices=found,
             chunks=count,
-            checkpoint=cast("Mode", mode),
+            checkpoint=mode,
             deferred_batch_norm=deferred_batch_norm,
         )
         for partition in self.partitions:
             partition.register_forward_hook(_checked)
 
-    def forward(self, input: Tensors) -> Tensors:  # noqa: A002: the name of torch's modules
+    def forward(self, input: object) -> object:
         """Run a batch through the partitions.
 
         Args:
@@ -79,7 +78,7 @@ class GPipe(Pipe):
             PipelineError: The input cannot be cut, or the outputs of the microbatches not put together.
         """
         check(input)
-        return cast("Tensors", super().forward(input)) if len(self.partitions) else input
+        return super().forward(input) if len(self.partitions) else input
 
     def cuda(self, device: Device | None = None) -> NoReturn:
         """Refuse to move."""
