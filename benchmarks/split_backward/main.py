@@ -30,7 +30,7 @@ WHOLE = "ScheduleInterleaved1F1B"
 MICROBATCHES = 4
 STAGES = 4
 MOST = 0.7
-ROUNDS = 15
+ROUNDS = 7
 
 
 class Block(nn.Module):
@@ -111,7 +111,7 @@ class Program:
 
 
 def work(smoke: bool) -> dict[str, object]:
-    width, tokens, rounds = (16, 8, 1) if smoke else (192, 128, ROUNDS)
+    width, tokens, rounds = (16, 8, 1) if smoke else (128, 64, ROUNDS)
     return {schedule: compare(schedule, width, tokens, rounds) for schedule in (WHOLE, *SPLIT)}
 
 
