@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import threading
 from contextvars import ContextVar
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import pytest
 import torch
@@ -63,15 +64,41 @@ def test_each_cell_that_is_checkpointed_is_recomputed_once(mode, recomputed):
         assert log.count("R" + stage) == recomputed
 
 
-def test_backward_goes_through_the_clocks_the_other_way_around():
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_backward_goes_through_the_clocks_the_other_way_around(requires_grad, is_late):
+    # No edge orders the microbatches of a stage whose input requires no grad. Late in a training, when the caller's
+    # thread has made more nodes than a worker, all of its recomputes ran and were held before any of its backwards.
+    log = []
+    module = nn.Sequential(nn.Sequential(nn.Linear(4, 4), Noted("0", log)), Noted("1", log))
+    pipe = Pipe(module, [1, 1], devices=CPUS, chunks=3, checkpoint="always")
+
+    def step() -> None:
+        if is_late:
+            one = torch.ones(1, requires_grad=True)
+            for _ in range(1000):
+                one * 1
+        pipe(torch.rand(3, 4, requires_grad=requires_grad)).sum().backward()
+
+    thread = threading.Thread(target=step)
+    thread.start()
+    thread.join()
+
+    late, early = "R1 B1 R1 B1 R0 B0 R1 B1 R0 B0 R0 B0", "R1 B1 R0 B0 R1 B1 R1 B1 R0 B0 R0 B0"
+    assert " ".join(log) == f"F0 F0 F1 F0 F1 F1 {late if is_late else early}"
+
+
+def test_a_recompute_does_not_wait_for_the_gradient(monkeypatch):
     log = []
     module = nn.Sequential(Noted("0", log), Noted("1", log))
-    pipe = Pipe(module, [1, 1], devices=CPUS, chunks=2, checkpoint="always")
+    pipe = Pipe(module, [1, 1], devices=CPUS, checkpoint="always")
+    loss = pipe(torch.rand(2, 4).requires_grad_()).sum()
+    monkeypatch.setattr("torchremat.pipeline.copying.wait_stream", lambda waiting, awaited: log.append("W"))
 
-    pipe(torch.rand(2, 4).requires_grad_()).sum().backward()
+    loss.backward()
 
-    # Stage 0 recomputes the second microbatch while the gradient of it is on its way (R0 before the second B1).
-    assert " ".join(log) == "F0 F0 F1 F1 R1 B1 R1 R0 B1 B0 R0 B0"
+    # The copy of the gradient waits for stage 1, and stage 0 for the copy.
+    assert " ".join(log) == "F0 F1 R1 B1 W R0 W B0"
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -381,6 +408,26 @@ def test_an_error_in_any_cell_arrives_with_its_place_and_leaves_nothing(stage, n
     for layer in module:
         layer.run = 99
     pipe(torch.rand(3, 4)).sum().backward()  # it works again
+
+
+def test_an_error_is_gone_with_its_tensors_without_the_cycle_collector():
+    held = []
+
+    class Holds(Fails):
+        def forward(self, x: Tensor) -> Tensor:
+            held.append(ref(x))
+            return super().forward(x)
+
+    pipe = Pipe(nn.Sequential(nn.Linear(4, 4), Holds(2, ValueError)), [1, 1], devices=CPUS, chunks=3)
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.raises(ValueError, match="on purpose") as caught:
+            pipe(torch.rand(3, 4))
+        del caught
+        assert [one() for one in held] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_an_error_stops_later_clocks():

@@ -38,11 +38,14 @@ from torchremat.pipeline.skip import PortalTracker, SkipLayout
 from torchremat.pipeline.skip.namespaces import Key
 from torchremat.pipeline.streams import Stream, current_stream, use_device, use_stream
 from torchremat.pipeline.workers import Worker, spawn_workers
-from torchremat.regions.region import Region
 from torchremat.regions.settings import Settings
 from torchremat.schedules.pipelines import Kind, clock_cycles
 
-Ran = tuple[Microbatch, Region | None]
+# NOTE [ Recomputes one at a time ]
+# Of the nodes that could run, autograd takes the one that the device's thread made last, and counts for each thread on
+# its own. So whatever leads to a cell's recompute is made by the worker that made the cell, behind it: then the nodes
+# of the cell before it in backward are done first. Made elsewhere, it would be ahead of them, and where no edge of
+# `dependency` holds it back, as in a stage whose input requires no grad, a device would hold all recomputes at once.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,8 +105,7 @@ class Runner:
         places: Sequence[tuple[int, int]],
     ) -> None:
         """Run the cells of one clock."""
-        running: list[Future[Ran]] = []
-        passages: list[Passage] = []
+        running: list[Future[Microbatch]] = []
         try:
             for number, stage in places:
                 with use_device(self.devices[stage]), use_stream(streams[stage]):
@@ -114,7 +116,6 @@ class Runner:
                     microbatches[number] = Microbatch((), [])  # the cell has it now
                     passage = self._passage(stage, number, "forward", "backward", streams[stage])
                     given.tensors = passage.given(given.tensors)
-                    passages.append(passage)
                 cell = Cell(
                     place=Place(stage, number),
                     module=self.stages[stage],
@@ -122,17 +123,12 @@ class Runner:
                     stream=streams[stage],
                     settings=self.settings[stage][number],
                 )
-                running.append(workers[stage].submit(partial(_run, cell, given, passage)))
+                copy_stream = self.copy_streams[stage][number] if stage + 1 < len(self.stages) else None
+                running.append(workers[stage].submit(partial(_run, cell, given, passage, copy_stream)))
                 del given
             wait(running)
-            for (number, stage), future, passage in zip(places, running, passages, strict=True):
-                ran, region = _result(future, Place(stage, number))
-                with use_device(self.devices[stage]), use_stream(streams[stage]):
-                    ran.tensors = passage.returned(ran.tensors)
-                    if stage + 1 < len(self.stages):
-                        ran.tensors = wait_all(ran.tensors, streams[stage], self.copy_streams[stage][number])
-                    if region is not None:
-                        ran.tensors = precede(region, ran.tensors, passage.recomputes)
+            for number, stage in places:
+                ran = _result(running, Place(stage, number))
                 output, stashed = cast("tuple[object, dict[Key, object]]", ran.value)
                 portals[number].stashed(stage, stashed)
                 microbatches[number] = Microbatch.of(output)
@@ -151,14 +147,27 @@ class Runner:
         )
 
 
-def _run(cell: Cell, given: Microbatch, passage: Passage) -> Ran:
+def _run(cell: Cell, given: Microbatch, passage: Passage, copy_stream: Stream | None) -> Microbatch:
     with passage.runs():
-        return cell.run(given)
+        ran, region = cell.run(given)
+    # See NOTE [ Recomputes one at a time ]
+    with use_stream(cell.stream):
+        ran.tensors = passage.returned(ran.tensors)
+        if copy_stream is not None:
+            ran.tensors = wait_all(ran.tensors, cell.stream, copy_stream)
+        if region is not None:
+            ran.tensors = precede(region, ran.tensors, passage.recomputes)
+    return ran
 
 
-def _result(future: Future[Ran], place: Place) -> Ran:
+def _result(running: list[Future[Microbatch]], place: Place) -> Microbatch:
+    """Return the result of the first one, and hold it no longer.
+
+    An error has this frame, and a frame that had the future would have the error: only the cycle collector would free
+    the tensors of all frames between.
+    """
     try:
-        return future.result()
+        return running.pop(0).result()
     except BaseException as error:
         error.add_note(f"This was raised in the forward {place} of a pipe.")
         raise

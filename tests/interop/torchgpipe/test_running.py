@@ -149,14 +149,14 @@ class Log(nn.Module):
         return Logged.apply(f"{int(x.detach().flatten()[0].item())}{self.stage}", self.log, x).cos().acos()
 
 
-# As torchgpipe 0.0.7 logs it: microbatch 1 leaves a stage before microbatch 0 gets there, the other stage is free to
-# run meanwhile, and its recompute does not wait for the gradient.
+# As torchgpipe 0.0.7 has it in each stage: the last microbatch leaves it before the one before gets there. What stages
+# do in between, where they share a CPU, is not fixed, but no recompute is held while something else runs.
 @pytest.mark.parametrize(
     ("checkpoint", "order"),
     [
-        ("never", "B2c B1c B2b B0c B1b B2a B0b B1a B0a"),
-        ("always", "R2c B2c R1c R2b B1c R0c B2b R1b R2a B0c B1b R0b B2a R1a B0b B1a R0a B0a"),
-        ("except_last", "B2c R1c B1c R0c B2b R1b B0c B1b R0b B2a R1a B0b B1a R0a B0a"),
+        ("never", "B2c B1c B0c B2b B1b B0b B2a B1a B0a"),
+        ("always", "R2c B2c R1c B1c R0c B0c R2b B2b R1b B1b R0b B0b R2a B2a R1a B1a R0a B0a"),
+        ("except_last", "B2c R1c B1c R0c B0c B2b R1b B1b R0b B0b B2a R1a B1a R0a B0a"),
     ],
 )
 def test_c5_g4_backward_goes_through_the_clocks_the_other_way_around(checkpoint, order):
@@ -168,7 +168,9 @@ def test_c5_g4_backward_goes_through_the_clocks_the_other_way_around(checkpoint,
     log.clear()
     output.sum().backward()
 
-    assert " ".join(log) == order
+    assert " ".join(word for stage in "cba" for word in log if word.endswith(stage)) == order
+    for number, word in enumerate(log):
+        assert word[0] == "B" or log[number + 1] == "B" + word[1:]
 
 
 @pytest.mark.parametrize(
