@@ -13,6 +13,15 @@ from torchremat.pipeline.microbatch import Microbatch, gather, scatter
 Pair = namedtuple("Pair", "left right")
 
 
+class Undecided:
+    """Compares as arrays do."""
+
+    def __eq__(self, other):
+        raise ValueError("neither yes nor no")
+
+    __hash__ = None
+
+
 def test_a_tensor_is_cut_along_its_rows():
     found = scatter(torch.arange(6).view(6, 1), 3)
 
@@ -77,8 +86,11 @@ def test_an_input_that_cannot_be_cut_is_refused(value, words):
         ([torch.rand(2), (torch.rand(2),)], "microbatch 1 differs"),
         ([{"x": torch.rand(2), "n": 1}, {"x": torch.rand(2), "n": 2}], "microbatch 1 differs"),
         ([{"x": torch.rand(2)}, {"y": torch.rand(2)}], "microbatch 1 differs"),
+        ([(torch.rand(2), Undecided()), (torch.rand(2), Undecided())], "microbatch 1 differs"),
+        ([torch.rand(2, 3), torch.rand(2, 4)], r"shapes \[\(2, 3\), \(2, 4\)\]"),
+        ([torch.rand(2), torch.tensor(1.0)], r"shapes \[\(2,\), \(\)\]"),
     ],
-    ids=["scalar", "structure", "number", "keys"],
+    ids=["scalar", "structure", "number", "keys", "array", "sizes", "dimensions"],
 )
 def test_outputs_that_cannot_be_put_together_are_refused(values, words):
     with pytest.raises(PipelineError, match=words):

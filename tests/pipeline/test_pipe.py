@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from weakref import WeakSet, ref
 
@@ -226,6 +227,25 @@ def test_writes_in_place_have_the_right_gradient_or_raise(mode):
             pipe(x).sum().backward()
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_a_write_to_one_of_two_inputs_that_share_memory_is_refused(mode):
+    # The nodes between stages hide from autograd that one is a view of the other: gradients were wrong in silence.
+    class Splits(nn.Linear):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            y = super().forward(x)
+            return y, y.view(-1, 4)
+
+    class Writes(nn.Linear):
+        def forward(self, given: tuple[Tensor, Tensor]) -> Tensor:
+            one, other = given
+            return super().forward(one) + other.mul_(2)
+
+    pipe = Pipe(nn.Sequential(Splits(4, 4), Writes(4, 4)), [1, 1], devices=CPUS, chunks=2, checkpoint=mode)
+
+    with pytest.raises(torchremat.MutationError, match="2 tensors that share memory"):
+        pipe(torch.rand(4, 4))
+
+
 # ------------------------------------------------------------------------------------------------------ microbatches
 
 
@@ -272,6 +292,7 @@ def test_layers_that_are_frozen_are_not_recomputed():
         ((torch.rand(8, 4), torch.rand(3, 4)), r"\[8, 3\] rows"),
         (torch.tensor(1.0), "no dimension"),
         ("words", "at least one tensor"),
+        ((torch.rand(2, 2), torch.eye(2).to_sparse()), r"tensors \[1\] of 2 are sparse or nested"),
     ],
 )
 def test_an_input_that_cannot_be_cut_is_refused(value, words):
@@ -349,6 +370,58 @@ def test_a_pipe_in_a_region_is_refused():
 
     with pytest.raises(UnsupportedError, match="Pipe recomputes by itself"):
         torchremat.checkpoint(pipe, torch.rand(2, 4))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_under_transforms_it_is_refused(mode):
+    pipe = Pipe(layers(), [2, 2], devices=CPUS, checkpoint=mode)
+
+    with pytest.raises(UnsupportedError, match=r"under torch\.func"):
+        torch.func.grad(lambda x: pipe(x).sum())(torch.rand(2, 4))
+    with pytest.raises(UnsupportedError, match=r"under torch\.func"), torch.no_grad():
+        torch.func.vmap(pipe)(torch.rand(3, 2, 4))
+
+
+def test_a_compiled_pipe_runs_as_it_is():
+    # Dynamo went into the pipe, and warned of what it met there.
+    pipe = Pipe(layers(), [2, 2], devices=CPUS, chunks=2, checkpoint="always")
+    plain = copy.deepcopy(pipe)
+    x = torch.rand(4, 4)
+
+    torch.compile(pipe, backend="aot_eager")(x).sum().backward()
+    plain(x).sum().backward()
+
+    assert equal(gradients(pipe), gradients(plain))
+
+
+def test_several_threads_may_use_one_pipe_at_first():
+    # Two first calls at the same time made streams for more devices than there are.
+    for _ in range(20):
+        pipe = Pipe(layers(), [1] * 4, devices=CPUS, chunks=4)
+        with ThreadPoolExecutor(4) as executor:
+            outputs = list(executor.map(pipe, [torch.ones(4, 4)] * 4))
+        assert all(torch.equal(one, outputs[0]) for one in outputs)
+
+
+def test_only_the_last_step_is_recorded():
+    # Batches whose backwards come later than the next forward were counted as a part of the last step.
+    pipe = Pipe(layers(), [2, 2], devices=CPUS, chunks=2, checkpoint="always", record=True)
+    (pipe(torch.rand(4, 4)).sum() + pipe(torch.rand(4, 4)).sum()).backward()
+
+    kinds = [event.kind for event in pipe.timeline().events]
+    assert [kinds.count(kind) for kind in ("forward", "copy", "recompute", "backward")] == [4, 4, 4, 4]
+
+
+def test_a_step_that_fails_at_its_end_leaves_no_statistics():
+    class Mean(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.mean()
+
+    pipe = Pipe(nn.Sequential(nn.BatchNorm1d(4), Mean()), [1, 1], devices=CPUS, chunks=2, deferred_batch_norm=True)
+    with pytest.raises(PipelineError, match="has no dimension"):
+        pipe(torch.rand(4, 4))
+
+    assert pipe[0].num_batches_tracked == pipe[0].microbatches == 0
 
 
 def test_a_session_spans_two_backwards_of_a_pipe():

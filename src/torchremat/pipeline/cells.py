@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from torchremat.errors import MutationError
 from torchremat.pipeline.microbatch import Microbatch
 from torchremat.pipeline.skip import CellTracker, SkipLayout, use_skip_tracker
 from torchremat.pipeline.skip.namespaces import Key
@@ -56,15 +59,40 @@ class Cell:
 
         Returns:
             The output and the skips that are stashed for later stages, and the region that it ran in.
+
+        Raises:
+            MutationError: The layers wrote to an input that shares its memory with another one.
         """
         function = partial(_run, self.module, self.layout, self.place.stage)
         value, skips = cast("tuple[object, dict[Key, object]]", given.value)
+        aliases = _aliases(given.tensors)
+        region = None
         with use_stream(self.stream):
             if self.settings is None or not torch.is_grad_enabled():
-                return Microbatch.of(function(value, skips)), None
-            region = new_region(self.settings, self.place)
-            output = region.call(partial(call_plainly, function), (value, skips), {}, [self.module])
-            return Microbatch.of(output), region
+                output = function(value, skips)
+            else:
+                region = new_region(self.settings, self.place)
+                output = region.call(partial(call_plainly, function), (value, skips), {}, [self.module])
+        if any(tensor._version != version for tensor, version in aliases):
+            raise MutationError(
+                f"stage {self.place.stage} was given {len(aliases)} tensors that share memory, and wrote to one "
+                "of them in place. From stage to stage autograd does not know that they do, so gradients would be wrong. Make "
+                "the change out of place, or pass a clone."
+            )
+        return Microbatch.of(output), region
+
+
+def _aliases(tensors: Sequence[Tensor]) -> list[tuple[Tensor, int]]:
+    """Return those in the graph that share their memory with another one, and their versions."""
+    if not torch.is_grad_enabled() or len(tensors) < 2:
+        return []
+    inside = [tensor for tensor in tensors if tensor.requires_grad and tensor.layout == torch.strided]
+    shared = Counter(tensor.untyped_storage().data_ptr() for tensor in inside if not tensor.is_nested)
+    return [
+        (tensor, tensor._version)
+        for tensor in inside
+        if not tensor.is_nested and tensor.numel() and shared[tensor.untyped_storage().data_ptr()] > 1
+    ]
 
 
 def _run(

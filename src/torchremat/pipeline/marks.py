@@ -11,7 +11,7 @@ backward ends.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -74,6 +74,7 @@ class Passage:
         open_passages: list[Passage],
     ) -> None:
         self._recorder = recorder
+        self._step = recorder.step
         self._at = stage, microbatch
         self._kinds: tuple[Kind, Kind] = forward, backward
         self._stream = None if isinstance(stream, CpuStream) else stream
@@ -83,11 +84,11 @@ class Passage:
 
     def runs(self) -> AbstractContextManager[None]:
         """Return a context for its forward."""
-        return self._recorder.event(*self._at, self._kinds[0], stream=self._stream)
+        return self._event(self._kinds[0])
 
     def recomputes(self) -> AbstractContextManager[None]:
         """Return a context for its recompute."""
-        return self._recorder.event(*self._at, "recompute", stream=self._stream)
+        return self._event("recompute")
 
     def given(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return its inputs behind Mark 1."""
@@ -103,7 +104,7 @@ class Passage:
     def _begin(self) -> None:
         for passage in list(self._open_passages):
             passage._end()
-        self._running = self._recorder.event(*self._at, self._kinds[1], stream=self._stream)
+        self._running = self._event(self._kinds[1])
         self._running.__enter__()
         if not self._has_end:
             self._open_passages.append(self)
@@ -115,3 +116,8 @@ class Passage:
             running.__exit__(None, None, None)
         if self in self._open_passages:
             self._open_passages.remove(self)
+
+    def _event(self, kind: Kind) -> AbstractContextManager[None]:
+        if self._recorder.step != self._step:
+            return nullcontext()  # the backward of a step before the last one
+        return self._recorder.event(*self._at, kind, stream=self._stream)

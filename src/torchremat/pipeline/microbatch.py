@@ -50,11 +50,17 @@ def scatter(value: object, chunks: int) -> list[Microbatch]:
         chunks: At least 1.
 
     Raises:
-        PipelineError: There is no tensor in it, one has no dimensions, or the sizes differ.
+        PipelineError: There is no tensor in it, one has no dimensions or is sparse or nested, or the sizes differ.
     """
     batch = Microbatch.of(value)
     if not batch.tensors:
         raise PipelineError("input: at least one tensor is needed, which is cut into microbatches along dimension 0.")
+    jagged = [place for place, tensor in enumerate(batch.tensors) if tensor.layout != torch.strided or tensor.is_nested]
+    if jagged:
+        raise PipelineError(
+            f"input: tensors {jagged} of {len(batch.tensors)} are sparse or nested, and microbatches are cut from "
+            "dense tensors alone. Make them dense, or make them in the first layer."
+        )
     scalars = [place for place, tensor in enumerate(batch.tensors) if tensor.dim() == 0]
     if scalars:
         raise PipelineError(
@@ -75,11 +81,12 @@ def gather(microbatches: Sequence[Microbatch]) -> object:
     """Return the results of all microbatches as that of the batch: tensors put together along their first dimension.
 
     Raises:
-        PipelineError: A tensor has no dimensions, or what is no tensor, or the structure, differs between microbatches.
+        PipelineError: A tensor has no dimensions, or its other dimensions, what is no tensor, or the structure, differs
+            between microbatches.
     """
     first = microbatches[0]
     for number, other in enumerate(microbatches):
-        if not same_structure(first.template, other.template):
+        if not _agree(first, other):
             raise PipelineError(
                 f"output: that of microbatch {number} differs from that of microbatch 0 in its structure or in what is "
                 f"no tensor: {other.value!r:.200} against {first.value!r:.200}. Return tensors for what differs."
@@ -90,5 +97,19 @@ def gather(microbatches: Sequence[Microbatch]) -> object:
                 f"output: tensor {place} of {len(first.tensors)} has no dimension, so the microbatches cannot be put "
                 "together along dimension 0. Compute a mean or a loss after the pipe, or return one value per row."
             )
-    columns = zip(*(one.tensors for one in microbatches), strict=True)
+    columns = list(zip(*(one.tensors for one in microbatches), strict=True))
+    for place, column in enumerate(columns):
+        shapes = [tuple(tensor.shape) for tensor in column]
+        if len({shape[1:] if shape else None for shape in shapes}) > 1:
+            raise PipelineError(
+                f"output: tensor {place} of {len(columns)} has the shapes {shapes} in the microbatches, and all but "
+                "the first dimension has to be the same. Pad the batch to one size."
+            )
     return join(first.template, [torch.cat(column) for column in columns])
+
+
+def _agree(first: Microbatch, other: Microbatch) -> bool:
+    try:
+        return same_structure(first.template, other.template)
+    except Exception:  # noqa: BLE001  objects compare as they like; those of arrays do not say yes or no
+        return False

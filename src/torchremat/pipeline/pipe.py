@@ -8,10 +8,12 @@ from typing import Literal, cast, get_args
 import torch
 from torch import Tensor, nn
 
+from torchremat._compat.graphs import outside_graphs
+from torchremat._compat.transforms import is_transformed
 from torchremat.errors import PipelineError, UnsupportedError
 from torchremat.pipeline.balance import balance as balanced
 from torchremat.pipeline.batchnorm import commit_statistics, convert_deferred_batch_norm, discard_statistics
-from torchremat.pipeline.microbatch import gather, scatter
+from torchremat.pipeline.microbatch import Microbatch, gather, scatter
 from torchremat.pipeline.partitions import listed_balance, listed_devices, partitioned
 from torchremat.pipeline.recorder import Recorder
 from torchremat.pipeline.records import predicted_step
@@ -93,12 +95,13 @@ class Pipe(nn.Module):
         self.checkpoint = checkpoint
         self._settings = Settings(check=check, preserve_rng=preserve_rng, policy=policy)
         self._layout = inspect_skip_layout(list(self.partitions))
-        self._copy_streams: list[list[Stream]] = []
+        self._copy_streams: list[list[Stream]] = [[] for _ in self.devices]
         self._recorder = Recorder(on=record)
         self._last: Runner | None = None
         if not isinstance(checkpoint, str):
             self._apply_plans(checkpoint)
 
+    @outside_graphs
     def forward(self, input: object) -> object:
         """Run a batch through the stages.
 
@@ -111,26 +114,28 @@ class Pipe(nn.Module):
 
         Raises:
             PipelineError: The input cannot be cut, or the outputs of the microbatches not put together.
-            UnsupportedError: The pipe is called in a region.
+            UnsupportedError: The pipe is called in a region, or under torch.func.
         """
         if is_checkpointing() or is_recomputing():
             raise UnsupportedError(
                 "a Pipe was called in a region, and its stages run in threads of their own, which the region does not "
                 "see. Pipe recomputes by itself: see its `checkpoint`."
             )
+        if is_transformed():
+            raise UnsupportedError(
+                "a Pipe was called under torch.func or forward-mode differentiation, which the threads of its stages "
+                "do not know of. Transform the layers without a Pipe; `torch.func.functional_call` alone works."
+            )
         microbatches = scatter(input, self.chunks)
-        if self.balance:
-            runner = self._runner(len(microbatches))
-            if self._recorder.on:
-                self._recorder.start(self.devices)
-                self._last = runner
-            try:
-                runner.run(microbatches)
-            except BaseException:
-                discard_statistics(self)
-                raise
+        try:
+            if self.balance:
+                self._run(microbatches)
+            output = gather(microbatches)
+        except BaseException:
+            discard_statistics(self)
+            raise
         commit_statistics(self)
-        return gather(microbatches)
+        return output
 
     def timeline(self) -> Timeline:
         """Return what each stage did in the last step, and beside it a prediction from the times of its parts.
@@ -171,15 +176,20 @@ class Pipe(nn.Module):
 
     def __getstate__(self) -> dict[str, object]:
         """Return what a copy has as well: all but the streams, and what was taken down."""
-        return {**self.__dict__, "_copy_streams": [], "_last": None}
+        return {**self.__dict__, "_copy_streams": [[] for _ in self.devices], "_last": None}
+
+    def _run(self, microbatches: list[Microbatch]) -> None:
+        runner = self._runner(len(microbatches))
+        if self._recorder.on:
+            self._recorder.start(self.devices)
+            self._last = runner
+        runner.run(microbatches)
 
     def _runner(self, count: int) -> Runner:
         recomputed = 0
         if self.training and isinstance(self.checkpoint, str):
             recomputed = {"always": count, "except_last": count - 1, "never": 0}[self.checkpoint]
         settings = [self._settings if number < recomputed else None for number in range(count)]
-        for _ in range(len(self._copy_streams), len(self.devices)):
-            self._copy_streams.append([])
         for device, streams in zip(self.devices, self._copy_streams, strict=True):
             streams += [new_stream(device) for _ in range(len(streams), count)]
         return Runner(

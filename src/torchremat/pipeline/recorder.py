@@ -39,10 +39,12 @@ class Recorder:
 
     Attributes:
         on: Whether events are taken down. While it is off, `event` costs a call and no more.
+        step: How often it has been started.
     """
 
     def __init__(self, *, on: bool = True) -> None:
         self.on = on
+        self.step = 0
         self._lock = Lock()  # of the zeros alone: a list is appended to from several threads as it is
         self._zeros: dict[torch.device, _Zero] = {}
         self._taken: list[_Taken] = []
@@ -61,6 +63,7 @@ class Recorder:
         with self._lock:
             self._zeros = {device: _zero(device) for device in devices if device.type == "cuda"}
         self._taken = []
+        self.step += 1
         self._start_s = perf_counter()
 
     def event(
