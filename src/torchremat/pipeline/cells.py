@@ -75,9 +75,9 @@ class Cell:
                 output = region.call(partial(call_plainly, function), (value, skips), {}, [self.module])
         if any(tensor._version != version for tensor, version in aliases):
             raise MutationError(
-                f"stage {self.place.stage} was given {len(aliases)} tensors that share memory, and wrote to one "
-                "of them in place. From stage to stage autograd does not know that they do, so gradients would be wrong. Make "
-                "the change out of place, or pass a clone."
+                f"stage {self.place.stage} was given {len(aliases)} tensors that share memory, and wrote to one of "
+                "them in place. From stage to stage autograd does not know that they do, so gradients would be wrong. "
+                "Make the change out of place, or pass a clone."
             )
         return Microbatch.of(output), region
 
