@@ -7,8 +7,11 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
+from queue import Queue
 from types import ModuleType
 from unittest import mock
 
@@ -22,6 +25,7 @@ from torch import Tensor, nn
 import torchremat
 import unet
 from pipeline.holding import StageBytes, own_memory
+from torchremat.measuring.allocator import record_allocations
 from torchremat.pipeline import pipe as pipes
 from torchremat.pipeline import runner
 from torchremat.pipeline.streams import default_stream
@@ -173,9 +177,42 @@ def plain_gradients(sizes: Sizes, x: Tensor, chunks: int) -> list[Tensor]:
     return gradients(layers)
 
 
+class Here:
+    """A worker that works at once, in the thread that asks: the allocator's events are those of one thread."""
+
+    def submit(self, work: Callable[[], object]) -> Future[object]:
+        done: Future[object] = Future()
+        done.set_result(work())
+        return done
+
+
+class RivalsQueue:
+    """The same in the place of torchgpipe's queues."""
+
+    def __init__(self, results: Queue[object]) -> None:
+        self.results = results
+
+    def put(self, task: object) -> None:
+        self.results.put((True, (task, task.compute())))
+
+
+@contextmanager
+def here(devices: Sequence[object]) -> Generator[object]:
+    yield [Here() for _ in devices]
+
+
+@contextmanager
+def rivals_here(devices: Sequence[object]) -> Generator[object]:
+    results: list[Queue[object]] = [Queue() for _ in devices]
+    yield [RivalsQueue(one) for one in results], results
+
+
 def one_step(
-    pipe: nn.Module, x: Tensor, wanted: Sequence[Tensor], library: ModuleType, own: Callable[[], object]
+    make: Callable[[], nn.Module], x: Tensor, wanted: Sequence[Tensor], library: ModuleType
 ) -> dict[str, object]:
+    """What a step holds, by a mode that sees each operator; and the peak, by what the allocator says, in one thread."""
+    own = own_memory if library is torchremat else rivals_own_memory
+    pipe = make()
     opened = Open(pipe.partitions, library)
     held = StageBytes(pipe.partitions)
     with own(), held:
@@ -183,13 +220,31 @@ def one_step(
         live = [held.live[stage] for stage in range(len(pipe.partitions))]
         loss_of(output).backward()
     assert opened.now == 0
+    del output
     equal = all(torch.equal(one, other) for one, other in zip(gradients(pipe), wanted, strict=True))
-    return {"peak_bytes": held.peak_bytes, "held_bytes": live, "open": opened.most, "equal": equal}
+    where = (runner, here) if library is torchremat else (library.pipeline, rivals_here)
+    x.grad, pipe = None, make()
+    with own(), mock.patch.object(where[0], "spawn_workers", where[1]), record_allocations(x.device) as recorder:
+        loss_of(pipe(x)).backward()
+    x.grad = None
+    return {
+        "peak_bytes": recorder.trace.peak_bytes,
+        "seen_bytes": held.peak_bytes,
+        "held_bytes": live,
+        "open": opened.most,
+        "equal": equal,
+    }
 
 
 def ours(sizes: Sizes, *, skips: Callable[[nn.Sequential], nn.Sequential], chunks: int, mode: str) -> torchremat.Pipe:
     layers = skips(sizes.model().layers())
     return torchremat.Pipe(layers, BALANCE, devices=_devices(), chunks=chunks, checkpoint=mode)
+
+
+def theirs(sizes: Sizes, *, mode: str) -> nn.Module:
+    layers = rivals(sizes.model().layers())
+    rival = importlib.import_module(RIVAL)
+    return rival.GPipe(layers, BALANCE, devices=["cpu"] * 4, chunks=CHUNKS, checkpoint=mode)
 
 
 def _devices() -> list[str]:
@@ -224,17 +279,15 @@ def measured(sizes: Sizes, *, with_rival: bool) -> dict[str, object]:
     rows: dict[str, object] = {}
     for name, (skips, switched) in WAYS.items():
         with switched():
-            pipe = ours(sizes, skips=skips, chunks=CHUNKS, mode="except_last")
-            rows[name] = one_step(pipe, x, wanted, torchremat, own_memory)
+            make = partial(ours, sizes, skips=skips, chunks=CHUNKS, mode="except_last")
+            rows[name] = one_step(make, x, wanted, torchremat)
     beside: dict[str, object] = {}
     for mode in MODES:
-        pipe = ours(sizes, skips=as_they_are, chunks=CHUNKS, mode=mode)
-        beside[mode] = {"ours": one_step(pipe, x, wanted, torchremat, own_memory)}
+        make = partial(ours, sizes, skips=as_they_are, chunks=CHUNKS, mode=mode)
+        beside[mode] = {"ours": one_step(make, x, wanted, torchremat)}
         if with_rival:
-            rival = importlib.import_module(RIVAL)
-            layers = rivals(sizes.model().layers())
-            pipe = rival.GPipe(layers, BALANCE, devices=["cpu"] * 4, chunks=CHUNKS, checkpoint=mode)
-            beside[mode][RIVAL] = one_step(pipe, x, wanted, rival, rivals_own_memory)
+            make = partial(theirs, sizes, mode=mode)
+            beside[mode][RIVAL] = one_step(make, x, wanted, importlib.import_module(RIVAL))
     return {"ablation": rows, "beside": beside}
 
 
@@ -316,10 +369,15 @@ def run(smoke: bool) -> dict[str, object]:
 def tables(results: dict[str, object]) -> dict[str, str]:
     head = ["peak, MiB", *(f"stage {stage}" for stage in range(4)), "open recomputes", "equal"]
 
-    def row(name: str, one: dict[str, object]) -> list[str]:
-        return [name, mib(one["peak_bytes"]), *map(mib, one["held_bytes"]), str(one["open"]), yes(one["equal"])]
+    def row(name: str, one: dict[str, object], peak: str) -> list[str]:
+        return [name, mib(one[peak]), *map(mib, one["held_bytes"]), str(one["open"]), yes(one["equal"])]
 
-    beside = [row(f"{mode}, {who}", one) for mode, both in results["beside"].items() for who, one in both.items()]
+    ablation = [row(name, one, "seen_bytes") for name, one in results["ablation"].items()]
+    beside = [
+        row(f"{mode}, {who}", one, "peak_bytes")
+        for mode, both in results["beside"].items()
+        for who, one in both.items()
+    ]
     cuda = results["cuda"]
     seconds = [
         [name, "needs 4 CUDA devices", ""]
@@ -329,7 +387,7 @@ def tables(results: dict[str, object]) -> dict[str, str]:
     ]
     chunks = [[count, *(yes(equal) for equal in modes.values())] for count, modes in results["chunks"].items()]
     return {
-        "ablation": markdown(["except_last", *head], [row(*one) for one in results["ablation"].items()]),
+        "ablation": markdown(["except_last", *head], ablation),
         "beside": markdown(["checkpoint", *head], beside),
         "cuda": markdown(["", "step, ms", "peak of each device, MiB"], seconds),
         "chunks": markdown(["chunks", *MODES], chunks),
