@@ -61,7 +61,9 @@ def test_every_public_name_is_in_the_api():
     doors = (extend, policies, pipeline, skip, balance)
     behind_doors = {f"{door.__name__.removeprefix('torchremat.')}.{name}" for door in doors for name in door.__all__}
 
-    assert sorted(documented) == sorted({"errors", "interop.torch_checkpoint", "interop.torchgpipe"} | names | behind_doors | ELSEWHERE)
+    assert sorted(documented) == sorted(
+        {"errors", "interop.torch_checkpoint", "interop.torchgpipe"} | names | behind_doors | ELSEWHERE
+    )
 
 
 def test_every_error_is_explained():

@@ -22,12 +22,13 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
-from torchremat.errors import SkipError, bug
+from torchremat.errors import MutationError, SkipError, bug
 from torchremat.pipeline.copying import copy_all, wait_all
 from torchremat.pipeline.skip.layouts import SkipLayout
 from torchremat.pipeline.skip.namespaces import Key
 from torchremat.pipeline.streams import Stream, current_stream, device_of
-from torchremat.tensors.structure import join, split
+from torchremat.tensors.metadata import version_of
+from torchremat.tensors.structure import join, split, tensors_in
 
 _EMPTY = object()
 
@@ -41,10 +42,11 @@ class Portal:
         target: The stage that it goes to.
     """
 
-    __slots__ = ("_value", "source", "target")
+    __slots__ = ("_value", "_versions", "source", "target")
 
     def __init__(self, value: object, source: int, target: int) -> None:
         self._value = value
+        self._versions = list(map(version_of, tensors_in(value)))
         self.source = source
         self.target = target
 
@@ -55,14 +57,27 @@ class Portal:
         for the copy. What does not require grad is copied outside of the graph.
 
         Raises:
+            MutationError: It was written in place since.
             SkipError: It has been taken.
         """
         tensors: list[Tensor] = []
         template = split(self.take(), tensors, [])
+        self._check(tensors)
         tensors = wait_all(tensors, current_stream(device_of(source_stream)), source_stream)
         tensors = copy_all(tensors, source_stream, target_stream)
         tensors = wait_all(tensors, target_stream, current_stream(device_of(target_stream)))
         self._value = join(template, tensors)
+
+    def _check(self, tensors: list[Tensor]) -> None:
+        # On one device the stages between may have what shares its memory, and their write is not in its graph.
+        for then, tensor in zip(self._versions, tensors, strict=True):
+            if version_of(tensor) != then:
+                raise MutationError(
+                    f"the skip from stage {self.source} to stage {self.target} shares its memory with what a stage "
+                    f"between them has written in place: a tensor of shape {tuple(tensor.shape)} was at version {then} "
+                    f"when it was stashed, and is at {version_of(tensor)} now. Make that operation out of place, or "
+                    "stash a clone."
+                )
 
     def take(self) -> object:
         """Return the skip, which the portal does not hold any longer.
