@@ -49,6 +49,9 @@ def test_code_runs_and_prints_what_the_page_says(page, tmp_path, monkeypatch, ca
 
 # Where there is no room of names around them.
 ELSEWHERE = {
+    "errors",
+    "interop.torch_checkpoint",
+    "interop.torchgpipe",
     "pipeline.batchnorm.DeferredBatchNorm",
     "pipeline.batchnorm.convert_deferred_batch_norm",
     "pipeline.timeline.Timeline",
