@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
-from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from llama import Attention, Llama
 from regions.comparing import Counted, live_regions
 from torchremat import Session, UnsupportedError, checkpoint, session
 
@@ -52,43 +52,16 @@ class Custom(Scale):
         return Multiply.apply(x.sin(), self.weight)
 
 
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.query, self.key, self.value, self.out = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
-
-    def forward(self, x):
-        q, k, v = (one(x).unflatten(-1, (2, -1)).transpose(1, 2) for one in (self.query, self.key, self.value))
-        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(y.transpose(1, 2).flatten(-2))
-
-
-class Llama(nn.Module):
-    """Seven linear layers and two norms: nine groups of weights."""
-
-    def __init__(self):
-        super().__init__()
-        self.norms = nn.ModuleList([nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)])
-        self.attention = Attention()
-        self.gate, self.up = (nn.Linear(WIDTH, 2 * WIDTH, bias=False) for _ in range(2))
-        self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
-
-    def forward(self, x):
-        x = x + self.attention(self.norms[0](x))
-        h = self.norms[1](x)
-        return x + self.down(functional.silu(self.gate(h)) * self.up(h))
-
-
 KINDS = {
     "linear": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)),
     "layer norm": lambda: nn.LayerNorm(WIDTH),
     "rms norm": lambda: nn.RMSNorm(WIDTH),
     "scale": Scale,
-    "attention": Attention,
+    "attention": lambda: Attention(WIDTH),
     "custom function": Custom,
     "batch norm": lambda: nn.Sequential(nn.BatchNorm1d(4), nn.GELU()),
     "convolution": lambda: nn.Sequential(nn.Conv1d(4, 4, 3, padding=1), nn.GELU()),
-    "llama": Llama,
+    "llama": lambda: Llama(WIDTH),
 }
 
 
@@ -168,7 +141,7 @@ def test_every_kind_of_layer_is_recomputed_once(kind, passes):
 
 
 def test_without_a_session_each_backward_call_recomputes():
-    step = Step([Llama()])
+    step = Step([Llama(WIDTH)])
     plain = step.run(plain_call, "F0 I0 W0")
     call, calls = counting(step.layers)
 
@@ -203,7 +176,7 @@ def test_overlapping_microbatches_in_one_session(kind, order):
 @pytest.mark.parametrize("order", OVERLAPPING)
 def test_overlapping_microbatches_in_sessions_of_their_own(order, passes):
     microbatches = order.count("F")
-    step = Step([Llama() for _ in range(2)], microbatches)
+    step = Step([Llama(WIDTH) for _ in range(2)], microbatches)
     plain = step.run(plain_call, order)
     call, calls = counting(step.layers)
     sessions = [Session(passes) for _ in range(microbatches)]
@@ -244,7 +217,7 @@ def test_a_session_of_no_pass_is_refused():
 
 @pytest.mark.parametrize("passes", [2, None])
 def test_nested_regions(passes):
-    inner = [Llama() for _ in range(2)]
+    inner = [Llama(WIDTH) for _ in range(2)]
     step = Step([nn.Sequential(*inner)])
     plain = step.run(plain_call, "F0 I0 W0")
     inner_call, inner_calls = counting(inner)
@@ -259,7 +232,7 @@ def test_nested_regions(passes):
 
 
 def test_recomputed_ahead_of_both_passes():
-    step = Step([Llama() for _ in range(3)])
+    step = Step([Llama(WIDTH) for _ in range(3)])
     plain = step.run(plain_call, "F0 I0 W0")
     call, calls = counting(step.layers)
 
@@ -276,7 +249,7 @@ def test_recomputed_ahead_of_both_passes():
 
 
 def test_ahead_for_one_microbatch_while_another_is_in_its_passes():
-    step = Step([Llama() for _ in range(2)], microbatches=2)
+    step = Step([Llama(WIDTH) for _ in range(2)], microbatches=2)
     plain = step.run(plain_call, "F0 F1 I0 I1 W0 W1")
     call, calls = counting(step.layers)
     one, other = Session(passes=2), Session(passes=2)
@@ -337,7 +310,7 @@ class Recomputed:
 
 @pytest.mark.parametrize("passes", [2, None])
 def test_what_a_recompute_made_goes_when_the_session_closes(passes):
-    step = Step([Llama() for _ in range(2)])
+    step = Step([Llama(WIDTH) for _ in range(2)])
     layers = {layer: Recomputed(layer) for layer in step.layers}
 
     step.begin()
@@ -356,7 +329,7 @@ def test_what_a_recompute_made_goes_when_the_session_closes(passes):
 
 
 def test_what_a_recompute_made_goes_with_the_graph():
-    step = Step([Llama()])
+    step = Step([Llama(WIDTH)])
     recomputed = Recomputed(step.layers[0])
     before = len(live_regions())
 
@@ -405,7 +378,7 @@ def test_a_tensor_that_both_passes_have_used_goes_before_the_session_closes():
 def test_nothing_outlives_a_session_of_its_own():
     gc.collect()
     before = len(live_regions())
-    step = Step([Llama()])
+    step = Step([Llama(WIDTH)])
     layer = Recomputed(step.layers[0])
     own = Session(passes=2)
 

@@ -18,7 +18,7 @@ from pipeline.attaching.models import (
     SCHEDULES,
     SINGLE,
     WIDTH,
-    Llama,
+    Counted,
     Program,
     Stage,
     loss_of,
@@ -200,7 +200,7 @@ class Failing(torch.autograd.Function):
         return grad
 
 
-class Breaking(Llama):
+class Breaking(Counted):
     at = None
 
     def forward(self, x):
