@@ -41,7 +41,7 @@ from torchremat.regions.recompute import Recompute
 from torchremat.regions.selecting import SeenBy, unseen
 from torchremat.regions.sessions import UNPACKED_ONCE, Session, active_session, open_sessions
 from torchremat.regions.settings import Observer, Settings
-from torchremat.regions.slots import LOST, Key, Served, Slot, pin, unpack, waits
+from torchremat.regions.slots import LOST, Key, Slot, pin, served, unpack, waits
 from torchremat.regions.threads import thread
 from torchremat.regions.values import Fingerprints
 from torchremat.tensors.held import HeldTensor, holding
@@ -274,7 +274,7 @@ class Region:
             )
         if slot.value is not None:
             self.runs_backward = self.runs_backward or self.made[-1].is_running
-            tensor = unseen(_get, slot.value)
+            tensor = unseen(served, slot.value)
             if tensor is not None:
                 return tensor
             slot.value = None  # it was written in place since; the recompute finds out what that means
@@ -391,10 +391,6 @@ class Region:
         if self.label is not None:
             return f"region {self.label}"
         return f"region of {self.made[call].name}"
-
-
-def _get(value: Served) -> Tensor | None:
-    return value.get()
 
 
 def _forget(region: ReferenceType[Region], key: Key) -> None:

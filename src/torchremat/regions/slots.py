@@ -165,6 +165,11 @@ class ServedSlot(Slot):
         self.value: Served | None = value
 
 
+def served(value: Served) -> Tensor | None:
+    """Return the tensor that a slot has, None if it was written in place since."""
+    return value.get()
+
+
 def waits(slot: Slot | None) -> bool:
     """Return whether a slot is alive and has no tensor of its own."""
     return slot is not None and slot.value is None
