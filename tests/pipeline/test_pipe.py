@@ -17,6 +17,9 @@ from torch import Tensor, nn
 import torchremat
 from pipeline.layered import Noted, equal, gradients, layers, plainly
 from torchremat import Pipe, PipelineError, PlanError, UnsupportedError
+from torchremat._compat.autograd import current_graph_task
+from torchremat.pipeline import copying
+from torchremat.pipeline.streams import CpuStream
 
 CPUS = ["cpu"] * 8
 MODES = ["always", "except_last", "never"]
@@ -692,3 +695,40 @@ def test_plans_that_do_not_fit_the_stages_are_refused():
         Pipe(layers(4, 32), [1, 1, 1, 1], devices=CPUS, checkpoint=plans)
     with pytest.raises(PlanError, match="made for another model"):
         Pipe(layers(4, 32), [1, 3], devices=CPUS, checkpoint=plans)
+
+
+# --------------------------------------------------------------------------------------------------------- slow copies
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_a_recompute_runs_while_the_gradient_is_being_copied(monkeypatch, chunks):
+    began = threading.Semaphore(0)  # one for each recompute of stage 0
+    arrived = []
+
+    class Slow(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            if torchremat.is_recomputing():
+                began.release()
+            return super().forward(x).tanh()
+
+    def wait_stream(waiting, awaited):
+        # In backward: the stage waits for a gradient whose copy does not end before the stage has begun to recompute.
+        if current_graph_task() != -1 and awaited is copies[0]:
+            arrived.append(began.acquire(timeout=20))
+
+    torch.manual_seed(0)
+    module = nn.Sequential(Slow(4, 4), nn.Linear(4, 4))
+    plain = copy.deepcopy(module)
+    pipe = Pipe(module, [1, 1], devices=CPUS, chunks=chunks, checkpoint="always", record=True)
+    copies = [CpuStream(), CpuStream()]  # those of the two stages
+    pipe._copy_streams = [[one] * chunks for one in copies]
+    monkeypatch.setattr(copying, "wait_stream", wait_stream)
+    x = torch.rand(6, 4)
+
+    pipe(x).sum().backward()
+    plainly(plain, x, chunks).sum().backward()
+
+    assert arrived == [True] * chunks
+    assert equal(gradients(pipe), gradients(plain))
+    order = pipe.timeline().order(0).split()
+    assert [f"{kind}0.{number}" for number in reversed(range(chunks)) for kind in "RB"] == order[chunks:]
