@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from regions.test_split_backward import KINDS, WIDTH, Llama, Recomputed, Step, all_equal, counting
+from llama import Llama
+from regions.test_split_backward import KINDS, WIDTH, Recomputed, Step, all_equal, counting
 from torchremat import Session, checkpoint
 
 OVERLAPPING = "F0 F1 F2 I0 F3 I1 W0 I2 W1 I3 W3 W2"
@@ -82,7 +83,7 @@ def test_what_leads_to_no_weight_goes_in_the_input_pass():
 
 
 def test_a_block_keeps_less_between_its_passes():
-    step = Step([Llama()])
+    step = Step([Llama(WIDTH)])
     layer = Recomputed(step.layers[0])
     between = {}
 
