@@ -106,18 +106,18 @@ def same(found, expected):
 # ---------------------------------------------------------------------------------------------------- exact, and freed
 
 
-@pytest.mark.parametrize("second", [False, True], ids=["twice", "double"])
-@pytest.mark.parametrize("name", OPERATIONS)
+# Torch has no second derivative of the attention of CPUs, with hooks or without.
+CASES = [(name, second) for name in OPERATIONS for second in (False, True) if (name, second) != ("attention", True)]
+
+
+@pytest.mark.parametrize(("name", "second"), CASES)
 def test_every_operation(name, second):
     def loss():
         torch.manual_seed(1)
         return OPERATIONS[name](x).float().square().sum()
 
     x = leaf()
-    try:
-        expected = gradients(loss(), [x], second=second)
-    except RuntimeError as error:
-        pytest.skip(f"no second derivative: {error}")
+    expected = gradients(loss(), [x], second=second)
     end, shelf = loss(), Shelf()
     storages = watched(end)
 

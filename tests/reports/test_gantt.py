@@ -6,7 +6,6 @@ from dataclasses import replace
 import matplotlib
 import pytest
 from matplotlib.colors import to_hex
-from matplotlib.figure import Figure
 
 from torchremat.errors import UnsupportedError
 from torchremat.pipeline.events import Event
@@ -15,20 +14,6 @@ from torchremat.pipeline.timeline import Timeline
 from torchremat.reports.plots import plot_timelines
 from torchremat.schedules.pipelines import gpipe, one_forward_one_backward, parse, recomputing
 from torchremat.schedules.simulation import equal_costs
-
-
-@pytest.fixture
-def figures(monkeypatch):
-    """The figures that are saved while a test runs."""
-    saved = []
-    save = Figure.savefig
-
-    def watched(figure, *args, **kwargs):
-        saved.append(figure)
-        save(figure, *args, **kwargs)
-
-    monkeypatch.setattr(Figure, "savefig", watched)
-    return saved
 
 
 def made(order, *, lookahead=False, **seconds):

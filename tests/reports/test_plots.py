@@ -6,27 +6,12 @@ import matplotlib
 import numpy as np
 import pytest
 import torch
-from matplotlib.figure import Figure
 from torch import nn
 
 import torchremat
 from torchremat.measuring.curves import Curve, curve_of, draw
 from torchremat.measuring.timeline import timeline_of
 from torchremat.reports.plots import plot_measurements
-
-
-@pytest.fixture
-def figures(monkeypatch):
-    """The figures that are saved while a test runs."""
-    saved = []
-    save = Figure.savefig
-
-    def watched(figure, *args, **kwargs):
-        saved.append(figure)
-        save(figure, *args, **kwargs)
-
-    monkeypatch.setattr(Figure, "savefig", watched)
-    return saved
 
 
 def timeline(live_bytes, *, backward_at):

@@ -6,23 +6,12 @@ import pytest
 import torch
 from torch import nn
 
+from pipeline.balance.test_time import Takes
 from pipeline.skip.modules import Between, Pop, PopValue, Stash, StashValue
 from torchremat import wrap
 from torchremat.errors import SkippableError
 from torchremat.pipeline.balance import balance_by_size, balance_by_time, times
 from torchremat.pipeline.skip import Namespace, current_skip_tracker, pop, skippable, stash
-
-
-class Takes(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, clock, seconds):
-        ctx.clock, ctx.seconds = clock, seconds
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        ctx.clock.now += ctx.seconds
-        return grad, None, None
 
 
 def test_backward_of_what_is_stashed_counts_where_it_is_stashed(monkeypatch):
