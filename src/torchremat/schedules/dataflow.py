@@ -1,0 +1,88 @@
+"""The operators of a forward as data: which values each reads and makes, what it costs, and what backward asks for.
+
+A value is a storage as it is between two writes to it: a view of it is the same value, a write in place makes a new
+one. So bytes count once, and what is overwritten cannot be held.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torchremat.errors import ScheduleError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Value:
+    """A storage between two writes to it.
+
+    Attributes:
+        size_bytes: Of the whole storage.
+        needed: Whether backward asks for it.
+        holdable: Whether it can be held until then; False if it is written to later, or nobody could hand it back.
+    """
+
+    size_bytes: int
+    needed: bool = False
+    holdable: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operator:
+    """An operator, or several that can only run together.
+
+    Attributes:
+        name: For people to read.
+        inputs: Values that it reads.
+        outputs: Values that it makes; each value is made by one operator at most.
+        cost: Of running it again, in any one unit, seconds or flops; infinite if it must not run again.
+    """
+
+    name: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    cost: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dataflow:
+    """The operators of a forward in their order. Values that no operator makes are there whatever is chosen.
+
+    Attributes:
+        operators: In the order of the forward.
+        values: By number.
+
+    Raises:
+        ScheduleError: With every problem: a value that does not exist, is made twice, or is read before it is made; a
+            negative size or cost.
+    """
+
+    operators: tuple[Operator, ...]
+    values: tuple[Value, ...]
+
+    def __post_init__(self) -> None:
+        problems = list(self._problems())
+        if problems:
+            raise ScheduleError("no dataflow: " + "; ".join(problems))
+
+    def _problems(self) -> Iterator[str]:
+        for number, value in enumerate(self.values):
+            if value.size_bytes < 0:
+                yield f"value {number}: size_bytes={value.size_bytes} is negative"
+        made_by = {value: i for i, operator in reversed(list(enumerate(self.operators))) for value in operator.outputs}
+        made: set[int] = set()
+        for index, operator in enumerate(self.operators):
+            where = f"operator {index} ({operator.name})"
+            if math.isnan(operator.cost) or operator.cost < 0:
+                yield f"{where}: cost={operator.cost} is negative or no number"
+            for value in (*operator.inputs, *operator.outputs):
+                if not 0 <= value < len(self.values):
+                    yield f"{where}: value {value} of {len(self.values)} does not exist"
+            for value in operator.inputs:
+                if made_by.get(value, -1) >= index:
+                    yield f"{where}: reads value {value}, which operator {made_by[value]} makes later"
+            for value in operator.outputs:
+                if value in made:
+                    yield f"{where}: value {value} is made twice"
+                made.add(value)
