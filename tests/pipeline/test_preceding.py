@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import torchremat
+from torchremat.errors import MutationError
 from torchremat.pipeline.preceding import precede
 from torchremat.regions.calls import Body
 from torchremat.regions.region import Region
@@ -176,3 +179,88 @@ def test_a_backward_that_does_not_need_the_region_leaves_nothing_behind():
 
     assert log == ["Fa"]
     assert [slot().task for slot in region.slots] == [None]
+
+
+def test_inputs_go_when_a_backward_that_frees_its_graph_has_recomputed():
+    alive = []
+    popped = torch.rand(3).exp()
+    x = torch.rand(3, requires_grad=True)
+    region, y = region_of(lambda x, popped: Step.apply("a", [], x * 1 + popped), x, popped)
+    watch = StorageWeakRef(popped.untyped_storage())
+    del popped
+    y.register_hook(lambda _: alive.append(not watch.expired()))
+    x.register_hook(lambda _: alive.append(not watch.expired()))
+
+    (y,) = precede(region, [y])
+    assert not watch.expired()
+    y.sum().backward()
+
+    # The sum alone is saved, so nobody but the region has needed what was popped.
+    assert alive == [False, False]
+
+
+def test_inputs_stay_for_a_backward_that_keeps_its_graph():
+    x = torch.rand(3, requires_grad=True)
+    region, y = region_of(lambda x: Step.apply("a", [], x * 1), x)
+    (y,) = precede(region, [y])
+
+    y.sum().backward(retain_graph=True)
+    first, x.grad = x.grad, None
+    assert len(region.held) == 1
+    y.sum().backward()
+
+    assert torch.equal(x.grad, first)
+    assert region.held == []
+
+
+def test_another_backward_through_other_nodes_gets_what_was_recomputed():
+    log = []
+    x = torch.rand(3, requires_grad=True)
+    region, outputs = region_of(lambda x: [Step.apply(str(n), log, x * 1) for n in range(3)], x)
+    outputs = precede(region, outputs[:1]) + outputs[1:]
+    log.clear()
+
+    outputs[0].sum().backward()
+    first, x.grad = x.grad, None
+    outputs[2].sum().backward()
+
+    assert " ".join(log) == "F0 F1 F2 B0 B2"
+    assert torch.equal(first, 2 * x)
+    assert torch.equal(x.grad, 2 * x)
+
+
+def test_what_was_recomputed_and_written_since_is_refused():
+    saved = []
+    x = torch.rand(3, requires_grad=True)
+
+    def function(x):
+        copies = [x * 1, x * 1]
+        saved[:] = copies
+        return [one * one for one in copies]
+
+    region, outputs = region_of(function, x)
+    outputs = precede(region, outputs[:1]) + outputs[1:]
+    outputs[0].sum().backward()
+    saved[1].detach().add_(1)
+
+    with pytest.raises(MutationError, match="at version 0 and is at 1 now"):
+        outputs[1].sum().backward()
+
+
+def test_a_nested_region_asks_a_region_without_inputs():
+    log = []
+    x = torch.rand(3, requires_grad=True)
+
+    def inner(x):
+        return Step.apply("i", log, x * 2)
+
+    region, y = region_of(lambda x: torchremat.checkpoint(inner, Step.apply("o", log, x)), x)
+    (y,) = precede(region, [y])
+    log.clear()
+
+    y.sum().backward()
+
+    expected = torch.autograd.grad((x.square() * 2).square().sum(), x)[0]
+    assert region.held == []
+    assert " ".join(log) == "Fo Fi Bi Bo"
+    assert torch.equal(x.grad, expected)

@@ -13,10 +13,11 @@ from torchremat.regions.threads import plainly
 @pytest.mark.parametrize("call", [checkpoint, lambda body, x: drop_in(body, x, use_reentrant=False)])
 def test_a_call_makes_no_region(call):
     body, x = Counted(three), torch.randn(3, requires_grad=True)
+    before = len(live_regions())
 
     with plainly():
         y = call(body, x)
-        assert not live_regions()
+        assert len(live_regions()) == before
     y.sum().backward()
 
     assert body.calls == 1

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from regions.comparing import Twice
+from regions.comparing import Counted, Twice
 from torchremat import checkpoint, checkpointed, session
 from torchremat.interop.torch_checkpoint import checkpoint as drop_in
 from torchremat.regions.threads import thread
@@ -156,6 +156,42 @@ def test_one_graph_in_several_threads(kind):
         for grads in found:
             assert all(map(torch.equal, grads, plain))
     assert torch.equal(generator.get_state(), state)
+
+
+def test_a_node_that_another_thread_has_run_keeps_what_this_one_unpacked():
+    has_read, has_run = threading.Event(), threading.Event()
+
+    class Slow(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * x
+
+        @staticmethod
+        def backward(ctx, grad):
+            (a,) = ctx.saved_tensors
+            if threading.current_thread() is slow:
+                has_read.set()
+                assert has_run.wait(_PATIENCE_S)
+            (b,) = ctx.saved_tensors
+            return grad * (a + b)
+
+    x, body = batch(1).requires_grad_(), Counted(lambda x: Slow.apply(x.sin()).exp())
+    loss = checkpoint(body, x).sum()
+    found = []
+
+    def go_backward():
+        found.extend(torch.autograd.grad(loss, x, retain_graph=True))
+
+    slow = threading.Thread(target=go_backward, daemon=True)
+    slow.start()
+    assert has_read.wait(_PATIENCE_S)
+    go_backward()
+    has_run.set()
+    slow.join(_PATIENCE_S)
+
+    assert len(found) == 2 and torch.equal(*found)
+    assert body.calls == 3  # the forward, and one recompute for each backward
 
 
 def test_regions_of_one_thread_go_backward_in_another():

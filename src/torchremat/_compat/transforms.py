@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 from torch.autograd import forward_ad
 
 from torchremat._compat.binding import private
+from torchremat.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -107,6 +108,20 @@ _NO_HOOKS = "torch.func."  # what the message begins with if it was a transform 
 def is_of_transform(message: str | None) -> bool:
     """Return whether it is a transform of torch.func that says that saved-tensor hooks do not work."""
     return message is not None and message.startswith(_NO_HOOKS)
+
+
+def check_transform_inside(error: BaseException) -> None:
+    """Raise an UnsupportedError in the place of a transform's own, if it ran inside a region.
+
+    Raises:
+        UnsupportedError: It did.
+    """
+    if type(error) is RuntimeError and is_of_transform(str(error)):
+        raise UnsupportedError(
+            "torch.func.grad, vjp, jacrev and hessian do not run inside a region: they refuse saved-tensor hooks, "
+            "which a region consists of. Make the region inside of the function that is transformed, or use "
+            "torch.autograd.grad or torch.func.jvp in the region."
+        ) from None
 
 
 @contextmanager

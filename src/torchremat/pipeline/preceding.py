@@ -53,7 +53,11 @@ class Recompute(torch.autograd.Function):
         region = cast("ReferenceType[Region]", cast("Any", ctx).region)()
         if region is not None:  # else its graph has been freed, which is for autograd to say
             with cast("Any", ctx).around():
-                region.recompute_for(active_session() or current_graph_task())
+                session = active_session()
+                region.recompute_for(session or current_graph_task())
+                if session is None:
+                    # What a stage pops is mostly joined with something else, which is saved then in its place.
+                    region.let_go()
         return None, None, *grads
 
 

@@ -15,7 +15,7 @@ from torchremat.regions.choosing import Replay
 from torchremat.regions.differences import Difference, DivergedError, Kind
 from torchremat.regions.guards import WrittenObjectError
 from torchremat.regions.modules import ChangedStateError
-from torchremat.regions.slots import waits
+from torchremat.regions.slots import waits, written_since
 from torchremat.regions.threads import thread
 from torchremat.regions.values import ValueCheck
 from torchremat.tensors.held import ChangedError
@@ -117,7 +117,7 @@ class Recompute:
         assert self._found is not None
         tensor, version = self._found
         if tensor._version != version:
-            raise self.region.written_since(tensor, version, self.needed)
+            raise written_since(self.region, tensor, version, self.needed)
         return tensor
 
     def _last(self) -> int:

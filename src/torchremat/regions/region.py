@@ -30,13 +30,14 @@ from torchremat._compat.autograd import (
     push_saved_tensor_hooks,
     retains_graph,
 )
-from torchremat._compat.transforms import is_of_transform
-from torchremat.errors import CheckpointError, MutationError, UnsupportedError
+from torchremat._compat.transforms import check_transform_inside
+from torchremat.errors import CheckpointError
 from torchremat.regions.calls import Body, Call, Source
 from torchremat.regions.choosing import Choosing
 from torchremat.regions.decisions import check_met
 from torchremat.regions.diagnosis import explain, log_of
 from torchremat.regions.differences import DivergedError
+from torchremat.regions.operators import logged
 from torchremat.regions.recompute import Recompute
 from torchremat.regions.selecting import SeenBy, unseen
 from torchremat.regions.sessions import UNPACKED_ONCE, Session, active_session, open_sessions
@@ -50,13 +51,6 @@ from torchremat.tensors.structure import split, split_call
 
 if TYPE_CHECKING:
     from torchremat._compat.autograd import Pack
-    from torchremat.regions.operators import OperatorLog
-
-_TRANSFORM_INSIDE = (
-    "torch.func.grad, vjp, jacrev and hessian do not run inside a region: they refuse saved-tensor hooks, which a "
-    "region consists of. Make the region inside of the function that is transformed, or use torch.autograd.grad or "
-    "torch.func.jvp in the region."
-)
 
 
 class Region:
@@ -71,6 +65,7 @@ class Region:
         "fingerprints",
         "fresh",
         "held",
+        "kept_for",
         "label",
         "last_use",
         "made",
@@ -91,6 +86,7 @@ class Region:
         self.label = label
         self.made: list[Call] = []
         self.held: list[HeldTensor] = []
+        self.kept_for: int | None = None  # the backward whose recomputed tensors stay: see `let_go`
         self.slots: list[ReferenceType[Slot]] = []
         self.metadata: list[Metadata] = []
         self.fresh: set[int] = set()  # see NOTE [ What is written after it was saved ]
@@ -169,7 +165,7 @@ class Region:
         run = body
         if self.settings.debug:
             call.log = log_of(self, call)
-            pack = partial(self._pack_logged, call.log, pack)
+            pack = partial(logged, call.log, pack)
             run = partial(call.log.run, body, body)
         choosing = None
         if choose is not None:
@@ -204,8 +200,7 @@ class Region:
             self.fresh = {index for index in self.fresh if index < first_slot}
             if self.fingerprints is not None:
                 self.fingerprints.cut(first_slot)
-            if type(error) is RuntimeError and is_of_transform(str(error)):
-                raise UnsupportedError(_TRANSFORM_INSIDE) from None
+            check_transform_inside(error)
             raise
         finally:
             running.pop()
@@ -259,10 +254,6 @@ class Region:
         self.fingerprints.add(tensor, is_fresh=len(self.slots) - 1 in self.fresh)
         return slot
 
-    def _pack_logged(self, log: OperatorLog, pack: Pack, tensor: Tensor) -> object:
-        log.save(tensor)
-        return pack(tensor)
-
     # -------------------------------------------------------------------------------------------------- backward
 
     def unpack(self, slot: Slot) -> Tensor:
@@ -278,6 +269,8 @@ class Region:
             if tensor is not None:
                 return tensor
             slot.value = None  # it was written in place since; the recompute finds out what that means
+        if self.kept_for is not None:
+            return slot.take(self.kept_for, keep=True)
         session = active_session() if open_sessions else None
         task = current_graph_task()
         key = task if session is None else session
@@ -329,14 +322,6 @@ class Region:
         else:
             at_end_of_backward(partial(_forget, ref(self), key))
 
-    def written_since(self, tensor: Tensor, version: int, index: int) -> MutationError:
-        """Return the error for a tensor that was written after autograd had saved it."""
-        return MutationError(
-            f"{self.name(self.call_of(index))}: a tensor that autograd saved (number {index}, shape "
-            f"{tuple(tensor.shape)}) was written in place afterwards in the same region: it was at version {version} "
-            f"and is at {tensor._version} now. Plain autograd refuses this as well; make the operation out of place."
-        )
-
     def recompute_for(self, key: Key) -> bool:
         """Recompute ahead of any gradient for a session or the backward that runs; return whether there was need.
 
@@ -348,6 +333,19 @@ class Region:
             self._recompute_for(key, 0)
             return True
 
+    def let_go(self) -> None:
+        """Let go of the inputs if the backward that runs frees its graph and all of the region has been recomputed.
+
+        What was recomputed then stays as long as its slot, as it would without the region: another backward through
+        other nodes asks for that.
+        """
+        key = current_graph_task()
+        with self._lock:
+            alive = [slot for one in self.slots if (slot := one()) is not None]
+            if key in self._recomputed and not retains_graph() and all(slot.task == key for slot in alive):
+                self.kept_for = key
+                self.held.clear()
+
     def waits(self) -> bool:
         """Return whether autograd has slots of the region whose tensors have to be recomputed."""
         return any(waits(slot()) for slot in self.slots)
@@ -355,6 +353,8 @@ class Region:
     def forget(self, key: Key) -> None:
         """Drop the recomputed tensors that belong to a session or to a backward that has ended."""
         self._recomputed.discard(key)
+        if key == self.kept_for:
+            return
         for alive in self.slots:
             if (slot := alive()) is not None:
                 slot.drop(key)

@@ -11,7 +11,7 @@ from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from torchremat._compat.autograd import current_graph_task, current_node, python_node
-from torchremat.errors import UnsupportedError
+from torchremat.errors import MutationError, UnsupportedError
 from torchremat.regions.sessions import Session
 from torchremat.regions.threads import thread
 from torchremat.tensors.metadata import Metadata
@@ -94,7 +94,7 @@ class Slot(Packed):
         if not keep:
             self.drop(key)
         if tensor._version != version:
-            raise self.region.written_since(tensor, version, self.index)
+            raise written_since(self.region, tensor, version, self.index)
         return tensor
 
     def drop(self, key: Key) -> None:
@@ -170,6 +170,15 @@ def served(value: Served) -> Tensor | None:
     return value.get()
 
 
+def written_since(region: Region, tensor: Tensor, version: int, index: int) -> MutationError:
+    """Return the error for a tensor that was written after autograd had saved it."""
+    return MutationError(
+        f"{region.name(region.call_of(index))}: a tensor that autograd saved (number {index}, shape "
+        f"{tuple(tensor.shape)}) was written in place afterwards in the same region: it was at version {version} "
+        f"and is at {tensor._version} now. Plain autograd refuses this as well; make the operation out of place."
+    )
+
+
 def waits(slot: Slot | None) -> bool:
     """Return whether a slot is alive and has no tensor of its own."""
     return slot is not None and slot.value is None
@@ -183,16 +192,17 @@ def unpack(slot: Slot) -> Tensor:
         return slot.region.unpack(slot)
     tensor = slot.tensor
     if tensor._version != slot.version:
-        raise slot.region.written_since(tensor, slot.version, slot.index)
+        raise written_since(slot.region, tensor, slot.version, slot.index)
     return tensor
 
 
 class Unpin:
-    """Drops what a node has unpacked when the node has run."""
+    """Drops what a node has unpacked when the node has run in the backward that asked."""
 
     def __init__(self, slot: Slot, key: Key) -> None:
         self.slot = ref(slot)
         self.key = key
+        self.task = current_graph_task()
         self.handle: RemovableHandle | None = None
 
     def after(self, node: Node) -> None:
@@ -201,6 +211,8 @@ class Unpin:
 
     def __call__(self, *_: object) -> None:
         """Drop it: the hook of the node."""
+        if current_graph_task() != self.task:
+            return  # another thread runs the same node for a backward of its own
         slot = self.slot()
         if slot is not None:
             slot.drop(self.key)
