@@ -2,13 +2,16 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
+# Tests start dozens of processes; without bytecode on disk each would compile all of torch's Python again.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: demo test gpu lint format docs benchmarks lock clean
 
 demo: .venv/.stamp-demo
 	$(BIN)/python examples/demo.py
 
 test: lint .venv/.stamp
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # The tests that need a CUDA device; everything else runs on a CPU.
