@@ -29,7 +29,6 @@ from torchremat.tensors.metadata import metadata_of, version_of
 from torchremat.tensors.structure import tensors_in
 
 if TYPE_CHECKING:
-    from torchremat._compat.autograd import Pack
     from torchremat.regions.calls import Body
     from torchremat.tensors.metadata import Metadata
 
@@ -130,12 +129,6 @@ class Place:
 
 
 _NOWHERE = Source("?", 0, "?")
-
-
-def logged(log: OperatorLog, pack: Pack, tensor: Tensor) -> object:
-    """Pack a tensor, and note that it is saved."""
-    log.save(tensor)
-    return pack(tensor)
 
 
 class OperatorLog(EagerMode):

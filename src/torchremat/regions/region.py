@@ -37,11 +37,10 @@ from torchremat.regions.choosing import Choosing
 from torchremat.regions.decisions import check_met
 from torchremat.regions.diagnosis import explain, log_of
 from torchremat.regions.differences import DivergedError
-from torchremat.regions.operators import logged
 from torchremat.regions.recompute import Recompute
 from torchremat.regions.selecting import SeenBy, unseen
 from torchremat.regions.sessions import UNPACKED_ONCE, Session, active_session, open_sessions
-from torchremat.regions.settings import Observer, Settings
+from torchremat.regions.settings import Settings
 from torchremat.regions.slots import LOST, Key, Slot, pin, served, unpack, waits
 from torchremat.regions.threads import thread
 from torchremat.regions.values import Fingerprints
@@ -161,11 +160,11 @@ class Region:
         pack = self._pack if self.fingerprints is None else self._pack_with_values
         if observer is not None:
             observer.began(self, number, tensors)
-            pack = partial(self._pack_observed, observer, number, pack)
+            pack = partial(_noted, partial(observer.saved, self, number), pack)
         run = body
         if self.settings.debug:
             call.log = log_of(self, call)
-            pack = partial(logged, call.log, pack)
+            pack = partial(_noted, call.log.save, pack)
             run = partial(call.log.run, body, body)
         choosing = None
         if choose is not None:
@@ -243,10 +242,6 @@ class Region:
         if not tensor.requires_grad and tensor.is_floating_point() and tensor._version == 0 and not holding.now:
             self.fresh.add(index)
         return slot
-
-    def _pack_observed(self, observer: Observer, number: int, pack: Pack, tensor: Tensor) -> object:
-        observer.saved(self, number, tensor)
-        return pack(tensor)
 
     def _pack_with_values(self, tensor: Tensor) -> object:
         assert self.fingerprints is not None
@@ -391,6 +386,11 @@ class Region:
         if self.label is not None:
             return f"region {self.label}"
         return f"region of {self.made[call].name}"
+
+
+def _noted(note: Callable[[Tensor], object], pack: Pack, tensor: Tensor) -> object:
+    note(tensor)
+    return pack(tensor)
 
 
 def _forget(region: ReferenceType[Region], key: Key) -> None:
