@@ -79,7 +79,7 @@ def profile_subject(model: nn.Module, subject: Subject, place: torch.device) -> 
 
 
 def _grains(model: nn.Module, subject: Subject, place: torch.device) -> Grains:
-    units = find_units(trace(model, subject.step))
+    units = find_units(trace(model, subject.step, place))
     coarse = _measured_somehow(model, subject, units, place)
     seconds = _forward_seconds(subject, place)
     own = None if subject.optimizer is None else measure_optimizer(subject, subject.optimizer, place)

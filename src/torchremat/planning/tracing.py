@@ -4,13 +4,13 @@ Nothing that autograd saves is kept meanwhile, so the forward needs about the me
 between two calls lives exactly as long as the Python code around holds it. Both are needed: the order of calls is seen,
 not guessed from types, and the lifetimes say which boundaries stay alive whatever the plan is.
 
-Missing on purpose: operators. A call is the smallest thing here.
+The operators are logged by the way, see `operators`; a call is the smallest thing here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import cast
 from weakref import ReferenceType, ref
@@ -20,11 +20,13 @@ from torch import Tensor, UntypedStorage, nn
 
 from torchremat._compat.autograd import pop_saved_tensor_hooks, push_saved_tensor_hooks, top_saved_tensor_hooks
 from torchremat.errors import StepError, UnsupportedError
+from torchremat.measuring.allocator import AllocationTrace, record_allocations
 from torchremat.measuring.flops import FlopCounter
 from torchremat.measuring.modules import visible_modules
 from torchremat.measuring.step import loss_of
 from torchremat.measuring.tracker import address_of
 from torchremat.measuring.untouched import untouched
+from torchremat.planning.operators import OperatorLog, OperatorTrace
 from torchremat.regions.guards import tensors_inside
 from torchremat.tensors.structure import split, tensors_in
 
@@ -67,6 +69,7 @@ class Call:
         grad: Whether grad mode was on.
         input_elements: Elements in its inputs.
         signature: What calls of equal cost have in common.
+        operators: The operators that ran in it, as a range.
     """
 
     name: str
@@ -85,6 +88,7 @@ class Call:
     grad: bool = True
     input_elements: int = 0
     signature: tuple[object, ...] = ()
+    operators: range = range(0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +104,8 @@ class Trace:
         step_saved: Storages saved outside of every call, in the step's own code, as (storage, time).
         end: Time at the end of the forward.
         flops: Of the whole forward.
+        operators: All that ran.
+        allocations: What the allocator did meanwhile, with a mark before and after each operator; None if not recorded.
     """
 
     calls: list[Call]
@@ -110,6 +116,8 @@ class Trace:
     step_saved: list[tuple[int, int]]
     end: int
     flops: int
+    operators: OperatorTrace = field(default_factory=OperatorTrace)
+    allocations: AllocationTrace | None = None
 
     def descendants(self, index: int) -> list[int]:
         """Return the calls made inside call `index`, itself included, at any depth, in order."""
@@ -127,8 +135,9 @@ class Trace:
 
 
 class _Tracer:
-    def __init__(self, model: nn.Module, flops: FlopCounter) -> None:
+    def __init__(self, model: nn.Module, flops: FlopCounter, log: OperatorLog) -> None:
         self.flops = flops
+        self.log = log
         self.calls: list[Call] = []
         self.time = 0
         self.open: list[int] = []
@@ -163,6 +172,7 @@ class _Tracer:
         self.storages[address] = (number, ref(storage, dies))
         self.storage_bytes[number] = storage.nbytes()
         self.born[number] = self.time + new
+        self.log.also_known_as(tensor, number)
         return number
 
     def seen(self, tensor: Tensor, *, new: bool = False) -> Seen:
@@ -175,6 +185,7 @@ class _Tracer:
         return Seen(known[0], version, self.storage(tensor, new=new))
 
     def save(self, tensor: Tensor) -> object:
+        self.log.save(tensor)
         number = self.storage(tensor, new=True)
         if self.open:
             call = self.calls[self.open[-1]]
@@ -229,10 +240,14 @@ class _Tracer:
         )
         self.calls.append(call)
         self.open.append(index)
+        log, first = self.log, len(self.log.trace.runs)
+        log.call = index
         try:
             output = function(*args, **kwargs)
         finally:
             self.open.pop()
+            log.call = self.open[-1] if self.open else -1
+        call.operators = range(first, len(log.trace.runs))
         call.mutated = [
             place
             for place, (tensor, seen) in enumerate(zip(tensors, call.inputs, strict=True))
@@ -250,14 +265,20 @@ def named(name: str) -> str:
     return f"`{name}`" if name else "the model"
 
 
-def trace(model: nn.Module, step: Step) -> Trace:
+def trace(model: nn.Module, step: Step, device: torch.device | None = None) -> Trace:
     """Return a traced forward of `step(model)`; model, gradients, buffers, generators and hooks stay as they are.
+
+    Args:
+        model: The model.
+        step: Returns the loss.
+        device: If given, what its allocator does meanwhile is recorded as well.
 
     Raises:
         StepError: The step returns no loss, or one without grad.
     """
-    with untouched(model), FlopCounter() as flops:
-        tracer = _Tracer(model, flops)
+    recording = nullcontext() if device is None else record_allocations(device)
+    with untouched(model), recording as recorder, FlopCounter() as flops, OperatorLog(flops, recorder) as log:
+        tracer = _Tracer(model, flops, log)
         try:
             with _intercepted(model, tracer.run):
                 push_saved_tensor_hooks(tracer.save, _never)
@@ -268,6 +289,7 @@ def trace(model: nn.Module, step: Step) -> Trace:
             tracer.look_into_objects()
         finally:
             tracer.storages.clear()  # what dies from here on is not noted
+            log.close()
         loss_of(result)
         del result
     return Trace(
@@ -279,6 +301,8 @@ def trace(model: nn.Module, step: Step) -> Trace:
         step_saved=tracer.step_saved,
         end=tracer.time + 1,
         flops=flops.total,
+        operators=log.trace,
+        allocations=None if recorder is None else recorder.trace,
     )
 
 

@@ -22,6 +22,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, UntypedStorage, nn
 
+from torchremat._compat.compiled_code import enters_compiled_code
 from torchremat._compat.modes import EagerMode, sequence_number, set_versions
 from torchremat.regions.reach import function_of
 from torchremat.tensors.held import holding
@@ -41,8 +42,6 @@ _MACHINERY = tuple(
     str(Path(_TORCH, *one.split("/"))) for one in ("_dynamo", "_compile.py", "_ops.py", "utils/_python_dispatch.py")
 )
 _CHECKPOINT = str(Path(_TORCH, "utils", "checkpoint.py"))
-_COMPILED_FILE = str(Path(_TORCH, "_dynamo", "eval_frame.py"))
-_COMPILED_CODE = ("_TorchDynamoContext", "OptimizedModule")
 
 # `detach` is what hooks and regions do themselves, once or twice; it computes nothing.
 _SILENT = ("aten.detach", "aten.alias")
@@ -301,7 +300,7 @@ class OperatorLog(EagerMode):
         function, custom, is_compiled = "", None, False
         for frame in self._frames():
             code = frame.f_code
-            if code.co_filename == _COMPILED_FILE and code.co_qualname.startswith(_COMPILED_CODE):
+            if enters_compiled_code(code):
                 self.is_compiled = is_compiled = True
             if code is _CALL:
                 if module is None:

@@ -21,11 +21,13 @@ class Value:
         size_bytes: Of the whole storage.
         needed: Whether backward asks for it.
         holdable: Whether it can be held until then; False if it is written to later, or nobody could hand it back.
+        saved_after: If it is needed, how many operators have run when autograd saves it for the last time.
     """
 
     size_bytes: int
     needed: bool = False
     holdable: bool = True
+    saved_after: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,12 +39,15 @@ class Operator:
         inputs: Values that it reads.
         outputs: Values that it makes; each value is made by one operator at most.
         cost: Of running it again, in any one unit, seconds or flops; infinite if it must not run again.
+        replaceable: Whether what holds its outputs spares it. If not, it runs whenever what is after it does: a view,
+            or a write in place.
     """
 
     name: str
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     cost: float
+    replaceable: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
