@@ -8,12 +8,24 @@ from __future__ import annotations
 
 from typing import Literal
 
-from torchremat.planning.moments import Moment
+from torchremat.planning.moments import Moment, OptionBytes
 from torchremat.planning.prediction import extra_at
 from torchremat.planning.reading import Profile
 from torchremat.schedules.chain import Chain, Option, Stage
 
 Cost = Literal["seconds", "flops"]
+
+
+# A plan for flops tells plans of equally many apart by their seconds: those of a forward weigh as much as this share of
+# its flops.
+_SECONDS_SHARE = 1e-3
+
+
+def amount(profile: Profile, cost: Cost, *, seconds: float, flops: float) -> float:
+    """Return what is minimised: seconds, or flops with a little of the seconds."""
+    if cost == "seconds":
+        return seconds
+    return flops + seconds * _SECONDS_SHARE * profile.units.trace.flops / max(profile.forward_seconds, 1e-9)
 
 
 def chain_of(profile: Profile, cost: Cost) -> Chain:
@@ -30,6 +42,7 @@ def _stage(profile: Profile, unit: int, cost: Cost, seen: set[int]) -> Stage:
     own, size, costs = profile.units.units[unit], profile.sizes[unit], profile.costs[unit]
     trace = profile.units.trace
     links = dict(own.links)
+    options = profile.options[unit] if profile.options else ()
     # What lives to the end whatever the plan is costs nothing to hold.
     counting = [storage for storage in own.inputs if storage in trace.died]
     linked = {storage for storage in counting if links.get(storage) == unit - 1}
@@ -37,7 +50,7 @@ def _stage(profile: Profile, unit: int, cost: Cost, seen: set[int]) -> Stage:
     # A storage that several units take is paid by the first that may hold it.
     seen |= external
     own_saves = size.saved - set(own.inputs)
-    option = Option(
+    default = Option(
         saved_bytes=size.inside_bytes
         + sum(trace.storage_bytes[s] for s in (*own_saves, *size.left) if s in trace.died),
         saves_input=bool(linked & size.saved),
@@ -47,19 +60,33 @@ def _stage(profile: Profile, unit: int, cost: Cost, seen: set[int]) -> Stage:
         truncated_peak_bytes=size.truncated_peak_bytes,
         backward_peak_bytes=_backward_peak(profile, unit),
     )
-    full, truncated = (
-        (costs.seconds, costs.seconds_truncated) if cost == "seconds" else (costs.flops, costs.flops_truncated)
-    )
     return Stage(
-        forward=full,
-        truncated=truncated,
+        forward=amount(profile, cost, seconds=costs.seconds, flops=costs.flops),
+        truncated=amount(profile, cost, seconds=costs.seconds_truncated, flops=costs.flops_truncated),
         linked_bytes=sum(trace.storage_bytes[storage] for storage in linked),
         external_bytes=sum(trace.storage_bytes[storage] for storage in external),
         output_bytes=sum(trace.storage_bytes[storage] for storage in own.outputs),
         drop_peak_bytes=size.drop_peak_bytes,
-        options=(option,),
+        options=(default, *(_option(profile, unit, one, default, cost) for one in options)),
         forward_base_bytes=extra_at(profile, (Moment.FORWARD, unit)),
         backward_base_bytes=extra_at(profile, (Moment.BACKWARD, unit)),
+    )
+
+
+def _option(profile: Profile, unit: int, one: OptionBytes, default: Option, cost: Cost) -> Option:
+    """Return an option as scalars: a region of one unit, which holds its inputs and some of what the unit makes."""
+    trace, size = profile.units.trace, profile.sizes[unit]
+    saved_bytes = one.kept_bytes + sum(trace.storage_bytes[s] for s in one.kept if s in trace.died)
+    recomputed_bytes = max(0, default.saved_bytes - saved_bytes)
+    return Option(
+        saved_bytes=saved_bytes,
+        saves_input=True,
+        saves_external=True,
+        cost=amount(profile, cost, seconds=one.seconds, flops=one.flops),
+        forward_peak_bytes=size.dropping_bytes(1, one),
+        truncated_peak_bytes=one.recompute_peak_bytes,
+        backward_peak_bytes=max(one.recompute_peak_bytes, recomputed_bytes + default.backward_peak_bytes),
+        nests=False,
     )
 
 

@@ -10,7 +10,7 @@ import math
 import types
 import typing
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from typing import TypeVar, cast
 
 from torchremat.errors import PlanError, ScheduleError
@@ -71,6 +71,14 @@ def _check_tree(plan: object, source: str) -> None:
         raise PlanError(
             f"{source}: the tree covers the units {found}, the plan has {len(units)}, with calls for {len(calls)}."
         )
+    held = [cast("dict[str, tuple[int, ...]]", vars(one)) for one in cast("tuple[object, ...]", fields_of["held"])]
+    parts = sorted(unit for one in held for unit in one["units"])
+    chosen = [node.stage for node in tree if isinstance(node, Keep) and node.option]
+    if parts != chosen:
+        raise PlanError(f"{source}: the tree keeps the units {chosen} in part, and `held` is for the units {parts}.")
+    missing = [one["held"] for one in held if max(one["held"], default=0) >= len(one["operators"])]
+    if missing:
+        raise PlanError(f"{source}: `held` has numbers of operators that there are not: {missing[0]}.")
     empty = [unit for unit, made in enumerate(calls) if not made]
     if empty:
         raise PlanError(f"{source}: the units {empty} have no calls.")
@@ -163,11 +171,13 @@ def _read_fields(value: object, kind: type, where: str) -> object:
     content = cast("dict[str, object]", value)
     types_of = typing.get_type_hints(kind)
     names = [one.name for one in fields(kind) if not one.name.startswith("_")]
-    problems = [f"{where}.{name} is missing" for name in names if name not in content]
+    optional = {one.name for one in fields(kind) if one.default is not MISSING}
+    problems = [f"{where}.{name} is missing" for name in names if name not in content and name not in optional]
     problems += [f"{where}.{name} is unknown" for name in content if name not in names]
     if problems:
         raise PlanError("; ".join(problems) + ".")
-    return kind(**{name: _read(content[name], types_of[name], f"{where}.{name}") for name in names})
+    there = [name for name in names if name in content]
+    return kind(**{name: _read(content[name], types_of[name], f"{where}.{name}") for name in there})
 
 
 def _is_node(kind: object) -> bool:

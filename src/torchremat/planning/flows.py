@@ -37,11 +37,7 @@ def flow_of(profile: Profile, cost: Cost, unit: int | None = None) -> Dataflow:
     operators = range(len(log.runs)) if unit is None else operators_of(profile, unit)
     costs = costs_of(profile, cost, unit)
     runs = [log.runs[index] for index in operators]
-    numbers = list(range(len(log.values)))
-    if unit is not None:
-        inside = _calls_of(profile, unit)
-        saved = (save.value for save in log.saves if save.call in inside)
-        numbers = list(dict.fromkeys([*(value for run in runs for value in (*run.reads, *run.makes)), *saved]))
+    numbers = list(range(len(log.values))) if unit is None else values_of(profile, unit)
     place = {value: index for index, value in enumerate(numbers)}
     made = {value for run in runs for value in run.makes}
     return Dataflow(
@@ -64,6 +60,14 @@ def operators_of(profile: Profile, unit: int) -> range:
     calls = profile.units.units[unit].calls
     trace = profile.units.trace
     return range(trace.calls[calls[0]].operators.start, trace.calls[calls[-1]].operators.stop)
+
+
+def values_of(profile: Profile, unit: int) -> list[int]:
+    """Return the values that a unit's operators read, make or save, in the order of its dataflow."""
+    log, inside = profile.units.trace.operators, _calls_of(profile, unit)
+    runs = [log.runs[index] for index in operators_of(profile, unit)]
+    saved = (save.value for save in log.saves if save.call in inside)
+    return list(dict.fromkeys([*(value for run in runs for value in (*run.reads, *run.makes)), *saved]))
 
 
 def _calls_of(profile: Profile, unit: int) -> set[int]:

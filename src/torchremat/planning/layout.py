@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -12,7 +12,9 @@ from torchremat.errors import PlanError
 from torchremat.measuring.interrupts import uninterrupted
 from torchremat.planning.shapes import InputSizes
 from torchremat.planning.units import Units
+from torchremat.policies.ordinals import save_ordinals
 from torchremat.regions.calls import Body
+from torchremat.regions.decisions import Policy
 from torchremat.regions.runs import Choice, Place, Scope
 from torchremat.regions.settings import Settings
 from torchremat.regions.wrapping import is_wrapped, restore_forward, set_forward
@@ -58,13 +60,36 @@ def calls_of(units: Units) -> Calls:
     )
 
 
-def choices_of(calls: Calls, tree: Tree) -> dict[tuple[str, int], Choice]:
+@dataclass(frozen=True, kw_only=True)
+class HeldOperators:
+    """What units that are kept in part hold: the outputs of some operators. The rest of them is recomputed.
+
+    Attributes:
+        units: The units, by number.
+        operators: The names of all operators that each of them runs, as torch has them, without casts.
+        held: The numbers of those whose outputs are held.
+    """
+
+    units: tuple[int, ...]
+    operators: tuple[str, ...]
+    held: tuple[int, ...]
+
+    @property
+    def policy(self) -> Policy:
+        """The policy that holds them."""
+        return save_ordinals(self.operators, frozenset(self.held))
+
+
+def choices_of(
+    calls: Calls, tree: Tree, settings: Settings, held: Iterable[HeldOperators] = ()
+) -> dict[tuple[str, int], Choice]:
     """Return the regions that each call runs in.
 
     A kept call has no entry, unless a module that has one is called inside of it and would be counted.
     """
     choices: dict[tuple[str, int], Choice] = {}
-    kept = list(_choose(calls.units, tree, (), choices))
+    own = {unit: replace(settings, policy=one.policy) for one in held for unit in one.units}
+    kept = list(_choose(calls.units, tree, (), choices, own))
     names = {name for name, _ in choices}
     for call in (*(call for unit in kept for call in calls.units[unit]), *calls.others):
         if call.inside & names:
@@ -77,16 +102,25 @@ def _choose(
     nodes: Iterable[Keep | Region],
     places: tuple[Place, ...],
     choices: dict[tuple[str, int], Choice],
+    own: dict[int, Settings],
 ) -> Iterable[int]:
-    """Enter the calls in regions into `choices`, and yield the units that are in none."""
+    """Enter the calls in regions into `choices`, and yield the units that are in none.
+
+    `own` are the settings of units that are regions of their own, since they are kept in part.
+    """
     for node in nodes:
         if isinstance(node, Region):
             count = sum(len(units[unit]) for unit in range(node.first, node.last + 1))
             ends = [units[node.first][0].name, units[node.last][-1].name]
             place = Place(count, " .. ".join(dict.fromkeys(ends)), node.first, node.last)
-            yield from _choose(units, node.children, (*places, place), choices)
+            yield from _choose(units, node.children, (*places, place), choices, own)
         elif places:
             choices.update(((call.name, call.number), Choice(places)) for call in units[node.stage])
+        elif node.option:
+            calls = units[node.stage]
+            name = " .. ".join(dict.fromkeys([calls[0].name, calls[-1].name]))
+            place = Place(len(calls), name, node.stage, node.stage, own[node.stage])
+            choices.update(((call.name, call.number), Choice((place,))) for call in calls)
         else:
             yield node.stage
 
@@ -112,11 +146,12 @@ def install(
     tree: Tree,
     settings: Settings,
     *,
+    held: Iterable[HeldOperators] = (),
     inputs: InputSizes | None = None,
     rise_bytes: int | None = None,
 ) -> None:
     """Make the calls of a model regions as a tree says; on an error nothing has changed."""
-    choices = choices_of(calls, tree)
+    choices = choices_of(calls, tree, settings, held)
     names = {name for name, _ in choices}
     done: list[nn.Module] = []
     try:
@@ -124,7 +159,8 @@ def install(
             module = model.get_submodule(name)
             if name in names:
                 # A root that is itself the unit has nobody to open a scope for it: each of its calls is a region.
-                set_forward(module, name, settings if name in calls.roots else None)
+                alone = next((place.settings for place in choices[name, 0].places), None) or settings
+                set_forward(module, name, alone if name in calls.roots else None)
             else:
                 set_forward(module, name, None, PlannedScope(choices, settings, name, inputs, rise_bytes))
             done.append(module)

@@ -17,23 +17,37 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import accumulate
+from typing import TypeAlias
 
-from torchremat.planning.moments import Lifetimes, Live, Moment, Ran, UnitBytes
+from torchremat.planning.moments import Lifetimes, Live, Moment, OptionBytes, Ran, UnitBytes
 from torchremat.planning.units import Unit, Units
 from torchremat.schedules.chain import Keep, Region, Tree
+
+# For each unit the ways of keeping it beside keeping all; none at all if there are none for any unit.
+Options: TypeAlias = tuple[tuple[OptionBytes, ...], ...]
 
 
 class Walk:
     """One walk through a step under a tree. Iterate over it once: it yields `Live` and `Ran`."""
 
     def __init__(
-        self, units: Units, sizes: tuple[UnitBytes, ...], order: tuple[int, ...], lifetimes: Lifetimes, tree: Tree
+        self,
+        units: Units,
+        sizes: tuple[UnitBytes, ...],
+        order: tuple[int, ...],
+        lifetimes: Lifetimes,
+        tree: Tree,
+        options: Options = (),
     ) -> None:
         self.units = units
         self.sizes = sizes
         self.order = order
         self.lifetimes = lifetimes
-        self.tree = tree
+        # A unit kept as one of its options says is a region of its own.
+        self.chosen = {
+            node.stage: options[node.stage][node.option - 1] for node in tree if isinstance(node, Keep) and node.option
+        }
+        self.tree = tree = tuple(Region((node,)) if isinstance(node, Keep) and node.option else node for node in tree)
         self.bytes = units.trace.storage_bytes
         # The regions around each unit, outermost first, and how many there are around and with a region, by its id.
         self.around: list[tuple[Region, ...]] = [()] * len(sizes)
@@ -98,10 +112,14 @@ class Walk:
             self.hold(storage for storage, before in glue if before == unit)
             self.be_born(self.units.entered(unit))
             alive, levels = self.lifetimes.entered[unit], len(self.around[unit])
-            peak = size.dropping_bytes(levels) if levels else size.full_peak_bytes
+            option = self.chosen.get(unit)
+            peak = size.dropping_bytes(levels, option) if levels else size.full_peak_bytes
             yield Live((Moment.FORWARD, unit), self.total(alive), peak, f"forward of {own.name}", unit)
             if levels:
                 self.enter(unit)
+                if option is not None:
+                    self.hold(option.kept)
+                    self.inside += option.kept_bytes
             else:
                 self.keep(unit, again=False)
             self.be_born(self.units.left(unit))
@@ -200,6 +218,11 @@ class Walk:
     def recompute(self, region: Region, until: int, available: set[int], *, nested: bool) -> Iterator[Live | Ran]:
         """The recompute of `region` that the backward of unit `until` asks for."""
         key = (Moment.RECOMPUTE, until)
+        option = self.chosen.get(region.first)
+        if option is not None:
+            yield from self.recompute_option(region, option)
+            available.add(region.first)
+            return
         children = {unit: node for node in region.children for unit in range(node.first, node.last + 1)}
         last, runs_last = self.last_needed(region, children, until)
         links = _Links(self.units, region)
@@ -239,6 +262,20 @@ class Walk:
         if nested:
             # The call at which it stops has taken its inputs too, and then all that was taken goes.
             self.let_go(region, {s for unit in range(region.first, last + 1) for s in self.external(region, unit)})
+
+    def recompute_option(self, region: Region, option: OptionBytes) -> Iterator[Live | Ran]:
+        """The recompute of a unit that holds the outputs of some of its operators."""
+        unit = region.first
+        (node,) = region.children
+        if option.recomputes:
+            peak = option.recompute_peak_bytes + self.sizes[unit].state_bytes
+            what = f"recompute of {self.units.units[unit].name}"
+            yield Live((Moment.RECOMPUTE, unit), self.total(), peak, what, unit)
+            yield Ran(unit, truncated=True, option=node.option if isinstance(node, Keep) else 0)
+        # All that it saves is there now, and what was held for the recompute alone is gone.
+        self.keep(unit, again=True)
+        self.release(option.kept)
+        self.inside -= option.kept_bytes
 
     def let_go(self, region: Region, gone: set[int]) -> None:
         """Release what a nested region has held and holds no longer."""

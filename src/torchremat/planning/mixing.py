@@ -140,6 +140,7 @@ class _Mixture:
             sizes=sizes,
             lifetimes=Lifetimes(self.units, sizes, self.boundary),
             costs=tuple(source.costs[place] for source, place, _ in self.origin),
+            options=tuple(source.options[place] if source.options else () for source, place, _ in self.origin),
             order=tuple(order),
             extra_bytes=extra,
             after_bytes=after,

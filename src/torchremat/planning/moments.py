@@ -59,10 +59,42 @@ class UnitBytes:
     settle_bytes: int
     has_backward: bool
 
-    def dropping_bytes(self, levels: int) -> int:
-        """Peak of a forward inside so many regions, all of which look before it and settle after it."""
-        settling = self.exit_bytes + self.settle_bytes
-        return max(self.drop_peak_bytes, settling) + levels * self.look_bytes
+    def dropping_bytes(self, levels: int, option: OptionBytes | None = None) -> int:
+        """Peak of a forward inside so many regions, all of which look before it and settle after it.
+
+        Args:
+            levels: How many.
+            option: What the innermost holds, if anything.
+        """
+        peak, held = (self.drop_peak_bytes, 0) if option is None else (option.forward_peak_bytes, option.kept_bytes)
+        return max(peak, self.exit_bytes + held + self.settle_bytes) + levels * self.look_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptionBytes:
+    """What one unit needs if it is a region of its own that holds the outputs of some operators.
+
+    Attributes:
+        kept: Boundary storages that it holds from its forward on, beside its inputs.
+        kept_bytes: Bytes that it holds beside those until its recompute.
+        forward_peak_bytes: Of its forward, over what is live when it begins.
+        recompute_peak_bytes: Of its recompute, likewise, with what it holds live.
+        recomputes: Whether it has one.
+        seconds: That it adds to a step.
+        flops: Of its recompute.
+        ordinals: The operators whose outputs it holds, as its policy counts them.
+        operators: The names of all of its operators, as its policy counts them.
+    """
+
+    kept: frozenset[int]
+    kept_bytes: int
+    forward_peak_bytes: int
+    recompute_peak_bytes: int
+    recomputes: bool
+    seconds: float
+    flops: int
+    ordinals: tuple[int, ...]
+    operators: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +110,11 @@ class Live:
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """A unit's forward that a recompute ran, whole or up to its last save."""
+    """A unit's forward that a recompute ran, whole or up to its last save, or as far as its option needs."""
 
     unit: int
     truncated: bool
+    option: int = 0
 
 
 class Lifetimes:

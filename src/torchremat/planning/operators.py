@@ -141,6 +141,10 @@ class OperatorLog(EagerMode):
         """Forget the storages that are alive."""
         self._storages.clear()
 
+    def mark(self) -> int:
+        """Mark this moment among the allocations; -1 if none are recorded."""
+        return -1 if self._recorder is None else self._recorder.mark("operator")
+
     def save(self, tensor: Tensor) -> None:
         """Note that autograd saves a tensor."""
         value = self.value(tensor)
@@ -212,11 +216,11 @@ class OperatorLog(EagerMode):
         tensors = tensors_in((args, dict(named)))
         reads = dict.fromkeys(value for tensor in tensors if (value := self.value(tensor)) is not None)
         flops, call, storages = self._flops.total, self.call, self._count
-        begins = -1 if self._recorder is None else self._recorder.mark("operator")
+        begins = self.mark()
         start_s = time.perf_counter()
         result = func(*args, **named)
         seconds = time.perf_counter() - start_s
-        ends = -1 if self._recorder is None else self._recorder.mark("operator")
+        ends = self.mark()
         makes: dict[int, None] = {}
         for tensor in written_by(traits.writes, args, named):
             value = self._written(tensor)

@@ -10,11 +10,11 @@ from torchremat.measuring.heap import heap_set_aside
 from torchremat.measuring.runs import run_traced, subject_of
 from torchremat.planning.budgets import bytes_of, check_budget, free_on, margin_of, percentage_of
 from torchremat.planning.chains import Cost
-from torchremat.planning.layout import bare, calls_of
+from torchremat.planning.layout import HeldOperators, bare, calls_of
 from torchremat.planning.memory import Walk
 from torchremat.planning.moments import Live, Moment
 from torchremat.planning.plans import PlainSource, Plan, PlannedUnit, Point
-from torchremat.planning.prediction import over_bytes
+from torchremat.planning.prediction import chosen_options, over_bytes
 from torchremat.planning.profiling import profile_subject
 from torchremat.planning.reading import Profile
 from torchremat.planning.shapes import InputSizes
@@ -40,6 +40,7 @@ class Planner:
         optimizer: If given, its state and the peak of its step count.
         device: Whose bytes count; that of the first parameter if not given.
         cost: What to minimise: predicted `"seconds"`, or `"flops"`, which are exact and repeatable.
+        operators: Whether parts of a module may be kept: the outputs of some of its operators.
 
     Raises:
         StepError: See `profile`.
@@ -53,13 +54,14 @@ class Planner:
         optimizer: torch.optim.Optimizer | None = None,
         device: torch.device | str | None = None,
         cost: Cost = "seconds",
+        operators: bool = True,
     ) -> None:
         if cost not in _COSTS:
             raise BudgetError(f"cost={cost!r}: allowed are 'seconds' and 'flops'.")
         self._subject = subject_of(step, model, optimizer, needs_model=True)
         grains = profile_subject(model, self._subject, self._subject.device(device))
         self.profile: Profile = grains.coarse
-        self.solver = Search(grains, cost)
+        self.solver = Search(grains, cost, operators=operators)
         self._model = model
         self._parameters = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         self._plain: tuple[int, PlainSource] | None = None
@@ -160,6 +162,7 @@ class Planner:
             device=str(own.device),
             cost=self.solver.cost_unit,
             tree=found.tree,
+            held=held_of(own, found.tree),
             units=tuple(planned_unit(own, unit) for unit in range(len(own.units.units))),
             calls=calls_of(own.units),
             peak_bytes=self.peak_of(found),
@@ -199,6 +202,7 @@ def plan(
     device: torch.device | str | None = None,
     cost: Cost = "seconds",
     margin: int | str = 0,
+    operators: bool = True,
 ) -> Plan:
     """Return the fastest plan found under which a training step stays within a budget; nothing is applied.
 
@@ -213,6 +217,8 @@ def plan(
         device: Whose bytes count; that of the first parameter if not given.
         cost: What to minimise, `"seconds"` or `"flops"`.
         margin: Bytes of the budget to leave free, for what an allocator needs beside the tensors.
+        operators: Whether parts of a module may be kept: the outputs of some of its operators, where that is faster
+            than to keep or recompute all of it.
 
     Raises:
         BudgetError: The budget is no size, or no plan fits it.
@@ -220,7 +226,8 @@ def plan(
         UnsupportedError: A profiler is active, or the device has no allocation events.
     """
     check_budget(budget, subject_of(step, model, optimizer, needs_model=True).device(device))
-    return Planner(model, step, optimizer=optimizer, device=device, cost=cost).plan(budget, margin=margin)
+    planner = Planner(model, step, optimizer=optimizer, device=device, cost=cost, operators=operators)
+    return planner.plan(budget, margin=margin)
 
 
 def planned_unit(own: Profile, unit: int) -> PlannedUnit:
@@ -237,6 +244,18 @@ def planned_unit(own: Profile, unit: int) -> PlannedUnit:
     )
 
 
+def held_of(own: Profile, tree: Tree) -> tuple[HeldOperators, ...]:
+    """Return what the units hold that a tree keeps in part."""
+    units: dict[tuple[tuple[str, ...], tuple[int, ...]], list[int]] = {}
+    for unit, number in chosen_options(tree):
+        option = own.options[unit][number - 1]
+        units.setdefault((option.operators, option.ordinals), []).append(unit)
+    return tuple(
+        HeldOperators(units=tuple(members), operators=operators, held=ordinals)
+        for (operators, ordinals), members in units.items()
+    )
+
+
 def input_sizes(own: Profile) -> InputSizes:
     """Return how large the inputs of the roots were."""
     elements: dict[str, int] = {}
@@ -250,7 +269,7 @@ def curve_of(own: Profile, tree: Tree, fixed_bytes: int) -> tuple[Point, ...]:
     """Return the predicted step under a tree: a point where each piece begins, and one at its peak."""
     points: list[Point] = []
     now_s, running = 0.0, 0.0
-    for state in Walk(own.units, own.sizes, own.order, own.lifetimes, tree):
+    for state in Walk(own.units, own.sizes, own.order, own.lifetimes, tree, own.options):
         if not isinstance(state, Live):
             continue
         live = fixed_bytes + own.extra_bytes[state.key] + state.held_bytes

@@ -13,7 +13,7 @@ from torchremat.errors import PlanError
 from torchremat.measuring.curves import Curve, Phase, draw
 from torchremat.planning.chains import Cost
 from torchremat.planning.files import from_json, to_json
-from torchremat.planning.layout import Calls, check_bare, install, uninstall
+from torchremat.planning.layout import Calls, HeldOperators, check_bare, install, uninstall
 from torchremat.planning.shapes import InputSizes
 from torchremat.regions.settings import Settings
 from torchremat.schedules.chain import Keep, Region, Tree
@@ -85,6 +85,7 @@ class Plan:
         inputs: How large the inputs of each unit's calls were.
         curve: The predicted step.
         plain_curve: The same without any recompute.
+        held: What the units hold that are kept in part, those of which the tree names an option.
     """
 
     budget_bytes: int
@@ -113,6 +114,7 @@ class Plan:
     inputs: InputSizes
     curve: tuple[Point, ...]
     plain_curve: tuple[Point, ...]
+    held: tuple[HeldOperators, ...] = ()
 
     @property
     def slowdown(self) -> float:
@@ -132,6 +134,7 @@ class Plan:
             self.calls,
             self.tree,
             Settings(),
+            held=self.held,
             inputs=self.inputs,
             rise_bytes=self.step_peak_bytes - sum(self.before_bytes.values()),
         )
@@ -222,10 +225,11 @@ class Plan:
     def _rows(self) -> list[str]:
         width = max(6, *(len(unit.name) for unit in self.units))
         rows = [f"{'module':<{width}}  {'saves':>10}  {'inputs':>10}  {'forward':>9}  plan"]
-        for unit, words in zip(self.units, described(self.tree), strict=True):
+        parts = {unit: f" {len(one.held)} of {len(one.operators)} operators" for one in self.held for unit in one.units}
+        for number, (unit, words) in enumerate(zip(self.units, described(self.tree), strict=True)):
             rows.append(
                 f"{unit.name:<{width}}  {format_bytes(unit.saved_bytes):>10}  {format_bytes(unit.input_bytes):>10}  "
-                f"{unit.seconds * 1e3:>6.2f} ms  {words}"
+                f"{unit.seconds * 1e3:>6.2f} ms  {words}{parts.get(number, '')}"
             )
         return rows
 

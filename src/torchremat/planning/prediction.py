@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torchremat.planning.memory import Walk
 from torchremat.planning.moments import Key, Live, Moment
 from torchremat.planning.reading import Profile
-from torchremat.schedules.chain import Tree
+from torchremat.schedules.chain import Keep, Tree
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,10 @@ def predict(profile: Profile, tree: Tree) -> Prediction:
     """Return what a step under `tree` will need."""
     peak, where, kept = profile.start_bytes, "code before the first module", 0
     seconds, flops, calls = 0.0, 0, 0
-    for state in Walk(profile.units, profile.sizes, profile.order, profile.lifetimes, tree):
+    for unit, option in chosen_options(tree):
+        seconds += profile.options[unit][option - 1].seconds
+        flops += profile.options[unit][option - 1].flops
+    for state in Walk(profile.units, profile.sizes, profile.order, profile.lifetimes, tree, profile.options):
         if isinstance(state, Live):
             live = profile.extra_bytes[state.key] + state.held_bytes
             over = over_bytes(profile, state)
@@ -44,11 +47,17 @@ def predict(profile: Profile, tree: Tree) -> Prediction:
             if live + over > peak:
                 peak, where = live + over, state.what
         else:
-            cost = profile.costs[state.unit]
-            seconds += cost.seconds_truncated if state.truncated else cost.seconds
-            flops += cost.flops_truncated if state.truncated else cost.flops
             calls += 1
+            if not state.option:
+                cost = profile.costs[state.unit]
+                seconds += cost.seconds_truncated if state.truncated else cost.seconds
+                flops += cost.flops_truncated if state.truncated else cost.flops
     return Prediction(peak_bytes=peak, where=where, kept_bytes=kept, seconds=seconds, flops=flops, calls=calls)
+
+
+def chosen_options(tree: Tree) -> list[tuple[int, int]]:
+    """Return the units of a tree that are kept as one of their options says, with the option."""
+    return [(node.stage, node.option) for node in tree if isinstance(node, Keep) and node.option]
 
 
 def over_bytes(profile: Profile, state: Live) -> int:

@@ -16,7 +16,7 @@ import torch
 from torchremat.errors import StepError
 from torchremat.measuring.allocator import AllocationTrace
 from torchremat.measuring.before import BytesBefore
-from torchremat.planning.memory import Walk
+from torchremat.planning.memory import Options, Walk
 from torchremat.planning.moments import Key, Lifetimes, Live, Moment, UnitBytes
 from torchremat.planning.optimizers import OptimizerBytes
 from torchremat.planning.tracing import named
@@ -62,6 +62,7 @@ class Profile:
         before: What lies in memory before the step, gradients included.
         device: Whose bytes these are.
         optimizer: What `optimizer.step()` needs; None if no optimizer was given.
+        options: For each unit the ways of keeping it beside keeping all, see `options`.
     """
 
     units: Units
@@ -77,6 +78,7 @@ class Profile:
     before: BytesBefore
     device: torch.device
     optimizer: OptimizerBytes | None = None
+    options: Options = ()
 
 
 def read_profile(
@@ -114,7 +116,7 @@ class _Reader:
         self.tree = tree
         self.watcher = watcher
         self.begins, self.forward, self.ends = marks
-        self.freed_at = _frees(trace)
+        self.freed_at = intervals_of(trace)
         self.trace = _without_copies(trace, self.freed_at, watcher.copying)
         self.marks: dict[Key, tuple[int, int]] = {}
         self.live = np.concatenate([[0], self.trace.live_bytes()])
@@ -318,7 +320,7 @@ def _without_copies(
     return replace(trace, delta_bytes=delta)
 
 
-def _frees(trace: AllocationTrace) -> dict[int, list[tuple[int, int]]]:
+def intervals_of(trace: AllocationTrace) -> dict[int, list[tuple[int, int]]]:
     """For each address the events that allocated and freed it; a storage that stays is freed after the last event."""
     intervals: dict[int, list[tuple[int, int]]] = {}
     open_at: dict[int, int] = {}

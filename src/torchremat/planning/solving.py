@@ -11,11 +11,12 @@ fits.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
-from torchremat.planning.chains import Cost, chain_of
+from torchremat.planning.chains import Cost, amount, chain_of
 from torchremat.planning.mixing import divisible, mixed
+from torchremat.planning.options import options_of
 from torchremat.planning.prediction import Prediction, predict
 from torchremat.planning.profiling import Grains
 from torchremat.planning.reading import Profile
@@ -53,7 +54,9 @@ class Search:
     of this as long as the units stay few enough to plan in a second.
     """
 
-    def __init__(self, grains: Grains, cost: Cost) -> None:
+    def __init__(self, grains: Grains, cost: Cost, *, operators: bool = True) -> None:
+        if operators:
+            grains = replace(grains, coarse=replace(grains.coarse, options=options_of(grains.coarse, cost)))
         self.grains = grains
         self.cost_unit: Cost = cost
         self.coarse = Solver(grains.coarse, cost)
@@ -123,6 +126,11 @@ class Solver:
         return chain_of(self.profile, self.cost_unit)
 
     @cached_property
+    def options(self) -> list[int]:
+        """How many options each unit has, that of keeping everything included."""
+        return [len(stage.options) for stage in self.chain.stages]
+
+    @cached_property
     def plain(self) -> Candidate:
         """The tree that keeps everything."""
         return self.judged(tuple(Keep(unit) for unit in range(len(self.profile.units.units))))
@@ -149,7 +157,7 @@ class Solver:
         tree = fitted(self.profile.units, tree)
         if tree not in self._known:
             prediction = predict(self.profile, tree)
-            cost = prediction.seconds if self.cost_unit == "seconds" else float(prediction.flops)
+            cost = amount(self.profile, self.cost_unit, seconds=prediction.seconds, flops=prediction.flops)
             self._known[tree] = Candidate(profile=self.profile, tree=tree, prediction=prediction, cost=cost)
         return self._known[tree]
 
@@ -187,7 +195,7 @@ class Solver:
             return best  # nested so deeply that the limit leaves no room
         place, judged = 0, len(self._known)
         while place < len(best.tree) and len(self._known) - judged < self.most_judged:
-            loosened = [self.judged(tree) for tree in _loosened(best.tree, place)]
+            loosened = [self.judged(tree) for tree in _loosened(best.tree, place, self.options)]
             fitting = [one for one in loosened if one.prediction.peak_bytes <= limit_bytes and one.cost < best.cost]
             if fitting:
                 best = min(fitting, key=lambda one: one.cost)
@@ -212,11 +220,21 @@ def _is_simple(name: str) -> bool:
     return not number or int(number) <= 12
 
 
-def _loosened(tree: Tree, place: int) -> Iterator[Tree]:
-    """Yield trees that keep a little more at one place: the region dissolved, or without its first or last child."""
+def _loosened(tree: Tree, place: int, options: list[int]) -> Iterator[Tree]:
+    """Yield trees that keep a little more at one place.
+
+    A region is dissolved, or loses its first or last child; what is kept is kept as another of its options.
+    """
     node = tree[place]
-    if isinstance(node, Region):
-        before, after = tree[:place], tree[place + 1 :]
+    before, after = tree[:place], tree[place + 1 :]
+    if isinstance(node, Keep):
+        for option in range(options[node.stage]):
+            if option != node.option:
+                yield (*before, Keep(node.stage, option), *after)
+    else:
+        if len(node.children) == 1:
+            for option in range(1, options[node.first]):
+                yield (*before, Keep(node.first, option), *after)
         yield (*before, *node.children, *after)
         if len(node.children) > 1:
             first, *rest = node.children

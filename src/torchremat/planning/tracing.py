@@ -70,6 +70,8 @@ class Call:
         input_elements: Elements in its inputs.
         signature: What calls of equal cost have in common.
         operators: The operators that ran in it, as a range.
+        begins: The mark at its entry; -1 if no allocations were recorded.
+        ends: The mark at its exit.
     """
 
     name: str
@@ -89,6 +91,8 @@ class Call:
     input_elements: int = 0
     signature: tuple[object, ...] = ()
     operators: range = range(0)
+    begins: int = -1
+    ends: int = -1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,11 +246,13 @@ class _Tracer:
         self.open.append(index)
         log, first = self.log, len(self.log.trace.runs)
         log.call = index
+        call.begins = log.mark()
         try:
             output = function(*args, **kwargs)
         finally:
             self.open.pop()
             log.call = self.open[-1] if self.open else -1
+        call.ends = log.mark()
         call.operators = range(first, len(log.trace.runs))
         call.mutated = [
             place

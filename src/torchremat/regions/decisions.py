@@ -42,10 +42,12 @@ class OperatorContext(SelectiveCheckpointContext):
     Attributes:
         op_output: What the operator returned. Do not keep it.
         is_recompute: False, as policies are asked in the forward alone.
+        ordinal: How many operators have run in the call before, without casts.
     """
 
     def __init__(self, names: ModuleNames) -> None:
         super().__init__(is_recompute=False)
+        self.ordinal = 0
         self._names = names
 
     @property

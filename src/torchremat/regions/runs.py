@@ -43,12 +43,14 @@ class Place:
         name: The words for it in messages.
         first: The first of the units that it covers, for whoever made the scope.
         last: The last of them.
+        settings: How it behaves, if not as the scope says.
     """
 
     calls: int
     name: str
     first: int = -1
     last: int = -1
+    settings: Settings | None = None
 
     def __str__(self) -> str:
         return f"`{self.name}`"
@@ -213,7 +215,7 @@ def _enter(
             "those of one module at a time. Make each sharded module a region of its own (`wrap` without a plan), or "
             "shard the module that the whole run is in and none inside of it."
         )
-    region = regions.pop(place, None) or new_region(settings, place)
+    region = regions.pop(place, None) or new_region(place.settings or settings, place)
     last = region.calls + 1 >= place.calls
     if not last:
         regions[place] = region

@@ -85,6 +85,7 @@ class Collecting:
             selection.protect(written)
         output = traits.run(*args, **kwargs)
         if decision is None:
+            self._context.ordinal = index
             decision = self._ask(operator, output, *args, **kwargs)
             if decisions is not None:
                 decisions[traits] = decision

@@ -33,6 +33,7 @@ class Option:
         truncated_peak_bytes: The same for a forward that stops at its last save.
         backward_peak_bytes: Highest live bytes during its backward, over what is held at the backward's start (its own
             saved bytes and saved inputs included).
+        nests: Whether a stage inside a region can be kept so; the first option of a stage must.
     """
 
     saved_bytes: int
@@ -42,6 +43,7 @@ class Option:
     forward_peak_bytes: int
     truncated_peak_bytes: int
     backward_peak_bytes: int
+    nests: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +105,8 @@ def _problems(chain: Chain) -> Iterator[str]:
         yield from _negative(f"stage {index}", stage)
         if not stage.options:
             yield f"stage {index}: it has no options"
+        elif not stage.options[0].nests:
+            yield f"stage {index}: its first option does not nest"
         for number, option in enumerate(stage.options):
             yield from _negative(f"stage {index}, option {number}", option)
 
@@ -172,7 +176,7 @@ def check_tree(tree: Tree, chain: Chain) -> None:
 
     Raises:
         ScheduleError: If it does not, if an option does not exist, or if a region contains a stage that must not be
-            recomputed.
+            recomputed, or an option that does not nest.
     """
     found = list(kept(tree))
     stages = [keep.stage for keep in found]
@@ -187,3 +191,6 @@ def check_tree(tree: Tree, chain: Chain) -> None:
             for stage in range(node.first, node.last + 1):
                 if not chain.stages[stage].recomputable:
                     raise ScheduleError(f"stage {stage} cannot be recomputed, but a region contains it")
+            for keep in kept((node,)):
+                if not chain.stages[keep.stage].options[keep.option].nests:
+                    raise ScheduleError(f"stage {keep.stage}: option {keep.option} does not nest, but is in a region")

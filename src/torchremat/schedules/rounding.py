@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 
@@ -94,10 +95,11 @@ class Rounding:
         for option in one.options:
             held_bytes = option.saved_bytes + linked_bytes * option.saves_input + external_bytes * option.saves_external
             inputs_bytes = linked_bytes + external_bytes
+            never = math.inf if again and not option.nests else 0.0
             terms.append(
                 Term(
-                    cost=np.float32(option.cost + one.forward * again),
-                    stopped_cost=np.float32(option.cost + one.truncated * again),
+                    cost=np.float32(option.cost + one.forward * again + never),
+                    stopped_cost=np.float32(option.cost + one.truncated * again + never),
                     held=self.up(held_bytes),
                     backward=self.up(held_bytes + one.backward_base_bytes + option.backward_peak_bytes),
                     full_bytes=inputs_bytes + option.forward_peak_bytes,
