@@ -9,6 +9,7 @@ import torch
 from torchremat.measuring.runs import run_counted, run_traced, subject_of
 from torchremat.planning.layout import calls_of, installed
 from torchremat.planning.mixing import divisible, mixed
+from torchremat.planning.planner import held_of
 from torchremat.planning.profiling import profile
 from torchremat.planning.solving import fitted
 from torchremat.regions.settings import Settings
@@ -114,7 +115,7 @@ def mixtures(model, step, rng, count):
 
 def under(model, profile, tree):
     """A block in which the tree is on the model."""
-    return installed(model, calls_of(profile.units), tree, Settings())
+    return installed(model, calls_of(profile.units), tree, Settings(), held_of(profile, tree))
 
 
 # ----------------------------------------------------------------------------------------- fingerprint

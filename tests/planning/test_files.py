@@ -8,6 +8,7 @@ import pytest
 
 from planning.kinds import KINDS
 from torchremat import PlanError, plan
+from torchremat.planning.layout import HeldOperators
 from torchremat.planning.plans import Plan
 from torchremat.schedules.chain import Keep, Region
 
@@ -72,12 +73,31 @@ def test_the_file_is_readable(path):
 
 
 def test_other_options_of_a_kept_unit_are_written_out(path):
-    tree = (Keep(0, 2), Region((Keep(1), Keep(2, 1))), Keep(3))
+    tree = (Keep(0, 2), Region((Keep(1), Keep(2))), Keep(3))
+    held = (HeldOperators(units=(0,), operators=("aten.mm.default", "aten.relu.default"), held=(1,)),)
+    one = replace(made(), tree=tree, held=held)
 
-    replace(made(), tree=tree).save(path)
+    one.save(path)
 
-    assert '"tree": [{"keep": 0, "option": 2}, [1, {"keep": 2, "option": 1}], 3]' in path.read_text()
-    assert Plan.load(path).tree == tree
+    assert '"tree": [{"keep": 0, "option": 2}, [1, 2], 3]' in path.read_text()
+    assert Plan.load(path) == one
+
+
+@pytest.mark.parametrize(
+    ("tree", "held", "said"),
+    [
+        ((Keep(0, 1), Keep(1), Keep(2), Keep(3)), (), r"keeps the units \[0\] in part, and `held` is for .* \[\]"),
+        ((Region((Keep(0, 1),)), Keep(1), Keep(2), Keep(3)), ((0,), (0,)), r"units \[0\] in part inside of regions"),
+        ((Keep(0, 1), Keep(1), Keep(2), Keep(3)), ((0,), (0, 1)), r"numbers of operators that there are not: \(0, 1\)"),
+    ],
+)
+def test_what_is_held_belongs_to_the_tree(path, tree, held, said):
+    held = (HeldOperators(units=held[0], operators=("aten.mm.default",), held=held[1]),) if held else ()
+
+    replace(made(), tree=tree, held=held).save(path)
+
+    with pytest.raises(PlanError, match=said):
+        Plan.load(path)
 
 
 @pytest.mark.parametrize(

@@ -166,7 +166,9 @@ def test_flops_and_seconds_are_different_aims():
     by_flops, by_seconds = Solver(own, "flops"), Solver(own, "seconds")
     limit = (by_flops.floor.prediction.peak_bytes + by_flops.plain.prediction.peak_bytes) // 2
 
-    assert by_flops.solve(limit).cost == by_flops.solve(limit).prediction.flops
+    # Of equal flops those of fewer seconds: a whole forward weighs as much as a thousandth of its flops.
+    most = 1e-3 * own.units.trace.flops * by_flops.solve(limit).prediction.seconds / own.forward_seconds
+    assert by_flops.solve(limit).cost == pytest.approx(by_flops.solve(limit).prediction.flops + most)
     assert by_seconds.solve(limit).cost == by_seconds.solve(limit).prediction.seconds
 
 

@@ -14,7 +14,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from typing import TypeVar, cast
 
 from torchremat.errors import PlanError, ScheduleError
-from torchremat.schedules.chain import Keep, Region, Tree
+from torchremat.schedules.chain import Keep, Region, Tree, kept
 
 SCHEMA = "torchremat.plan"
 VERSION = 1
@@ -73,7 +73,10 @@ def _check_tree(plan: object, source: str) -> None:
         )
     held = [cast("dict[str, tuple[int, ...]]", vars(one)) for one in cast("tuple[object, ...]", fields_of["held"])]
     parts = sorted(unit for one in held for unit in one["units"])
-    chosen = [node.stage for node in tree if isinstance(node, Keep) and node.option]
+    chosen = [keep.stage for keep in kept(tree) if keep.option]
+    nested = [keep.stage for node in tree if isinstance(node, Region) for keep in kept((node,)) if keep.option]
+    if nested:
+        raise PlanError(f"{source}: the tree keeps the units {nested} in part inside of regions, which nothing can do.")
     if parts != chosen:
         raise PlanError(f"{source}: the tree keeps the units {chosen} in part, and `held` is for the units {parts}.")
     missing = [one["held"] for one in held if max(one["held"], default=0) >= len(one["operators"])]

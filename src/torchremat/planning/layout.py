@@ -209,9 +209,11 @@ def uninstall(model: nn.Module) -> None:
 
 
 @contextmanager
-def installed(model: nn.Module, calls: Calls, tree: Tree, settings: Settings) -> Generator[None]:
+def installed(
+    model: nn.Module, calls: Calls, tree: Tree, settings: Settings, held: Iterable[HeldOperators] = ()
+) -> Generator[None]:
     """Put a tree on the model for a block."""
-    install(model, calls, tree, settings)
+    install(model, calls, tree, settings, held=held)
     try:
         yield
     finally:

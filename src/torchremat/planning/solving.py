@@ -30,6 +30,10 @@ _SHARES = (0.25, 0.5, 0.75, 1.0)
 _AT_THE_END = (1, 2, -1)
 _MOST_UNITS = 61
 
+# A unit with so many options is not taken apart: on a GPT and a U-Net, whose blocks have 4 to 7, that won nothing. The
+# blocks of a ResNet have 2 or 3, since writes in place and batch normalisation run again whatever is held.
+_MANY_OPTIONS = 4
+
 # How many trees are judged beside those that the search for a limit passes: fewer if there are many units, since each
 # takes longer then.
 _JUDGED_UNITS = 4000
@@ -51,7 +55,12 @@ class Search:
     Blocks are mostly alike, so how many are taken apart matters more than which: the mixtures tried have a quarter, a
     half, three quarters and all of them split, evenly spread. The last ones are special, since all that is kept is live
     together with what they save: there are mixtures with the last one, the last two and all but the first as well. All
-    of this as long as the units stay few enough to plan in a second.
+    of this as long as the units stay few enough to plan in a second, and only for units without many options.
+
+    Args:
+        grains: The profile.
+        cost: What to minimise.
+        operators: Whether units may be kept in part.
     """
 
     def __init__(self, grains: Grains, cost: Cost, *, operators: bool = True) -> None:
@@ -72,7 +81,7 @@ class Search:
         calls = self.grains.coarse.units.trace.calls
         # A module is split in all of its calls or in none: its wrapped forward could not tell one from the other.
         by_name: dict[str, set[int]] = {}
-        for call in sorted(divisible(self.grains)):
+        for call in sorted(divisible(self.grains) - self._with_options()):
             by_name.setdefault(calls[call].name, set()).add(call)
         whole = list(by_name.values())
         splits: dict[frozenset[int], None] = {}
@@ -89,6 +98,12 @@ class Search:
         ]
         mixtures = [mixed(self.grains, split) for split in fitting]
         return (self.coarse, *(Solver(mixture, self.cost_unit, hand_made=False) for mixture in mixtures))
+
+    def _with_options(self) -> set[int]:
+        """The calls of units that can be kept in so many ways that to take them apart wins nothing."""
+        coarse = self.grains.coarse
+        units = zip(coarse.units.units, coarse.options, strict=False)
+        return {unit.calls[0] for unit, options in units if len(options) >= _MANY_OPTIONS}
 
     def solve(self, limit_bytes: int) -> Candidate | None:
         """Return the cheapest tree found whose predicted peak is at most the limit; None if none fits."""

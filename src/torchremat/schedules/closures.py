@@ -252,13 +252,12 @@ class _Program:
         weights = self.cost / largest
         # Of equal costs the one with fewer bytes, if the difference is more than the solver's own tolerance.
         weights = weights + held / scale * (1e-5 * float(weights.sum()) / max(1.0, float(held.sum()) / scale))
-        integral: NDArray[np.float64] = np.zeros(self.count)
-        integral[: len(self.s)] = 1.0
         data, where = _sparse(self.rows)
         closure = csr_array((data, where), shape=(len(self.rows), self.count))
         result = milp(
             weights,
-            integrality=integral,
+            # With `s` the others are whole by themselves; told so, HiGHS need not solve for them once more.
+            integrality=np.ones(self.count),
             bounds=Bounds(np.zeros(self.count), self.upper),
             constraints=[
                 LinearConstraint(closure, np.array(self.lowest), np.full(len(self.rows), np.inf)),

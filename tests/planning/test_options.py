@@ -1,0 +1,207 @@
+"""Units that are kept in part: bytes to the byte, flops exactly, and every run equal to the plain one."""
+
+import copy
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import models
+from planning.kinds import square
+from planning.steps import coarse, differences, outcome, recomputed_flops, traced_peak, under
+from torchremat import BudgetError, PlanError, Planner
+from torchremat.measuring.flops import FlopCounter
+from torchremat.planning.flows import flow_of
+from torchremat.planning.options import options_of
+from torchremat.planning.plans import Plan
+from torchremat.planning.prediction import predict
+from torchremat.schedules.chain import Keep
+
+
+class InPlace(nn.Module):
+    """Convolution, batch normalisation, ReLU in place and dropout, twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.convolutions = nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1) for _ in range(2))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(8) for _ in range(2))
+
+    def forward(self, x):
+        for convolution, norm in zip(self.convolutions, self.norms, strict=True):
+            x = F.dropout(F.relu(norm(convolution(x)), inplace=True), 0.1, self.training)
+        return x
+
+
+def in_place():
+    torch.manual_seed(0)
+    model = nn.Sequential(*(InPlace() for _ in range(3)))
+    x = torch.randn(4, 8, 12, 12)
+    return model, lambda m: square(m(x))
+
+
+STEPS = {
+    "gpt": lambda: models.gpt_step(blocks=3, width=32, context=32, batch=2, vocabulary=64),
+    "gpt dropout": lambda: models.gpt_step(blocks=3, width=32, context=32, batch=2, vocabulary=64, dropout=0.1),
+    "unet": lambda: models.unet_step(batch=1, size=32, width=8),
+    "in place": in_place,
+}
+
+
+@cache
+def known(name):
+    """A model with its step, its profile with options, and what a plain step computes."""
+    model, step = STEPS[name]()
+    own = coarse(model, step)
+    return model, step, replace(own, options=options_of(own, "flops")), outcome(model, step)
+
+
+def tree_of(own, pick):
+    """The tree in which each unit with options has the one that `pick` picks of their number; 0 is to keep it all."""
+    return tuple(Keep(unit, pick(len(options)) if options else 0) for unit, options in enumerate(own.options))
+
+
+PICKS = {
+    "most held": lambda _: 1,
+    "half held": lambda count: (count + 1) // 2,
+    "least held": lambda count: count,
+}
+
+
+@pytest.mark.parametrize("pick", PICKS)
+@pytest.mark.parametrize("name", STEPS)
+def test_predicted_is_measured(name, pick):
+    model, step, own, plain = known(name)
+    tree = tree_of(own, PICKS[pick])
+    predicted = predict(own, tree)
+
+    with under(model, own, tree):
+        measured = traced_peak(model, step)
+        found = outcome(model, step)
+        flops = recomputed_flops(model, step)
+
+    assert differences(found, plain) == []
+    assert flops == predicted.flops
+    if pick == "most held":
+        # So little is missing that the recompute begins in the middle of the backward; it is taken to begin with it.
+        assert measured <= predicted.peak_bytes <= 1.04 * measured
+    else:
+        assert measured == predicted.peak_bytes
+
+
+def test_options_lie_between_keep_and_recompute():
+    _, _, own, _ = known("gpt")
+    plain = predict(own, tree_of(own, lambda _: 0)).kept_bytes
+
+    kept = [predict(own, tree_of(own, lambda _, number=number: number)).kept_bytes for number in range(1, 8)]
+    flops = [options.flops for options in own.options[3]]
+
+    assert [len(options) for options in own.options] == [0, 0, 7, 7, 7, 0, 0]
+    assert kept == sorted(set(kept), reverse=True)
+    assert kept[0] < plain
+    assert flops == sorted(flops)
+    assert flops[0] == 0
+    assert 0 < flops[-1] < own.costs[3].flops_truncated
+
+
+def test_the_operators_of_a_step_cost_what_a_forward_costs():
+    model, step, own, _ = known("gpt")
+    with FlopCounter() as counter, torch.no_grad():
+        step(model)
+
+    flops, seconds = flow_of(own, "flops"), flow_of(own, "seconds")
+    block = flow_of(own, "flops", 3)
+
+    assert sum(one.cost for one in flops.operators) == counter.total
+    assert sum(one.cost for one in seconds.operators) == pytest.approx(own.forward_seconds)
+    assert sum(one.cost for one in block.operators) == own.costs[3].flops
+    needed = sum(value.size_bytes for value in block.values if value.needed and value.size_bytes and not value.holdable)
+    assert needed == 0
+
+
+def test_each_operator_that_is_not_held_runs_again_once():
+    model, step, own, _ = known("gpt")
+    option = own.options[3][2]
+    tree = tree_of(own, lambda _: 0)
+    tree = (*tree[:3], Keep(3, 3), *tree[4:])
+    products = [n for n, name in enumerate(option.operators) if name in {"aten.addmm.default", "aten.mm.default"}]
+
+    with FlopCounter() as plain:
+        step(model).backward()
+    with under(model, own, tree), FlopCounter() as counter:
+        step(model).backward()
+    model.zero_grad()
+
+    assert products
+    assert counter.total - plain.total == option.flops
+    assert set(products) & set(option.ordinals)
+
+
+@cache
+def planned():
+    planner = Planner(*STEPS["gpt"](), cost="flops")
+    floor, plain = planner.floor_bytes, planner.plain_peak()[0]
+    return planner, planner.plan(floor + (plain - floor) // 2)
+
+
+def test_a_plan_with_operators_recomputes_less_than_one_without():
+    planner, made = planned()
+    without = Planner(*STEPS["gpt"](), cost="flops", operators=False)
+
+    assert made.held
+    assert not without.plan(made.budget_bytes).held
+    assert made.recomputed_flops < without.plan(made.budget_bytes).recomputed_flops
+    assert made.peak_bytes <= made.budget_bytes
+    with pytest.raises(BudgetError):
+        planner.plan(planner.floor_bytes - 8192)
+
+
+def test_a_plan_with_operators_is_written_and_read(tmp_path):
+    _, made = planned()
+
+    made.save(tmp_path / "plan.json")
+    read = Plan.load(tmp_path / "plan.json")
+    model, step = STEPS["gpt"]()
+    plain = outcome(model, step)
+    read.apply(model)
+
+    assert read == made
+    assert differences(outcome(model, step), plain) == []
+    assert traced_peak(model, step) == made.step_peak_bytes - sum(made.before_bytes.values())
+    assert f"keep {len(made.held[0].held)} of {len(made.held[0].operators)} operators" in str(made)
+
+
+def test_a_copy_of_a_planned_model_holds_the_same():
+    _, made = planned()
+    model, step = STEPS["gpt"]()
+    plain = outcome(model, step)
+    made.apply(model)
+
+    twin = copy.deepcopy(model)
+
+    assert differences(outcome(twin, step), plain) == []
+    assert recomputed_flops(twin, step) == made.recomputed_flops
+
+
+def test_other_operators_than_planned_are_an_error():
+    model, step, own, _ = known("gpt dropout")
+    tree = tree_of(own, lambda _: 1)
+
+    with under(model, own, tree):
+        model.eval()
+        with pytest.raises(PlanError, match=r"`blocks.0` runs aten\..* planned with aten\..* there. .* plan again"):
+            step(model)
+        model.train()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_compiled_code_has_no_options():
+    model, step = models.gpt_step(blocks=2, width=16, context=8, batch=1, vocabulary=16)
+    for number, block in enumerate(model.blocks):
+        model.blocks[number] = torch.compile(block, backend="eager")
+
+    own = coarse(model, step)
+
+    assert options_of(own, "flops") == ()
