@@ -40,6 +40,18 @@ def every(step: int, first: int = 0) -> Way:
     return way
 
 
+def evenly(count: int) -> Way:
+    """Checkpoint so many blocks, as evenly placed as they can be."""
+
+    def way(model: nn.Module) -> None:
+        blocks = blocks_of(model)
+        for place in range(min(count, len(blocks))):
+            block = blocks[(2 * place + 1) * len(blocks) // (2 * count)]
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+
+    return way
+
+
 def sequential(segments: int) -> Way:
     """`checkpoint_sequential` over the model written as a sequence."""
 
@@ -105,24 +117,24 @@ ATTENTION = frozenset({_ATEN._scaled_dot_product_flash_attention_for_cpu.default
 CONVOLUTIONS = frozenset({_ATEN.convolution.default})
 
 
-def selective(*, every_other: bool) -> Way:
-    """Selective checkpointing of every block: matmuls, attention and convolutions are kept, or every other one."""
+def selective(*, every: int | None) -> Way:
+    """Selective checkpointing of every block: attention is kept, and of matmuls and convolutions every so many."""
 
     def way(model: nn.Module) -> None:
         for block in blocks_of(model):
-            contexts = partial(_contexts, every_other)
+            contexts = partial(_contexts, every)
             block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
 
     return way
 
 
-def _contexts(every_other: bool) -> tuple[object, object]:
+def _contexts(every: int | None) -> tuple[object, object]:
     """The contexts of one call. As in torchtitan, of the matmuls every second one is kept, and all else of the list."""
     counts = {False: 0, True: 0}
 
     def policy(context, op, *args, **kwargs) -> CheckpointPolicy:
-        heavy = op in MATMULS or op in CONVOLUTIONS
-        if heavy and every_other:
+        heavy = every is not None and (op in MATMULS or op in CONVOLUTIONS)
+        if heavy and every == 2:
             counts[context.is_recompute] += 1
             heavy = counts[context.is_recompute] % 2 == 1
         return CheckpointPolicy.MUST_SAVE if heavy or op in ATTENTION else CheckpointPolicy.PREFER_RECOMPUTE
@@ -145,6 +157,7 @@ OFFSETS: dict[str, Way] = {
     for first in range(1, step)
 }
 SELECTIVE: dict[str, Way] = {
-    "selective, matmuls, attention, convolutions kept": selective(every_other=False),
-    "selective, every other of them kept": selective(every_other=True),
+    "selective, matmuls, attention, convolutions kept": selective(every=1),
+    "selective, every other of them kept": selective(every=2),
+    "selective, attention alone kept": selective(every=None),
 }

@@ -167,8 +167,9 @@ def test_flops_and_seconds_are_different_aims():
     limit = (by_flops.floor.prediction.peak_bytes + by_flops.plain.prediction.peak_bytes) // 2
 
     # Of equal flops those of fewer seconds: a whole forward weighs as much as a thousandth of its flops.
-    most = 1e-3 * own.units.trace.flops * by_flops.solve(limit).prediction.seconds / own.forward_seconds
-    assert by_flops.solve(limit).cost == pytest.approx(by_flops.solve(limit).prediction.flops + most)
+    found = by_flops.solve(limit)
+    most = 1e-3 * own.units.trace.flops * found.prediction.nominal_s / own.nominal_forward_s
+    assert found.cost == pytest.approx(found.prediction.flops + most)
     assert by_seconds.solve(limit).cost == by_seconds.solve(limit).prediction.seconds
 
 

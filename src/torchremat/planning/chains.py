@@ -16,16 +16,16 @@ from torchremat.schedules.chain import Chain, Option, Stage
 Cost = Literal["seconds", "flops"]
 
 
-# A plan for flops tells plans of equally many apart by their seconds: those of a forward weigh as much as this share of
-# its flops.
+# A plan for flops tells plans of equally many apart by the seconds that they would take on a device of no name, so that
+# it is the same everywhere: those of a forward weigh as much as this share of its flops.
 _SECONDS_SHARE = 1e-3
 
 
-def amount(profile: Profile, cost: Cost, *, seconds: float, flops: float) -> float:
-    """Return what is minimised: seconds, or flops with a little of the seconds."""
+def amount(profile: Profile, cost: Cost, *, seconds: float, nominal_s: float, flops: float) -> float:
+    """Return what is minimised: seconds, or flops with a little of the nominal seconds."""
     if cost == "seconds":
         return seconds
-    return flops + seconds * _SECONDS_SHARE * profile.units.trace.flops / max(profile.forward_seconds, 1e-9)
+    return flops + nominal_s * _SECONDS_SHARE * profile.units.trace.flops / max(profile.nominal_forward_s, 1e-9)
 
 
 def chain_of(profile: Profile, cost: Cost) -> Chain:
@@ -42,6 +42,7 @@ def _stage(profile: Profile, unit: int, cost: Cost, seen: set[int]) -> Stage:
     own, size, costs = profile.units.units[unit], profile.sizes[unit], profile.costs[unit]
     trace = profile.units.trace
     links = dict(own.links)
+    nominal_s, nominal_truncated_s = profile.nominal_s[unit]
     options = profile.options[unit] if profile.options else ()
     # What lives to the end whatever the plan is costs nothing to hold.
     counting = [storage for storage in own.inputs if storage in trace.died]
@@ -61,8 +62,14 @@ def _stage(profile: Profile, unit: int, cost: Cost, seen: set[int]) -> Stage:
         backward_peak_bytes=_backward_peak(profile, unit),
     )
     return Stage(
-        forward=amount(profile, cost, seconds=costs.seconds, flops=costs.flops),
-        truncated=amount(profile, cost, seconds=costs.seconds_truncated, flops=costs.flops_truncated),
+        forward=amount(profile, cost, seconds=costs.seconds, nominal_s=nominal_s, flops=costs.flops),
+        truncated=amount(
+            profile,
+            cost,
+            seconds=costs.seconds_truncated,
+            nominal_s=nominal_truncated_s,
+            flops=costs.flops_truncated,
+        ),
         linked_bytes=sum(trace.storage_bytes[storage] for storage in linked),
         external_bytes=sum(trace.storage_bytes[storage] for storage in external),
         output_bytes=sum(trace.storage_bytes[storage] for storage in own.outputs),
@@ -82,7 +89,7 @@ def _option(profile: Profile, unit: int, one: OptionBytes, default: Option, cost
         saved_bytes=saved_bytes,
         saves_input=True,
         saves_external=True,
-        cost=amount(profile, cost, seconds=one.seconds, flops=one.flops),
+        cost=amount(profile, cost, seconds=one.seconds, nominal_s=one.nominal_s, flops=one.flops),
         forward_peak_bytes=size.dropping_bytes(1, one),
         truncated_peak_bytes=one.recompute_peak_bytes,
         backward_peak_bytes=max(one.recompute_peak_bytes, recomputed_bytes + default.backward_peak_bytes),

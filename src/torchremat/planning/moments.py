@@ -81,6 +81,7 @@ class OptionBytes:
         recompute_peak_bytes: Of its recompute, likewise, with what it holds live.
         recomputes: Whether it has one.
         seconds: That it adds to a step.
+        nominal_s: The same on a device of no name, see `operators.nominal_seconds`.
         flops: Of its recompute.
         ordinals: The operators whose outputs it holds, as its policy counts them.
         operators: The names of all of its operators, as its policy counts them.
@@ -92,6 +93,7 @@ class OptionBytes:
     recompute_peak_bytes: int
     recomputes: bool
     seconds: float
+    nominal_s: float
     flops: int
     ordinals: tuple[int, ...]
     operators: tuple[str, ...]

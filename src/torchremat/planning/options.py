@@ -20,8 +20,8 @@ from torchremat.planning.chains import Cost, amount
 from torchremat.planning.flows import flow_of, operators_of, pooled_seconds, values_of
 from torchremat.planning.memory import Options
 from torchremat.planning.moments import OptionBytes
-from torchremat.planning.operators import Run
-from torchremat.planning.overheads import overheads
+from torchremat.planning.operators import Run, nominal_seconds
+from torchremat.planning.overheads import NOMINAL, overheads
 from torchremat.planning.reading import Profile, intervals_of
 from torchremat.planning.replays import Replay
 from torchremat.schedules.closures import Selection, choices
@@ -65,8 +65,8 @@ class _Maker:
         self.seconds = pooled_seconds(profile.units.trace.operators.runs)
         self.solved: dict[Dataflow, tuple[Selection, ...]] = {}
 
-    def amount(self, seconds: float, flops: float) -> float:
-        return amount(self.profile, self.cost, seconds=seconds, flops=flops)
+    def amount(self, seconds: float, nominal_s: float, flops: float) -> float:
+        return amount(self.profile, self.cost, seconds=seconds, nominal_s=nominal_s, flops=flops)
 
     def options(self, unit: int) -> Iterator[OptionBytes]:
         """Yield the options of a unit, most bytes first."""
@@ -75,11 +75,13 @@ class _Maker:
         runs = [log.runs[index] for index in operators]
         factor = costs.seconds / max(sum(self.seconds[index] for index in operators), 1e-12)
         seconds = [self.seconds[index] * factor for index in operators]
-        flow = self.flow(unit, runs, seconds)
+        nominal_s = [nominal_seconds(log, run) for run in runs]
+        flow = self.flow(unit, runs, seconds, nominal_s)
         if flow not in self.solved:
-            passing = self.amount(self.overheads.replayed_s, 0.0)
+            passing = self.amount(self.overheads.replayed_s, NOMINAL.replayed_s, 0.0)
             self.solved[flow] = choices(flow, points=_POINTS, overhead=passing)
-        whole = self.amount(costs.seconds_truncated, costs.flops_truncated)
+        whole_s = profile.nominal_s[unit][1] + NOMINAL.region_s
+        whole = self.amount(costs.seconds_truncated, whole_s, costs.flops_truncated)
         storages = [log.values[value].storage for value in values_of(profile, unit)]
         call = profile.units.trace.calls[profile.units.units[unit].calls[0]]
         window = call.begins, call.ends
@@ -98,21 +100,22 @@ class _Maker:
                 recompute_peak_bytes=state_bytes + replay.recompute_peak(),
                 recomputes=selection.ends > 0,
                 seconds=self.overheads.seconds(len(runs), selection.ends) + sum(seconds[index] for index in again),
+                nominal_s=NOMINAL.seconds(len(runs), selection.ends) + sum(nominal_s[index] for index in again),
                 flops=sum(runs[index].flops for index in again),
                 ordinals=tuple(_ordinal(runs, index) for index in sorted(selection.held)),
                 operators=tuple(run.name for run in runs if not run.traits.is_cast),
             )
             # Otherwise keeping all, or a plain region with its early stop, does the same without a policy.
-            cheaper = self.amount(option.seconds, option.flops) < whole
+            cheaper = self.amount(option.seconds, option.nominal_s, option.flops) < whole
             if cheaper and option.kept_bytes < profile.sizes[unit].inside_bytes:
                 yield option
 
-    def flow(self, unit: int, runs: list[Run], seconds: list[float]) -> Dataflow:
+    def flow(self, unit: int, runs: list[Run], seconds: list[float], nominal_s: list[float]) -> Dataflow:
         """The operators of a unit, with what is minimised as costs, and casts that cannot be held."""
         flow = flow_of(self.profile, "flops", unit)
         operators = tuple(
-            replace(operator, cost=self.amount(one_s, operator.cost))
-            for operator, one_s in zip(flow.operators, seconds, strict=True)
+            replace(operator, cost=self.amount(*one_s, operator.cost))
+            for operator, *one_s in zip(flow.operators, seconds, nominal_s, strict=True)
         )
         casts = {v for one, run in zip(operators, runs, strict=True) if run.traits.is_cast for v in one.outputs}
         values = tuple(

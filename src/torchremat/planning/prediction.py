@@ -19,6 +19,7 @@ class Prediction:
         where: What runs at that moment.
         kept_bytes: Live bytes at the end of the forward, relative to the start of the step.
         seconds: Spent in recomputes.
+        nominal_s: The same on a device of no name, see `operators.nominal_seconds`.
         flops: Spent in recomputes.
         calls: Forwards of units that recomputes run.
     """
@@ -27,6 +28,7 @@ class Prediction:
     where: str
     kept_bytes: int
     seconds: float
+    nominal_s: float
     flops: int
     calls: int
 
@@ -34,9 +36,10 @@ class Prediction:
 def predict(profile: Profile, tree: Tree) -> Prediction:
     """Return what a step under `tree` will need."""
     peak, where, kept = profile.start_bytes, "code before the first module", 0
-    seconds, flops, calls = 0.0, 0, 0
+    seconds, nominal_s, flops, calls = 0.0, 0.0, 0, 0
     for unit, option in chosen_options(tree):
         seconds += profile.options[unit][option - 1].seconds
+        nominal_s += profile.options[unit][option - 1].nominal_s
         flops += profile.options[unit][option - 1].flops
     for state in Walk(profile.units, profile.sizes, profile.order, profile.lifetimes, tree, profile.options):
         if isinstance(state, Live):
@@ -51,8 +54,17 @@ def predict(profile: Profile, tree: Tree) -> Prediction:
             if not state.option:
                 cost = profile.costs[state.unit]
                 seconds += cost.seconds_truncated if state.truncated else cost.seconds
+                nominal_s += profile.nominal_s[state.unit][state.truncated]
                 flops += cost.flops_truncated if state.truncated else cost.flops
-    return Prediction(peak_bytes=peak, where=where, kept_bytes=kept, seconds=seconds, flops=flops, calls=calls)
+    return Prediction(
+        peak_bytes=peak,
+        where=where,
+        kept_bytes=kept,
+        seconds=seconds,
+        nominal_s=nominal_s,
+        flops=flops,
+        calls=calls,
+    )
 
 
 def chosen_options(tree: Tree) -> list[tuple[int, int]]:

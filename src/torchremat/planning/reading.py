@@ -9,6 +9,7 @@ if it ends at its last save                cut there
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from torchremat.measuring.allocator import AllocationTrace
 from torchremat.measuring.before import BytesBefore
 from torchremat.planning.memory import Options, Walk
 from torchremat.planning.moments import Key, Lifetimes, Live, Moment, UnitBytes
+from torchremat.planning.operators import nominal_seconds
 from torchremat.planning.optimizers import OptimizerBytes
 from torchremat.planning.tracing import named
 from torchremat.planning.units import Units
@@ -79,6 +81,24 @@ class Profile:
     device: torch.device
     optimizer: OptimizerBytes | None = None
     options: Options = ()
+
+    @cached_property
+    def nominal_s(self) -> tuple[tuple[float, float], ...]:
+        """For each unit the seconds of its forward on a device of no name: in full, and up to its last save."""
+        log, found = self.units.trace.operators, list[tuple[float, float]]()
+        for unit in self.units.units:
+            calls = {inner for call in unit.calls for inner in self.units.trace.descendants(call)}
+            ends = max((save.position for save in log.saves if save.call in calls), default=0)
+            operators = [index for call in unit.calls for index in self.units.trace.calls[call].operators]
+            seconds = [(index, nominal_seconds(log, log.runs[index])) for index in operators]
+            found.append((sum(s for _, s in seconds), sum(s for index, s in seconds if index < ends)))
+        return tuple(found)
+
+    @cached_property
+    def nominal_forward_s(self) -> float:
+        """The same of the whole forward, code between the units included."""
+        log = self.units.trace.operators
+        return sum(nominal_seconds(log, run) for run in log.runs)
 
 
 def read_profile(

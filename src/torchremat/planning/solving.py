@@ -172,7 +172,13 @@ class Solver:
         tree = fitted(self.profile.units, tree)
         if tree not in self._known:
             prediction = predict(self.profile, tree)
-            cost = amount(self.profile, self.cost_unit, seconds=prediction.seconds, flops=prediction.flops)
+            cost = amount(
+                self.profile,
+                self.cost_unit,
+                seconds=prediction.seconds,
+                nominal_s=prediction.nominal_s,
+                flops=prediction.flops,
+            )
             self._known[tree] = Candidate(profile=self.profile, tree=tree, prediction=prediction, cost=cost)
         return self._known[tree]
 

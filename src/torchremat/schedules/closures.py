@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -257,10 +258,10 @@ class _Program:
         result = milp(
             weights,
             # With `s` the others are whole by themselves; told so, HiGHS need not solve for them once more.
-            integrality=np.ones(self.count),
-            bounds=Bounds(np.zeros(self.count), self.upper),
+            integrality=np.ones(self.count, np.int64),
+            bounds=_bounds(self.upper),
             constraints=[
-                LinearConstraint(closure, np.array(self.lowest), np.full(len(self.rows), np.inf)),
+                _at_least(closure, np.array(self.lowest)),
                 *(LinearConstraint(row[None, :], low, high) for row, low, high in rows),
             ],
             options={"mip_rel_gap": _GAP, "time_limit": cap_s},
@@ -270,7 +271,7 @@ class _Program:
         chosen = [operator for operator, place in self.s.items() if result.x[place] > 0.5]
         found = evaluate(self.flow, chosen, overhead=self.overhead)
         bound = found.cost
-        if result.status == 1 and result.mip_dual_bound is not None:
+        if not result.success and result.mip_dual_bound is not None:
             bound = min(found.cost, max(0.0, float(result.mip_dual_bound) * largest))
         return Selection(
             held=_useful(self.flow, found), held_bytes=found.held_bytes, cost=found.cost, ends=found.ends, bound=bound
@@ -278,6 +279,17 @@ class _Program:
 
     def _is_inside(self, number: int) -> bool:
         return self.flow.values[number].needed and number in self.maker
+
+
+# The stubs of SciPy know single numbers alone as bounds, and its documentation arrays as well.
+
+
+def _bounds(upper: NDArray[np.float64]) -> Bounds:
+    return Bounds(*cast("tuple[float, float]", (np.zeros(len(upper)), upper)))
+
+
+def _at_least(rows: csr_array, lowest: NDArray[np.float64]) -> LinearConstraint:
+    return LinearConstraint(rows, *cast("tuple[float, float]", (lowest, np.full(len(lowest), np.inf))))
 
 
 def _useful(flow: Dataflow, found: Selection) -> frozenset[int]:
