@@ -1,0 +1,301 @@
+"""What recomputing costs at least, whoever schedules it: a lower bound by linear programming.
+
+A plan is compared with the best of all schedules, persistent or not, at the granularity of operators, without looking
+for that best one: finding it is NP-hard. See NOTE [ A bound over all schedules ].
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import csr_matrix
+
+from torchremat.errors import ScheduleError
+from torchremat.schedules.dataflow import Dataflow
+
+# NOTE [ A bound over all schedules ]
+#
+# Any schedule runs the first forward, then the pulls of backward in their order, and runs operators again meanwhile.
+# Choose moments: pulls k0 < k1 < .. of backward. Whatever the schedule is, for it at each moment k
+#
+#   held(k, v)    is 1 if the value v is live at the moment, else 0
+#   run(k, o)     is 1 if the operator o runs at least once from this moment until the next one, else 0
+#   after(k, o)   is 1 if it runs at least once from this moment until the end, else 0
+#
+# and these hold:
+#
+#   1. sum of size(v) held(k, v) + beside(k)  <=  limit         live bytes at the moment; beside(k) are those that no
+#                                                               schedule can avoid: gradients under way
+#   2. held(k, v) = 1                                           for what the pull of the moment itself reads
+#   3. held(k, v) + run(k, maker of v)   >=  1                  for what is read until the next moment
+#      held(k, v) + after(k, maker of v) >=  1                  for what is read until the end
+#   4. run(k, o)   <=  held(k, u) + run(k, maker of u)          for each input u of o
+#      after(k, o) <=  held(k, u) + after(k, maker of u)
+#   5. held(k+1, v) <= held(k, v) + run(k, maker of v)
+#   6. after(k, o)  <= run(k, o) + run(k+1, o) + ..
+#
+# The schedule costs at least the sum of cost(o) run(k, o). So the least such sum over all numbers between 0 and 1 is a
+# bound, and the least over whole `held` is a higher one. More moments and rows can only raise it. Nothing is said of
+# the time before the first moment, nor of the bytes of a recompute: leaving rows out can only lower it.
+#
+# Values that nobody makes, or of no bytes, are there for free. Whether a value could be held in practice does not
+# matter here: a bound that allows for more remains one.
+
+# How many moments are tried alone, how many of them at once, and with how many operators in all.
+_ALONE = 12
+_TOGETHER = 8
+_OPERATORS = 4000
+# The solver's own tolerance is 1e-7 for each row.
+_TOLERANCE = 1e-6
+_SOLVED, _INFEASIBLE = 0, 2  # what the solver says
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pull:
+    """An operator of the plain backward.
+
+    Attributes:
+        reads: Values that it reads, all of which are live while it runs.
+        beside_bytes: What else is live then whatever the schedule: gradients, those that it makes included.
+    """
+
+    reads: tuple[int, ...]
+    beside_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LowerBound:
+    """What every schedule costs at least.
+
+    Attributes:
+        cost: In the unit of the dataflow; infinite if no schedule fits the limit.
+        seconds: That finding it took.
+    """
+
+    cost: float
+    seconds: float
+
+
+def in_any_order(flow: Dataflow) -> tuple[Pull, ...]:
+    """Return a backward of which nothing is known but what it needs: weaker than any real one."""
+    needed = [number for number, value in enumerate(flow.values) if value.needed]
+    return (Pull(reads=()), *(Pull(reads=(number,)) for number in needed))
+
+
+def lower_bound(flow: Dataflow, backward: Iterable[Pull], limit_bytes: int, *, most_seconds: float = 4.0) -> LowerBound:
+    """Return what recomputing costs at least in any schedule under a limit. See NOTE [ A bound over all schedules ].
+
+    Args:
+        flow: The operators of the forward. Operators of infinite cost must not run again.
+        backward: What backward reads, in its order.
+        limit_bytes: Of all that is live in backward: values of the forward and what lies beside them.
+        most_seconds: No program is begun after so many seconds, and the one under way ends soon: the bound is then
+            lower than it could be, but remains one.
+
+    Raises:
+        ScheduleError: Backward reads a value that the dataflow does not have.
+    """
+    start_s = time.perf_counter()
+    pulls = tuple(backward)
+    missing = sorted({value for pull in pulls for value in pull.reads if not 0 <= value < len(flow.values)})
+    if missing:
+        raise ScheduleError(f"backward reads the values {missing}, but the dataflow has {len(flow.values)}")
+    problem = _Problem(flow, pulls, limit_bytes)
+
+    def left_s() -> float:
+        return most_seconds - (time.perf_counter() - start_s)
+
+    alone = [
+        (problem.bound([moment], whole=False, most_seconds=left_s()), moment)
+        for moment in problem.tightest(_ALONE)
+        if left_s() > 0
+    ]
+    alone.sort(reverse=True)
+    best = max((cost for cost, _ in alone), default=0.0)
+    several = min(_TOGETHER, _OPERATORS // max(1, len(flow.operators)))
+    together = sorted(moment for _, moment in alone[:several])
+    if len(together) > 1 and left_s() > 0 and math.isfinite(best):
+        best = max(best, problem.bound(together, whole=False, most_seconds=left_s() / 2))
+    for _, moment in alone:
+        if left_s() > 0 and math.isfinite(best):
+            best = max(best, problem.bound([moment], whole=True, most_seconds=left_s() / 2))
+    return LowerBound(cost=best, seconds=time.perf_counter() - start_s)
+
+
+class _Problem:
+    """What all programs of one limit share."""
+
+    def __init__(self, flow: Dataflow, pulls: tuple[Pull, ...], limit_bytes: int) -> None:
+        self.flow = flow
+        self.pulls = pulls
+        self.limit_bytes = limit_bytes
+        self.size = [value.size_bytes for value in flow.values]
+        # For each value that is not there for free, the operator that makes it.
+        self.maker: dict[int, int] = {}
+        for number, operator in enumerate(flow.operators):
+            if operator.cost > 0 or any(value in self.maker for value in operator.inputs):
+                self.maker.update((value, number) for value in operator.outputs if self.size[value])
+        self.reads = [tuple(value for value in pull.reads if value in self.maker) for pull in pulls]
+        self.inputs = [tuple(value for value in one.inputs if value in self.maker) for one in flow.operators]
+        finite = sum(one.cost for one in flow.operators if math.isfinite(one.cost))
+        self.unit = finite or 1.0  # costs are solved for in shares of this
+
+    def tightest(self, count: int) -> list[int]:
+        """Return the moments at which most must be live, each higher than its neighbours, in order."""
+        live = [
+            pull.beside_bytes + sum(self.size[value] for value in reads)
+            for pull, reads in zip(self.pulls, self.reads, strict=True)
+        ]
+        padded = [-1, *live, -1]
+        peaks = [i for i in range(len(live)) if padded[i] < padded[i + 1] >= padded[i + 2]]
+        # Early moments have most before them, so of equals the first.
+        chosen = sorted(peaks, key=lambda i: (-live[i], i))[: count - 1]
+        return sorted({0, *chosen}) if live else []
+
+    def bound(self, moments: list[int], *, whole: bool, most_seconds: float) -> float:
+        """Return the bound of the program with some moments; 0 if it took too long.
+
+        Args:
+            moments: In order.
+            whole: Whether each value is held or not, and not in part.
+            most_seconds: When to stop.
+        """
+        program = _Program(self, moments)
+        if program.is_hopeless:
+            return math.inf
+        if not len(program.cost):
+            return 0.0
+        result = milp(
+            program.cost,
+            constraints=LinearConstraint(program.rows(), ub=program.most),
+            bounds=Bounds(program.lowest, program.highest),
+            integrality=program.is_held * whole,
+            options={"time_limit": max(0.1, most_seconds), "mip_rel_gap": 1e-4},
+        )
+        if result.status == _INFEASIBLE:
+            return math.inf
+        # The search over whole values has a bound whenever it is stopped; a linear program has none before its end.
+        found = result.mip_dual_bound if whole else result.fun if result.status == _SOLVED else None
+        if found is None or not math.isfinite(found):
+            return 0.0
+        return max(0.0, float(found) - _TOLERANCE) * self.unit
+
+
+class _Program:
+    """The rows of NOTE [ A bound over all schedules ] for some moments.
+
+    Attributes:
+        cost: Of each variable.
+        lowest: The least that each may be.
+        highest: The most.
+        is_held: 1 for those that say what is held, else 0.
+        most: The most that each row may be.
+        is_hopeless: Whether what a moment reads is too much already.
+    """
+
+    def __init__(self, problem: _Problem, moments: list[int]) -> None:
+        self._problem = problem
+        self._entries: tuple[list[int], list[int], list[float]] = ([], [], [])
+        self._count = 0
+        self.most: list[float] = []
+        read = self._read(moments)
+        self._later = [set[int]().union(*read[k:]) for k in range(len(moments))]
+        relevant = [self._relevant(values) for values in self._later]
+        self._held = [self._variables(values) for values, _ in relevant]
+        self._run = [self._variables(operators) for _, operators in relevant]
+        alone = len(moments) == 1  # then `after` is `run`
+        self._after = self._run if alone else [self._variables(operators) for _, operators in relevant]
+        self.cost = np.zeros(self._count)
+        self.lowest = np.zeros(self._count)
+        self.highest = np.ones(self._count)
+        self.is_held = np.zeros(self._count)
+        self.is_hopeless = False
+        for k, moment in enumerate(moments):
+            self._moment(k, moment)
+            self._closure(k, self._run[k], read[k])
+            if not alone:
+                self._closure(k, self._after[k], self._later[k])
+                self._sums(k)
+        for before, after in pairwise(range(len(moments))):
+            for value, variable in self._held[after].items():
+                self._row(0.0, (variable, 1.0), *self._there(before, self._run[before], value))
+
+    def rows(self) -> csr_matrix:
+        """Return the rows."""
+        numbers, variables, factors = self._entries
+        return csr_matrix((factors, (numbers, variables)), shape=(len(self.most), self._count))
+
+    def _read(self, moments: list[int]) -> list[set[int]]:
+        """Return what is read from each moment until the next one, the reads of both included."""
+        ends = [*moments[1:], len(self._problem.pulls) - 1]
+        reads = self._problem.reads
+        return [set[int]().union(*reads[first : end + 1]) for first, end in zip(moments, ends, strict=True)]
+
+    def _relevant(self, values: set[int]) -> tuple[list[int], list[int]]:
+        """Return the values and operators that can matter for having some values."""
+        found: set[int] = set()
+        operators: set[int] = set()
+        waiting = list(values)
+        while waiting:
+            value = waiting.pop()
+            if value in found:
+                continue
+            found.add(value)
+            maker = self._problem.maker[value]
+            if maker not in operators:
+                operators.add(maker)
+                waiting += self._problem.inputs[maker]
+        return sorted(found), sorted(operators)
+
+    def _variables(self, names: list[int]) -> dict[int, int]:
+        first, self._count = self._count, self._count + len(names)
+        return {name: first + place for place, name in enumerate(names)}
+
+    def _row(self, most: float, *entries: tuple[int, float]) -> None:
+        numbers, variables, factors = self._entries
+        for variable, factor in entries:
+            numbers.append(len(self.most))
+            variables.append(variable)
+            factors.append(factor)
+        self.most.append(most)
+
+    def _there(self, k: int, runs: dict[int, int], value: int) -> tuple[tuple[int, float], tuple[int, float]]:
+        """Return the entries for minus what makes a value available."""
+        return (self._held[k][value], -1.0), (runs[self._problem.maker[value]], -1.0)
+
+    def _moment(self, k: int, moment: int) -> None:
+        """Rows 1 and 2, and the costs."""
+        problem, held = self._problem, self._held[k]
+        free_bytes = problem.limit_bytes - problem.pulls[moment].beside_bytes
+        forced = problem.reads[moment]
+        self.is_hopeless |= free_bytes < sum(problem.size[value] for value in forced)
+        self.lowest[[held[value] for value in forced]] = 1.0
+        self.is_held[list(held.values())] = 1
+        unit = max(1, abs(free_bytes))
+        self._row(free_bytes / unit, *((one, problem.size[value] / unit) for value, one in held.items()))
+        for operator, variable in self._run[k].items():
+            cost = problem.flow.operators[operator].cost
+            if math.isfinite(cost):
+                self.cost[variable] = cost / problem.unit
+            else:
+                self.highest[variable] = 0.0
+
+    def _closure(self, k: int, runs: dict[int, int], read: set[int]) -> None:
+        """Rows 3 and 4."""
+        for value in read:
+            self._row(-1.0, *self._there(k, runs, value))
+        for operator, variable in runs.items():
+            for value in self._problem.inputs[operator]:
+                self._row(0.0, (variable, 1.0), *self._there(k, runs, value))
+
+    def _sums(self, k: int) -> None:
+        """Row 6."""
+        for operator, variable in self._after[k].items():
+            runs = [run[operator] for run in self._run[k:] if operator in run]
+            self._row(0.0, (variable, 1.0), *((one, -1.0) for one in runs))

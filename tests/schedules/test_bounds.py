@@ -1,0 +1,165 @@
+"""The bound over all schedules, against the best of all schedules found by search."""
+
+import heapq
+import math
+import random
+
+import pytest
+
+from torchremat.errors import ScheduleError
+from torchremat.schedules.bounds import Pull, in_any_order, lower_bound
+from torchremat.schedules.dataflow import Dataflow, Operator, Value
+
+
+def make_flow(operators, sizes, needed=()):
+    """Operators as (inputs, outputs, cost)."""
+    return Dataflow(
+        operators=tuple(
+            Operator(name=f"o{i}", inputs=inputs, outputs=outputs, cost=float(cost))
+            for i, (inputs, outputs, cost) in enumerate(operators)
+        ),
+        values=tuple(Value(size_bytes=size, needed=number in needed) for number, size in enumerate(sizes)),
+    )
+
+
+def chain_flow(sizes, costs):
+    """A chain in which value 0 comes from outside, and operator i makes value i + 1 of value i."""
+    return make_flow([((i,), (i + 1,), cost) for i, cost in enumerate(costs)], [0, *sizes], range(1, len(sizes) + 1))
+
+
+def random_problem(seed):
+    draw = random.Random(seed)
+    count = draw.randint(2, 6)
+    operators, sizes = [], [draw.choice([0, 2])]
+    for _ in range(count):
+        inputs = tuple(sorted(draw.sample(range(len(sizes)), min(len(sizes), draw.randint(1, 2)))))
+        outputs = tuple(range(len(sizes), len(sizes) + draw.choice([1, 1, 1, 2])))
+        sizes += [draw.randint(0, 4) for _ in outputs]
+        operators.append((inputs, outputs, draw.choice([0, 1, 2, 3, 5])))
+    flow = make_flow(operators, sizes)
+    pulls = [
+        Pull(
+            reads=tuple(sorted(draw.sample(range(len(sizes)), draw.randint(0, 2)))),
+            beside_bytes=draw.choice([0, 0, 1, 3]),
+        )
+        for _ in range(draw.randint(1, 6))
+    ]
+    return flow, pulls, draw.randint(2, max(3, sum(sizes)))
+
+
+def cheapest(flow, pulls, limit):
+    """Return the least cost of what runs again, by Dijkstra over what is live; infinite if nothing fits.
+
+    All of the first forward is free here, and everything that it makes is there when backward begins: more freedom
+    than any schedule has, and none that the bound excludes.
+    """
+    size = [value.size_bytes for value in flow.values]
+    made = {value for operator in flow.operators for value in operator.outputs}
+    outside = frozenset(range(len(size))) - made
+
+    def bytes_of(live):
+        return sum(size[value] for value in live - outside)
+
+    # A state: how many pulls are done, and what is live. Before the first pull anything may be thrown away.
+    start = (0, frozenset(range(len(size))))
+    costs, queue, count = {start: 0.0}, [(0.0, 0, start)], 0
+    while queue:
+        cost, _, state = heapq.heappop(queue)
+        if cost > costs[state]:
+            continue
+        done, live = state
+        if done == len(pulls):
+            return cost
+        found = [(cost, (done, live - {value})) for value in live & made]
+        pull = pulls[done]
+        if set(pull.reads) <= live and bytes_of(live) + pull.beside_bytes <= limit:
+            found.append((cost, (done + 1, live)))
+        for operator in flow.operators:
+            # A recompute takes no bytes here: the bound does not count them either.
+            if set(operator.inputs) <= live and math.isfinite(operator.cost):
+                found.append((cost + operator.cost, (done, live | set(operator.outputs))))
+        for price, after in found:
+            if price < costs.get(after, math.inf):
+                costs[after] = price
+                count += 1
+                heapq.heappush(queue, (price, count, after))
+    return math.inf
+
+
+def test_the_bound_is_never_above_the_best_of_all_schedules():
+    tight = 0
+    for seed in range(120):
+        flow, pulls, limit = random_problem(seed)
+
+        best, bound = cheapest(flow, pulls, limit), lower_bound(flow, pulls, limit).cost
+
+        assert bound <= best + 1e-9, f"seed {seed}"
+        tight += bound >= best - 1e-3 if math.isfinite(best) else math.isinf(bound)
+    # It says something, too: in most of them it is the best itself.
+    assert tight >= 100
+
+
+def test_the_bound_falls_with_the_limit():
+    for seed in range(12):
+        flow, pulls, _ = random_problem(seed)
+        total = sum(value.size_bytes for value in flow.values) + 3
+
+        bounds = [lower_bound(flow, pulls, limit).cost for limit in range(total + 1)]
+
+        assert all(low >= high - 1e-3 for low, high in zip(bounds, bounds[1:], strict=False)), f"seed {seed}"
+        assert bounds[-1] == 0.0
+
+
+def test_a_chain_by_hand():
+    # Three values of 2, 2 and 4 bytes, at costs 5, 1 and 2: with 6 bytes one has to go, and the second is the cheapest.
+    flow = chain_flow([2, 2, 4], [5, 1, 2])
+    pulls = [Pull(reads=(3,)), Pull(reads=(2,)), Pull(reads=(1,))]
+
+    assert lower_bound(flow, pulls, 8).cost == 0.0
+    assert lower_bound(flow, pulls, 6).cost == pytest.approx(1.0, abs=1e-3)
+    # With 5 bytes the first pull leaves 1, so all that comes after it is made again, of which each is made once.
+    assert lower_bound(flow, pulls, 5).cost == pytest.approx(6.0, abs=1e-3)
+    # The last value alone has 4.
+    assert math.isinf(lower_bound(flow, pulls, 3).cost)
+
+
+def test_gradients_take_their_bytes():
+    flow = chain_flow([2, 2], [3, 1])
+    free, taken = ([Pull(reads=(2,), beside_bytes=beside), Pull(reads=(1,))] for beside in (0, 1))
+
+    assert lower_bound(flow, free, 4).cost == 0.0
+    assert lower_bound(flow, taken, 4).cost == pytest.approx(3.0, abs=1e-3)
+
+
+def test_values_are_whole():
+    # Two values of 3 bytes in 5: one of them is made again, not a third of it.
+    flow = make_flow([((0,), (1,), 3), ((0,), (2,), 3)], [0, 3, 3], (1, 2))
+
+    assert lower_bound(flow, in_any_order(flow), 5).cost == pytest.approx(3.0, abs=1e-3)
+
+
+def test_what_must_not_run_again_is_held():
+    flow = chain_flow([2, 2], [math.inf, 1])
+    pulls = [Pull(reads=(2,)), Pull(reads=(1,))]
+
+    assert lower_bound(flow, pulls, 2).cost == math.inf
+    assert lower_bound(flow, pulls, 4).cost == 0.0
+
+
+def test_several_moments_know_more_than_one():
+    # What is made again for the first pull cannot be kept for the third: the second leaves no room for it.
+    flow = make_flow([((0,), (1,), 10), ((1,), (2,), 1)], [0, 4, 4])
+    pulls = [
+        Pull(reads=(2,), beside_bytes=5),
+        Pull(reads=(1,), beside_bytes=4),
+        Pull(reads=(), beside_bytes=9),
+        Pull(reads=(1,), beside_bytes=4),
+    ]
+
+    assert cheapest(flow, pulls, 9) == 20.0
+    assert lower_bound(flow, pulls, 9).cost == pytest.approx(20.0, abs=1e-2)
+
+
+def test_backward_that_reads_what_there_is_not():
+    with pytest.raises(ScheduleError, match=r"reads the values \[7\], but the dataflow has 3"):
+        lower_bound(chain_flow([1, 1], [1, 1]), [Pull(reads=(7,))], 4)
