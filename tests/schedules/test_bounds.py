@@ -3,6 +3,7 @@
 import heapq
 import math
 import random
+from itertools import pairwise
 
 import pytest
 
@@ -106,7 +107,7 @@ def test_the_bound_falls_with_the_limit():
 
         bounds = [lower_bound(flow, pulls, limit).cost for limit in range(total + 1)]
 
-        assert all(low >= high - 1e-3 for low, high in zip(bounds, bounds[1:], strict=False)), f"seed {seed}"
+        assert all(low >= high - 1e-3 for low, high in pairwise(bounds)), f"seed {seed}"
         assert bounds[-1] == 0.0
 
 

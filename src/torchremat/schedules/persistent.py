@@ -15,7 +15,7 @@ import numpy as np
 from torchremat.errors import BudgetError, bug
 from torchremat.schedules.chain import Chain, Keep, Region, Tree
 from torchremat.schedules.interpreter import Outcome, interpret
-from torchremat.schedules.rounding import default_slot
+from torchremat.schedules.rounding import default_slot, rounded_down
 from torchremat.schedules.tables import INFINITE, Tables, first_finite
 
 
@@ -221,3 +221,21 @@ class _Run:
     next: int
     m: int
     nodes: list[Keep | Region]
+
+
+def least_cost(chain: Chain, limit_bytes: int, slot_bytes: int | None = None) -> float:
+    """Return a lower bound on the cost of every tree whose peak is at most the limit; infinite if there is none.
+
+    The same tables with all sizes rounded down, and the limit up.
+
+    Args:
+        chain: What to schedule.
+        limit_bytes: At least 0.
+        slot_bytes: As for `Persistent`.
+    """
+    useful_bytes = min(limit_bytes, _all_kept(chain).outcome.peak_bytes)
+    slot = default_slot(chain, useful_bytes) if slot_bytes is None else slot_bytes
+    slots = -(-useful_bytes // slot)
+    tables = Tables(rounded_down(chain, slot), slot_bytes=slot, slots=slots)
+    # Costs are float32 inside.
+    return float(tables.top[0, slots]) * (1 - 1e-5)

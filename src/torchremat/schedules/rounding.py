@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from torchremat.schedules.chain import Chain
+from torchremat.schedules.chain import Chain, Option, Stage
 
 Bytes = NDArray[np.int64]
 Slots = NDArray[np.int64]
+
+Sized = TypeVar("Sized", Chain, Stage, Option)
 
 # Cuts x slots that the solver may look at (about three seconds of one slow core), and numbers in its tables (1 GB).
 _WORK = 3_000_000_000
@@ -135,3 +138,17 @@ def default_slot(chain: Chain, limit_bytes: int) -> int:
     lost = (-sizes % slots[:, None]) @ np.array(list(held.values()), np.int64)
     # Of equals the largest, which makes the smallest tables.
     return int(slots[np.argmin(lost)])
+
+
+def rounded_down(chain: Chain, slot_bytes: int) -> Chain:
+    """Return the chain with each of its sizes rounded down to a multiple of a slot, so that none is rounded up later.
+
+    Every tree then peaks at most as high as before, and costs the same.
+    """
+
+    def down(sized: Sized) -> Sized:
+        sizes = [one.name for one in fields(sized) if one.name.endswith("_bytes")]
+        return replace(sized, **{name: getattr(sized, name) // slot_bytes * slot_bytes for name in sizes})
+
+    stages = tuple(replace(down(stage), options=tuple(map(down, stage.options))) for stage in chain.stages)
+    return replace(down(chain), stages=stages)
