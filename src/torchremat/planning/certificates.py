@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass
 
 from torchremat.planning.chains import Cost
-from torchremat.planning.pulls import PlainStep
+from torchremat.planning.prediction import Prediction
+from torchremat.planning.pulls import PlainStep, Unseen
+from torchremat.planning.reading import Profile
+from torchremat.planning.underestimates import Underestimate, underestimate
 from torchremat.schedules.bounds import lower_bound
-from torchremat.schedules.chain import Chain
+from torchremat.schedules.chain import Tree, kept
+from torchremat.schedules.interpreter import interpret
 from torchremat.schedules.persistent import least_cost
 
 _ALL = (
@@ -16,8 +21,9 @@ _ALL = (
     "a tensor is held as its whole storage or not at all, and comes back by recomputing alone",
     "backward runs the operators that it runs in a plain step, in their order",
 )
-_PERSISTENT = "a plan is a tree of regions over the calls of this plan, and its bytes are those of the solver's chain"
-_SAME_KERNELS = "the step runs compiled code, whose operators nobody sees"
+_PERSISTENT = "nested regions span whole calls of those that the plan is over, and take the bytes of the solver's chain"
+_NO_BOUND = "what was seen of a plain step does not fit the budget, though the plan does"
+_NO_CHAIN = "nested regions: the calls of this step make no chain"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,22 +106,16 @@ class Claim:
         cost: Of the plan's recomputes.
         step_cost: Of a plain step.
         limit_bytes: The budget without what lies there before a step.
-        step: The plain step; None if there is none, for the reason below.
-        reason: Why there is no plain step.
-        chain: The calls that the plan chooses among, each with no more bytes and cost than it has; None if the plan
-            has choices that are none of a chain.
-        slack_bytes: How much more the chain may take than the limit.
-        recomputes: Whether the plan recomputes anything; if not, it is the best.
+        step: The plain step.
+        nested: The calls that the plan chooses among; None if they make no chain.
     """
 
     unit: Cost
     cost: float
     step_cost: float
     limit_bytes: int
-    step: PlainStep | None
-    reason: str
-    chain: Chain | None
-    slack_bytes: int
+    step: PlainStep | Unseen
+    nested: Underestimate | None
 
     def certificate(self, *, most_seconds: float = 4.0) -> Certificate:
         """Work the bounds out.
@@ -124,26 +124,69 @@ class Claim:
             most_seconds: For the bound over all schedules; see `lower_bound`.
         """
         missing: list[str] = []
-        seconds, everything, persistent = 0.0, None, None
+        start_s = time.perf_counter()
+        everything, persistent = None, None
         if not self.cost:
-            everything, persistent = 0.0, 0.0
+            everything = persistent = 0.0
         else:
-            if self.step is None:
-                missing.append(self.reason)
+            if isinstance(self.step, Unseen):
+                missing.append(self.step.reason)
             else:
-                found = lower_bound(self.step.flow, self.step.pulls, self.limit_bytes, most_seconds=most_seconds)
-                seconds, everything = found.seconds, found.cost
-            if self.chain is None:
-                missing.append("nested regions: backward does not come to the calls in their reversed order")
+                limit_bytes = self.limit_bytes
+                everything = lower_bound(self.step.flow, self.step.pulls, limit_bytes, most_seconds=most_seconds).cost
+                if math.isinf(everything):
+                    everything = None
+                    missing.append(_NO_BOUND)
+            if self.nested is None:
+                missing.append(_NO_CHAIN)
             else:
-                persistent = least_cost(self.chain, self.limit_bytes + self.slack_bytes)
+                persistent = least_cost(self.nested.chain, self.limit_bytes + self.nested.slack_bytes)
         return Certificate(
             unit=self.unit,
             cost=self.cost,
             step_cost=self.step_cost,
+            # Seconds of operators and of calls were measured apart, so a bound may come out above the plan.
             bound_all=None if everything is None else min(everything, self.cost),
             bound_persistent=None if persistent is None else min(persistent, self.cost),
-            seconds=seconds,
+            seconds=time.perf_counter() - start_s,
             assumptions=(*(_ALL if everything is not None else ()), *([_PERSISTENT] if persistent is not None else ())),
             missing=tuple(missing),
         )
+
+
+def claim_of(
+    profile: Profile,
+    tree: Tree,
+    prediction: Prediction,
+    *,
+    unit: Cost,
+    cost: float,
+    step: PlainStep | Unseen,
+    limit_bytes: int,
+) -> Claim:
+    """Return what the certificate of a tree is worked out from.
+
+    Args:
+        profile: What the tree is over.
+        tree: The tree.
+        prediction: What it needs.
+        unit: Of the costs.
+        cost: Of its recomputes.
+        step: The plain step.
+        limit_bytes: The budget without what lies there before a step.
+    """
+    flops = 3 * profile.units.trace.flops if isinstance(step, Unseen) else step.flops
+    nested = underestimate(profile, unit)
+    if nested is not None and not any(keep.option for keep in kept(tree)):
+        # Of most models it is no more than what it stands for; where this tree tells otherwise, it says nothing.
+        found = interpret(nested.chain, tree)
+        if found.peak_bytes > prediction.peak_bytes + nested.slack_bytes or found.cost > cost * (1 + 1e-6):
+            nested = None
+    return Claim(
+        unit=unit,
+        cost=cost,
+        step_cost=profile.seconds if unit == "seconds" else float(flops),
+        limit_bytes=limit_bytes,
+        step=step,
+        nested=nested,
+    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 from torch import nn
 
@@ -9,6 +11,7 @@ from torchremat.errors import BudgetError
 from torchremat.measuring.heap import heap_set_aside
 from torchremat.measuring.runs import run_traced, subject_of
 from torchremat.planning.budgets import bytes_of, check_budget, free_on, margin_of, percentage_of
+from torchremat.planning.certificates import claim_of
 from torchremat.planning.chains import Cost
 from torchremat.planning.layout import HeldOperators, bare, calls_of
 from torchremat.planning.memory import Walk
@@ -16,6 +19,7 @@ from torchremat.planning.moments import Live, Moment
 from torchremat.planning.plans import PlainSource, Plan, PlannedUnit, Point
 from torchremat.planning.prediction import chosen_options, over_bytes
 from torchremat.planning.profiling import profile_subject
+from torchremat.planning.pulls import PlainStep, Unseen, plain_step
 from torchremat.planning.reading import Profile
 from torchremat.planning.shapes import InputSizes
 from torchremat.planning.solving import Candidate, Search
@@ -128,7 +132,7 @@ class Planner:
             found = self.solver.solve(target - self.fixed_bytes) if target >= optimizer_peak else None
             if found is None:
                 raise BudgetError(self._nothing_fits(size, str(budget), margin_bytes + tighten_bytes))
-            return self._plan(found, size, str(budget), (plain_bytes, source))
+            return self.plan_of(found, size, str(budget), plain=(plain_bytes, source), margin_bytes=margin_bytes)
 
     def _known_plain(self) -> tuple[int, PlainSource]:
         return self._plain or (self.peak_of(self.solver.plain), "predicted")
@@ -153,7 +157,29 @@ class Planner:
             f"{format_bytes(self.fixed_bytes)} of it lie there before a step; a smaller batch lowers the rest."
         )
 
-    def _plan(self, found: Candidate, size: int, budget: str, plain: tuple[int, PlainSource]) -> Plan:
+    @cached_property
+    def plain_step(self) -> PlainStep | Unseen:
+        """The operators of a plain step, which certificates are made from."""
+        with bare(self._model):
+            return plain_step(
+                self._subject,
+                self.profile.device,
+                self.solver.cost_unit,
+                forward_seconds=self.profile.forward_seconds,
+                peak_bytes=self.solver.plain.prediction.peak_bytes,
+            )
+
+    def plan_of(
+        self,
+        found: Candidate,
+        size: int,
+        budget: str,
+        *,
+        plain: tuple[int, PlainSource] | None = None,
+        margin_bytes: int = 0,
+    ) -> Plan:
+        """Return a candidate of the solver as a plan for a budget."""
+        plain = plain or self._known_plain()
         own, before = found.profile, self.profile.before
         state = own.optimizer.state_bytes if own.optimizer is not None else 0
         return Plan(
@@ -190,6 +216,15 @@ class Planner:
             inputs=input_sizes(own),
             curve=curve_of(own, found.tree, self.fixed_bytes),
             plain_curve=curve_of(self.profile, self.solver.plain.tree, self.fixed_bytes),
+            _claim=claim_of(
+                own,
+                found.tree,
+                found.prediction,
+                unit=self.solver.cost_unit,
+                cost=found.cost,
+                step=self.plain_step,
+                limit_bytes=size - margin_bytes - self.fixed_bytes,
+            ),
         )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -11,6 +12,7 @@ from torch import nn
 
 from torchremat.errors import PlanError
 from torchremat.measuring.curves import Curve, Phase, draw
+from torchremat.planning.certificates import Certificate, Claim
 from torchremat.planning.chains import Cost
 from torchremat.planning.files import from_json, to_json
 from torchremat.planning.layout import Calls, HeldOperators, check_bare, install, uninstall
@@ -85,6 +87,7 @@ class Plan:
         inputs: How large the inputs of each unit's calls were.
         curve: The predicted step.
         plain_curve: The same without any recompute.
+        certified: The certificate, if it was worked out before; ask for `certificate`.
         held: What the units hold that are kept in part, those of which the tree names an option.
     """
 
@@ -115,11 +118,18 @@ class Plan:
     curve: tuple[Point, ...]
     plain_curve: tuple[Point, ...]
     held: tuple[HeldOperators, ...] = ()
+    certified: Certificate | None = field(default=None, compare=False)
+    _claim: Claim | None = field(default=None, compare=False, repr=False)
 
     @property
     def slowdown(self) -> float:
         """Predicted seconds of a step over those of a plain one."""
         return 1 + self.recompute_seconds / self.plain_seconds if self.plain_seconds else 1.0
+
+    @cached_property
+    def certificate(self) -> Certificate | None:
+        """How far the plan can be from the best possible, worked out when it is first asked for; None if unknown."""
+        return self._claim.certificate() if self.certified is None and self._claim is not None else self.certified
 
     def apply(self, model: nn.Module) -> None:
         """Put the plan on a model: the calls that it names become regions. Runs nothing.
@@ -171,7 +181,7 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Write the plan to a JSON file, readable and diffable."""
-        Path(path).write_text(to_json(self))
+        Path(path).write_text(to_json(replace(self, certified=self.certificate)))
 
     @staticmethod
     def load(path: str | Path) -> Plan:
@@ -211,6 +221,8 @@ class Plan:
             f"{self.recomputed_calls} calls, {100 * self.recomputed_flops / max(1, self.flops):.0f}% of a forward",
             f"floor      {format_bytes(self.floor_bytes)} is the smallest budget found to work",
         ]
+        if self.certificate is not None:
+            lines.append(f"optimal    {self.certificate.claim}")
         parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in self.before_bytes.items() if size)
         lines.append(f"before     {format_bytes(sum(self.before_bytes.values()))} lie there before a step: {parts}")
         if self.optimizer_peak_bytes is None:

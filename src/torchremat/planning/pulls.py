@@ -20,6 +20,7 @@ from torchremat.measuring.flops import FlopCounter
 from torchremat.measuring.runs import Subject
 from torchremat.measuring.step import run_backward
 from torchremat.measuring.tracker import address_of
+from torchremat.planning.budgets import free_on
 from torchremat.planning.chains import Cost
 from torchremat.planning.flows import pooled_seconds
 from torchremat.planning.operators import OperatorLog, OperatorTrace
@@ -27,6 +28,9 @@ from torchremat.regions.selection import memory_of
 from torchremat.schedules.bounds import Pull
 from torchremat.schedules.dataflow import Dataflow, Operator, Value
 from torchremat.tensors.structure import tensors_in
+
+_NO_ROOM = "a step without any recompute, which shows what backward reads, does not fit into memory"
+_COMPILED = "the step runs compiled code, of which no operators are seen"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,17 +48,35 @@ class PlainStep:
     flops: int
 
 
-def plain_step(subject: Subject, device: torch.device, cost: Cost, forward_seconds: float) -> PlainStep | None:
-    """Run a plain step, which leaves no trace, and return what it did; None if it ran compiled code.
+@dataclass(frozen=True, kw_only=True)
+class Unseen:
+    """No plain step, and why."""
 
-    Compiled code runs eagerly under a log, so what is seen of it is not what a training step runs.
+    reason: str
+
+
+def plain_step(
+    subject: Subject, device: torch.device, cost: Cost, *, forward_seconds: float, peak_bytes: int
+) -> PlainStep | Unseen:
+    """Run a plain step, which leaves no trace, and return what it did.
 
     Args:
         subject: The step; nothing of its models may be wrapped.
         device: Whose bytes count.
         cost: The unit of the costs.
         forward_seconds: Of the forward when nothing watches it; the seconds of operators are scaled to that.
+        peak_bytes: What the step will need, beside what lies there; it is not run where that is not free.
     """
+    free_bytes = free_on(device)
+    if free_bytes is not None and free_bytes < peak_bytes:
+        return Unseen(reason=_NO_ROOM)
+    try:
+        return _plain_step(subject, device, cost, forward_seconds)
+    except torch.OutOfMemoryError:
+        return Unseen(reason=_NO_ROOM)
+
+
+def _plain_step(subject: Subject, device: torch.device, cost: Cost, forward_seconds: float) -> PlainStep | Unseen:
     with subject.untouched(), FlopCounter() as flops, _StepLog(flops, device) as log:
         try:
             loss = subject.forward()
@@ -64,7 +86,8 @@ def plain_step(subject: Subject, device: torch.device, cost: Cost, forward_secon
         finally:
             log.close()
     if any(run.is_compiled for run in log.trace.runs):
-        return None
+        # It runs eagerly under a log, so what is seen of it is not what a training step runs.
+        return Unseen(reason=_COMPILED)
     costs = _costs(log.trace, cost, forward_seconds)
     return PlainStep(flow=log.flow(costs), pulls=tuple(log.pulls), flops=flops.total)
 
@@ -120,12 +143,13 @@ class _StepLog(OperatorLog):
             return super().__torch_dispatch__(func, types, args, kwargs)
         named = kwargs or {}
         memories = [memory_of(tensor) for tensor in tensors_in((args, dict(named)))]
-        known = (self._storages.get(address_of(memory)) for memory in memories if memory is not None)
-        reads = tuple(dict.fromkeys(one[2] for one in known if one is not None))
+        given = {address_of(memory) for memory in memories if memory is not None}
+        reads = tuple(sorted(self._storages[address][2] for address in given & self._storages.keys()))
         result = func(*args, **named)
         for tensor in tensors_in(result):
             memory = memory_of(tensor)
-            if memory is not None and self._counts(memory):
+            # What it was given and returns, a `.grad` that it adds to, was there before.
+            if memory is not None and address_of(memory) not in given and self._counts(memory):
                 self._add(memory)
         self.pulls.append(Pull(reads=reads, beside_bytes=self._gradient_bytes))
         return result

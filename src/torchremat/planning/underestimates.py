@@ -58,7 +58,7 @@ def _stage(profile: Profile, unit: int, stage: Stage, counted: set[int], slack: 
     inputs = take(set(own.inputs))
     linked = {storage for storage in inputs if links.get(storage) == unit - 1}
     external = inputs - linked
-    saved = take(set((*size.saved, *size.left)) - set(own.inputs))
+    saved = take({*size.saved, *size.left} - set(own.inputs))
 
     def bytes_of(storages: set[int]) -> int:
         return sum(trace.storage_bytes[storage] for storage in storages)
