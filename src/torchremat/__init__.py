@@ -29,8 +29,10 @@ from torchremat.measuring.keeping import saved
 from torchremat.measuring.measurement import Measurement, measure
 from torchremat.measuring.saved_report import Saved, SavedReport
 from torchremat.pipeline.pipe import Pipe
+from torchremat.planning.certificates import Certificate
 from torchremat.planning.fitting import fit
-from torchremat.planning.planner import Planner, plan
+from torchremat.planning.frontiers import Frontier, FrontierPoint
+from torchremat.planning.planner import Planner, frontier, plan
 from torchremat.planning.plans import Plan
 from torchremat.planning.verification import Report, verify
 from torchremat.regions.functions import checkpoint, checkpointed
@@ -53,10 +55,13 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BudgetError",
+    "Certificate",
     "CheckpointError",
     "Compressed",
     "Disk",
     "Freed",
+    "Frontier",
+    "FrontierPoint",
     "Host",
     "Installation",
     "Keep",
@@ -92,6 +97,7 @@ __all__ = [
     "checkpointed",
     "codecs",
     "fit",
+    "frontier",
     "frozen",
     "install",
     "is_checkpointing",

@@ -1,4 +1,4 @@
-"""The command line: measure, look into, plan, verify and fit the training step that a factory of the user's returns.
+"""The command line: measure, look into, plan, verify and fit the training step that a factory returns.
 
 The factory is named `module:function`; the folder that the command runs in is searched first. It takes no arguments
 and returns a model and a step, and an optimizer if it likes. Exit codes: 1 if something is wrong with the model, the
@@ -29,11 +29,13 @@ from torchremat.measuring.step import loss_of, run_backward
 from torchremat.planning.budgets import margin_of, percentage_of
 from torchremat.planning.chains import Cost
 from torchremat.planning.fitting import fit_with
+from torchremat.planning.frontiers import MOST_POINTS
 from torchremat.planning.optimizers import step_alone
-from torchremat.planning.planner import Planner
+from torchremat.planning.planner import Planner, frontier
 from torchremat.planning.plans import Plan
 from torchremat.planning.tracing import Step
 from torchremat.planning.verification import Report, verify
+from torchremat.reports.tables import frontier_table
 from torchremat.tensors.sizes import format_bytes, parse_bytes
 
 _SHAPE = "(model, step) or (model, step, optimizer)"
@@ -218,6 +220,28 @@ def plan_command(
         found = planner.plan(size, margin=free)
     _show(found)
     _keep(found, out, plot)
+
+
+@app.command("frontier")
+def frontier_command(
+    target: Target,
+    points: Annotated[int, typer.Option(min=2, help="For how many budgets plans are sought.")] = MOST_POINTS,
+    out: Annotated[Path | None, typer.Option(help="File to write the points to, as JSON.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Image to draw: peak against time.")] = None,
+    cost: Costs = "seconds",
+    device: Device = None,
+) -> None:
+    """Print peak against time over all budgets, with the budget to pass for each point."""
+    with _working("planning"):
+        _check_files(out, plot)
+        own, place = load(target), _device(device)
+        found = frontier(own.model, own.step, optimizer=own.optimizer, device=place, cost=cost, points=points)
+    _out.print(frontier_table(found))
+    if not found.is_choice:
+        _show(found.no_choice)
+    with _working("writing"):
+        _write(out, found.save)
+        _write(plot, found.plot)
 
 
 @app.command("verify")

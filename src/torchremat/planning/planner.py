@@ -13,6 +13,7 @@ from torchremat.measuring.runs import run_traced, subject_of
 from torchremat.planning.budgets import bytes_of, check_budget, free_on, margin_of, percentage_of
 from torchremat.planning.certificates import claim_of
 from torchremat.planning.chains import Cost
+from torchremat.planning.frontiers import MOST_POINTS, Frontier, check_points, frontier_of
 from torchremat.planning.layout import HeldOperators, bare, calls_of
 from torchremat.planning.memory import Walk
 from torchremat.planning.moments import Live, Moment
@@ -89,8 +90,11 @@ class Planner:
     @property
     def floor_bytes(self) -> int:
         """The smallest budget for which there is a plan, with a little room for what a prediction can be off."""
-        peak = self.peak_of(self.solver.floor)
-        return peak + max(_ROOM_BYTES, peak // (_ROOM_SHARE - 1) + 1)
+        return self.budget_for(self.peak_of(self.solver.floor))
+
+    def budget_for(self, peak_bytes: int) -> int:
+        """Return the smallest budget for which a plan with a predicted peak is made."""
+        return peak_bytes + max(_ROOM_BYTES, peak_bytes // (_ROOM_SHARE - 1) + 1)
 
     def plain_peak(self) -> tuple[int, PlainSource]:
         """Return the peak of a plain training step, measured if it fits, else predicted."""
@@ -133,6 +137,11 @@ class Planner:
             if found is None:
                 raise BudgetError(self._nothing_fits(size, str(budget), margin_bytes + tighten_bytes))
             return self.plan_of(found, size, str(budget), plain=(plain_bytes, source), margin_bytes=margin_bytes)
+
+    def frontier(self, *, points: int = MOST_POINTS) -> Frontier:
+        """Return what a step takes under the best plan for each budget; see `torchremat.frontier`."""
+        check_points(points)
+        return frontier_of(self, points)
 
     def _known_plain(self) -> tuple[int, PlainSource]:
         return self._plain or (self.peak_of(self.solver.plain), "predicted")
@@ -263,6 +272,37 @@ def plan(
     check_budget(budget, subject_of(step, model, optimizer, needs_model=True).device(device))
     planner = Planner(model, step, optimizer=optimizer, device=device, cost=cost, operators=operators)
     return planner.plan(budget, margin=margin)
+
+
+def frontier(
+    model: nn.Module,
+    step: Step,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    device: torch.device | str | None = None,
+    cost: Cost = "seconds",
+    points: int = MOST_POINTS,
+) -> Frontier:
+    """Return what a step takes under the best plan for each budget, from the plain step to the lowest peak.
+
+    Profiles once, as `plan` does; model, gradients, buffers, generators and hooks are as they were.
+
+    Args:
+        model: The model.
+        step: As for `plan`.
+        optimizer: As for `plan`.
+        device: As for `plan`.
+        cost: What to minimise, `"seconds"` or `"flops"`.
+        points: For how many budgets plans are sought, evenly spread, at least 2; those that are no better than another
+            in peak or time are left out.
+
+    Raises:
+        BudgetError: `points` is below 2.
+        StepError: See `plan`.
+        UnsupportedError: See `plan`.
+    """
+    check_points(points)
+    return Planner(model, step, optimizer=optimizer, device=device, cost=cost).frontier(points=points)
 
 
 def planned_unit(own: Profile, unit: int) -> PlannedUnit:

@@ -1,4 +1,4 @@
-"""Measured steps in one picture, and steps of pipelines in another."""
+"""Measured steps in one picture, steps of pipelines in another, and frontiers in a third."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from torchremat.measuring.curves import curve_of, draw
 from torchremat.measuring.measurement import Measurement
 from torchremat.pipeline import gantt
 from torchremat.pipeline.timeline import Timeline, charts_of
+from torchremat.planning import staircases
+from torchremat.planning.frontiers import Frontier
 
 
 def plot_measurements(
@@ -45,3 +47,16 @@ def plot_timelines(timelines: Mapping[str, Timeline], path: str | Path) -> None:
         UnsupportedError: matplotlib is not installed, or knows no pictures with such an ending.
     """
     gantt.draw([chart for name, own in timelines.items() for chart in charts_of(own, name=name)], path)
+
+
+def plot_frontiers(frontiers: Mapping[str, Frontier], path: str | Path) -> None:
+    """Draw peak against time of several models or ways of planning; the file's ending says which kind.
+
+    Args:
+        frontiers: By the name that each has in the picture.
+        path: Of the file.
+
+    Raises:
+        UnsupportedError: matplotlib is not installed, or knows no pictures with such an ending.
+    """
+    staircases.draw([own.staircase(name) for name, own in frontiers.items()], path)

@@ -1,4 +1,4 @@
-"""Steps of one model, plain and under plans, in one table of rich."""
+"""Steps of one model, plain and under plans, and frontiers, in tables of rich."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from dataclasses import dataclass
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from torchremat.planning.frontiers import Frontier
+
 _MIB = 2**20
+_FRONTIER = ("budget\nMiB", "peak\nMiB", "against\nplain", "recomputed\nGFLOP", "time\nagainst plain")
 _HEADINGS = ("budget\nMiB", "predicted\nMiB", "measured\nMiB", "recomputed\nGFLOP", "time\ns", "against\nplain")
 
 
@@ -60,6 +63,28 @@ def comparison(rows: Sequence[Row], *, title: str = "", remarks: str = "") -> Ta
             f"{row.seconds / rows[0].seconds:.2f}" if rows[0].seconds else "-",
         ]
         table.add_row(*cells, *([row.remark] if remarks else []))
+    return table
+
+
+def frontier_table(frontier: Frontier, *, title: str = "") -> Table:
+    """Return the points of a frontier as a table; each row has the budget to pass.
+
+    Args:
+        frontier: The frontier.
+        title: Of the table.
+    """
+    table = Table(title=title or None, box=SIMPLE_HEAD, padding=(0, 0, 0, 1))
+    for heading in _FRONTIER:
+        table.add_column(heading, justify="right")
+    for point in frontier.points:
+        table.add_row(
+            # Rounded up: what is read off the table has to be enough.
+            f"{-(-10 * point.budget_bytes // _MIB) / 10:.1f}",
+            _mib(point.peak_bytes),
+            f"{100 * point.peak_bytes / max(1, frontier.points[0].peak_bytes):.0f}%",
+            f"{point.recomputed_flops / 1e9:.2f}",
+            f"{point.slowdown:.2f}",
+        )
     return table
 
 

@@ -1,0 +1,180 @@
+"""Peak against time over all budgets, so that a budget can be chosen by looking."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from torchremat.errors import BudgetError
+from torchremat.measuring.heap import heap_set_aside
+from torchremat.planning.budgets import bytes_of, percentage_of
+from torchremat.planning.chains import Cost
+from torchremat.planning.plans import Plan
+from torchremat.planning.solving import Candidate
+from torchremat.planning.staircases import Staircase, draw
+from torchremat.tensors.sizes import format_bytes
+
+if TYPE_CHECKING:
+    from torchremat.planning.planner import Planner
+
+MOST_POINTS = 24
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrontierPoint:
+    """What a step takes under one plan.
+
+    Attributes:
+        budget_bytes: The smallest budget for which it is made: pass this to `plan` or `fit`.
+        peak_bytes: Predicted peak of a training step, what lies there before it included.
+        step_bytes: The same of forward and backward alone, without what lies there before.
+        recompute_seconds: Predicted seconds of recomputing.
+        recomputed_flops: Flops that are recomputed.
+        slowdown: Predicted seconds of a step over those of a plain one.
+    """
+
+    budget_bytes: int
+    peak_bytes: int
+    step_bytes: int
+    recompute_seconds: float
+    recomputed_flops: int
+    slowdown: float
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Frontier:
+    """The plans of which none is better than another in both peak and time. Made by `frontier`.
+
+    It keeps the planner, so a plan for any budget is made in milliseconds.
+
+    Attributes:
+        points: From the plain step, which recomputes nothing, to the lowest peak that was found.
+        cost: What was minimised beside the peak.
+        device: The device that the bytes are on.
+    """
+
+    points: tuple[FrontierPoint, ...]
+    cost: Cost
+    device: str
+    _planner: Planner = field(repr=False)
+    _candidates: tuple[Candidate, ...] = field(repr=False)
+
+    @property
+    def is_choice(self) -> bool:
+        """Whether there is anything to choose."""
+        return len(self.points) > 1
+
+    def plan(self, budget: int | str | FrontierPoint) -> Plan:
+        """Return the plan of a point, or of the fastest point that a budget allows; nothing is profiled again.
+
+        Args:
+            budget: As for `torchremat.plan`, or one of the points.
+
+        Raises:
+            BudgetError: It is no size, below the lowest point, or a point of another frontier.
+        """
+        if isinstance(budget, FrontierPoint):
+            if budget not in self.points:
+                raise BudgetError("the point belongs to another frontier; give one of `points`.")
+            size, name, place = budget.budget_bytes, str(budget.budget_bytes), self.points.index(budget)
+        else:
+            percent = percentage_of(budget)
+            plain_bytes = self.points[0].peak_bytes
+            size = bytes_of(budget, torch.device(self.device)) if percent is None else int(plain_bytes * percent / 100)
+            name, place = str(budget), self._cheapest(size)
+            if place is None:
+                lowest = self.points[-1]
+                raise BudgetError(
+                    f"no point of the frontier fits the budget of {format_bytes(size)} ({budget}). The lowest needs "
+                    f"{lowest.budget_bytes} bytes ({format_bytes(lowest.budget_bytes)}), at {lowest.slowdown:.2f} x "
+                    "the plain time."
+                )
+        return self._planner.plan_of(self._candidates[place], size, name)
+
+    def _cheapest(self, size: int) -> int | None:
+        return next((place for place, point in enumerate(self.points) if point.budget_bytes <= size), None)
+
+    def save(self, path: str | Path) -> None:
+        """Write the points to a JSON file."""
+        content = {"device": self.device, "cost": self.cost, "points": [asdict(point) for point in self.points]}
+        Path(path).write_text(json.dumps(content, indent=1) + "\n")
+
+    def plot(self, path: str | Path) -> None:
+        """Draw peak against time into an image file; its ending says which kind.
+
+        Raises:
+            UnsupportedError: matplotlib is not installed, or knows no pictures with such an ending.
+        """
+        draw([self.staircase("")], path)
+
+    def staircase(self, name: str) -> Staircase:
+        """Return the points ready to draw, under a name."""
+        return Staircase(
+            name=name,
+            peak_bytes=tuple(point.peak_bytes for point in self.points),
+            slowdowns=tuple(point.slowdown for point in self.points),
+        )
+
+    def __str__(self) -> str:
+        rows = [f"{'budget':>11} {'peak':>11} {'of plain':>9} {'time':>7} {'recomputed':>14}"]
+        for point in self.points:
+            share = f"{100 * point.peak_bytes / max(1, self.points[0].peak_bytes):.0f}%"
+            rows.append(
+                f"{format_bytes(point.budget_bytes):>11} {format_bytes(point.peak_bytes):>11} {share:>9} "
+                f"{point.slowdown:>5.2f} x {point.recomputed_flops / 1e9:>8.2f} GFLOP"
+            )
+        return "\n".join([*rows, *([] if self.is_choice else [self.no_choice])])
+
+    @property
+    def no_choice(self) -> str:
+        """What is to be said if there is only one point."""
+        return "nothing to choose: no plan lowers the peak of this step, which is where nothing can be recomputed."
+
+
+def check_points(points: int) -> None:
+    """Raise a BudgetError where a number of points is none."""
+    if points < 2:
+        raise BudgetError(f"points={points}: at least 2 are needed, the plain step and the lowest peak.")
+
+
+def frontier_of(planner: Planner, points: int) -> Frontier:
+    """Return the frontier of a planner, which has its profile already; see `frontier`."""
+    search = planner.solver
+    with heap_set_aside():
+        lowest, plain = search.floor.prediction.peak_bytes, search.plain.prediction.peak_bytes
+        limits = [lowest + (plain - lowest) * place // (points - 1) for place in range(points)]
+        solved = [found for limit in limits if (found := search.solve(limit)) is not None]
+    chosen = _undominated(planner, [search.plain, *solved, search.floor])
+    return Frontier(
+        points=tuple(_point(planner, found) for found in chosen),
+        cost=search.cost_unit,
+        device=str(planner.profile.device),
+        _planner=planner,
+        _candidates=chosen,
+    )
+
+
+def _undominated(planner: Planner, candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
+    chosen: list[Candidate] = []
+    for found in sorted(candidates, key=lambda one: (one.cost, planner.peak_of(one))):
+        if not chosen or planner.peak_of(found) < planner.peak_of(chosen[-1]):
+            chosen.append(found)
+    return tuple(chosen)
+
+
+def _point(planner: Planner, found: Candidate) -> FrontierPoint:
+    peak_bytes, prediction = planner.peak_of(found), found.prediction
+    recomputes = found is not planner.solver.plain
+    return FrontierPoint(
+        budget_bytes=planner.budget_for(peak_bytes) if recomputes else peak_bytes,
+        peak_bytes=peak_bytes,
+        step_bytes=prediction.peak_bytes,
+        recompute_seconds=prediction.seconds,
+        recomputed_flops=prediction.flops,
+        slowdown=1 + prediction.seconds / found.profile.seconds if found.profile.seconds else 1.0,
+    )
