@@ -11,7 +11,7 @@ from torchremat.schedules import tables
 from torchremat.schedules.actions import schedule, text
 from torchremat.schedules.chain import Chain, Keep, Region
 from torchremat.schedules.interpreter import interpret
-from torchremat.schedules.persistent import Persistent
+from torchremat.schedules.persistent import Persistent, least_cost
 
 SHAPES = [(1, 3, 40), (2, 3, 60), (3, 2, 60), (3, 3, 30), (4, 1, 150), (4, 2, 12), (5, 1, 40)]
 
@@ -234,3 +234,19 @@ def test_limits_are_checked():
 
 def test_trees_as_brute_force_writes_them():
     assert as_tree([(0, 1), [(1, 0), [(2, 0)]]]) == (Keep(0, 1), Region((Keep(1), Region((Keep(2),)))))
+
+
+@pytest.mark.parametrize("slot_bytes", [1, 40, 150])
+def test_rounding_down_is_a_bound(slot_bytes):
+    tight = 0
+    for seed in range(20):
+        chain = magnified(random_chain(seed, 4, 2), seed)
+        high = interpret(chain, tuple(Keep(stage) for stage in range(4))).peak_bytes
+        table = Persistent(chain, high, slot_bytes=1)
+        for limit in range(0, high, max(1, high // 12)):
+            bound, best = least_cost(chain, limit, slot_bytes), table.cost(limit)
+
+            assert bound <= best, (seed, limit)
+            tight += bound == pytest.approx(best, rel=1e-4)
+    # It is near as well: with slots of one byte it is the best itself.
+    assert tight >= {1: 250, 40: 150, 150: 80}[slot_bytes]

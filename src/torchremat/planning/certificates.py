@@ -160,7 +160,6 @@ def claim_of(
     prediction: Prediction,
     *,
     unit: Cost,
-    cost: float,
     step: PlainStep | Unseen,
     limit_bytes: int,
 ) -> Claim:
@@ -171,10 +170,10 @@ def claim_of(
         tree: The tree.
         prediction: What it needs.
         unit: Of the costs.
-        cost: Of its recomputes.
         step: The plain step.
         limit_bytes: The budget without what lies there before a step.
     """
+    cost = prediction.seconds if unit == "seconds" else float(prediction.flops)
     flops = 3 * profile.units.trace.flops if isinstance(step, Unseen) else step.flops
     nested = underestimate(profile, unit)
     if nested is not None and not any(keep.option for keep in kept(tree)):

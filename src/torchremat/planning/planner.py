@@ -230,7 +230,6 @@ class Planner:
                 found.tree,
                 found.prediction,
                 unit=self.solver.cost_unit,
-                cost=found.cost,
                 step=self.plain_step,
                 limit_bytes=size - margin_bytes - self.fixed_bytes,
             ),

@@ -36,7 +36,7 @@ def underestimate(profile: Profile, cost: Cost) -> Underestimate | None:
         return None
     chain, counted = chain_of(profile, cost), set[int]()
     slack = max(0, -min(profile.extra_bytes.values(), default=0))
-    stages = [_stage(profile, unit, stage, counted, slack) for unit, stage in enumerate(chain.stages)]
+    stages = [_stage(profile, unit, cost, stage, counted, slack) for unit, stage in enumerate(chain.stages)]
     if any(
         not size.has_backward or not unit.inputs for unit, size in zip(profile.units.units, profile.sizes, strict=True)
     ):
@@ -45,9 +45,9 @@ def underestimate(profile: Profile, cost: Cost) -> Underestimate | None:
     return Underestimate(chain=replace(chain, stages=tuple(stages)), slack_bytes=slack)
 
 
-def _stage(profile: Profile, unit: int, stage: Stage, counted: set[int], slack: int) -> Stage:
+def _stage(profile: Profile, unit: int, cost: Cost, stage: Stage, counted: set[int], slack: int) -> Stage:
     own, size, trace = profile.units.units[unit], profile.sizes[unit], profile.units.trace
-    links = dict(own.links)
+    links, costs = dict(own.links), profile.costs[unit]
 
     def take(storages: set[int]) -> set[int]:
         """Count storages that are counted nowhere yet; those that live to the end whatever the plan is never are."""
@@ -75,10 +75,13 @@ def _stage(profile: Profile, unit: int, stage: Stage, counted: set[int], slack: 
         saves_external=bool(external) and external <= size.saved,
         backward_peak_bytes=during - base + max(0, profile.after_bytes.get((Moment.BACKWARD, unit), 0)),
     )
+    full, truncated = (
+        (costs.seconds, costs.seconds_truncated) if cost == "seconds" else (costs.flops, costs.flops_truncated)
+    )
     return replace(
         stage,
-        forward=stage.forward if size.has_backward else 0.0,
-        truncated=stage.truncated if size.has_backward else 0.0,
+        forward=full if size.has_backward else 0.0,
+        truncated=truncated if size.has_backward else 0.0,
         linked_bytes=bytes_of(linked),
         external_bytes=bytes_of(external),
         output_bytes=0,

@@ -1,0 +1,179 @@
+"""How far a plan can be from the best: what the bounds are made from, and what they say."""
+
+import random
+
+import pytest
+import torch
+from torch import nn
+
+import models
+import torchremat
+from planning.steps import CPU, mixtures, random_tree
+from torchremat.measuring.runs import subject_of
+from torchremat.planning import pulls
+from torchremat.planning.prediction import predict
+from torchremat.planning.pulls import Unseen, plain_step
+from torchremat.planning.underestimates import underestimate
+from torchremat.schedules.bounds import lower_bound
+from torchremat.schedules.interpreter import interpret
+
+
+def tiny(blocks=4):
+    return models.gpt_step(blocks=blocks, width=32, context=32, vocabulary=64)
+
+
+@pytest.fixture(scope="module")
+def planner():
+    return torchremat.Planner(*tiny(), cost="flops")
+
+
+@pytest.fixture(scope="module")
+def step_bytes(planner):
+    """What a plain step takes beside what lies there."""
+    return planner.peak_of(planner.solver.plain) - planner.fixed_bytes
+
+
+def seen(step, model, cost="flops"):
+    return plain_step(subject_of(step, model, None), CPU, cost, forward_seconds=1.0, peak_bytes=0)
+
+
+# ------------------------------------------------------------------------------------------- the plain step
+
+
+def test_a_plain_step_by_hand():
+    # 8 x 16 floats are 512 bytes. sin reads the product again, and the product the input, which was there before.
+    model, x = nn.Linear(16, 16, bias=False), torch.randn(8, 16)
+    found = seen(lambda model: model(x).sin().sum(), model)
+
+    flow = found.flow
+    (product, sine) = [one for one in flow.operators if one.name in ("aten.mm.default", "aten.sin.default")]
+    assert product.cost == 2 * 8 * 16 * 16 and sine.cost == 0
+    assert [flow.values[value].size_bytes for value in (*product.outputs, *sine.outputs)] == [512, 512]
+    assert {flow.values[value].size_bytes for value in product.inputs} == {0}
+    # The gradient of the product; the weight's, of 1024 bytes, is made of it and the input.
+    assert found.flops == 2 * product.cost
+    assert sum(product.outputs[0] in pull.reads for pull in found.pulls) >= 1
+    assert max(pull.beside_bytes for pull in found.pulls) == 512 + 512 + 4 + 1024 - 512
+
+
+def test_gradients_of_parameters_lie_there_before():
+    # They are added to what is there, so they do not pile up: what is live at the end is less than one of them.
+    model, step = tiny()
+    found = seen(step, model)
+
+    parameter_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    assert found.pulls[-1].beside_bytes < parameter_bytes / 10
+
+
+def test_buffers_that_are_written_take_nothing():
+    model, x = nn.Sequential(nn.Linear(4, 64), nn.BatchNorm1d(64)), torch.randn(8, 4)
+    found = seen(lambda model: model(x).square().sum(), model)
+
+    norm = next(one for one in found.flow.operators if "batch_norm" in one.name)
+    sizes = sorted(found.flow.values[value].size_bytes for value in norm.outputs)
+    assert sizes == [0, 0, 256, 256, 8 * 64 * 4]
+
+
+def test_seconds_are_those_of_the_forward():
+    model, step = tiny(blocks=1)
+
+    assert sum(one.cost for one in seen(step, model, "seconds").flow.operators) == pytest.approx(1.0)
+
+
+def test_a_step_that_does_not_fit_is_not_run(monkeypatch):
+    monkeypatch.setattr(pulls, "free_on", lambda device: 10)
+    found = plain_step(
+        subject_of(lambda model: 1 / 0, nn.Linear(2, 2), None), CPU, "flops", forward_seconds=1, peak_bytes=11
+    )
+
+    assert isinstance(found, Unseen) and "does not fit into memory" in found.reason
+
+
+# ------------------------------------------------------------------------------------------- underestimates
+
+
+@pytest.mark.parametrize("make", [tiny, lambda: models.unet_step(batch=1, size=8, width=8)], ids=["gpt", "unet"])
+def test_an_underestimate_takes_no_more_than_any_tree(make):
+    draw = random.Random(0)
+    for profile in mixtures(*make(), draw, 1):
+        low = underestimate(profile, "flops")
+        for _ in range(40):
+            tree = random_tree(profile.units, draw)
+            outcome, prediction = interpret(low.chain, tree), predict(profile, tree)
+
+            assert outcome.peak_bytes <= prediction.peak_bytes + low.slack_bytes
+            assert outcome.cost <= prediction.flops
+
+
+# --------------------------------------------------------------------------------------------- certificates
+
+
+def test_a_plan_that_recomputes_nothing_is_the_best(planner):
+    found = planner.plan("100%").certificate
+
+    assert (found.cost, found.bound_all, found.bound_persistent) == (0.0, 0.0, 0.0)
+    assert found.gap == found.gap_persistent == 0.0
+
+
+@pytest.mark.parametrize("share", [0.8, 0.5, 0.4])
+def test_a_plan_is_near_the_bound(planner, step_bytes, share):
+    plan = planner.plan(planner.fixed_bytes + int(share * step_bytes))
+
+    found = plan.certificate
+
+    assert found.cost == plan.recomputed_flops
+    assert found.step_cost == planner.plain_step.flops
+    assert 0 <= found.bound_all <= found.cost and 0 <= found.bound_persistent <= found.cost
+    assert 0 <= found.gap <= 0.06
+    if share == 0.4:
+        assert found.bound_all > 0.1 * found.step_cost
+
+
+def test_the_bound_holds_for_every_plan(planner, step_bytes):
+    # No plan for less, however it was found, costs less than the bound of a larger budget.
+    step = planner.plain_step
+    bounds = {share: lower_bound(step.flow, step.pulls, int(share * step_bytes)).cost for share in (0.9, 0.6, 0.4)}
+
+    for solver in planner.solver.solvers:
+        for one in solver._known.values():
+            for share, bound in bounds.items():
+                if one.prediction.peak_bytes <= share * step_bytes:
+                    assert one.prediction.flops >= bound
+
+
+def test_a_certificate_is_printed_and_kept(planner, step_bytes, tmp_path):
+    plan = planner.plan(planner.fixed_bytes + int(0.5 * step_bytes))
+    plan.save(tmp_path / "plan.json")
+    found = torchremat.Plan.load(tmp_path / "plan.json")
+
+    assert f"optimal    {plan.certificate.claim}" in str(plan)
+    assert found.certificate == plan.certificate
+    assert str(found) == str(plan)
+    assert "if a tensor is held as its whole storage or not at all" in str(found.certificate)
+
+
+def test_what_is_not_known_is_said(monkeypatch):
+    monkeypatch.setattr(pulls, "free_on", lambda device: 0)
+    planner = torchremat.Planner(*tiny(blocks=2), cost="flops")
+    found = planner.plan(planner.floor_bytes).certificate
+
+    assert found.bound_all is None and found.gap is None
+    assert found.bound_persistent is not None
+    assert "best of all schedules" not in found.claim
+    assert "missing: a step without any recompute" in str(found)
+
+
+def test_shares_are_rounded_up():
+    found = torchremat.Certificate(
+        unit="seconds",
+        cost=1.0,
+        step_cost=100.0,
+        bound_all=0.7999,
+        bound_persistent=None,
+        seconds=0.0,
+        assumptions=(),
+        missing=("nested regions: no chain",),
+    )
+
+    assert found.gap == pytest.approx(0.002001)
+    assert found.claim == "at most 0.3% of a step above the best of all schedules, in seconds"
