@@ -166,8 +166,8 @@ class GuardedStep(Generic[P, R]):
                 why_not = self._why_not(before, is_last=len(failed) == most)
                 if agreed(Outcome.GIVEN_UP if why_not else Outcome.FAILED, group) is Outcome.GIVEN_UP:
                     why_not = why_not or "another process cannot run it again"
-            before.put_back()
             free_unused()
+            before.put_back()
             if why_not:
                 self.attempts += (attempt,)
                 raise GuardError(self._report(failed, why_not, before), tuple(failed)) from error
