@@ -6,6 +6,7 @@ The table of contents, in the order of the architecture.
 from torchremat.errors import (
     BudgetError,
     CheckpointError,
+    GuardError,
     MutationError,
     OrderWarning,
     PipelineError,
@@ -33,6 +34,9 @@ from torchremat.planning.certificates import Certificate
 from torchremat.planning.fitting import fit
 from torchremat.planning.frontiers import Frontier, FrontierPoint
 from torchremat.planning.planner import Planner, frontier, plan
+from torchremat.planning.guarding.attempts import Attempt
+from torchremat.planning.guarding.steps import GuardedStep, guard
+from torchremat.planning.planner import Planner, plan
 from torchremat.planning.plans import Plan
 from torchremat.planning.verification import Report, verify
 from torchremat.regions.functions import checkpoint, checkpointed
@@ -54,6 +58,7 @@ from torchremat.tensors.tensor import SavedTensor
 __version__ = "0.1.0"
 
 __all__ = [
+    "Attempt",
     "BudgetError",
     "Certificate",
     "CheckpointError",
@@ -62,6 +67,8 @@ __all__ = [
     "Freed",
     "Frontier",
     "FrontierPoint",
+    "GuardError",
+    "GuardedStep",
     "Host",
     "Installation",
     "Keep",
@@ -99,6 +106,7 @@ __all__ = [
     "fit",
     "frontier",
     "frozen",
+    "guard",
     "install",
     "is_checkpointing",
     "is_recomputing",
