@@ -5,6 +5,7 @@ The table of contents, in the order of the architecture.
 
 from torchremat.errors import (
     BudgetError,
+    BudgetWarning,
     CheckpointError,
     MutationError,
     OrderWarning,
@@ -29,6 +30,7 @@ from torchremat.measuring.keeping import saved
 from torchremat.measuring.measurement import Measurement, measure
 from torchremat.measuring.saved_report import Saved, SavedReport
 from torchremat.pipeline.pipe import Pipe
+from torchremat.planning.adaptive import Adaptive
 from torchremat.planning.fitting import fit
 from torchremat.planning.planner import Planner, plan
 from torchremat.planning.plans import Plan
@@ -52,7 +54,9 @@ from torchremat.tensors.tensor import SavedTensor
 __version__ = "0.1.0"
 
 __all__ = [
+    "Adaptive",
     "BudgetError",
+    "BudgetWarning",
     "CheckpointError",
     "Compressed",
     "Disk",
