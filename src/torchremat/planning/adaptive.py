@@ -35,7 +35,7 @@ from torchremat.planning.chains import Cost
 from torchremat.planning.choosers import Chooser
 from torchremat.planning.families import Families, Family
 from torchremat.planning.fits import Cover, Shape
-from torchremat.planning.gauges import gauge
+from torchremat.planning.gauges import calls_noted, gauge
 from torchremat.planning.layout import Calls, calls_of, check_bare, installed
 from torchremat.planning.profiling import profile_subject
 from torchremat.planning.reading import Profile
@@ -364,36 +364,44 @@ class Adaptive(Generic[B]):
         has_regions = any(isinstance(node, Region) for node in chosen.tree)
         plan = installed(self._model, chosen.calls, chosen.tree, Settings()) if has_regions else nullcontext()
         with plan, gauge(self._device, wanted=wanted) as measured:
-            loss = loss_of(self._step(self._model, batch))
+            with calls_noted(self._model) if wanted else nullcontext() as names:
+                loss = loss_of(self._step(self._model, batch))
             result = loss.detach()
             run_backward(loss)
         del loss
         chosen.steps += 1
-        if measured.rise_bytes is not None:
-            self._compare(chosen, look, before_bytes + measured.rise_bytes)
         self.step_seconds += time.perf_counter() - start_s
+        if names is not None and names != chosen.family.names:
+            # Another way through the model than the shapes around take: the prediction was for none of this.
+            self._learn(look, batch)
+        if measured.rise_bytes is not None:
+            self._compare(chosen, look, batch, before_bytes + measured.rise_bytes)
         return result
+
+    def _knows(self, look: Look) -> bool:
+        return any(family.knows(look.shape) for family in self._families(look).families)
 
     def _before_bytes(self, look: Look) -> int:
         subject = subject_of(_bound(self._step, tensors=look.tensors), self._model, self._optimizer)
         return subject.before(self._device).total_bytes
 
-    def _compare(self, chosen: _Class, look: Look, measured_bytes: int) -> None:
+    def _compare(self, chosen: _Class, look: Look, batch: B, measured_bytes: int) -> None:
         """Take note of what a step has needed: what it was above its prediction is left free from now on."""
         family = chosen.family
         chosen.measured_bytes = max(measured_bytes, chosen.measured_bytes or 0)
         found = family.cover(look.shape, exact=True) or chosen.cover
-        chooser = self._choosers[id(family)]
-        rise_bytes = chooser.judged(found, chosen.split, chosen.tree).prediction.peak_bytes
-        fixed_bytes = _fixed_bytes(family, family.profile(found))
-        over = measured_bytes - fixed_bytes - rise_bytes - found.noise_bytes
-        if over > 0:
-            family.over_share = max(family.over_share, over / max(1, rise_bytes))
-        family.measured.append(look.shape)
+        prediction = self._choosers[id(family)].judged(found, chosen.split, chosen.tree).prediction
+        predicted_bytes = _fixed_bytes(family, family.profile(found)) + prediction.peak_bytes
+        over_bytes = measured_bytes - predicted_bytes - found.noise_bytes
+        if over_bytes > 0 and not self._knows(look):
+            self._learn(look, batch)
+        if family.knows(look.shape) or not self._knows(look):
+            family.measured.append(look.shape)
+            family.over_share = max(family.over_share, over_bytes / max(1, prediction.peak_bytes))
         if measured_bytes > self.budget_bytes and chosen.fits:
             said = (
                 f"a step of this shape ({look.words}) was measured at {format_bytes(measured_bytes)}, above the budget "
-                f"of {format_bytes(self.budget_bytes)} ({self._budget}); {format_bytes(fixed_bytes + rise_bytes)} were "
+                f"of {format_bytes(self.budget_bytes)} ({self._budget}); {format_bytes(predicted_bytes)} were "
                 "predicted. Its gradients are there. The plans for all shapes leave that much more free from now on."
             )
             if self._over == "raise":

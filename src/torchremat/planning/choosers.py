@@ -18,7 +18,7 @@ from torchremat.planning.solving import Candidate, Search, Solver
 from torchremat.schedules.chain import Tree
 
 # The limits of the ladder: this ratio apart, from the plain step down to the floor.
-_RUNG = 0.92
+_RUNG = 0.9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,8 +112,10 @@ class Chooser:
         """Return the tree of one limit of the ladder; None if it is below the floor."""
         search = self.search
         if number not in self._rungs:
-            found = search.solve(int(search.plain.prediction.peak_bytes * _RUNG**number))
-            self._rungs[number] = None if found is None else _found(search.grains, found)
+            limit_bytes = int(search.plain.prediction.peak_bytes * _RUNG**number)
+            trees = [one for solver in search.solvers if (one := solver.unpolished(limit_bytes)) is not None]
+            best = min(trees, key=lambda one: (one.cost, one.prediction.peak_bytes), default=None)
+            self._rungs[number] = None if best is None else _found(search.grains, best)
         return self._rungs[number]
 
 

@@ -70,6 +70,15 @@ class Family:
         """What plans hang on: they are made anew when it changes."""
         return self._changes, self.over_share
 
+    def knows(self, shape: Shape) -> bool:
+        """Return whether a shape was learned."""
+        return shape in self.shapes
+
+    @property
+    def names(self) -> list[str]:
+        """The modules that are called, in order."""
+        return [call.name for call in self.largest.coarse.units.trace.calls]
+
     @property
     def largest(self) -> Grains:
         """The profile at the largest shape."""
@@ -78,7 +87,7 @@ class Family:
     def cover(self, shape: Shape, *, exact: bool = False) -> Cover | None:
         """Return how figures at a shape follow from the learned ones; None if they do not, or reach not so far."""
         found = cover(self.shapes, shape, exact=exact)
-        return found if found is not None and self.beyond(found.shape) <= _REACH_OCTAVES else None
+        return found if found is not None and self.beyond(shape) <= _REACH_OCTAVES else None
 
     def beyond(self, shape: Shape) -> float:
         """Return by how many octaves a shape is beyond all that were seen, in the worst dimension."""

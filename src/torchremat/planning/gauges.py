@@ -1,14 +1,17 @@
-"""The peak of a real step, as the allocator saw it."""
+"""What a real step did: its peak, as the allocator saw it, and the calls that it made."""
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from torchremat.measuring.allocator import profiler_is_active, record_allocations
+from torchremat.measuring.interrupts import uninterrupted
+from torchremat.measuring.modules import visible_modules
 
 
 @dataclass
@@ -42,3 +45,20 @@ def gauge(device: torch.device, *, wanted: bool) -> Generator[Gauge]:
         found.rise_bytes = recorder.trace.peak_bytes
     else:
         yield found
+
+
+@contextmanager
+def calls_noted(model: nn.Module) -> Generator[list[str]]:
+    """Note the names of the modules that are called in a block, in order."""
+    names: list[str] = []
+
+    def note(name: str) -> Callable[[nn.Module, object], None]:
+        return lambda module, args: names.append(name)
+
+    handles = [module.register_forward_pre_hook(note(name)) for name, module in visible_modules(model)]
+    try:
+        yield names
+    finally:
+        with uninterrupted():
+            for handle in handles:
+                handle.remove()
