@@ -5,6 +5,7 @@ The table of contents, in the order of the architecture.
 
 from torchremat.errors import (
     BudgetError,
+    BudgetWarning,
     CheckpointError,
     GuardError,
     MutationError,
@@ -31,6 +32,7 @@ from torchremat.measuring.measurement import Measurement, measure
 from torchremat.measuring.saved_report import Saved, SavedReport
 from torchremat.pipeline.pipe import Pipe
 from torchremat.planning.certificates import Certificate
+from torchremat.planning.adaptive import Adaptive
 from torchremat.planning.fitting import fit
 from torchremat.planning.frontiers import Frontier, FrontierPoint
 from torchremat.planning.planner import Planner, frontier, plan
@@ -61,6 +63,9 @@ __all__ = [
     "Attempt",
     "BudgetError",
     "Certificate",
+    "Adaptive",
+    "BudgetError",
+    "BudgetWarning",
     "CheckpointError",
     "Compressed",
     "Disk",

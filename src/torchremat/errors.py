@@ -17,6 +17,7 @@
     ├── VersionError       (ImportError)   this torch lacks a name that a part needs
     └── WrapError          (ValueError)    modules that cannot be wrapped, or a pattern that matches none
 
+    BudgetWarning          (UserWarning)   a step above its budget, if that was asked to be a warning
     ShapeWarning           (UserWarning)   a call larger than those planned for
     OrderWarning           (UserWarning)   a model that called its modules in another order than planned
     StoreWarning           (UserWarning)   a store without room, so that a tensor stays where it is
@@ -109,6 +110,10 @@ class VersionError(TorchrematError, ImportError):
 
 class WrapError(TorchrematError, ValueError):
     """Modules that cannot be wrapped, or a pattern that matches none."""
+
+
+class BudgetWarning(UserWarning):
+    """A step above its budget, where that was asked to be a warning and no error."""
 
 
 class ShapeWarning(UserWarning):

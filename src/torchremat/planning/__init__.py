@@ -6,4 +6,7 @@ memory, prediction      the exact interpreter, and what it says of a tree
 chains, mixing, solving candidates, judged
 plans, files, planner   a plan as data, and how it is made
 verification, fitting   one real step
+batches, figures, fits  figures at shapes that nobody has run
+families, choosers      which shapes are alike, and the tree for each
+gauges, adaptive        steps of changing shapes, measured
 """

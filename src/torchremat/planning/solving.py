@@ -184,13 +184,16 @@ class Solver:
 
     def solve(self, limit_bytes: int) -> Candidate | None:
         """Return the cheapest tree found whose predicted peak is at most the limit; None if none was, see `floor`."""
+        found = self.unpolished(limit_bytes)
+        return None if found is None else self.polished(found, limit_bytes)
+
+    def unpolished(self, limit_bytes: int) -> Candidate | None:
+        """Return what `solve` starts its polish from."""
         if self.plain.prediction.peak_bytes <= limit_bytes:
             return self.plain
         found = [*self.persistent(limit_bytes), *self.uniform]
         fitting = [one for one in found if one.prediction.peak_bytes <= limit_bytes]
-        if not fitting:
-            return None
-        return self.polished(min(fitting, key=lambda one: (one.cost, one.prediction.peak_bytes)), limit_bytes)
+        return min(fitting, key=lambda one: (one.cost, one.prediction.peak_bytes), default=None)
 
     def persistent(self, limit_bytes: int) -> Iterator[Candidate]:
         """Yield optimal trees of the chain, closing in on the one of the most slots whose exact peak fits."""

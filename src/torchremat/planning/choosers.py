@@ -1,0 +1,125 @@
+"""The tree for a shape, in milliseconds: trees are searched for at one shape, and judged at another.
+
+A search builds tables, which takes as long as some steps. What it finds depends on the ratios of bytes and costs, and
+those change slowly with the shape. So the trees of a ladder of limits are found at the largest shape that was learned,
+each when it is first needed; at any other shape the fitted profile says exactly which of them fits, and regions that
+the limit leaves room for are dissolved.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torchremat.planning.chains import Cost
+from torchremat.planning.families import Family
+from torchremat.planning.fits import Cover
+from torchremat.planning.profiling import Grains
+from torchremat.planning.solving import Candidate, Search, Solver
+from torchremat.schedules.chain import Tree
+
+# The limits of the ladder: this ratio apart, from the plain step down to the floor.
+_RUNG = 0.9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """A tree, and the calls whose units it takes apart."""
+
+    split: frozenset[int]
+    tree: Tree
+
+
+class Chooser:
+    """Chooses trees for the shapes of a family."""
+
+    def __init__(self, family: Family, cost: Cost) -> None:
+        self.family = family
+        self.cost_unit: Cost = cost
+        self._search: Search | None = None
+        self._rungs: dict[int, Found | None] = {}
+
+    def choose(self, cover: Cover, limit_bytes: int) -> tuple[Candidate, frozenset[int]] | None:
+        """Return the cheapest tree found whose peak at a shape is at most the limit, and the calls that it splits.
+
+        Args:
+            cover: The shape.
+            limit_bytes: Over the bytes at the start of the step; what the prediction may be off by is left free.
+        """
+        solvers: dict[frozenset[int], Solver] = {}
+
+        def judged(found: Found) -> Candidate:
+            if found.split not in solvers:
+                solvers[found.split] = Solver(self.family.profile(cover, found.split), self.cost_unit)
+            return solvers[found.split].judged(found.tree)
+
+        def fits(one: Candidate) -> bool:
+            peak = one.prediction.peak_bytes
+            return peak + self.family.spare_bytes(cover, peak) <= limit_bytes
+
+        whole = frozenset[int]()
+        plain = Solver(self.family.profile(cover), self.cost_unit).plain
+        if fits(plain):
+            return plain, whole
+        best: tuple[Candidate, frozenset[int]] | None = None
+        for rung in self._down_from(plain, limit_bytes):
+            found = self.rung(rung)
+            if found is None:
+                break
+            candidate = judged(found)
+            if fits(candidate):
+                best = candidate, found.split
+                break
+        if best is None:
+            found = self.floor
+            candidate = judged(found)
+            return (candidate, found.split) if fits(candidate) else None
+        candidate, split = best
+        spare = self.family.spare_bytes(cover, candidate.prediction.peak_bytes)
+        polished = solvers[split].polished(candidate, limit_bytes - spare)
+        return (polished if fits(polished) else candidate), split
+
+    def lowest(self, cover: Cover) -> tuple[Candidate, frozenset[int]]:
+        """Return the tree that needs least, at a shape."""
+        found = self.floor
+        return self.judged(cover, found.split, found.tree), found.split
+
+    def judged(self, cover: Cover, split: frozenset[int], tree: Tree) -> Candidate:
+        """Return a tree with its prediction at a shape."""
+        return Solver(self.family.profile(cover, split), self.cost_unit).judged(tree)
+
+    @property
+    def search(self) -> Search:
+        """The search at the largest shape learned."""
+        grains = self.family.largest
+        if self._search is None or self._search.grains is not grains:
+            self._search = Search(grains, self.cost_unit)
+            self._rungs.clear()
+        return self._search
+
+    @property
+    def floor(self) -> Found:
+        """The lowest tree found."""
+        return _found(self.search.grains, self.search.floor)
+
+    def _down_from(self, plain: Candidate, limit_bytes: int) -> range:
+        """The rungs to try: from a little more than this limit is of the plain step, down to nothing."""
+        share, first = limit_bytes / max(1, plain.prediction.peak_bytes), 0
+        while _RUNG ** (first + 1) >= share:
+            first += 1
+        return range(max(0, first - 1), first + 60)
+
+    def rung(self, number: int) -> Found | None:
+        """Return the tree of one limit of the ladder; None if it is below the floor."""
+        search = self.search
+        if number not in self._rungs:
+            limit_bytes = int(search.plain.prediction.peak_bytes * _RUNG**number)
+            trees = [one for solver in search.solvers if (one := solver.unpolished(limit_bytes)) is not None]
+            best = min(trees, key=lambda one: (one.cost, one.prediction.peak_bytes), default=None)
+            self._rungs[number] = None if best is None else _found(search.grains, best)
+        return self._rungs[number]
+
+
+def _found(grains: Grains, candidate: Candidate) -> Found:
+    kept = {unit.calls for unit in candidate.profile.units.units}
+    split = frozenset(unit.calls[0] for unit in grains.coarse.units.units if unit.calls not in kept)
+    return Found(split=split, tree=candidate.tree)

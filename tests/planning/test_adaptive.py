@@ -1,0 +1,675 @@
+"""Steps of changing shapes: within the budget, with the plain step's gradients, on a model that stays as it was."""
+
+import math
+import random
+import threading
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import models
+from planning.steps import CPU, fingerprint
+from torchremat import Adaptive, BudgetError, BudgetWarning, PlanError, StepError, UnsupportedError, wrap
+from torchremat.measuring.allocator import record_allocations
+from torchremat.measuring.before import bytes_before
+from torchremat.planning import gauges
+from torchremat.planning.figures import figures_of, form_of, with_figures
+from torchremat.planning.fits import cover
+from torchremat.planning.prediction import predict
+from torchremat.planning.profiling import profile
+from torchremat.planning.watching import every_unit
+
+BATCH = 2
+
+
+def step(model, tokens):
+    return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def tokens(length, *, batch=BATCH, seed=0):
+    return torch.randint(0, 64, (batch, length + 1), generator=torch.Generator().manual_seed(seed))
+
+
+def gpt(**options):
+    torch.manual_seed(0)
+    return models.GPT(**{"blocks": 3, "width": 32, "heads": 2, "context": 512, "vocabulary": 64} | options)
+
+
+def fixed_bytes(model):
+    """Parameters, and gradients of the same size."""
+    return 2 * sum(4 * parameter.numel() for parameter in model.parameters())
+
+
+def plain_bytes(model, run, batch):
+    """The allocator's peak of a plain step with all that lay there before."""
+    peak = peak_bytes(model, lambda: run(model, batch).backward(), batch)
+    gradients(model)
+    return peak
+
+
+def peak_bytes(model, run, batch):
+    for parameter in model.parameters():
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    before = bytes_before(models=[model], leaves=list(model.parameters()), optimizer=None, inputs=[batch], device=CPU)
+    with record_allocations(CPU) as recorder:
+        run()
+    return before.total_bytes + recorder.trace.peak_bytes
+
+
+def gradients(model):
+    found = [parameter.grad for parameter in model.parameters()]
+    for parameter in model.parameters():
+        parameter.grad = None
+    return found
+
+
+def equal(one, other):
+    return all(a is b is None or torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.fixture(scope="module")
+def learned():
+    """A model, an Adaptive for it that has learned three lengths, and its budget: about a half of a plain step's peak.
+
+    At 200 tokens that is; at 60 the plain step fits.
+    """
+    model = gpt()
+    plain = plain_bytes(model, step, tokens(200))
+    budget = fixed_bytes(model) + (plain - fixed_bytes(model)) // 2
+    adaptive = Adaptive(model, step, budget=budget, cost="flops")
+    adaptive.learn(tokens(16), tokens(40), tokens(64))
+    return model, adaptive, budget
+
+
+# ------------------------------------------------------------------------------------------------------------- figures
+
+
+@pytest.fixture(scope="module")
+def grains():
+    model = gpt()
+    return {length: profile(model, partial(step, tokens=tokens(length))) for length in (16, 40, 64, 200)}
+
+
+def test_figures_make_the_profile_that_they_are_of(grains):
+    own, other = grains[40].coarse, grains[16].coarse
+
+    made = with_figures(other, figures_of(own))
+
+    assert figures_of(made).tolist() == figures_of(own).tolist()
+    assert predict(made, every_unit(made.units)).peak_bytes == predict(own, every_unit(own.units)).peak_bytes
+
+
+def test_a_fit_of_three_lengths_is_exact_at_a_fourth_three_times_as_long(grains):
+    known = (16, 40, 64)
+    found = cover([(length,) for length in known], (200,), exact=True)
+
+    for own in ("coarse", "fine"):
+        real = getattr(grains[200], own)
+        table = [figures_of(getattr(grains[length], own)) for length in known]
+        made = with_figures(getattr(grains[64], own), found.weights @ table)
+        for tree in (every_unit(real.units), every_unit(real.units, 2)):
+            assert predict(made, tree).peak_bytes == pytest.approx(predict(real, tree).peak_bytes, abs=1024)
+            assert predict(made, tree).flops == predict(real, tree).flops
+
+
+def test_shapes_that_take_the_same_way_have_the_same_form(grains):
+    assert form_of(grains[16]) == form_of(grains[200])
+
+
+# --------------------------------------------------------------------------------------------------------------- steps
+
+
+@pytest.mark.parametrize("length", [16, 33, 60, 100, 128, 200])
+def test_gradients_are_those_of_the_plain_step(learned, length):
+    model, adaptive, _ = learned
+    batch = tokens(length, seed=length)
+    loss = step(model, batch)
+    loss.backward()
+    expected = gradients(model)
+
+    found = adaptive(batch)
+
+    assert torch.equal(found, loss.detach())
+    assert not found.requires_grad
+    assert equal(gradients(model), expected)
+
+
+def test_no_step_of_random_lengths_is_above_the_budget(learned):
+    model, adaptive, budget = learned
+    rng = random.Random(1)
+    lengths = [round(math.exp(rng.uniform(math.log(16), math.log(200)))) for _ in range(40)]
+
+    peaks = [peak_bytes(model, partial(adaptive, tokens(n)), tokens(n)) for n in lengths]
+    assert max(peaks) <= budget
+    assert max(peaks) > 0.9 * budget
+    assert adaptive.learned == 3
+    assert plain_bytes(model, step, tokens(max(lengths))) > budget
+
+
+def test_short_batches_are_not_recomputed_and_long_ones_are():
+    model = gpt()
+    calls = []
+    model.blocks[1].up.register_forward_pre_hook(lambda *_: calls.append(1))
+    plain = plain_bytes(model, step, tokens(200))
+    adaptive = Adaptive(model, step, budget=int(0.6 * plain), cost="flops")
+    adaptive.learn(tokens(16), tokens(40), tokens(64))
+
+    counts = []
+    for length in (20, 200):
+        calls.clear()
+        adaptive(tokens(length))
+        counts.append(len(calls))
+
+    assert counts == [1, 2]
+    short, long = adaptive.plans
+    assert (short.recomputed_flops, short.slowdown) == (0, 1.0)
+    assert long.recomputed_flops > 0
+    assert long.shape == (BATCH, 208)  # 201 tokens with the last target, in the class of 193 to 208
+    assert "2 x 208" in str(adaptive)
+
+
+def test_predictions_are_the_measured_peaks(learned):
+    model, adaptive, _ = learned
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+
+    adaptive(tokens(127))  # 128 tokens: the largest of its class
+    gradients(model)
+
+    own = next(one for one in adaptive.plans if one.shape == (BATCH, 128))
+    if own.measured_bytes is not None:
+        assert own.measured_bytes == pytest.approx(own.peak_bytes, rel=0.002)
+    assert any(one.measured_bytes is not None for one in adaptive.plans)
+
+
+def test_lengths_that_come_back_are_planned_once(learned):
+    _, adaptive, _ = learned
+    adaptive(tokens(90))
+    planned = {one.shape: one.steps for one in adaptive.plans}
+
+    adaptive(tokens(90))
+    adaptive(tokens(91))
+
+    after = {one.shape: one.steps for one in adaptive.plans}
+    assert after.keys() == planned.keys()
+    assert sum(after.values()) == sum(planned.values()) + 2
+
+
+def test_the_first_batches_are_learned_if_nobody_has():
+    model = gpt(blocks=2, width=16)
+    adaptive = Adaptive(model, step, budget="1GiB", cost="flops")
+
+    for length in (15, 31, 30, 63, 50, 100):
+        adaptive(tokens(length))
+
+    assert adaptive.learned == 3
+    adaptive(tokens(400))  # more than four times what was seen? 401 / 101 is less
+    assert adaptive.learned == 3
+
+
+def test_far_beyond_the_shapes_seen_a_batch_is_learned():
+    model = gpt(blocks=2, width=16)
+    adaptive = Adaptive(model, step, budget="1GiB", cost="flops")
+    adaptive.learn(tokens(7), tokens(15), tokens(31))
+
+    adaptive(tokens(300))
+
+    assert adaptive.learned == 4
+
+
+def test_batch_and_length_vary():
+    model = gpt(blocks=2, width=16)
+    plain = plain_bytes(model, step, tokens(128, batch=5))
+    budget = fixed_bytes(model) + (plain - fixed_bytes(model)) * 7 // 10
+    adaptive = Adaptive(model, step, budget=budget, cost="flops")
+    adaptive.learn(*(tokens(t, batch=b) for b, t in [(2, 16), (3, 16), (5, 16), (2, 40), (5, 40), (4, 70)]))
+
+    peaks = [
+        peak_bytes(model, lambda b=b, t=t: adaptive(tokens(t, batch=b)), tokens(t, batch=b))
+        for b, t in [(5, 128), (3, 100), (2, 128), (2, 33), (4, 20)]
+    ]
+
+    assert max(peaks) <= budget
+    assert adaptive.learned == 6
+    assert any(one.recomputed_flops for one in adaptive.plans)
+    assert not all(one.recomputed_flops for one in adaptive.plans)
+
+
+def test_a_ragged_last_batch_needs_no_profile(learned):
+    model, adaptive, _ = learned
+    batch = tokens(60, batch=2)[:2]
+    learned_before = adaptive.learned
+
+    adaptive(batch)
+
+    assert adaptive.learned == learned_before
+    gradients(model)
+
+
+class TwoWays(nn.Module):
+    """Takes another way through itself where there are more than 40 rows."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.ModuleList(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(3))
+        self.last = nn.Linear(16, 16)
+
+    def forward(self, x):
+        for block in self.first:
+            x = x + block(x)
+            if len(x) > 40:
+                x = torch.tanh(self.last(x))
+        return x
+
+
+def squares(model, x):
+    return model(x).square().mean()
+
+
+def test_shapes_of_another_code_path_are_another_family():
+    model = TwoWays()
+    adaptive = Adaptive(model, squares, budget=240_000, cost="flops")
+    plain = [torch.randn(rows, 16) for rows in (8, 16, 32, 64, 80, 120, 20, 100, 36, 42)]
+
+    for x in plain:
+        squares(model, x).backward()
+        expected = gradients(model)
+        adaptive(x)
+        assert equal(gradients(model), expected)
+
+    (families,) = adaptive._kinds.values()
+    below, above = families.families
+    assert all(shape[0] <= 40 for shape in below.shapes)
+    assert all(shape[0] > 40 for shape in above.shapes)
+
+
+class AtRandom(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(12))
+
+    def forward(self, x):
+        for place, layer in enumerate(self.layers):
+            if len(x) >> place & 1:
+                x = layer(x).relu()
+        return self.layers[0](x)
+
+
+def test_ever_other_ways_are_an_error():
+    adaptive = Adaptive(AtRandom(), squares, budget="1GiB", cost="flops")
+
+    with pytest.raises(StepError, match="has taken 9 different ways through the model"):
+        adaptive.learn(*(torch.randn(rows, 4) for rows in range(1, 2000, 7)))
+
+
+def test_training_and_evaluation_are_learned_apart():
+    model = gpt(blocks=2, width=16, dropout=0.5)
+    adaptive = Adaptive(model, step, budget="1GiB", cost="flops")
+    adaptive(tokens(16))
+
+    model.eval()
+    adaptive(tokens(16))
+    model.train()
+    adaptive(tokens(16))
+
+    assert adaptive.learned == 2
+    assert len(adaptive._kinds) == 2
+
+
+def test_dropout_draws_the_same_numbers():
+    model = gpt(dropout=0.3)
+    plain = plain_bytes(model, step, tokens(100))
+    adaptive = Adaptive(model, step, budget=fixed_bytes(model) + (plain - fixed_bytes(model)) * 6 // 10, cost="flops")
+    torch.manual_seed(3)
+    step(model, tokens(100)).backward()
+    expected, after = gradients(model), torch.get_rng_state()
+
+    torch.manual_seed(3)
+    adaptive(tokens(100))
+
+    assert adaptive.plans[0].recomputed_flops > 0
+    assert torch.equal(torch.get_rng_state(), after)
+    assert equal(gradients(model), expected)
+
+
+# ------------------------------------------------------------------------------------------------------------- batches
+
+
+@dataclass
+class Batch:
+    words: torch.Tensor
+    targets: torch.Tensor
+    number: int = 0
+
+
+def of_kind(kind, length):
+    own = tokens(length)
+    words, targets = own[:, :-1], own[:, 1:]
+    return {
+        "tuple": (words, targets),
+        "dict": {"words": words, "targets": targets},
+        "dict turned round": {"targets": targets, "words": words},
+        "dataclass": Batch(words, targets),
+        "list of strings": [" ".join(map(str, row)) for row in own.tolist()],
+    }[kind]
+
+
+def of_any_kind(model, batch):
+    if isinstance(batch, Batch):
+        words, targets = batch.words, batch.targets
+    elif isinstance(batch, dict):
+        words, targets = batch["words"], batch["targets"]
+    elif isinstance(batch, list):
+        own = torch.tensor([[int(word) for word in row.split()] for row in batch])
+        words, targets = own[:, :-1], own[:, 1:]
+    else:
+        words, targets = batch
+    return F.cross_entropy(model(words).flatten(0, 1), targets.flatten())
+
+
+@pytest.mark.parametrize("kind", ["tuple", "dict", "dataclass", "list of strings"])
+def test_batches_of_any_kind(kind):
+    model = gpt(blocks=2, width=16)
+    shape = (lambda rows: (len(rows), len(rows[0].split()))) if kind == "list of strings" else None
+    adaptive = Adaptive(model, of_any_kind, budget="1GiB", cost="flops", shape=shape)
+    adaptive.learn(*(of_kind(kind, length) for length in (8, 16, 32)))
+    of_any_kind(model, of_kind(kind, 20)).backward()
+    expected = gradients(model)
+
+    adaptive(of_kind(kind, 20))
+
+    assert equal(gradients(model), expected)
+    assert adaptive.learned == 3
+
+
+def test_the_order_of_keys_is_no_matter():
+    model = gpt(blocks=2, width=16)
+    adaptive = Adaptive(model, of_any_kind, budget="1GiB", cost="flops")
+    adaptive(of_kind("dict", 16))
+
+    adaptive(of_kind("dict turned round", 16))
+
+    assert adaptive.learned == 1
+
+
+def test_a_batch_without_tensors_needs_a_shape():
+    adaptive = Adaptive(gpt(blocks=2, width=16), of_any_kind, budget="1GiB")
+
+    with pytest.raises(StepError, match=r"a list, has no tensors in plain sight.* `shape=`"):
+        adaptive(of_kind("list of strings", 8))
+
+
+@pytest.mark.parametrize("shape", [(), (3, -1), (2.0,), None, (True,)])
+def test_a_shape_that_is_none(shape):
+    adaptive = Adaptive(gpt(blocks=2, width=16), step, budget="1GiB", shape=lambda _: shape)
+
+    with pytest.raises(StepError, match="a tuple of sizes is needed"):
+        adaptive(tokens(8))
+
+
+# --------------------------------------------------------------------------------------------------------- the budget
+
+
+@pytest.fixture
+def tight():
+    """An Adaptive for which batches of 200 tokens are too large."""
+    model = gpt(blocks=2, width=16)
+    return model, fixed_bytes(model) + 100_000
+
+
+def test_a_batch_that_no_plan_fits_is_not_run(tight):
+    model, budget = tight
+    adaptive = Adaptive(model, step, budget=budget, cost="flops")
+    adaptive.learn(tokens(8), tokens(16), tokens(50))
+    before = fingerprint(model)
+
+    with pytest.raises(BudgetError, match=r"no plan fits .* for this batch \(batch 2 x 201\); it was not run"):
+        adaptive(tokens(200))
+
+    assert before.changes(fingerprint(model)) == []
+    adaptive(tokens(8))
+
+
+def test_the_smallest_budget_that_works_works(tight):
+    model, budget = tight
+    with pytest.raises(BudgetError) as error:
+        Adaptive(model, step, budget=budget, cost="flops")(tokens(200))
+    smallest = int(str(error.value).partition("works: ")[2].partition(" bytes")[0])
+
+    Adaptive(model, step, budget=smallest, cost="flops")(tokens(200))
+
+
+def test_with_a_warning_it_runs_in_as_little_as_can_be(tight):
+    model, budget = tight
+    adaptive = Adaptive(model, step, budget=budget, cost="flops", over="warn")
+    adaptive.learn(tokens(8), tokens(16), tokens(50))
+
+    with pytest.warns(BudgetWarning, match="no plan fits"):
+        adaptive(tokens(200))
+    adaptive(tokens(200))  # warned once
+
+    (own,) = adaptive.plans
+    assert own.steps == 2
+    assert own.recomputed_flops > 0
+
+
+@pytest.mark.parametrize("over", ["raise", "warn"])
+def test_a_step_above_the_budget_is_told_and_the_next_plans_leave_more(monkeypatch, over):
+    model = gpt()
+    rise = plain_bytes(model, step, tokens(200)) - fixed_bytes(model)
+    budget = fixed_bytes(model) + int(0.8 * rise)
+    adaptive = Adaptive(model, step, budget=budget, cost="flops", over=over)
+    adaptive.learn(tokens(16), tokens(40), tokens(64))
+    step(model, tokens(150)).backward()
+    expected = gradients(model)
+    for parameter in model.parameters():  # else they lie there after the step alone, which then needs less
+        parameter.grad = torch.zeros_like(parameter)
+    real = gauges.record_allocations
+    monkeypatch.setattr(gauges, "record_allocations", lambda device: _Needing(real(device), rise // 5))
+
+    with pytest.raises(BudgetError, match="measured at") if over == "raise" else pytest.warns(BudgetWarning):
+        adaptive(tokens(150))
+
+    assert equal(gradients(model), expected)  # they are there all the same
+    monkeypatch.undo()
+    (loose,) = adaptive.plans
+    assert loose.recomputed_flops == 0
+    assert loose.measured_bytes > budget
+    adaptive(tokens(150))
+    tight = next(one for one in adaptive.plans if one.recomputed_flops)
+    assert tight.peak_bytes < loose.peak_bytes
+
+
+class _Needing:
+    """A recorder that saw a higher peak."""
+
+    def __init__(self, inner, extra):
+        self.inner, self.extra = inner, extra
+
+    def __enter__(self):
+        self.recorder = self.inner.__enter__()
+        return self
+
+    def __exit__(self, *error):
+        return self.inner.__exit__(*error)
+
+    @property
+    def trace(self):
+        return SimpleNamespace(peak_bytes=self.recorder.trace.peak_bytes + self.extra)
+
+
+def test_an_optimizer_counts():
+    model = gpt(blocks=2, width=16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    adaptive = Adaptive(model, step, budget="1GiB", cost="flops", optimizer=optimizer)
+
+    adaptive(tokens(16))
+    bare = Adaptive(model, step, budget="1GiB", cost="flops")
+    bare(tokens(16))
+
+    assert not optimizer.state
+    state = sum(4 * p.numel() for p in model.parameters())
+    assert adaptive.plans[0].peak_bytes == bare.plans[0].peak_bytes + state
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"budget": "60%"}, "another for each shape"),
+        ({"budget": 0}, "budget|size"),
+        ({"budget": "1GiB", "cost": "joules"}, "cost='joules'"),
+        ({"budget": "1GiB", "over": "ignore"}, "over='ignore'"),
+        ({"budget": "1GiB", "classes": 0}, "classes=0"),
+    ],
+)
+def test_bad_options(options, said):
+    with pytest.raises(BudgetError, match=said):
+        Adaptive(gpt(blocks=2, width=16), step, **options)
+
+
+@pytest.mark.parametrize("bad", [None, 3])
+def test_a_step_that_is_none(bad):
+    with pytest.raises(StepError, match="step"):
+        Adaptive(gpt(blocks=2, width=16), bad, budget="1GiB")
+
+
+def test_a_wrapped_model_is_refused(learned):
+    model = gpt(blocks=2, width=16)
+    adaptive = Adaptive(model, step, budget="1GiB", cost="flops")
+    wrap(model, "blocks.1")
+
+    with pytest.raises(PlanError, match="wrapped modules already"):
+        adaptive(tokens(8))
+    with pytest.raises(PlanError, match="wrapped modules already"):
+        Adaptive(model, step, budget="1GiB")
+
+
+# --------------------------------------------------------------------------------------------------------- what stays
+
+
+def test_nothing_stays_on_the_model(learned):
+    model, adaptive, _ = learned
+    gradients(model)
+    before = fingerprint(model)
+
+    adaptive(tokens(180))
+    gradients(model)
+
+    assert before.changes(fingerprint(model)) == []
+
+
+@pytest.mark.parametrize("place", ["forward", "backward", "recompute"])
+@pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt])
+def test_an_error_in_a_step_leaves_the_model(place, kind):
+    model = gpt()
+    failing = []
+
+    def run(model, batch):
+        loss = step(model, batch)
+        if failing and place == "forward":
+            raise kind("on purpose")
+        if failing and place == "backward":
+            loss.register_hook(_raiser(kind))
+        return loss
+
+    plain = plain_bytes(model, run, tokens(100))
+    adaptive = Adaptive(model, run, budget=int(0.6 * plain), cost="flops")
+    adaptive(tokens(100))
+    gradients(model)
+    assert adaptive.plans[0].recomputed_flops > 0
+    calls = []
+
+    def counted(*_):
+        calls.append(1)
+        if failing and place == "recompute" and len(calls) == 2:
+            raise kind("on purpose")
+
+    model.blocks[1].up.register_forward_pre_hook(counted)
+    before = fingerprint(model)
+
+    failing.append(1)
+    with pytest.raises(kind, match="on purpose"):
+        adaptive(tokens(100))
+    failing.clear()
+    gradients(model)
+
+    assert before.changes(fingerprint(model)) == []
+    adaptive(tokens(100))
+
+
+def _raiser(kind):
+    def hook(_):
+        raise kind("on purpose")
+
+    return hook
+
+
+def test_two_threads_at_once_are_refused():
+    model = gpt(blocks=2, width=16)
+    inside, go, errors = threading.Event(), threading.Event(), []
+
+    def run(model, batch):
+        if threading.current_thread() is not threading.main_thread():
+            inside.set()
+            go.wait(30)
+        return step(model, batch)
+
+    adaptive = Adaptive(model, run, budget="1GiB", cost="flops")
+    adaptive(tokens(8))
+    worker = threading.Thread(target=lambda: adaptive(tokens(8)))
+    worker.start()
+    inside.wait(30)
+    try:
+        adaptive(tokens(8))
+    except UnsupportedError as error:
+        errors.append(str(error))
+    go.set()
+    worker.join()
+
+    assert "another step of this Adaptive is running" in errors[0]
+    adaptive(tokens(8))
+    assert sum(one.steps for one in adaptive.plans) == 3
+
+
+def test_no_more_plans_are_kept_than_asked_for():
+    model = gpt(blocks=2, width=16)
+    adaptive = Adaptive(model, step, budget="1GiB", cost="flops", classes=3)
+    adaptive.learn(tokens(8), tokens(16), tokens(32))
+
+    for length in range(8, 31, 2):
+        adaptive(tokens(length))
+
+    assert [one.shape[1] for one in adaptive.plans] == [28, 30, 32]
+
+
+def test_closed():
+    model = gpt(blocks=2, width=16)
+    with Adaptive(model, step, budget="1GiB", cost="flops") as adaptive:
+        adaptive(tokens(8))
+
+    assert adaptive.plans == ()
+    with pytest.raises(UnsupportedError, match="is closed"):
+        adaptive(tokens(8))
+    with pytest.raises(UnsupportedError, match="is closed"):
+        adaptive.learn(tokens(8))
+
+
+def test_without_grad_mode_there_is_nothing_to_plan(learned):
+    _, adaptive, _ = learned
+    with torch.no_grad(), pytest.raises(StepError, match="grad mode is off"):
+        adaptive(tokens(8))
+
+
+def test_several_processes_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+
+    with pytest.raises(UnsupportedError, match="2 train together here"):
+        Adaptive(gpt(blocks=2, width=16), step, budget="1GiB")
