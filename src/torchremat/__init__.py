@@ -31,14 +31,13 @@ from torchremat.measuring.keeping import saved
 from torchremat.measuring.measurement import Measurement, measure
 from torchremat.measuring.saved_report import Saved, SavedReport
 from torchremat.pipeline.pipe import Pipe
-from torchremat.planning.certificates import Certificate
 from torchremat.planning.adaptive import Adaptive
+from torchremat.planning.certificates import Certificate
 from torchremat.planning.fitting import fit
 from torchremat.planning.frontiers import Frontier, FrontierPoint
-from torchremat.planning.planner import Planner, frontier, plan
 from torchremat.planning.guarding.attempts import Attempt
 from torchremat.planning.guarding.steps import GuardedStep, guard
-from torchremat.planning.planner import Planner, plan
+from torchremat.planning.planner import Planner, frontier, plan
 from torchremat.planning.plans import Plan
 from torchremat.planning.verification import Report, verify
 from torchremat.regions.functions import checkpoint, checkpointed
@@ -60,12 +59,11 @@ from torchremat.tensors.tensor import SavedTensor
 __version__ = "0.1.0"
 
 __all__ = [
+    "Adaptive",
     "Attempt",
     "BudgetError",
-    "Certificate",
-    "Adaptive",
-    "BudgetError",
     "BudgetWarning",
+    "Certificate",
     "CheckpointError",
     "Compressed",
     "Disk",

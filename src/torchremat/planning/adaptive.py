@@ -348,8 +348,8 @@ class Adaptive(Generic[B]):
         smallest = chosen.peak_bytes + spare + self.budget_bytes - self._limit_bytes
         return (
             f"no plan fits the budget of {format_bytes(self.budget_bytes)} ({self._budget}) for this batch "
-            f"({look.words}); it {'was not run' if self._over == 'raise' else 'runs in as few as it can'}. Smallest budget "
-            f"that works: {smallest} bytes ({format_bytes(smallest)}), of which {format_bytes(chosen.fixed_bytes)} lie "
+            f"({look.words}); it {'was not run' if self._over == 'raise' else 'runs in as few as it can'}. "
+            f"Smallest budget that works: {smallest} bytes ({format_bytes(smallest)}), of which {format_bytes(chosen.fixed_bytes)} lie "
             "there before a step. Make the batch smaller, or split it and call this once for each part."
         )
 
