@@ -7,6 +7,7 @@ import json
 import sys
 import time
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
@@ -35,7 +36,7 @@ SLACK = 1.0  # of what the step needs beside the bytes that lie there before it
 COMPILE_SLACK = 1.01
 SHARE = 0.4  # of what a plain step needs, at which blocks checkpointed evenly are compared
 FEWER = 2 / 3
-ROUNDS = 3
+ROUNDS = 5
 COMPILE_BUDGETS = (1.0, 0.5, 0.25, 0.1, 0.0)
 COMPILE_ROUNDS = 7
 
@@ -112,7 +113,7 @@ def compiled(make: Make, planner: torchremat.Planner) -> list[dict[str, object]]
     return rows
 
 
-def run(smoke: bool) -> dict[str, object]:
+def run(smoke: bool, rounds: int = ROUNDS) -> dict[str, object]:
     found: dict[str, object] = {"models": {}, "compile": {} if smoke else earlier().get("compile", {}), "bars": []}
     for name, make in (TINY if smoke else MODELS).items():
         planner = torchremat.Planner(*make(), cost="flops")
@@ -121,9 +122,9 @@ def run(smoke: bool) -> dict[str, object]:
         result = {
             "plain": asdict(plain),
             "floor_bytes": planner.floor_bytes,
-            "ways": compare(make, ways, planner, 1 if smoke else ROUNDS),
+            "ways": compare(make, ways, planner, 1 if smoke else rounds),
             "offsets": [] if smoke else compare(make, OFFSETS, planner, 0),
-            "selective": compare(make, SELECTIVE, planner, 0 if smoke else ROUNDS),
+            "selective": compare(make, SELECTIVE, planner, 0 if smoke else rounds),
             "evenly": compare(make, {} if smoke else evenly_placed(make, plain.step_bytes), planner, 0),
         }
         found["models"][name] = result
@@ -238,6 +239,8 @@ def _row(row: dict[str, object]) -> list[object]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--compile", nargs="*", choices=MODELS)
+    parser.add_argument("--untimed", action="store_true")
     own, rest = parser.parse_known_args()
-    doing = run if own.compile is None else lambda smoke: with_compiled(own.compile or ["GPT"])
+    eager = partial(run, rounds=0) if own.untimed else run
+    doing = eager if own.compile is None else lambda smoke: with_compiled(own.compile or ["GPT"])
     sys.exit(publish(Path(__file__).parent, doing, tables, rest))

@@ -114,8 +114,8 @@ class _Maker:
         """The operators of a unit, with what is minimised as costs, and casts that cannot be held."""
         flow = flow_of(self.profile, "flops", unit)
         operators = tuple(
-            replace(operator, cost=self.amount(*one_s, operator.cost))
-            for operator, *one_s in zip(flow.operators, seconds, nominal_s, strict=True)
+            replace(operator, cost=self.amount(measured_s, named_s, operator.cost))
+            for operator, measured_s, named_s in zip(flow.operators, seconds, nominal_s, strict=True)
         )
         casts = {v for one, run in zip(operators, runs, strict=True) if run.traits.is_cast for v in one.outputs}
         values = tuple(

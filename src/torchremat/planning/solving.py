@@ -101,6 +101,8 @@ class Search:
 
     def _with_options(self) -> set[int]:
         """The calls of units that can be kept in so many ways that to take them apart wins nothing."""
+        if self.cost_unit == "seconds":
+            return set()  # regions of calls inside do without a policy, and save its seconds
         coarse = self.grains.coarse
         units = zip(coarse.units.units, coarse.options, strict=False)
         return {unit.calls[0] for unit, options in units if len(options) >= _MANY_OPTIONS}

@@ -271,7 +271,7 @@ class _Program:
         chosen = [operator for operator, place in self.s.items() if result.x[place] > 0.5]
         found = evaluate(self.flow, chosen, overhead=self.overhead)
         bound = found.cost
-        if not result.success and result.mip_dual_bound is not None:
+        if not result.success:
             bound = min(found.cost, max(0.0, float(result.mip_dual_bound) * largest))
         return Selection(
             held=_useful(self.flow, found), held_bytes=found.held_bytes, cost=found.cost, ends=found.ends, bound=bound
