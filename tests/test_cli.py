@@ -94,6 +94,28 @@ def test_plan_prints_writes_and_draws(folder):
     assert (folder / "p.svg").read_text().startswith("<?xml")
 
 
+def test_frontier_prints_writes_and_draws(folder):
+    arguments = ("--points", "4", "--cost", "flops", "--out", "f.json", "--plot", "f.svg")
+    result = run("frontier", "factories:build", *arguments)
+
+    points = json.loads((folder / "f.json").read_text())["points"]
+    rows = [line.split() for line in result.stdout.splitlines() if "%" in line]
+    assert len(rows) == len(points) >= 3
+    assert rows[0][2:] == ["100%", "0.00", "1.00"]
+    assert (folder / "f.svg").read_text().startswith("<?xml")
+
+
+def test_a_frontier_without_a_choice_says_so(folder):
+    (folder / "factories.py").write_text(
+        "import torch\n"
+        "def build():\n"
+        "    x = torch.randn(4, 8)\n"
+        "    return torch.nn.Linear(8, 8), lambda model: model(x).sum()\n"
+    )
+
+    assert "nothing to choose" in run("frontier", "factories:build").stdout
+
+
 def test_a_budget_of_digits_is_bytes():
     assert "10000000" in run("plan", "factories:build", "--budget", "10000000").stdout
 

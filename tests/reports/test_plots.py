@@ -11,7 +11,9 @@ from torch import nn
 import torchremat
 from torchremat.measuring.curves import Curve, curve_of, draw
 from torchremat.measuring.timeline import timeline_of
-from torchremat.reports.plots import plot_measurements
+from torchremat.planning.staircases import Staircase
+from torchremat.planning.staircases import draw as draw_staircases
+from torchremat.reports.plots import plot_frontiers, plot_measurements
 
 
 def timeline(live_bytes, *, backward_at):
@@ -112,3 +114,27 @@ def test_without_matplotlib_the_error_names_the_extra(tmp_path, monkeypatch):
 
     with pytest.raises(torchremat.UnsupportedError, match=r"pip install 'torchremat\[plot\]'"):
         draw([curve_of(timeline([1], backward_at=1), name="a", before_bytes=0)], tmp_path / "p.png")
+
+
+def test_a_plan_serves_every_budget_up_to_the_next(figures, tmp_path):
+    stairs = Staircase(name="a", peak_bytes=(4 * 2**20, 3 * 2**20, 2**20), slowdowns=(1.0, 1.1, 1.5))
+
+    draw_staircases([stairs], tmp_path / "stairs.png")
+
+    (axes,) = figures[0].axes
+    line, marks = axes.lines
+    assert line.get_drawstyle() == "steps-pre"
+    assert line.get_xdata().tolist() == marks.get_xdata().tolist() == [4, 3, 1]
+    assert line.get_ydata().tolist() == [1.0, 1.1, 1.5]
+    assert "MiB" in axes.get_xlabel()
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["a"]
+
+
+def test_frontiers_in_one_picture(figures, tmp_path):
+    frontier = torchremat.frontier(*small(), cost="flops", points=2)
+
+    plot_frontiers({"one": frontier, "two": frontier}, tmp_path / "both.svg")
+
+    (axes,) = figures[0].axes
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["one", "two"]
+    assert axes.lines[0].get_xdata()[0] == frontier.points[0].peak_bytes / 2**10

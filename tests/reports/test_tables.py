@@ -1,10 +1,12 @@
 """The table that compares ways of running a step."""
 
 import io
+from types import SimpleNamespace
 
 from rich.console import Console
 
-from torchremat.reports.tables import Row, comparison
+from torchremat.planning.frontiers import FrontierPoint
+from torchremat.reports.tables import Row, comparison, frontier_table
 
 MIB = 2**20
 
@@ -38,3 +40,21 @@ def test_without_a_heading_there_are_no_remarks():
     row = Row(name="plain", peak_bytes=MIB, seconds=0.0, recomputed_flops=0, remark="unseen")
 
     assert printed(comparison([row]))[-1] == ["plain", "-", "-", "1.0", "0.0", "0.00", "-"]
+
+
+def test_budgets_of_a_frontier_are_rounded_up():
+    def point(budget_bytes, peak_bytes, flops, slowdown):
+        return FrontierPoint(
+            budget_bytes=budget_bytes,
+            peak_bytes=peak_bytes,
+            step_bytes=peak_bytes,
+            recompute_seconds=0.0,
+            recomputed_flops=flops,
+            slowdown=slowdown,
+        )
+
+    points = (point(8 * MIB, 8 * MIB, 0, 1.0), point(4 * MIB + 1, 4 * MIB, 2_500_000_000, 1.25))
+
+    lines = printed(frontier_table(SimpleNamespace(points=points), title="one"))
+
+    assert lines[-2:] == [["8.0", "8.0", "100%", "0.00", "1.00"], ["4.1", "4.0", "50%", "2.50", "1.25"]]
