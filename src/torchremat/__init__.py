@@ -6,6 +6,7 @@ The table of contents, in the order of the architecture.
 from torchremat.errors import (
     BudgetError,
     CheckpointError,
+    GuardError,
     MutationError,
     OrderWarning,
     PipelineError,
@@ -30,6 +31,8 @@ from torchremat.measuring.measurement import Measurement, measure
 from torchremat.measuring.saved_report import Saved, SavedReport
 from torchremat.pipeline.pipe import Pipe
 from torchremat.planning.fitting import fit
+from torchremat.planning.guarding.attempts import Attempt
+from torchremat.planning.guarding.steps import GuardedStep, guard
 from torchremat.planning.planner import Planner, plan
 from torchremat.planning.plans import Plan
 from torchremat.planning.verification import Report, verify
@@ -52,11 +55,14 @@ from torchremat.tensors.tensor import SavedTensor
 __version__ = "0.1.0"
 
 __all__ = [
+    "Attempt",
     "BudgetError",
     "CheckpointError",
     "Compressed",
     "Disk",
     "Freed",
+    "GuardError",
+    "GuardedStep",
     "Host",
     "Installation",
     "Keep",
@@ -93,6 +99,7 @@ __all__ = [
     "codecs",
     "fit",
     "frozen",
+    "guard",
     "install",
     "is_checkpointing",
     "is_recomputing",

@@ -3,6 +3,7 @@
     TorchrematError
     ├── BudgetError        (ValueError)    a budget that is no size, or that no plan fits
     ├── CheckpointError    (RuntimeError)  a recompute differs from its forward; torch's error of that name as well
+    ├── GuardError         (RuntimeError)  a step that ran out of memory, and could not be run again
     ├── MutationError      (RuntimeError)  an input or buffer changed between forward and recompute
     ├── PipelineError      (ValueError)    a pipe that cannot be made, or a batch that it cannot take
     ├── PlanError          (ValueError)    a plan that does not belong to this model, or a file that is none
@@ -25,6 +26,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch.utils import checkpoint as _torch_checkpoint
 
 
@@ -38,6 +41,19 @@ class BudgetError(TorchrematError, ValueError):
 
 class CheckpointError(TorchrematError, _torch_checkpoint.CheckpointError):
     """A recompute that differs from its forward. It is torch's error of that name as well."""
+
+
+class GuardError(TorchrematError, RuntimeError):
+    """A step that ran out of memory in all attempts, or could not be run again.
+
+    Attributes:
+        attempts: The `Attempt`s that failed, in order.
+    """
+
+    def __init__(self, message: str, attempts: tuple[Any, ...] = ()) -> None:
+        super().__init__(message)
+        # Plans are further down the house than errors, so that the type cannot be named here.
+        self.attempts = attempts
 
 
 class MutationError(TorchrematError, RuntimeError):

@@ -97,6 +97,11 @@ class Captured:
                 stack.callback(_put_back, entry, entry.capture())
                 entry.restore(then)
 
+    def put_back(self) -> None:
+        """Restore them for good."""
+        for entry, then in self._states:
+            _put_back(entry, then)
+
 
 def _put_back(entry: Ambient, state: object) -> None:
     with torch.no_grad():

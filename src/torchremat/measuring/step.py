@@ -11,7 +11,7 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import CodeType, FunctionType, MethodType
 from typing import cast
@@ -162,19 +162,14 @@ def _global_names(code: CodeType) -> Iterator[str]:
 
 
 def check_arguments(step: object, model: object, optimizer: object, *, needs_model: bool) -> None:
-    """Raise where what should be a step, a model or an optimizer is something else.
+    """Raise where a step, a model or an optimizer is none, or the step cannot be called with the model.
 
     Raises:
         StepError: The step cannot be called with the model, or without arguments if there is none.
     """
-    if not isinstance(model, nn.Module) and (needs_model or model is not None):
-        raise StepError(f"model: a torch.nn.Module is needed, got {type(model).__name__}.")
-    if not callable(step):
-        raise StepError(f"step: a function that returns the loss is needed, got {type(step).__name__}.")
-    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        raise StepError(f"optimizer: a torch.optim.Optimizer is needed, got {type(optimizer).__name__}.")
+    check_kinds(step, model, optimizer, needs_model=needs_model)
     try:
-        signature = inspect.signature(step)
+        signature = inspect.signature(cast("Callable[..., object]", step))
     except (TypeError, ValueError):  # some callables of C have none
         return
     try:
@@ -182,6 +177,20 @@ def check_arguments(step: object, model: object, optimizer: object, *, needs_mod
     except TypeError as error:
         call = "step()" if model is None else "step(model)"
         raise StepError(f"step: it is called as `{call}`, which {step!r:.80} does not take: {error}.") from error
+
+
+def check_kinds(step: object, model: object, optimizer: object, *, needs_model: bool) -> None:
+    """Raise where what should be a step, a model or an optimizer is something else.
+
+    Raises:
+        StepError: It is.
+    """
+    if not isinstance(model, nn.Module) and (needs_model or model is not None):
+        raise StepError(f"model: a torch.nn.Module is needed, got {type(model).__name__}.")
+    if not callable(step):
+        raise StepError(f"step: a function that returns the loss is needed, got {type(step).__name__}.")
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise StepError(f"optimizer: a torch.optim.Optimizer is needed, got {type(optimizer).__name__}.")
 
 
 def check_materialised(model: nn.Module) -> None:

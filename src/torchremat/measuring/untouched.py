@@ -14,9 +14,10 @@ that are no buffers (a cache in `self.cache`), generators that the step made its
 from __future__ import annotations
 
 import random
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import cast
+from weakref import ReferenceType, ref
 
 import numpy as np
 import torch
@@ -85,24 +86,58 @@ def _gradients(leaves: list[Tensor]) -> Generator[None]:
 
 @contextmanager
 def _buffers(modules: list[nn.Module]) -> Generator[None]:
-    # With the non-persistent ones. The table of a ScriptModule is C++'s: nobody can assign to it from here either.
-    tables = [(module, dict(module._buffers)) for module in modules if not isinstance(module, torch.jit.ScriptModule)]
-    buffers = list({id(buffer): buffer for module in modules for buffer in module.buffers(recurse=False)}.values())
-    copies = [(buffer, buffer.detach().clone(), _version(buffer)) for buffer in buffers]
+    before = Buffers(modules)
     try:
         yield
     finally:
-        for module, table in tables:
+        before.put_back()
+
+
+class Buffers:
+    """The buffers of modules as they are now, with the non-persistent ones.
+
+    Args:
+        modules: Each once; what is inside of them has to be among them.
+        watched: Buffers that are not copied, by id, since they are not expected to change; `written` knows better.
+    """
+
+    def __init__(
+        self, modules: Sequence[nn.Module], watched: Mapping[int, ReferenceType[Tensor]] | None = None
+    ) -> None:
+        # The table of a ScriptModule is C++'s: nobody can assign to it from here either.
+        self._tables = [(one, dict(one._buffers)) for one in modules if not isinstance(one, torch.jit.ScriptModule)]
+        buffers = {id(buffer): buffer for module in modules for buffer in module.buffers(recurse=False)}
+        known = {key for key, found in (watched or {}).items() if found() is buffers.get(key)}
+        self._watched = [(buffers[key], _version(buffers[key])) for key in known]
+        kept = [buffer for key, buffer in buffers.items() if key not in known]
+        self._copies = [(buffer, buffer.detach().clone(), _version(buffer)) for buffer in kept]
+
+    def written(self) -> list[Tensor]:
+        """Return those of the watched buffers that were written nevertheless."""
+        return [buffer for buffer, version in self._watched if _version(buffer) != version]
+
+    def left_alone(self, over_bytes: int) -> dict[int, ReferenceType[Tensor]]:
+        """Return the buffers of more than `over_bytes` that nobody has written meanwhile, to be watched from now on."""
+        copied = [(buffer, version) for buffer, _, version in self._copies]
+        return {
+            id(buffer): ref(buffer)
+            for buffer, version in (*self._watched, *copied)
+            if buffer.nbytes > over_bytes and version is not None and _version(buffer) == version
+        }
+
+    def put_back(self) -> None:
+        """Give the modules the same objects, values and versions; buffers that came since are dropped."""
+        for module, table in self._tables:
             module._buffers.clear()  # `register_buffer` would refuse the name
             module._buffers.update(table)
-        for buffer, copy, version in copies:
+        for buffer, copy, version in self._copies:
             if _version(buffer) != version or not _same_bytes(buffer, copy):
                 # A graph of the user's may have saved this buffer. It is what it was, so neither this write nor
                 # those of the step may count as a change: written through `.data`, and the version put back.
                 if buffer.shape == copy.shape:
                     buffer.data.copy_(copy)
                 else:
-                    buffer.data = copy
+                    buffer.data = copy.clone()  # the copy may be needed once more
                 if version is not None:
                     set_version(buffer, version)
 
@@ -130,19 +165,31 @@ def _training_flags(modules: list[nn.Module]) -> Generator[None]:
 
 @contextmanager
 def _generators() -> Generator[None]:
-    cpu = torch.get_rng_state()
-    # A process without a CUDA context has no CUDA generators yet, and asking for them would make the context: 0.5 GB.
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
-    python = random.getstate()
-    numpy = np.random.get_state()
+    before = RandomNumbers()
     try:
         yield
     finally:
-        torch.set_rng_state(cpu)
-        if cuda is not None:
-            torch.cuda.set_rng_state_all(cuda)
-        random.setstate(python)
-        np.random.set_state(numpy)
+        before.put_back()
+
+
+class RandomNumbers:
+    """The states of torch's generators, of the CPU and every CUDA device, of Python's, and of NumPy's global one."""
+
+    def __init__(self) -> None:
+        self._cpu = torch.get_rng_state()
+        # A process without a CUDA context has no CUDA generators yet, and asking for them would make the context: 0.5
+        # GB.
+        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+        self._python = random.getstate()
+        self._numpy = np.random.get_state()
+
+    def put_back(self) -> None:
+        """Give the generators these states."""
+        torch.set_rng_state(self._cpu)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state_all(self._cuda)
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from torch import Tensor
 from torchremat.errors import UnsupportedError
 from torchremat.measuring.allocator import record_allocations
 from torchremat.measuring.before import bytes_before
+from torchremat.measuring.exhaustion import is_out_of_memory
 from torchremat.measuring.interrupts import uninterrupted
 from torchremat.measuring.runs import Subject
 from torchremat.measuring.untouched import gradient_leaves, written_back
@@ -69,9 +70,9 @@ def step_alone(optimizer: torch.optim.Optimizer, step: Callable[[], object]) -> 
     """
     try:
         step()
-    except torch.OutOfMemoryError:
-        raise
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         raise UnsupportedError(
             f"{type(optimizer).__name__}.step() has to run by itself for its bytes to be counted, and it cannot: "
             f"{error}. Leave the optimizer out, and leave room for its bytes in the budget."

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from torchremat.errors import BudgetError
+from torchremat.measuring.exhaustion import is_out_of_memory
 from torchremat.measuring.heap import heap_set_aside
 from torchremat.measuring.runs import run_traced, subject_of
 from torchremat.planning.budgets import bytes_of, check_budget, free_on, margin_of, percentage_of
@@ -99,7 +100,9 @@ class Planner:
         try:
             with bare(self._model):
                 traced = run_traced(self._subject, self.profile.device, before_bytes=0)
-        except torch.OutOfMemoryError:
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
             return None
         return max(self.fixed_bytes + traced.peak_bytes, self.optimizer_peak_bytes or 0), "measured"
 

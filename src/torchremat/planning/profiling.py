@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from torchremat.measuring.allocator import check_no_profiler, record_allocations
+from torchremat.measuring.exhaustion import is_out_of_memory
 from torchremat.measuring.heap import heap_set_aside
 from torchremat.measuring.runs import Subject, subject_of
 from torchremat.measuring.step import run_backward
@@ -92,7 +93,9 @@ def _grains(model: nn.Module, subject: Subject, place: torch.device) -> Grains:
         return Grains(coarse=coarse, fine=None)
     try:
         fine = _measured(model, subject, finest, place, None)
-    except torch.OutOfMemoryError:
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
         return Grains(coarse=coarse, fine=None)
     return Grains(coarse=coarse, fine=_scaled(fine, seconds))
 
@@ -104,8 +107,8 @@ def _measured_somehow(model: nn.Module, subject: Subject, units: Units, device: 
         return _measured(model, subject, units, device, pieces)
     try:
         return _measured(model, subject, units, device, None)
-    except torch.OutOfMemoryError:
-        if len(units.units) <= 3:
+    except (RuntimeError, MemoryError) as error:
+        if len(units.units) <= 3 or not is_out_of_memory(error):
             raise
     return _measured(model, subject, units, device, pieces)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from torchremat.measuring.exhaustion import is_out_of_memory
 from torchremat.measuring.runs import Subject, run_counted, run_plain, run_traced, subject_of
 from torchremat.measuring.step import run_backward
 from torchremat.measuring.untouched import gradient_leaves
@@ -108,7 +109,9 @@ def verify(
     try:
         with bare(model):
             plain = _run(subject, place, state_bytes)
-    except torch.OutOfMemoryError:
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
         plain = None
     seconds, plain_seconds = _seconds(subject, model, place, plain_fits=plain is not None)
     differences = () if plain is None else tuple(_differences(with_regions.outcome, plain.outcome))

@@ -139,6 +139,10 @@ class _Clones:
             id(tensor): (clone, tensor.requires_grad) for tensor, clone in zip(tensors, clones, strict=True)
         }
 
+    def before(self, tensor: Tensor) -> Tensor:
+        """Return the clone of a tensor."""
+        return self._before[id(tensor)][0]
+
     def keep(self, written: Iterable[int]) -> None:
         """Keep those of the tensors with these ids alone."""
         self._before = {key: self._before[key] for key in written if key in self._before}
@@ -230,6 +234,11 @@ class Objects:
     def tensors(self) -> list[Tensor]:
         """Return the tensors inside that are still alive."""
         return [tensor for one in self._tensors if (tensor := one.tensor()) is not None]
+
+    def named(self) -> list[tuple[Tensor, Tensor]]:
+        """Return the tensors inside of what was named that are alive, each with its clone from before the forward."""
+        found = [one.tensor() for one in self._tensors if one.is_named]
+        return [(tensor, self._clones.before(tensor)) for tensor in found if tensor is not None]
 
     def settle(self) -> bool:
         """Keep clones of what the forward has written alone; return whether there is anything to restore."""

@@ -1,0 +1,70 @@
+"""Memory that ran out: how the errors for it are known, what they say, and how they let go of what they hold.
+
+torch has a class for devices alone. On the host its allocator raises a plain RuntimeError, and Python a MemoryError.
+"""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Iterator
+
+import torch
+
+from torchremat.tensors.sizes import parse_bytes
+
+# What torch and its libraries say in a RuntimeError: the host's allocator, a driver that was asked past the caching
+# allocator, C++'s own error, a library without room for its handle, and a file that cannot be mapped.
+_WORDS = re.compile(
+    r"DefaultCPUAllocator: (can't allocate|not enough) memory"
+    r"|(CUDA|HIP|XPU|MPS|NPU)\b.{0,40}\bout of memory"
+    r"|std::bad_alloc"
+    r"|(CUBLAS|CUSOLVER|CUSPARSE|CUDNN|ROCBLAS|HIPBLAS)_STATUS_ALLOC_FAILED"
+    r"|unable to mmap .*Cannot allocate memory",
+    re.DOTALL,
+)
+_ASKED = re.compile(r"[Tt]ried to allocate ([0-9.]+ ?(?:[KMGT]iB|bytes))")
+_HELD = re.compile(r"([0-9.]+ ?(?:[KMGT]iB|bytes)) is allocated by PyTorch")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error says that memory of a device, or of the host, ran out."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and _WORDS.search(str(error)) is not None
+
+
+def asked_bytes(error: BaseException) -> int | None:
+    """Return how many bytes were asked for in vain, to the digits of the message; None if it does not say."""
+    return _bytes_in(_ASKED, error)
+
+
+def held_bytes(error: BaseException) -> int | None:
+    """Return how many bytes of the device torch's allocator had given away by then; None if the error does not say."""
+    return _bytes_in(_HELD, error)
+
+
+def _bytes_in(pattern: re.Pattern[str], error: BaseException) -> int | None:
+    found = pattern.search(str(error))
+    return None if found is None else parse_bytes(found[1].replace("bytes", "B"))
+
+
+def chain_of(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error, and those that it came from or arose in the handling of, each once."""
+    pending: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while pending:
+        one = pending.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            yield one
+            pending += [one.__cause__, one.__context__]
+
+
+def let_go(error: BaseException) -> None:
+    """Empty the frames of an error's traceback, which hold all that the code had in its variables when it failed.
+
+    Lines and names stay readable. Frames that still run are left alone.
+    """
+    for one in chain_of(error):
+        traceback.clear_frames(one.__traceback__)

@@ -1,0 +1,9 @@
+"""A step that is run again when memory runs out.
+
+attempts.py    what one attempt failed at, as data and in words
+gradients.py   gradients from before the step: what an attempt added to them is not added again
+snapshots.py   all else that a step changes, so that the next attempt begins as the first did
+tightening.py  the next plan, smaller than the one that failed
+agreement.py   several processes: all repeat, or none
+steps.py       `guard`
+"""

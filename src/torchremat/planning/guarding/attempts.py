@@ -1,0 +1,96 @@
+"""One attempt at a step that ran out of memory: where, what it asked for, and the plan that it ran under."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Literal
+
+import torch
+from torch import nn
+
+from torchremat.measuring.exhaustion import asked_bytes, chain_of, held_bytes
+from torchremat.planning.plans import Plan
+from torchremat.tensors.sizes import format_bytes
+
+AttemptPhase = Literal["forward", "recompute", "backward", "elsewhere"]
+
+_OURS = str(Path(__file__).parents[2]) + os.sep
+_TORCHS = str(Path(torch.__file__).parent) + os.sep
+# Frames of these files are in the traceback of what fails in a recompute, ours or torch's, and of nothing else.
+_RECOMPUTES = (f"{_OURS}regions{os.sep}recompute.py", f"{_TORCHS}utils{os.sep}checkpoint.py")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """One attempt at a step that failed. Holds no tensor.
+
+    Attributes:
+        number: 1 for the first attempt at its step.
+        phase: What ran: forward, backward, a recompute in the backward; "elsewhere" if another process failed.
+        where: The innermost module whose frame was left, and the line of the user's code; "" if neither is known.
+        asked_bytes: What was asked for in vain, as the error says it; None if it does not.
+        held_bytes: What torch's allocator had given away by then, as the error says it; None if it does not.
+        plan: The plan that the step ran under; None for a step without one, or with regions of the user's own.
+        error: The first line of the error.
+        then: What was done about it.
+    """
+
+    number: int
+    phase: AttemptPhase
+    where: str
+    asked_bytes: int | None
+    held_bytes: int | None
+    plan: Plan | None
+    error: str
+    then: str = ""
+
+    def __str__(self) -> str:
+        asked = "" if self.asked_bytes is None else f", {format_bytes(self.asked_bytes)} asked for"
+        held = "" if self.held_bytes is None else f" with {format_bytes(self.held_bytes)} held"
+        under = "no plan" if self.plan is None else f"a plan for {format_bytes(self.plan.peak_bytes)}"
+        place = f" {self.where}" if self.where else ""
+        then = f"; then {self.then}" if self.then else ""
+        return f"attempt {self.number}, {under}: {self.phase}{place}{asked}{held}{then}"
+
+
+def attempt_of(error: BaseException, *, number: int, in_backward: bool, model: nn.Module, plan: Plan | None) -> Attempt:
+    """Return what an error says of the attempt that it ended. Its frames have to be there still."""
+    frames = list(_frames(error.__traceback__))
+    recomputed = any(frame.tb_frame.f_code.co_filename in _RECOMPUTES for frame in frames)
+    phase: AttemptPhase = "forward" if not in_backward else "recompute" if recomputed else "backward"
+    return Attempt(
+        number=number,
+        phase=phase,
+        where=_where(frames, model),
+        asked_bytes=_first(asked_bytes, error),
+        held_bytes=_first(held_bytes, error),
+        plan=plan,
+        error=(str(error) or type(error).__name__).splitlines()[0][:300],
+    )
+
+
+def _first(read: object, error: BaseException) -> int | None:
+    found = (read(one) for one in chain_of(error)) if callable(read) else ()
+    return next((value for value in found if isinstance(value, int)), None)
+
+
+def _frames(trace: TracebackType | None) -> Iterator[TracebackType]:
+    while trace is not None:
+        yield trace
+        trace = trace.tb_next
+
+
+def _where(frames: list[TracebackType], model: nn.Module) -> str:
+    names = {id(module): name for name, module in model.named_modules()}
+    module = line = ""
+    for one in reversed(frames):
+        file = one.tb_frame.f_code.co_filename
+        if not line and not file.startswith((_OURS, _TORCHS)):
+            line = f"{Path(file).name}:{one.tb_lineno}"
+        if not module:
+            module = names.get(id(one.tb_frame.f_locals.get("self")), "")
+    return " ".join(filter(None, [f"in `{module}`" if module else "", f"at {line}" if line else ""]))

@@ -1,0 +1,107 @@
+"""What a step changes, as it was before the step."""
+
+# What one attempt changes and the next must not see:
+#
+#     random numbers        all generators of torch, Python's, NumPy's global one          state put back
+#     buffers               of the model and of the modules that the step holds            values and versions put back
+#     training flags        of the same modules                                            put back
+#     attributes            of the same modules, and the lists, dicts, sets in them        the same objects in them
+#     arguments, `guard`    lists, dicts, attributes inside, to any depth                  the same objects in them
+#     registered state      `extend.register`                                              restored
+#     gradients             see NOTE [ Gradients of a step that is run again ]             left out
+#     parameters, batch     their versions are watched                                     moved: not run again
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+from weakref import ReferenceType
+
+from torch import Tensor, nn
+
+from torchremat.ambient.registry import Captured
+from torchremat.measuring.interrupts import uninterrupted
+from torchremat.measuring.untouched import Buffers, RandomNumbers
+from torchremat.planning.guarding.gradients import Gradients
+from torchremat.regions.contents import MUTABLE, Attributes, copied, make
+from torchremat.regions.guards import Objects
+from torchremat.tensors.metadata import version_of
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+# A longer list or dict in an attribute of a module is no state of a step: a vocabulary, a table of words.
+_MOST_ITEMS = 1000
+
+
+class Before:
+    """What a step may change, as it is now.
+
+    Args:
+        modules: All that the step runs, each once.
+        leaves: All that its backward gives gradients to.
+        tensors: The batch, and what else the step only reads.
+        objects: The arguments that are no tensors.
+        guard: Further objects, as `checkpoint(guard=...)` takes them.
+        watched: Large buffers that no earlier step has written, see `Buffers`.
+    """
+
+    def __init__(
+        self,
+        *,
+        modules: Sequence[nn.Module],
+        leaves: Sequence[Tensor],
+        tensors: Iterable[Tensor],
+        objects: list[object],
+        guard: Sequence[object],
+        watched: Mapping[int, ReferenceType[Tensor]],
+    ) -> None:
+        self.gradients = Gradients(leaves)
+        self.buffers = Buffers(modules, watched)
+        self._random = RandomNumbers()
+        self._registered = Captured()
+        self._flags = [(module, module.training) for module in modules]
+        self._attributes = [(own := Attributes(module), own.read()) for module in modules]
+        self._contents = [(one, copied(one)) for _, found in self._attributes for one in found.values() if _small(one)]
+        self._objects = Objects(objects, guard)
+        named = {id(tensor) for tensor, _ in self._objects.named()}
+        only_read = [one for one in (*leaves, *tensors, *self._objects.tensors()) if id(one) not in named]
+        self._read = [(one, version_of(one)) for one in only_read]
+
+    @contextmanager
+    def watched(self) -> Generator[None]:
+        """Watch one attempt."""
+        with self.gradients.watched():
+            yield
+
+    def written(self) -> list[tuple[str, Tensor]]:
+        """Return what an attempt has written and cannot be put back: words, and the tensor."""
+        found = [("the gradient of {}", leaf) for leaf in self.gradients.written()]
+        found += [("{}", tensor) for tensor, version in self._read if version_of(tensor) != version]
+        return found + [("the buffer {}", buffer) for buffer in self.buffers.written()]
+
+    def put_back(self) -> None:
+        """Let all be as before the step; of gradients see there."""
+        with uninterrupted():
+            self.gradients.put_back()
+            self.buffers.put_back()
+            self._random.put_back()
+            self._registered.put_back()
+            for module, training in self._flags:
+                module.training = training
+            self.put_back_objects()
+            for tensor, clone in self._objects.named():
+                tensor.data.copy_(clone)
+
+    def put_back_objects(self) -> None:
+        """Let attributes, arguments and named objects hold what they held; nothing is written to a tensor."""
+        for own, found in self._attributes:
+            make(own, found)
+        for own, contents in self._contents:
+            make(own, contents)
+        self._objects.put_back()
+
+
+def _small(value: object) -> bool:
+    return isinstance(value, MUTABLE) and len(value) <= _MOST_ITEMS

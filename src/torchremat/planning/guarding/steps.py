@@ -1,0 +1,359 @@
+"""`guard`: a step that runs out of memory is run again under a smaller plan."""
+
+# A call of the guarded step, in the order of what happens:
+#
+#     snapshot ── attempt ── done ──────────────────────────────────────────── result
+#                   │  ▲                                            no
+#          out of   │  └── plan smaller ◄── put back, free ◄── can it be repeated? ──► GuardError
+#          memory   └── note where ── empty the frames ──────────────┘
+#
+# Between two attempts nothing of the failed one may be held: not by the error's traceback, whose frames have the
+# variables of all the code that ran, not by variables here, and not by caches.
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Concatenate, Generic, ParamSpec, TypeVar, cast
+from weakref import ReferenceType, WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from torchremat.errors import GuardError, PlanError, UnsupportedError
+from torchremat.measuring.exhaustion import is_out_of_memory, let_go
+from torchremat.measuring.heap import free_unused
+from torchremat.measuring.step import check_kinds, check_materialised, holdings_of, loss_of, run_backward
+from torchremat.measuring.untouched import gradient_leaves
+from torchremat.planning.budgets import check_budget
+from torchremat.planning.chains import Cost
+from torchremat.planning.guarding.agreement import Outcome, agreed, check_alone, check_no_sync
+from torchremat.planning.guarding.attempts import Attempt, attempt_of
+from torchremat.planning.guarding.gradients import hooked_after
+from torchremat.planning.guarding.snapshots import Before
+from torchremat.planning.guarding.tightening import Applied, BoundStep, Room, Tightening, first_plan
+from torchremat.planning.plans import Plan
+from torchremat.regions.guards import check_named
+from torchremat.tensors.structure import split
+
+M = TypeVar("M", bound=nn.Module)
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# A buffer of more bytes that the first step leaves alone is not copied before the later ones.
+_LARGE_BYTES = 65536
+
+# Two guards that put plans on one model would take off each other's.
+_guarded: WeakSet[nn.Module] = WeakSet()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Settings:
+    """What the user asked for, checked."""
+
+    attempts: int
+    budget: int | str | None
+    margin: int | str
+    cost: Cost
+    guard: Sequence[object]
+    group: ProcessGroup | None
+
+
+class GuardedStep(Generic[P, R]):
+    """A training step that survives running out of memory. Made by `guard`; called with the batch.
+
+    Attributes:
+        attempts: All attempts that have failed so far, of all calls.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        step: Callable[..., R],
+        backward: Callable[[R], object],
+        optimizer: torch.optim.Optimizer | None,
+        settings: _Settings,
+    ) -> None:
+        self.attempts: tuple[Attempt, ...] = ()
+        self._model = model
+        self._step = step
+        self._backward = backward
+        self._optimizer = optimizer
+        self._settings = settings
+        self._applied = Applied(model)
+        self._is_planned = False
+        self._state = "ready"
+        self._in_backward = False
+        self._watched: dict[int, ReferenceType[Tensor]] = {}
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan that the guard has put on the model; None while there is none."""
+        return self._applied.plan
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run the step and its backward on a batch, again if memory runs out, and return what the step returned.
+
+        Raises:
+            GuardError: It could not be finished; model, buffers, generators and parameters are as before the call.
+            UnsupportedError: It is running already, or a hook runs an optimizer within the backward.
+        """
+        if self._state != "ready":
+            raise UnsupportedError(f"guard: the guarded step {self._state}, so it cannot be called.")
+        if self._settings.group is not None:
+            check_no_sync(self._model)
+        held = holdings_of(self._step)
+        tensors: list[Tensor] = []
+        objects: list[object] = []
+        split((args, kwargs), tensors, objects)
+        tensors += held.tensors
+        roots = list({id(one): one for one in (self._model, *held.modules)}.values())
+        leaves = gradient_leaves(roots, self._optimizer, tensors)
+        self._check_hooks(leaves)
+        before = Before(
+            modules=list({id(one): one for root in roots for one in root.modules()}.values()),
+            leaves=leaves,
+            tensors=tensors,
+            objects=[*objects, args, kwargs],
+            guard=self._settings.guard,
+            watched=self._watched,
+        )
+        bound = BoundStep(
+            step=self._step,
+            args=args,
+            kwargs=kwargs,
+            held=(*held.modules, *held.tensors),
+            prepare=before.put_back_objects,
+        )
+        self._state = "is running"
+        try:
+            self._plan_first(bound, before)
+            return self._run(bound, before, leaves)
+        finally:
+            self._state = "ready"
+
+    def _plan_first(self, bound: BoundStep, before: Before) -> None:
+        budget = self._settings.budget
+        if budget is not None and not self._is_planned:
+            own = self._settings
+            plan = first_plan(
+                self._model, bound, budget=budget, optimizer=self._optimizer, margin=own.margin, cost=own.cost
+            )
+            before.put_back()
+            self._applied.replace(plan)
+            self._is_planned = True
+
+    def _run(self, bound: BoundStep, before: Before, leaves: list[Tensor]) -> R:
+        most, group = self._settings.attempts, self._settings.group
+        tightening = Tightening(self._model, bound, self._applied, cost=self._settings.cost)
+        failed: list[Attempt] = []
+        while True:
+            ended = self._attempt(bound, before, leaves, len(failed) + 1)
+            worst = agreed(ended.outcome, group)
+            if worst is Outcome.DONE:
+                self._watched = before.buffers.left_alone(_LARGE_BYTES)
+                return cast("R", ended.result)
+            attempt, error, room = ended.attempt, ended.error, ended.room
+            del ended  # a result of this process alone, and its graph
+            if attempt is None:
+                attempt = self._failed_elsewhere(len(failed) + 1)
+            failed.append(attempt)
+            if worst is Outcome.RAISED:  # that process waits for nobody any more
+                why_not = "another process raised an error of its own"
+            else:
+                why_not = self._why_not(before, is_last=len(failed) == most)
+                if agreed(Outcome.GIVEN_UP if why_not else Outcome.FAILED, group) is Outcome.GIVEN_UP:
+                    why_not = why_not or "another process cannot run it again"
+            before.put_back()
+            free_unused()
+            if why_not:
+                self.attempts += (attempt,)
+                raise GuardError(self._report(failed, why_not, before), tuple(failed)) from error
+            then = tightening.tighten(attempts_left=most - len(failed), room=room)
+            before.put_back()  # planning has run the step
+            free_unused()
+            failed[-1] = replace(attempt, then=then)
+            self.attempts += (failed[-1],)
+            del error
+
+    def _attempt(self, bound: BoundStep, before: Before, leaves: list[Tensor], number: int) -> _Ended:
+        before_bytes = _allocated(leaves)
+        self._in_backward = False
+        try:
+            with before.watched():
+                result = self._step(self._model, *bound.args, **bound.kwargs)
+                self._in_backward = True
+                self._backward(result)
+            return _Ended(outcome=Outcome.DONE, result=result)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                agreed(Outcome.RAISED, self._settings.group)
+                raise
+            attempt = attempt_of(
+                error,
+                number=number,
+                in_backward=self._in_backward,
+                model=self._model,
+                plan=self._applied.plan,
+            )
+            result = None
+            let_go(error)
+            room = None
+            if attempt.held_bytes is not None and before_bytes is not None:
+                room = Room(held_bytes=attempt.held_bytes, before_bytes=before_bytes)
+            return _Ended(outcome=Outcome.FAILED, attempt=attempt, error=error, room=room)
+
+    def _failed_elsewhere(self, number: int) -> Attempt:
+        return Attempt(
+            number=number,
+            phase="elsewhere",
+            where="in another process",
+            asked_bytes=None,
+            held_bytes=None,
+            plan=self._applied.plan,
+            error="",
+        )
+
+    def _check_hooks(self, leaves: list[Tensor]) -> None:
+        hooked = hooked_after(leaves)
+        if hooked:
+            raise UnsupportedError(
+                f"guard: hooks run after the gradients of {self._names(hooked)} are written "
+                "(`register_post_accumulate_grad_hook`). One that runs an optimizer, or writes to the gradient, cannot "
+                "be run again for the same step. Remove them, and do their work after the guarded step."
+            )
+
+    def _why_not(self, before: Before, *, is_last: bool) -> str:
+        """Return why the step is not run again, "" if it is."""
+        written = before.written()
+        if written:
+            shown = ", ".join(words.format(self._names([tensor])) for words, tensor in written[:3])
+            return (
+                f"it cannot be run again, since it had written in place to {shown}"
+                f"{', ...' if len(written) > 3 else ''} (backward alone may write to gradients, and nothing to the "
+                "batch and the parameters)"
+            )
+        return f"these were all {self._settings.attempts} attempts" if is_last else ""
+
+    def _names(self, tensors: Sequence[Tensor]) -> str:
+        known = {id(one): name for name, one in (*self._model.named_parameters(), *self._model.named_buffers())}
+        names = [f"`{known[id(one)]}`" if id(one) in known else f"a tensor {tuple(one.shape)}" for one in tensors]
+        return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+
+    def _report(self, failed: list[Attempt], why_not: str, before: Before) -> str:
+        begun = before.gradients.begun()
+        gradients = (
+            f"All is as before it but the gradients of {self._names(begun)}, which hold a part of it: zero them before "
+            "going on."
+            if begun
+            else "All is as before it, gradients included: the batch can be left out, or be cut in two."
+        )
+        rows = "\n".join(f"  {attempt}" for attempt in failed)
+        return f"the step ran out of memory, and {why_not}:\n{rows}\n{gradients} The error was: {failed[-1].error}"
+
+    def _end(self) -> None:
+        self._state = "has left its `with` block"
+        self._applied.remove()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Ended:
+    """How an attempt ended."""
+
+    outcome: Outcome
+    result: object = None
+    attempt: Attempt | None = None
+    error: Exception | None = None
+    room: Room | None = None
+
+
+@contextmanager
+def guard(
+    model: M,
+    step: Callable[Concatenate[M, P], R],
+    *,
+    budget: int | str | None = None,
+    plan: Plan | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    backward: Callable[[R], object] | None = None,
+    attempts: int = 4,
+    margin: int | str = 0,
+    cost: Cost = "seconds",
+    guard: Sequence[object] = (),
+    group: ProcessGroup | None = None,
+) -> Generator[GuardedStep[P, R]]:
+    """Run a training step on each batch, and run it again under a smaller plan where memory runs out.
+
+    An attempt that runs out of memory, of the device or of the host, is undone: what it holds is freed, and generators,
+    buffers, flags and objects are as they were. Then the step is planned for less than what failed, and run again. Its
+    result is bit for bit that of a step that never failed, and so are the gradients, which accumulate as ever. The
+    smaller plan stays for the batches that follow, until the block ends.
+
+    Any other error passes through, and nothing is repeated for it. What a step prints, sends, or takes from an iterator
+    happens again.
+
+    Args:
+        model: The model. With a plan or regions of your own on it, these are put back at the end of the block.
+        step: Called as `step(model, *batch)`; runs the forward and returns the loss, as for `plan`.
+        budget: Plan for it before the first step; the step without a plan is tried first if not given.
+        plan: Apply it before the first step.
+        optimizer: Its parameters are looked after as the model's; its bytes count in `budget`.
+        backward: Called with what `step` returned, in the place of `loss.backward()`; it may call backward several
+            times, as a gradient scaler does once.
+        attempts: How often a step is run in all before it is given up. The last attempt is made under the smallest
+            plan that there is.
+        margin: As for `plan`, together with `budget`.
+        cost: As for `plan`.
+        guard: Objects that the step changes and that cannot be found in its arguments or in attributes of modules, as
+            for `checkpoint`.
+        group: The process group whose processes all run the step again if one has to. Not for steps with collectives.
+
+    Yields:
+        The guarded step, called as `run(*batch)`.
+
+    Raises:
+        UnsupportedError: One of several processes and no `group`, or the model is guarded already.
+        StepError: `model`, `step` or `optimizer` is something else.
+        PlanError: `plan` was made for another model, or came together with `budget`.
+        BudgetError: `budget` is no size. That no plan fits it is said by the first step.
+    """
+    check_kinds(step, model, optimizer, needs_model=True)
+    check_materialised(model)
+    if type(attempts) is not int or attempts < 1:
+        raise UnsupportedError(f"attempts={attempts!r}: an int of at least 1 is needed.")
+    if budget is not None and plan is not None:
+        raise PlanError("guard: `budget` and `plan` are given; a plan has its budget. Give one of them.")
+    if budget is not None:
+        check_budget(budget, next((one.device for one in model.parameters()), torch.device("cpu")))
+    for one in guard:
+        check_named(one)
+    if any(one in _guarded for one in model.modules()):
+        raise UnsupportedError("guard: the model, or a part of it, is in a guard already. Guard it once.")
+    check_alone(model, group)
+    settings = _Settings(attempts=attempts, budget=budget, margin=margin, cost=cost, guard=guard, group=group)
+    run: GuardedStep[P, R] = GuardedStep(model, step, backward or _backward, optimizer, settings)
+    modules = list(model.modules())
+    try:
+        _guarded.update(modules)
+        if plan is not None:
+            run._applied.replace(plan)
+        yield run
+    finally:
+        run._end()
+        for one in modules:
+            _guarded.discard(one)
+
+
+def _backward(result: object) -> None:
+    run_backward(loss_of(result))
+
+
+def _allocated(leaves: Sequence[Tensor]) -> int | None:
+    """Return what torch has given away on the leaves' device, with gradients yet to come; None but on CUDA."""
+    device = next((leaf.device for leaf in leaves), torch.device("cpu"))
+    if device.type != "cuda":
+        return None
+    to_come = sum(leaf.nbytes for leaf in leaves if leaf.grad is None and leaf.device == device)
+    return torch.cuda.memory_allocated(device) + to_come

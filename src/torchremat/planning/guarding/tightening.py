@@ -1,0 +1,165 @@
+"""The plan after a failure: one that needs less than what failed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchremat.errors import TorchrematError
+from torchremat.measuring.exhaustion import is_out_of_memory, let_go
+from torchremat.planning.chains import Cost
+from torchremat.planning.layout import bare, uninstall
+from torchremat.planning.planner import Planner
+from torchremat.planning.plans import Plan
+from torchremat.regions.wrapping import is_wrapped
+from torchremat.tensors.sizes import format_bytes
+
+# What a caching allocator cannot give away because it lies in pieces, as a share of what it had given away at failure.
+_PIECES_SHARE = 32
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class BoundStep:
+    """A step with its batch, called with the model alone as those that are planned for.
+
+    Attributes:
+        step: The user's.
+        args: Of one call.
+        kwargs: Of one call.
+        held: The modules and tensors that the step itself holds; whoever looks at the attributes finds them.
+        prepare: Called before each run. The step is run several times, and may take its batch apart.
+    """
+
+    step: Callable[..., object]
+    args: tuple[object, ...]
+    kwargs: dict[str, object]
+    held: tuple[nn.Module | Tensor, ...]
+    prepare: Callable[[], None]
+
+    def __call__(self, model: nn.Module) -> Any:
+        """Run it and return what it returns."""
+        self.prepare()
+        return self.step(model, *self.args, **self.kwargs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Room:
+    """Bytes of the device that a failed attempt had for itself.
+
+    Attributes:
+        held_bytes: What torch's allocator had given away at failure.
+        before_bytes: What it had given away before the attempt, with gradients that the step was yet to make.
+    """
+
+    held_bytes: int
+    before_bytes: int
+
+
+class Applied:
+    """The plan that is on the model, in the place of what the user may have put there."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._aside = ExitStack()
+        self.plan: Plan | None = None
+
+    def replace(self, plan: Plan) -> None:
+        """Put another plan on the model."""
+        self._take_off()
+        if any(map(is_wrapped, self._model.modules())):
+            self._aside.enter_context(bare(self._model))
+        plan.apply(self._model)
+        self.plan = plan
+
+    def remove(self) -> None:
+        """Leave the model as the user gave it."""
+        self._take_off()
+        self._aside.close()
+
+    def _take_off(self) -> None:
+        if self.plan is not None:
+            uninstall(self._model)
+            self.plan = None
+
+
+class Tightening:
+    """Plans for one step with its batch, each smaller than the last. Holds the batch, so it goes with the step."""
+
+    def __init__(self, model: nn.Module, bound: BoundStep, applied: Applied, *, cost: Cost) -> None:
+        self._model = model
+        self._bound = bound
+        self._applied = applied
+        self._cost: Cost = cost
+        self._planner: Planner | None = None
+        self._failed_bytes: int | None = None
+        self._why_not = ""
+
+    def tighten(self, *, attempts_left: int, room: Room | None) -> str:
+        """Put a smaller plan on the model, and return in words what was done.
+
+        Args:
+            attempts_left: With 1, the smallest plan that there is.
+            room: What the attempt that failed had for itself, where that is known.
+        """
+        if self._why_not:
+            return self._why_not
+        try:
+            return self._tightened(attempts_left, room)
+        except Exception as error:  # noqa: BLE001  it runs the user's step; the next attempt may do without a plan
+            let_go(error)
+            if is_out_of_memory(error):
+                return "the same again, since memory ran out in planning as well"
+            self._why_not = f"the same again, since no plan can be made: {_first_line(error)}"
+            return self._why_not
+
+    def _tightened(self, attempts_left: int, room: Room | None) -> str:
+        if self._planner is None:
+            with bare(self._model):
+                self._planner = Planner(self._model, self._bound, cost=self._cost)
+        planner, floor = self._planner, self._planner.floor_bytes
+        failed = self._failed_bytes or self._peak_of_failed(planner)
+        known = None if room is None else planner.fixed_bytes + room.held_bytes - room.before_bytes
+        if attempts_left == 1:
+            target = floor
+        elif known is not None and known < failed:
+            # What lay there at failure fits, but for what cannot be had in one piece.
+            target = known - known // _PIECES_SHARE
+        else:
+            target = floor + (failed - floor) // 2
+        plan = planner.plan(max(target, floor))
+        self._failed_bytes = min(plan.peak_bytes, max(target, floor))
+        self._applied.replace(plan)
+        smallest = ", the smallest there is" if plan.budget_bytes <= floor else ""
+        return f"planned for {format_bytes(plan.budget_bytes)}{smallest}"
+
+    def _peak_of_failed(self, planner: Planner) -> int:
+        """Return the peak of what failed as the planner counts: of this batch, without an optimizer."""
+        plan = self._applied.plan
+        if plan is None:
+            return planner.peak_of(planner.solver.plain)
+        rise = plan.step_peak_bytes - sum(plan.before_bytes.values())
+        return min(planner.fixed_bytes + rise, planner.peak_of(planner.solver.plain))
+
+
+def _first_line(error: Exception) -> str:
+    words = str(error) if isinstance(error, TorchrematError) else f"{type(error).__name__}: {error}"
+    return words.splitlines()[0][:300]
+
+
+def first_plan(
+    model: nn.Module,
+    bound: BoundStep,
+    *,
+    budget: int | str,
+    optimizer: torch.optim.Optimizer | None,
+    margin: int | str,
+    cost: Cost,
+) -> Plan:
+    """Return the plan for a budget and the first batch. See `plan` for the arguments and errors."""
+    with bare(model):
+        return Planner(model, bound, optimizer=optimizer, cost=cost).plan(budget, margin=margin)
