@@ -106,7 +106,7 @@ class Buffers:
     ) -> None:
         # The table of a ScriptModule is C++'s: nobody can assign to it from here either.
         self._tables = [(one, dict(one._buffers)) for one in modules if not isinstance(one, torch.jit.ScriptModule)]
-        buffers = {id(buffer): buffer for module in modules for buffer in module.buffers(recurse=False)}
+        buffers = {id(one): one for module in modules for one in module.buffers(recurse=False)}
         known = {key for key, found in (watched or {}).items() if found() is buffers.get(key)}
         self._watched = [(buffers[key], _version(buffers[key])) for key in known]
         kept = [buffer for key, buffer in buffers.items() if key not in known]

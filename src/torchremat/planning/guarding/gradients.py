@@ -21,10 +21,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
+import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
+from torchremat.measuring.interrupts import uninterrupted
 from torchremat.tensors.metadata import version_of
 
 
@@ -54,8 +57,8 @@ class Gradient:
         """Let the leaf have the gradient from before, with what was added to it."""
         self.leaf.grad = self.before
 
-    def watch(self, stack: ExitStack) -> None:
-        """Count what is added until `stack` is closed, and leave out what was added in earlier attempts."""
+    def watch(self) -> list[RemovableHandle]:
+        """Count what is added, and leave out what was added in earlier attempts, until the hooks are removed."""
         self._seen, skipped = 0, self._done
 
         def take_away(gradient: Tensor | None) -> None:
@@ -71,13 +74,12 @@ class Gradient:
                 return
             self._seen += 1
 
-        if skipped:
-            stack.callback(self.leaf.register_hook(take_away).remove)
-        stack.callback(self.leaf.register_post_accumulate_grad_hook(count).remove)
-        stack.callback(self._come_back)
+        counted = self.leaf.register_post_accumulate_grad_hook(count)
+        return [self.leaf.register_hook(take_away), counted] if skipped else [counted]
 
-    def _come_back(self) -> None:
-        if self._is_aside:  # an error, or Ctrl-C, between the two hooks
+    def come_back(self) -> None:
+        """Put the gradient back where an error, or Ctrl-C, came between the two hooks."""
+        if self._is_aside:
             self.leaf.grad, self._is_aside = self.before, False
 
 
@@ -95,13 +97,16 @@ class Gradients:
     @contextmanager
     def watched(self) -> Generator[None]:
         """Count what one attempt adds."""
-        if not self._there:
-            yield
-            return
-        with ExitStack() as stack:
+        hooks: list[RemovableHandle] = []
+        try:
             for one in self._there:
-                one.watch(stack)
+                hooks += one.watch()
             yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+            for one in self._there:
+                one.come_back()
 
     def begun(self) -> list[Tensor]:
         """Return the leaves to whose gradient a part of the step has been added."""
@@ -115,6 +120,31 @@ class Gradients:
         """Let every leaf have the gradient object that it had, or none."""
         for one in self._all:
             one.put_back()
+
+
+@contextmanager
+def lent(leaves: Iterable[Tensor]) -> Generator[None]:
+    """Give the memory of gradients back for the block; meanwhile their values lie in host memory.
+
+    For planning, which makes gradients of its own. The tensors stay the same objects, at the same versions. Those on
+    the host, and those that share their memory with others, keep it.
+    """
+    gradients = [leaf.grad for leaf in leaves if leaf.grad is not None]
+    alone = [one for one in gradients if type(one) is Tensor and one.device.type != "cpu" and _is_alone(one)]
+    aside = [(one, one.detach().to("cpu", copy=True), one.untyped_storage().nbytes()) for one in alone]
+    for one, _, _ in aside:
+        one.untyped_storage().resize_(0)
+    try:
+        yield
+    finally:
+        with uninterrupted():
+            for one, copy, size in aside:
+                one.untyped_storage().resize_(size)
+                one.data.copy_(copy)
+
+
+def _is_alone(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
 def hooked_after(leaves: Iterable[Tensor]) -> list[Tensor]:

@@ -20,6 +20,7 @@ from weakref import ReferenceType
 
 from torch import Tensor, nn
 
+from torchremat.ambient.hidden import hiding
 from torchremat.ambient.registry import Captured
 from torchremat.measuring.interrupts import uninterrupted
 from torchremat.measuring.untouched import Buffers, RandomNumbers
@@ -58,7 +59,8 @@ class Before:
         watched: Mapping[int, ReferenceType[Tensor]],
     ) -> None:
         self.gradients = Gradients(leaves)
-        self.buffers = Buffers(modules, watched)
+        with hiding():
+            self.buffers = Buffers(modules, watched)
         self._random = RandomNumbers()
         self._registered = Captured()
         self._flags = [(module, module.training) for module in modules]
@@ -83,7 +85,7 @@ class Before:
 
     def put_back(self) -> None:
         """Let all be as before the step; of gradients see there."""
-        with uninterrupted():
+        with uninterrupted(), hiding():
             self.gradients.put_back()
             self.buffers.put_back()
             self._random.put_back()

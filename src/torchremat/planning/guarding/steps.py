@@ -31,7 +31,7 @@ from torchremat.planning.budgets import check_budget
 from torchremat.planning.chains import Cost
 from torchremat.planning.guarding.agreement import Outcome, agreed, check_alone, check_no_sync
 from torchremat.planning.guarding.attempts import Attempt, attempt_of
-from torchremat.planning.guarding.gradients import hooked_after
+from torchremat.planning.guarding.gradients import hooked_after, lent
 from torchremat.planning.guarding.snapshots import Before
 from torchremat.planning.guarding.tightening import Applied, BoundStep, Room, Tightening, first_plan
 from torchremat.planning.plans import Plan
@@ -109,11 +109,13 @@ class GuardedStep(Generic[P, R]):
         objects: list[object] = []
         split((args, kwargs), tensors, objects)
         tensors += held.tensors
-        roots = list({id(one): one for one in (self._model, *held.modules)}.values())
-        leaves = gradient_leaves(roots, self._optimizer, tensors)
+        # One walk through the modules: torch's own takes longer than the rest of what is done before a step.
+        modules = list(dict.fromkeys(one for root in (self._model, *held.modules) for one in root.modules()))
+        parameters = [one for module in modules for one in module.parameters(recurse=False)]
+        leaves = gradient_leaves((), self._optimizer, [*parameters, *tensors])
         self._check_hooks(leaves)
         before = Before(
-            modules=list({id(one): one for root in roots for one in root.modules()}.values()),
+            modules=modules,
             leaves=leaves,
             tensors=tensors,
             objects=[*objects, args, kwargs],
@@ -166,12 +168,14 @@ class GuardedStep(Generic[P, R]):
                 why_not = self._why_not(before, is_last=len(failed) == most)
                 if agreed(Outcome.GIVEN_UP if why_not else Outcome.FAILED, group) is Outcome.GIVEN_UP:
                     why_not = why_not or "another process cannot run it again"
-            before.put_back()
             free_unused()
+            before.put_back()
             if why_not:
                 self.attempts += (attempt,)
                 raise GuardError(self._report(failed, why_not, before), tuple(failed)) from error
-            then = tightening.tighten(attempts_left=most - len(failed), room=room)
+            with lent(leaves):
+                free_unused()
+                then = tightening.tighten(attempts_left=most - len(failed), room=room)
             before.put_back()  # planning has run the step
             free_unused()
             failed[-1] = replace(attempt, then=then)

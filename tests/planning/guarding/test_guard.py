@@ -1,0 +1,503 @@
+"""A step that runs out of memory is run again, and ends as if it never had."""
+
+import gc
+import random
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from planning.guarding.faults import Faults, batch, differing, guarded, normed, state
+from planning.steps import fingerprint
+from torchremat import GuardError, PlanError, Planner, StepError, UnsupportedError, guard, plan
+from torchremat.regions.wrapping import is_wrapped
+
+FIRST, SECOND = batch(), batch(seed=4)
+
+
+def step(model, x):
+    return model(x).square().mean()
+
+
+def plain(at=()):
+    """The state after a plain step and one more that adds to its gradients; how many operators the latter takes."""
+    model = normed()
+    torch.manual_seed(9)
+    step(model, FIRST).backward()
+    with Faults(at) as faults:
+        faults.armed = True
+        loss = step(model, SECOND)
+        loss.backward()
+    return state(model, loss), faults.count
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return plain()
+
+
+def wrapped(model):
+    return [name for name, module in model.named_modules() if is_wrapped(module)]
+
+
+@pytest.fixture(scope="module")
+def floor():
+    planner = Planner(normed(), lambda model: step(model, SECOND), cost="flops")
+    return planner.plan(planner.floor_bytes)
+
+
+# ------------------------------------------------------------------------------------------------------ bit for bit
+
+
+@pytest.mark.parametrize("share", [0.1, 0.2, 0.6, 0.8, 0.99])
+def test_a_failure_anywhere_changes_nothing(share, expected):
+    state_of_plain, operators = expected
+    model = normed()
+    torch.manual_seed(9)
+
+    with guarded(model, step, {int(share * operators)}, batches=[FIRST]) as (run, faults):
+        loss = run(SECOND)
+
+    assert differing(state(model, loss), state_of_plain) == []
+    assert [attempt.phase for attempt in run.attempts] == ["forward" if share < 0.3 else "backward"]
+    del loss
+    gc.collect()
+    assert faults.live_bytes == 0
+
+
+def test_a_failure_while_recomputing_changes_nothing(expected, floor):
+    model = normed()
+    torch.manual_seed(9)
+    recomputing = []
+
+    class AtRecompute(Faults):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if self.armed and not recomputing and backward and torch.is_grad_enabled() and "addmm" in str(func):
+                recomputing.append(func)
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 MiB.")
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    backward = []
+
+    def run_backward(loss):
+        backward.append(True)
+        loss.backward()
+
+    with guard(model, step, plan=floor, backward=run_backward) as run:
+        run(FIRST)
+        backward.clear()
+        with AtRecompute() as faults:
+            faults.armed = True
+            loss = run(SECOND)
+
+    assert differing(state(model, loss), expected[0]) == []
+    assert [(one.phase, one.asked_bytes) for one in run.attempts] == [("recompute", 3 * 2**20)]
+    assert run.attempts[0].plan is floor
+    assert "`blocks." in run.attempts[0].where
+
+
+def test_failures_in_planning_too_leave_the_step_as_it_was(expected):
+    state_of_plain, operators = expected
+    model = normed()
+    torch.manual_seed(9)
+
+    with guarded(model, step, {operators // 2, operators // 2 + 40}, batches=[FIRST]) as (run, _):
+        loss = run(SECOND)
+
+    assert differing(state(model, loss), state_of_plain) == []
+    assert run.attempts[0].then == "the same again, since memory ran out in planning as well"
+
+
+@pytest.mark.parametrize("share", [0.5, 0.8])
+def test_a_limit_that_stays_is_met_by_a_smaller_plan(share):
+    x = batch(rows=1024)
+    model = normed()
+    torch.manual_seed(9)
+    with Faults() as faults:
+        expected = state(model, backwarded(step(model, x)))
+    limit = int(share * faults.peak_bytes)
+    model = normed()
+    torch.manual_seed(9)
+
+    with guarded(model, step, limit_bytes=limit) as (run, faults):
+        loss = run(x)
+
+    assert differing(state(model, loss), expected) == []
+    assert 1 <= len(run.attempts) <= 3
+    assert run.attempts[0].then.startswith("planned for")
+    assert run.plan is not None
+
+
+def backwarded(loss):
+    loss.backward()
+    return loss
+
+
+def test_gradients_that_are_there_stay_the_same_objects(expected):
+    state_of_plain, operators = expected
+    model = normed()
+    torch.manual_seed(9)
+    with guarded(model, step, {operators - 5}, batches=[FIRST]) as (run, _):
+        before = [parameter.grad for parameter in model.parameters()]
+        loss = run(SECOND)
+
+    assert all(one.grad is grad for one, grad in zip(model.parameters(), before, strict=True))
+    assert differing(state(model, loss), state_of_plain) == []
+    assert not any(parameter._backward_hooks for parameter in model.parameters())
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("share", [0.7, 0.85, 0.97])
+def test_a_failure_in_the_second_of_two_backward_calls(share):
+    def two(model, x):
+        y = model(x)
+        return y.square().mean(), y.sin().mean()
+
+    def backward(losses):
+        losses[0].backward(retain_graph=True)
+        losses[1].backward()
+
+    def plain_one(model, at=()):
+        torch.manual_seed(9)
+        backward(two(model, FIRST))
+        with Faults(at) as faults:
+            faults.armed = True
+            losses = two(model, SECOND)
+            backward(losses)
+        return state(model, losses[0]), faults.count
+
+    expected, operators = plain_one(normed())
+    model = normed()
+    torch.manual_seed(9)
+
+    with guarded(model, two, {int(share * operators)}, batches=[FIRST], backward=backward) as (run, _):
+        losses = run(SECOND)
+
+    assert differing(state(model, losses[0]), expected) == []
+    # Such a step returns no loss, so that nothing can be planned; it is run again as it is.
+    assert "no plan can be made: the step returned a tuple of 2" in run.attempts[0].then
+
+
+def test_frozen_parameters_and_shared_ones():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = normed(), nn.Linear(32, 32)
+            self.first.blocks[0][0].requires_grad_(False)
+            self.second.weight = self.first.blocks[1][0].weight
+
+        def forward(self, x):
+            return self.second(self.first(x))
+
+    def take(at):
+        torch.manual_seed(2)
+        model = Tied()
+        torch.manual_seed(9)
+        with guarded(model, step, at, batches=[FIRST], attempts=2) as (run, faults):
+            loss = run(SECOND)
+        return state(model, loss), faults.count, model
+
+    expected, operators, _ = take(())
+    found, _, model = take({operators - 8})
+
+    assert differing(found, expected) == []
+    assert model.first.blocks[0][0].weight.grad is None
+
+
+def test_random_numbers_of_all_kinds_flags_attributes_and_arguments():
+    class Counts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.calls, self.seen = normed(), 0, []
+
+        def forward(self, x):
+            self.calls += 1
+            self.seen.append(self.calls)
+            return self.body(x) * random.random() * float(np.random.rand())
+
+    torch.manual_seed(2)
+    model, log, numbers = Counts(), [], []
+    random.seed(1)
+    np.random.seed(1)
+    expected = (random.random(), float(np.random.rand()))
+    random.seed(1)
+    np.random.seed(1)
+
+    def draws(model, items, *, options):
+        x = items.pop()
+        options["used"] = True
+        log.append(len(items))
+        numbers.append((random.getstate()[1][:3], int(np.random.get_state()[1][0])))
+        model.body.blocks[0].eval()
+        loss = step(model, x)
+        if len(numbers) == 1:
+            raise MemoryError
+        return loss
+
+    items, options = [FIRST, SECOND], {}
+    with guard(model, draws, guard=[log], attempts=2) as run:
+        run(items, options=options)
+
+    assert numbers[0] == numbers[-1]
+    assert (model.calls, model.seen, log, options) == (1, [1], [1], {"used": True})
+    assert len(items) == 1 and items[0] is FIRST
+    assert (random.random(), float(np.random.rand())) != expected
+
+
+def test_the_smaller_plan_stays_until_the_block_ends():
+    model = normed()
+    with guarded(model, step, {60}, batches=[FIRST]) as (run, _):
+        assert run.plan is None
+        run(SECOND)
+        assert run.plan is not None
+        assert wrapped(model)
+        run(SECOND)
+        assert len(run.attempts) == 1
+
+    assert wrapped(model) == []
+    with pytest.raises(UnsupportedError, match="has left its `with` block"):
+        run(SECOND)
+
+
+def test_what_was_on_the_model_comes_back(floor):
+    model = normed()
+    floor.apply(model)
+    before = wrapped(model)
+    forwards = [model.get_submodule(name).forward for name in before]
+
+    with guarded(model, step, {60}) as (run, _):
+        run(SECOND)
+        assert run.attempts[0].plan is None
+
+    assert wrapped(model) == before
+    assert all(model.get_submodule(name).forward is one for name, one in zip(before, forwards, strict=True))
+
+
+def test_a_budget_is_planned_for_before_the_first_step():
+    model = normed()
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    budget = plan(model, lambda model: step(model, SECOND), budget="80%", optimizer=optimizer).budget_bytes
+
+    with guard(model, step, budget=budget, optimizer=optimizer) as run:
+        run(SECOND)
+        assert run.plan.budget_bytes == budget
+        assert run.attempts == ()
+        optimizer.step()
+
+
+# ------------------------------------------------------------------------------------------------- what is let go
+
+
+def test_nothing_is_held_by_the_error_and_its_frames():
+    model = normed()
+    held = []
+
+    def holds(model, x):
+        local = model(x)
+        held.append(weakref.ref(local))
+        raise MemoryError
+
+    with pytest.raises(GuardError) as caught, guard(model, holds, attempts=2) as run:
+        run(SECOND)
+
+    gc.collect()
+    assert len(held) >= 2
+    assert not any(one() is not None for one in held)
+    assert isinstance(caught.value.__cause__, MemoryError)
+
+
+def test_neither_batch_nor_result_is_held_after_a_step():
+    model, x = normed(), batch()
+    with guarded(model, step, {60}) as (run, _):
+        kept = weakref.ref(x), weakref.ref(run(x))
+        del x
+        gc.collect()
+        assert kept[1]() is None
+        assert kept[0]() is None
+
+
+# ------------------------------------------------------------------------------------------------ the final report
+
+
+def test_the_report_says_what_failed_and_all_is_as_before():
+    model = normed()
+    before = fingerprint(model)
+    with pytest.raises(GuardError) as caught, guarded(model, step, limit_bytes=20_000, attempts=3) as (run, _):
+        run(SECOND)
+
+    assert [one.number for one in caught.value.attempts] == [1, 2, 3]
+    assert run.attempts == caught.value.attempts
+    assert "these were all 3 attempts" in str(caught.value)
+    assert "All is as before it, gradients included" in str(caught.value)
+    assert before.changes(fingerprint(model)) == []
+
+
+def test_gradients_with_a_part_of_the_step_are_named(expected):
+    at = expected[1] - 2
+    model = normed()
+    with (
+        pytest.raises(GuardError, match=r"but the gradients of `blocks\.0\.") as caught,
+        guarded(model, step, {at}, batches=[FIRST], attempts=1) as (run, _),
+    ):
+        run(SECOND)
+
+    assert len(caught.value.attempts) == 1
+
+
+def written_parameter(model, x):
+    loss = step(model, x)
+    with torch.no_grad():
+        model.blocks[0][0].weight.mul_(2)
+    raise MemoryError
+    return loss
+
+
+def written_batch(model, x):
+    x.add_(1)
+    raise MemoryError
+
+
+def written_gradient(model, x):
+    model.blocks[0][0].weight.grad.zero_()
+    raise MemoryError
+
+
+@pytest.mark.parametrize(
+    ("writes", "words"),
+    [
+        (written_parameter, "it had written in place to `blocks.0.0.weight`"),
+        (written_batch, r"it had written in place to a tensor \(64, 32\)"),
+        (written_gradient, "it had written in place to the gradient of `blocks.0.0.weight`"),
+    ],
+)
+def test_what_cannot_be_put_back_is_not_run_again(writes, words):
+    model = normed()
+    step(model, FIRST).backward()
+    with pytest.raises(GuardError, match=words) as caught, guard(model, writes) as run:
+        run(batch())
+
+    assert len(caught.value.attempts) == 1
+
+
+# ------------------------------------------------------------------------------------------------- what is not ours
+
+
+@pytest.mark.parametrize("error", [ValueError("mine"), RuntimeError("mine"), KeyboardInterrupt()])
+def test_other_errors_pass_through_and_nothing_is_repeated(error):
+    model, calls = normed(), []
+
+    def fails(model, x):
+        calls.append(x)
+        raise error
+
+    with pytest.raises(type(error)) as caught, guard(model, fails) as run:
+        run(SECOND)
+
+    assert caught.value is error
+    assert len(calls) == 1
+    assert error.__cause__ is None and error.__context__ is None
+    assert run.attempts == ()
+
+
+def test_an_error_of_the_loop_passes_through_the_block_and_the_plan_goes(floor):
+    model = normed()
+    seen = []
+
+    def loop():
+        with guard(model, step, plan=floor):
+            seen.extend(wrapped(model))
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        loop()
+
+    assert seen
+    assert wrapped(model) == []
+
+
+def test_a_guard_within_a_guarded_step_of_another_model():
+    inner_model, outer_model, tries = normed(), normed(), []
+
+    def inner_step(model, x):
+        tries.append("inner")
+        if len(tries) == 1:
+            raise MemoryError
+        return step(model, x)
+
+    with guard(inner_model, inner_step, attempts=2) as inner:
+
+        def outer_step(model, x):
+            inner(x)
+            return step(model, x)
+
+        with guard(outer_model, outer_step) as outer:
+            outer(SECOND)
+
+    assert len(inner.attempts) == 1
+    assert outer.attempts == ()
+
+
+def test_a_step_that_runs_itself_and_a_model_that_is_guarded_twice():
+    model = normed()
+    with guard(model, lambda model, x: run(x)) as run:
+        with pytest.raises(UnsupportedError, match="the guarded step is running"):
+            run(SECOND)
+        with pytest.raises(UnsupportedError, match="is in a guard already"), guard(model.blocks, step):
+            pass
+
+    with guard(model, step) as run:
+        run(SECOND)
+
+
+def test_an_optimizer_in_the_backward_is_refused():
+    model = normed()
+    model.blocks[0][0].weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    with pytest.raises(UnsupportedError, match=r"`blocks\.0\.0\.weight`"), guard(model, step) as run:
+        run(SECOND)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"attempts": 0}, UnsupportedError, "attempts=0: an int of at least 1"),
+        ({"step": 3}, StepError, "step: a function"),
+        ({"model": 3}, StepError, "model: a torch.nn.Module is needed, got int"),
+        ({"optimizer": "adam"}, StepError, "optimizer: a torch.optim.Optimizer is needed"),
+        ({"budget": "1 MiB", "plan": 3}, PlanError, "`budget` and `plan` are given"),
+        ({"guard": [3]}, UnsupportedError, "guard: int cannot be changed"),
+    ],
+)
+def test_bad_arguments(options, error, words):
+    options = {"model": normed(), "step": step} | options
+    with pytest.raises(error, match=words), guard(options.pop("model"), options.pop("step"), **options):
+        pass
+
+
+def test_a_large_buffer_is_copied_before_the_first_step_alone():
+    class Large(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = normed()
+            self.register_buffer("table", torch.ones(200, 200))
+            self.writes = False
+
+        def forward(self, x):
+            if self.writes:
+                self.table.add_(1)
+                raise MemoryError
+            return self.body(x) * self.table[0, 0]
+
+    model = Large()
+    with guard(model, step, attempts=2) as run:
+        run(FIRST)
+        model.writes = True
+        with pytest.raises(GuardError, match="to the buffer `table`"):
+            run(SECOND)
+
+    model = Large()
+    model.writes = True
+    with pytest.raises(GuardError, match="these were all 2"), guard(model, step, attempts=2) as run:
+        run(FIRST)
+    assert torch.equal(model.table, torch.ones(200, 200))
