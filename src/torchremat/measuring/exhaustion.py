@@ -68,3 +68,7 @@ def let_go(error: BaseException) -> None:
     """
     for one in chain_of(error):
         traceback.clear_frames(one.__traceback__)
+        for frame, _ in traceback.walk_tb(one.__traceback__):
+            # Before Python 3.13 a frame that was asked for its variables, by whoever logs errors, has a dict of them
+            # that is not cleared. To ask again brings it up to date.
+            _ = frame.f_locals
