@@ -26,7 +26,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+import typing
 
 from torch.utils import checkpoint as _torch_checkpoint
 
@@ -50,9 +50,9 @@ class GuardError(TorchrematError, RuntimeError):
         attempts: The `Attempt`s that failed, in order.
     """
 
-    def __init__(self, message: str, attempts: tuple[Any, ...] = ()) -> None:
+    def __init__(self, message: str, attempts: tuple[typing.Any, ...] = ()) -> None:
         super().__init__(message)
-        # Plans are further down the house than errors, so that the type cannot be named here.
+        # `Attempt` is further down the house than errors, so that it cannot be named here.
         self.attempts = attempts
 
 

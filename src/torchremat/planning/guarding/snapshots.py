@@ -68,8 +68,8 @@ class Before:
         self._contents = [(one, copied(one)) for _, found in self._attributes for one in found.values() if _small(one)]
         self._objects = Objects(objects, guard)
         named = {id(tensor) for tensor, _ in self._objects.named()}
-        only_read = [one for one in (*leaves, *tensors, *self._objects.tensors()) if id(one) not in named]
-        self._read = [(one, version_of(one)) for one in only_read]
+        read = {id(one): one for one in (*leaves, *tensors, *self._objects.tensors())}
+        self._read = [(one, version_of(one)) for key, one in read.items() if key not in named]
 
     @contextmanager
     def watched(self) -> Generator[None]:

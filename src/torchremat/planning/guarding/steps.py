@@ -239,7 +239,7 @@ class GuardedStep(Generic[P, R]):
                 f"{', ...' if len(written) > 3 else ''} (backward alone may write to gradients, and nothing to the "
                 "batch and the parameters)"
             )
-        return f"these were all {self._settings.attempts} attempts" if is_last else ""
+        return f"attempts={self._settings.attempts} are used up" if is_last else ""
 
     def _names(self, tensors: Sequence[Tensor]) -> str:
         known = {id(one): name for name, one in (*self._model.named_parameters(), *self._model.named_buffers())}
@@ -248,14 +248,14 @@ class GuardedStep(Generic[P, R]):
 
     def _report(self, failed: list[Attempt], why_not: str, before: Before) -> str:
         begun = before.gradients.begun()
-        gradients = (
-            f"All is as before it but the gradients of {self._names(begun)}, which hold a part of it: zero them before "
-            "going on."
-            if begun
-            else "All is as before it, gradients included: the batch can be left out, or be cut in two."
-        )
+        if begun:
+            state = f"The gradients of {self._names(begun)} hold a part of it: zero them before going on. "
+        elif before.written():
+            state = ""
+        else:
+            state = "All is as before it, gradients included: the batch can be left out, or be cut in two. "
         rows = "\n".join(f"  {attempt}" for attempt in failed)
-        return f"the step ran out of memory, and {why_not}:\n{rows}\n{gradients} The error was: {failed[-1].error}"
+        return f"the step ran out of memory, and {why_not}:\n{rows}\n{state}The error was: {failed[-1].error}"
 
     def _end(self) -> None:
         self._state = "has left its `with` block"

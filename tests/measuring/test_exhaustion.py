@@ -1,0 +1,77 @@
+"""Memory that ran out: the errors of hosts and devices, and what they hold."""
+
+import sys
+import weakref
+
+import pytest
+import torch
+
+from torchremat.measuring.exhaustion import asked_bytes, held_bytes, is_out_of_memory, let_go
+
+ON_CUDA = (
+    "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.10 GiB of which 1 GiB is free. "
+    "Of the allocated memory 70.00 GiB is allocated by PyTorch, and 1.00 GiB is reserved by PyTorch but unallocated."
+)
+
+
+def real(function):
+    try:
+        function()
+    except (RuntimeError, MemoryError) as error:
+        return error
+
+
+@pytest.mark.parametrize(
+    ("error", "asked"),
+    [
+        (torch.OutOfMemoryError(ON_CUDA), 5 * 2**29),
+        (real(lambda: torch.empty(2**60, dtype=torch.uint8)), 2**60),
+        (real(lambda: bytearray(2**62)), None),
+        (RuntimeError("CUDA error: out of memory"), None),
+        (RuntimeError("std::bad_alloc"), None),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), None),
+    ],
+)
+def test_what_is_out_of_memory(error, asked):
+    assert is_out_of_memory(error)
+    assert asked_bytes(error) == asked
+
+
+def test_what_is_not():
+    assert not any(map(is_out_of_memory, [RuntimeError("mine"), ValueError(ON_CUDA), KeyboardInterrupt()]))
+
+
+def test_bytes_that_were_held():
+    assert held_bytes(torch.OutOfMemoryError(ON_CUDA)) == 70 * 2**30
+    assert held_bytes(MemoryError()) is None
+
+
+@pytest.mark.parametrize("asked_for_variables", [False, True])
+def test_frames_let_go_of_their_variables(asked_for_variables):
+    held = []
+
+    def inner():
+        tensor = torch.ones(3)
+        held.append(weakref.ref(tensor))
+        raise MemoryError
+
+    def outer():
+        other = torch.ones(4)
+        held.append(weakref.ref(other))
+        try:
+            inner()
+        except MemoryError as error:
+            raise RuntimeError("std::bad_alloc") from error
+
+    error = real(outer)
+    if asked_for_variables:
+        frame = error.__traceback__.tb_next.tb_frame
+        assert "other" in frame.f_locals
+        del frame
+    assert all(one() is not None for one in held)
+
+    let_go(error)
+
+    assert [one() for one in held] == [None, None]
+    assert error.__traceback__ is not None
+    assert sys.exc_info() == (None, None, None)
