@@ -90,7 +90,7 @@ def guarded(model, step, at=(), *, limit_bytes=None, batches=(), **options):
     ready = [False]
     with torchremat.guard(model, armed_step, **options) as run:
         for one in batches:
-            run(one)
+            run(*one) if isinstance(one, tuple) else run(one)
         ready[0] = True
         with faults:
             yield run, faults

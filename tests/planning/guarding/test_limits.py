@@ -1,6 +1,7 @@
 """Limits that are real: of a process's address space, and of CUDA's allocator."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -15,7 +16,6 @@ import json, resource, sys
 import torch
 from planning.guarding.faults import differing, normed, state
 from torchremat import guard, plan
-from torchremat.measuring.heap import free_unused
 
 torch.set_num_threads(1)
 
@@ -32,7 +32,6 @@ del loss
 plan(model, lambda model: step(model, x[:64]), budget="100%")  # all that is loaded and started lies there from now on
 model = normed(blocks=4)
 torch.manual_seed(9)
-free_unused()
 mapped = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (mapped + int(sys.argv[1]) * 2**20, -1))
 with guard(model, step) as run:
@@ -44,7 +43,11 @@ print(json.dumps({"differs": differing(state(model, loss), expected), "attempts"
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the address space is read from /proc")
 def test_a_process_without_address_space():
-    done = subprocess.run([sys.executable, "-c", PROGRAM, "80"], capture_output=True, text=True, timeout=100)
+    # Each tensor in pages of its own, so that what is freed leaves the address space.
+    settings = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "MALLOC_MMAP_THRESHOLD_": "65536"}
+    program = [sys.executable, "-c", PROGRAM, "100"]
+
+    done = subprocess.run(program, capture_output=True, text=True, timeout=100, env=settings)
 
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
