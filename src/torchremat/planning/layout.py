@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -13,6 +13,7 @@ from torchremat.measuring.interrupts import uninterrupted
 from torchremat.planning.shapes import InputSizes
 from torchremat.planning.units import Units
 from torchremat.regions.calls import Body
+from torchremat.regions.journeys import Itinerary, Stop
 from torchremat.regions.runs import Choice, Place, Scope
 from torchremat.regions.settings import Settings
 from torchremat.regions.wrapping import is_wrapped, restore_forward, set_forward
@@ -58,17 +59,22 @@ def calls_of(units: Units) -> Calls:
     )
 
 
-def choices_of(calls: Calls, tree: Tree) -> dict[tuple[str, int], Choice]:
-    """Return the regions that each call runs in.
+def choices_of(calls: Calls, tree: Tree, stops: frozenset[int] = frozenset()) -> dict[tuple[str, int], Choice]:
+    """Return the regions that each call runs in, and the stops of the calls of some units.
 
     A kept call has no entry, unless a module that has one is called inside of it and would be counted.
     """
     choices: dict[tuple[str, int], Choice] = {}
     kept = list(_choose(calls.units, tree, (), choices))
+    for unit in stops:
+        last = len(calls.units[unit]) - 1
+        for place, call in enumerate(calls.units[unit]):
+            key = call.name, call.number
+            choices[key] = replace(choices.get(key, Choice()), stop=Stop(unit, is_last=place == last))
     names = {name for name, _ in choices}
     for call in (*(call for unit in kept for call in calls.units[unit]), *calls.others):
         if call.inside & names:
-            choices[call.name, call.number] = Choice()
+            choices.setdefault((call.name, call.number), Choice())
     return choices
 
 
@@ -114,9 +120,10 @@ def install(
     *,
     inputs: InputSizes | None = None,
     rise_bytes: int | None = None,
+    itinerary: Itinerary | None = None,
 ) -> None:
     """Make the calls of a model regions as a tree says; on an error nothing has changed."""
-    choices = choices_of(calls, tree)
+    choices = choices_of(calls, tree, frozenset() if itinerary is None else itinerary.stops)
     names = {name for name, _ in choices}
     done: list[nn.Module] = []
     try:
@@ -126,7 +133,8 @@ def install(
                 # A root that is itself the unit has nobody to open a scope for it: each of its calls is a region.
                 set_forward(module, name, settings if name in calls.roots else None)
             else:
-                set_forward(module, name, None, PlannedScope(choices, settings, name, inputs, rise_bytes))
+                scope = PlannedScope(choices, settings, name, inputs, rise_bytes, itinerary=itinerary)
+                set_forward(module, name, None, scope)
             done.append(module)
     except BaseException:
         for module in done:
@@ -173,9 +181,11 @@ def uninstall(model: nn.Module) -> None:
 
 
 @contextmanager
-def installed(model: nn.Module, calls: Calls, tree: Tree, settings: Settings) -> Generator[None]:
+def installed(
+    model: nn.Module, calls: Calls, tree: Tree, settings: Settings, itinerary: Itinerary | None = None
+) -> Generator[None]:
     """Put a tree on the model for a block."""
-    install(model, calls, tree, settings)
+    install(model, calls, tree, settings, itinerary=itinerary)
     try:
         yield
     finally:
