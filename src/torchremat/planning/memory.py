@@ -18,6 +18,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import accumulate
 
+from torchremat.planning.away import Away
+from torchremat.planning.cargo import NO_LOADS, Loads
 from torchremat.planning.moments import Lifetimes, Live, Moment, Ran, UnitBytes
 from torchremat.planning.units import Unit, Units
 from torchremat.schedules.chain import Keep, Region, Tree
@@ -27,13 +29,20 @@ class Walk:
     """One walk through a step under a tree. Iterate over it once: it yields `Live` and `Ran`."""
 
     def __init__(
-        self, units: Units, sizes: tuple[UnitBytes, ...], order: tuple[int, ...], lifetimes: Lifetimes, tree: Tree
+        self,
+        units: Units,
+        sizes: tuple[UnitBytes, ...],
+        order: tuple[int, ...],
+        lifetimes: Lifetimes,
+        tree: Tree,
+        loads: Loads = NO_LOADS,
     ) -> None:
         self.units = units
         self.sizes = sizes
         self.order = order
         self.lifetimes = lifetimes
         self.tree = tree
+        self.away = Away(self, loads)
         self.bytes = units.trace.storage_bytes
         # The regions around each unit, outermost first, and how many there are around and with a region, by its id.
         self.around: list[tuple[Region, ...]] = [()] * len(sizes)
@@ -104,6 +113,7 @@ class Walk:
                 self.enter(unit)
             else:
                 self.keep(unit, again=False)
+            yield from self.away.left(unit)
             self.be_born(self.units.left(unit))
             yield Live((Moment.LEFT, unit), self.total(self.lifetimes.left[unit]), 0, f"forward after {own.name}")
         self.hold(storage for storage, before in glue if before == len(self.sizes))
@@ -182,12 +192,14 @@ class Walk:
             while glue and glue[0][1] > unit:
                 self.release([glue.pop(0)[0]])
             chain = self.around[unit]
+            yield from self.away.came(unit)
             for depth, region in enumerate(chain):
                 if unit not in available and id(region) not in done:
                     done.add(id(region))
                     yield from self.recompute(region, unit, available, nested=depth > 0)
             yield Live((Moment.BACKWARD, unit), self.total(), 0, f"backward of {self.units.units[unit].name}")
             self.drop(unit, again=bool(chain))
+            self.away.dropped(unit)
             waiting.discard(unit)
             for region in chain:
                 # The outermost region goes with its last node, and what it holds with it; inner ones have nothing by

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
@@ -9,6 +11,7 @@ from torchremat.errors import BudgetError
 from torchremat.measuring.heap import heap_set_aside
 from torchremat.measuring.runs import run_traced, subject_of
 from torchremat.planning.budgets import bytes_of, check_budget, free_on, margin_of, percentage_of
+from torchremat.planning.cargo import NO_LOADS, Loads
 from torchremat.planning.chains import Cost
 from torchremat.planning.layout import bare, calls_of
 from torchremat.planning.memory import Walk
@@ -20,7 +23,9 @@ from torchremat.planning.reading import Profile
 from torchremat.planning.shapes import InputSizes
 from torchremat.planning.solving import Candidate, Search
 from torchremat.planning.tracing import Step
+from torchremat.planning.weighing import check_stores, weighed
 from torchremat.schedules.chain import Tree
+from torchremat.tensors.handles import Store
 from torchremat.tensors.sizes import format_bytes
 
 _COSTS = ("seconds", "flops")
@@ -40,9 +45,12 @@ class Planner:
         optimizer: If given, its state and the peak of its step count.
         device: Whose bytes count; that of the first parameter if not given.
         cost: What to minimise: predicted `"seconds"`, or `"flops"`, which are exact and repeatable.
+        stores: Where saved tensors may go instead of being recomputed; see `plan`.
+        allow_lossy: Whether stores may lose digits.
 
     Raises:
         StepError: See `profile`.
+        UnsupportedError: One of the stores is none, or loses digits and that is not allowed.
     """
 
     def __init__(
@@ -53,13 +61,16 @@ class Planner:
         optimizer: torch.optim.Optimizer | None = None,
         device: torch.device | str | None = None,
         cost: Cost = "seconds",
+        stores: Sequence[Store] = (),
+        allow_lossy: bool = False,
     ) -> None:
         if cost not in _COSTS:
             raise BudgetError(f"cost={cost!r}: allowed are 'seconds' and 'flops'.")
+        self._stores = check_stores(stores, allow_lossy=allow_lossy)
         self._subject = subject_of(step, model, optimizer, needs_model=True)
         grains = profile_subject(model, self._subject, self._subject.device(device))
         self.profile: Profile = grains.coarse
-        self.solver = Search(grains, cost)
+        self.solver = Search(grains, cost, weighed(model, self._subject, grains.coarse, self._stores))
         self._model = model
         self._parameters = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         self._plain: tuple[int, PlainSource] | None = None
@@ -143,7 +154,7 @@ class Planner:
                 "bytes. An optimizer with "
                 "foreach=False or fused=True needs less."
             )
-        slowdown = 1 + floor.prediction.seconds / self.profile.seconds
+        slowdown = 1 + (floor.prediction.seconds + floor.prediction.moving_s) / self.profile.seconds
         return (
             f"no plan fits the budget of {format_bytes(size)} ({budget}){reserved}. Smallest budget that works: "
             f"{self.floor_bytes + reserved_bytes} bytes ({format_bytes(self.floor_bytes + reserved_bytes)}), at "
@@ -185,8 +196,12 @@ class Planner:
             floor_bytes=self.floor_bytes,
             parameters=self._parameters,
             inputs=input_sizes(own),
-            curve=curve_of(own, found.tree, self.fixed_bytes),
+            curve=curve_of(own, found.tree, self.fixed_bytes, found.loads),
             plain_curve=curve_of(self.profile, self.solver.plain.tree, self.fixed_bytes),
+            moving_seconds=found.prediction.moving_s,
+            stored=tuple(load.planned for load in found.loads.values()),
+            stores=tuple(map(repr, self._stores)),
+            given_stores=self._stores,
         )
 
 
@@ -199,6 +214,8 @@ def plan(
     device: torch.device | str | None = None,
     cost: Cost = "seconds",
     margin: int | str = 0,
+    stores: Sequence[Store] = (),
+    allow_lossy: bool = False,
 ) -> Plan:
     """Return the fastest plan found under which a training step stays within a budget; nothing is applied.
 
@@ -213,14 +230,21 @@ def plan(
         device: Whose bytes count; that of the first parameter if not given.
         cost: What to minimise, `"seconds"` or `"flops"`.
         margin: Bytes of the budget to leave free, for what an allocator needs beside the tensors.
+        stores: Where saved tensors may go instead of being recomputed, where that is faster; nothing is stored unless
+            it is given here. How fast each is, is measured.
+        allow_lossy: Whether stores may lose digits, so that gradients are not those of the plain run.
 
     Raises:
         BudgetError: The budget is no size, or no plan fits it.
         StepError: The step returns no loss, or calls other modules each time.
-        UnsupportedError: A profiler is active, or the device has no allocation events.
+        UnsupportedError: A profiler is active, the device has no allocation events, one of the stores is none or loses
+            digits and that is not allowed, or stores are given for a step that calls several modules.
     """
     check_budget(budget, subject_of(step, model, optimizer, needs_model=True).device(device))
-    return Planner(model, step, optimizer=optimizer, device=device, cost=cost).plan(budget, margin=margin)
+    planner = Planner(
+        model, step, optimizer=optimizer, device=device, cost=cost, stores=stores, allow_lossy=allow_lossy
+    )
+    return planner.plan(budget, margin=margin)
 
 
 def planned_unit(own: Profile, unit: int) -> PlannedUnit:
@@ -246,16 +270,18 @@ def input_sizes(own: Profile) -> InputSizes:
     return InputSizes(elements=elements)
 
 
-def curve_of(own: Profile, tree: Tree, fixed_bytes: int) -> tuple[Point, ...]:
+def curve_of(own: Profile, tree: Tree, fixed_bytes: int, loads: Loads = NO_LOADS) -> tuple[Point, ...]:
     """Return the predicted step under a tree: a point where each piece begins, and one at its peak."""
     points: list[Point] = []
     now_s, running = 0.0, 0.0
-    for state in Walk(own.units, own.sizes, own.order, own.lifetimes, tree):
+    for state in Walk(own.units, own.sizes, own.order, own.lifetimes, tree, loads):
         if not isinstance(state, Live):
             continue
         live = fixed_bytes + own.extra_bytes[state.key] + state.held_bytes
         moment, unit = state.key
-        if moment in (Moment.FORWARD, Moment.RECOMPUTE):
+        if state.moves:
+            running = 0.0
+        elif moment in (Moment.FORWARD, Moment.RECOMPUTE):
             running = own.costs[state.unit if state.unit >= 0 else unit].seconds
         elif moment is Moment.BACKWARD:
             running = own.costs[unit].seconds_backward

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -11,12 +12,15 @@ from torch import nn
 
 from torchremat.errors import PlanError
 from torchremat.measuring.curves import Curve, Phase, draw
+from torchremat.planning.cargo import StoredUnit
 from torchremat.planning.chains import Cost
 from torchremat.planning.files import from_json, to_json
 from torchremat.planning.layout import Calls, check_bare, install, uninstall
 from torchremat.planning.shapes import InputSizes
+from torchremat.regions.journeys import Itinerary
 from torchremat.regions.settings import Settings
 from torchremat.schedules.chain import Keep, Region, Tree
+from torchremat.tensors.handles import Store
 from torchremat.tensors.sizes import format_bytes
 
 PlainSource = Literal["measured", "predicted"]
@@ -85,6 +89,10 @@ class Plan:
         inputs: How large the inputs of each unit's calls were.
         curve: The predicted step.
         plain_curve: The same without any recompute.
+        moving_seconds: Seconds that copies into stores and back add, estimated.
+        stored: The kept units whose saved tensors wait in a store.
+        stores: The stores that were offered, in words.
+        given_stores: The stores themselves, for `apply`; a plan that was loaded has none.
     """
 
     budget_bytes: int
@@ -113,20 +121,37 @@ class Plan:
     inputs: InputSizes
     curve: tuple[Point, ...]
     plain_curve: tuple[Point, ...]
+    moving_seconds: float = 0.0
+    stored: tuple[StoredUnit, ...] = ()
+    stores: tuple[str, ...] = ()
+    given_stores: tuple[Store, ...] = field(default=(), compare=False, repr=False, metadata={"written": False})
 
     @property
     def slowdown(self) -> float:
         """Predicted seconds of a step over those of a plain one."""
-        return 1 + self.recompute_seconds / self.plain_seconds if self.plain_seconds else 1.0
+        added_s = self.recompute_seconds + self.moving_seconds
+        return 1 + added_s / self.plain_seconds if self.plain_seconds else 1.0
 
-    def apply(self, model: nn.Module) -> None:
-        """Put the plan on a model: the calls that it names become regions. Runs nothing.
+    @property
+    def stored_bytes(self) -> int:
+        """How many bytes go to stores in a step, and come back."""
+        return sum(one.stored_bytes for one in self.stored)
+
+    def apply(self, model: nn.Module, *, stores: Sequence[Store] = ()) -> None:
+        """Put the plan on a model: the calls that it names become regions, or go to a store. Runs nothing.
+
+        Args:
+            model: The model.
+            stores: Those to use, in the order in which they were offered; by default the very ones, which a plan that
+                comes out of a file does not have.
 
         Raises:
-            PlanError: The plan was made for another model (all differences are listed), or one is applied already.
+            PlanError: The plan was made for another model (all differences are listed), or one is applied already, or
+                the plan needs stores and these are not they.
         """
         self.check(model)
         check_bare(model)
+        itinerary = self._itinerary(tuple(stores) or self.given_stores)
         install(
             model,
             self.calls,
@@ -134,7 +159,19 @@ class Plan:
             Settings(),
             inputs=self.inputs,
             rise_bytes=self.step_peak_bytes - sum(self.before_bytes.values()),
+            itinerary=itinerary,
         )
+
+    def _itinerary(self, stores: tuple[Store, ...]) -> Itinerary | None:
+        if not self.stored:
+            return None
+        if len(stores) != len(self.stores):
+            raise PlanError(
+                f"the plan puts {len(self.stored)} units into stores and was made with {len(self.stores)} of them, "
+                f"[{', '.join(self.stores)}]; {len(stores)} are given. Say `apply(model, stores=[...])` with stores "
+                "like these, in this order."
+            )
+        return Itinerary(stores, {one.unit: one.trip for one in self.stored})
 
     def remove(self, model: nn.Module) -> None:
         """Take the plan off a model, which is then as it was before.
@@ -208,6 +245,12 @@ class Plan:
             f"{self.recomputed_calls} calls, {100 * self.recomputed_flops / max(1, self.flops):.0f}% of a forward",
             f"floor      {format_bytes(self.floor_bytes)} is the smallest budget found to work",
         ]
+        if self.stored:
+            places = sorted({one.store for one in self.stored})
+            lines.append(
+                f"stored     {format_bytes(self.stored_bytes)} of {len(self.stored)} units in "
+                f"{', '.join(self.stores[place] for place in places)}, {1e3 * self.moving_seconds:.1f} ms added"
+            )
         parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in self.before_bytes.items() if size)
         lines.append(f"before     {format_bytes(sum(self.before_bytes.values()))} lie there before a step: {parts}")
         if self.optimizer_peak_bytes is None:
@@ -222,7 +265,9 @@ class Plan:
     def _rows(self) -> list[str]:
         width = max(6, *(len(unit.name) for unit in self.units))
         rows = [f"{'module':<{width}}  {'saves':>10}  {'inputs':>10}  {'forward':>9}  plan"]
-        for unit, words in zip(self.units, described(self.tree), strict=True):
+        stored = {one.unit: f"store {one.store}" for one in self.stored}
+        for place, (unit, what) in enumerate(zip(self.units, described(self.tree), strict=True)):
+            words = stored.get(place, what)
             rows.append(
                 f"{unit.name:<{width}}  {format_bytes(unit.saved_bytes):>10}  {format_bytes(unit.input_bytes):>10}  "
                 f"{unit.seconds * 1e3:>6.2f} ms  {words}"

@@ -10,15 +10,17 @@ fits.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
+from torchremat.planning.cargo import NO_LOADS, Loads, Offer
 from torchremat.planning.chains import Cost, chain_of
 from torchremat.planning.mixing import divisible, mixed
 from torchremat.planning.prediction import Prediction, predict
 from torchremat.planning.profiling import Grains
 from torchremat.planning.reading import Profile
+from torchremat.planning.storing import Storing
 from torchremat.planning.units import Units
 from torchremat.schedules.chain import Chain, Keep, Region, Tree
 from torchremat.schedules.persistent import Persistent
@@ -36,12 +38,16 @@ _JUDGED_UNITS = 4000
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A tree over the units of a profile, with what it needs; `cost` is in the unit that is planned for."""
+    """A tree over the units of a profile, with what it needs; `cost` is in the unit that is planned for.
+
+    `loads` are the kept units whose saved tensors go to a store.
+    """
 
     profile: Profile
     tree: Tree
     prediction: Prediction
     cost: float
+    loads: Loads = field(default_factory=lambda: NO_LOADS, hash=False)
 
 
 class Search:
@@ -53,10 +59,11 @@ class Search:
     of this as long as the units stay few enough to plan in a second.
     """
 
-    def __init__(self, grains: Grains, cost: Cost) -> None:
+    def __init__(self, grains: Grains, cost: Cost, offers: Sequence[Offer] = ()) -> None:
         self.grains = grains
         self.cost_unit: Cost = cost
         self.coarse = Solver(grains.coarse, cost)
+        self.storing = Storing(self.coarse, offers)
 
     @property
     def plain(self) -> Candidate:
@@ -92,14 +99,18 @@ class Search:
         if self.plain.prediction.peak_bytes <= limit_bytes:
             return self.plain
         found = [one for solver in self.solvers if (one := solver.solve(limit_bytes)) is not None]
+        stored = self.storing.solve(limit_bytes)
+        if stored is not None:
+            found.append(stored)
         if not found and self.floor.prediction.peak_bytes <= limit_bytes:
             return self.floor
-        return min(found, key=lambda one: (one.cost, one.prediction.peak_bytes), default=None)
+        return min(found, key=lambda one: (one.cost, bool(one.loads), one.prediction.peak_bytes), default=None)
 
     @cached_property
     def floor(self) -> Candidate:
         """The tree with the lowest predicted peak that was found."""
-        return min((solver.floor for solver in self.solvers), key=lambda one: (one.prediction.peak_bytes, one.cost))
+        lowest = (*(solver.floor for solver in self.solvers), *self.storing.lowest)
+        return min(lowest, key=lambda one: (one.prediction.peak_bytes, one.cost))
 
 
 class Solver:

@@ -18,7 +18,7 @@ records weakly, and memory only until that has left: what autograd frees is free
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -79,13 +79,15 @@ class Itinerary:
 
     Attributes:
         stores: Where to.
-        trips: By unit.
+        trips: By unit; those that are brought back at the same moment in the order in which they are needed.
+        seen: Is told of each tensor that a stored unit saves; made for the planner.
         leaving: For a unit those that have left at its end.
         coming: For a unit those that are begun to be brought back before its backward.
     """
 
     stores: tuple[Store, ...]
     trips: Mapping[int, Trip]
+    seen: Callable[[int, Tensor], None] | None = None
     leaving: dict[int, list[int]] = field(init=False, default_factory=dict[int, list[int]])
     coming: dict[int, list[int]] = field(init=False, default_factory=dict[int, list[int]])
 
@@ -156,6 +158,8 @@ class Journey:
         return self._catalogs[store]
 
     def _pack(self, unit: int, catalog: Catalog, tensor: Tensor) -> InCatalog:
+        if self._itinerary.seen is not None:
+            self._itinerary.seen(unit, tensor)
         packed = catalog.put(tensor)
         if isinstance(packed, Stored):
             self._records.setdefault(unit, {}).setdefault(id(packed.record), ref(packed.record))
