@@ -98,8 +98,10 @@ class Search:
         """Return the cheapest tree found whose predicted peak is at most the limit; None if none fits."""
         if self.plain.prediction.peak_bytes <= limit_bytes:
             return self.plain
-        found = [one for solver in self.solvers if (one := solver.solve(limit_bytes)) is not None]
         stored = self.storing.solve(limit_bytes)
+        if stored is not None and not stored.cost:
+            return stored
+        found = [one for solver in self.solvers if (one := solver.solve(limit_bytes)) is not None]
         if stored is not None:
             found.append(stored)
         if not found and self.floor.prediction.peak_bytes <= limit_bytes:

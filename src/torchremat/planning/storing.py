@@ -1,7 +1,7 @@
 """Which kept units of a tree go to a store, and when they leave and come back.
 
 A peak is mostly where the backward begins, so what is needed last is stored first: the first units of the forward. For
-a slow store every second or third unit is better, since it is idle less. Both rows are tried, as short as the limit
+a slow store every second unit is better, since it is idle less. Both rows are tried, as short as the limit
 allows, for several trees: the plain one, the best one without stores, and those for limits in between.
 
 How long a unit may take to leave, and how early it comes back, is chosen by the store's speed: no later and no earlier
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from torchremat.planning.solving import Candidate, Solver
 
 # How many units something may be on its way out, and back: as many as its store needs, or fewer.
-_REACHES = (10**6, 2, 1, 0)
+_REACHES = (10**6, 1, 0)
 # For so many limits between the one that is asked for and the plain peak a tree without stores is found.
-_LIMITS = 4
+_LIMITS = 2
 _JUDGED_UNITS = 4000
 
 
@@ -75,7 +75,7 @@ class Storing:
             for offer in self.offers:
                 storable = self._storable(offer, tree)
                 for reach in _REACHES:
-                    for stride in (1, 2, 3):
+                    for stride in (1, 2):
                         # Every second one, and then the others from the first on.
                         row = [*storable[::stride], *(one for i, one in enumerate(storable) if i % stride)]
                         one = self._shortest(offer, tree, row, reach, limit_bytes)
@@ -89,7 +89,7 @@ class Storing:
 
     def _pruned(self, best: Candidate, limit_bytes: int) -> Candidate:
         """Return a candidate without those stored units that fit as well if they are kept."""
-        for unit in sorted(best.loads):
+        for unit in sorted(best.loads, reverse=True):
             loads = {one: load for one, load in best.loads.items() if one != unit}
             if not loads:
                 break
