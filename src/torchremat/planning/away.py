@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from torchremat.planning.cargo import Loads
+from torchremat.planning.cargo import Cargo, Loads
 from torchremat.planning.moments import Live, Moment
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class Away:
             cargo = self._loads[unit].cargo
             if cargo.put_peak_bytes:
                 total, what = walk.total(walk.lifetimes.left[unit]), f"storing what {self._name(unit)} saves"
-                yield Live((Moment.LEFT, unit), total, cargo.put_peak_bytes, what, moves=True)
+                yield Live((Moment.LEFT, unit), total, self._put_peak_bytes(cargo), what, moves=True)
             walk.inside += cargo.resident_bytes
             for storage, resident_bytes in cargo.boundary.items():
                 self._resident[storage] += 1
@@ -66,7 +66,7 @@ class Away:
         if unit in self._inside:
             cargo = self._loads[unit].cargo
             ahead_bytes = cargo.ahead_bytes if unit in self._begun else 0
-            peak = cargo.get_peak_bytes - ahead_bytes
+            peak = self._get_peak_bytes(cargo) - ahead_bytes
             yield Live((Moment.BACKWARD, unit), walk.total(), peak, f"bringing {self._name(unit)} back", moves=True)
             walk.inside -= ahead_bytes
             self._fetch(unit)
@@ -91,6 +91,21 @@ class Away:
             for away in others:
                 away.discard(storage)
             self._walk.hold([storage] * (1 + len(others)))
+
+    def _put_peak_bytes(self, cargo: Cargo) -> int:
+        # What another unit has put already is not put again. Where a store needs more than it keeps, it is not known
+        # at which of the tensors, and all are counted.
+        if cargo.put_peak_bytes > cargo.resident_bytes + sum(cargo.boundary.values()):
+            return cargo.put_peak_bytes
+        there = sum(size for storage, size in cargo.boundary.items() if self._resident[storage])
+        return cargo.put_peak_bytes - there
+
+    def _get_peak_bytes(self, cargo: Cargo) -> int:
+        # What lives is not brought back.
+        if cargo.get_peak_bytes > cargo.all_bytes:
+            return cargo.get_peak_bytes
+        walk = self._walk
+        return cargo.get_peak_bytes - sum(walk.bytes[storage] for storage in cargo.boundary if storage in walk.held)
 
     def _name(self, unit: int) -> str:
         return self._walk.units.units[unit].name
