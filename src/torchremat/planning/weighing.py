@@ -247,26 +247,35 @@ class _Timed:
 
 
 def _timed(store: Store, tensor: Tensor) -> _Timed:
-    """Put a tensor and bring it back several times, and return the medians."""
-    rounds: list[tuple[float, float, float, float]] = []
-    for _ in range(_TIMES):
+    """Put copies of a tensor, all of them before any is brought back as in a step, and return the medians."""
+    # Where the model runs on the CPU, what threads compute for a store is taken from it.
+    on_cpu = tensor.device.type == "cpu"
+    handles: list[Handle] = []
+    out: list[tuple[float, float]] = []
+    back: list[tuple[float, float]] = []
+    for copy in [tensor.clone() for _ in range(_TIMES)]:
         start = _Clock(tensor.device)
-        handle: Handle | None = store.put(tensor)
+        handle: Handle | None = store.put(copy)
         if handle is None:
             return _Timed(size_bytes=tensor.nbytes, out_s=_NEVER_S, in_s=_NEVER_S, out_busy_s=0.0, in_busy_s=0.0)
         put_s, _ = start.passed()
         settle(handle)
-        out_s, out_cpu_s = start.passed()
+        wall_s, cpu_s = start.passed()
+        out.append((wall_s, max(put_s, cpu_s if on_cpu else 0.0)))
+        handles.append(handle)
+    fresh: list[Tensor] = []
+    for handle in handles:
         start = _Clock(tensor.device)
         handle.prefetch()
-        handle.get()
-        in_s, in_cpu_s = start.passed()
-        # Where the model runs on the CPU, what threads compute for a store is taken from it.
-        on_cpu = tensor.device.type == "cpu"
-        rounds.append((out_s, in_s, max(put_s, out_cpu_s if on_cpu else 0.0), in_cpu_s if on_cpu else 0.0))
-    medians = [statistics.median(column) for column in zip(*rounds, strict=True)]
+        fresh.append(handle.get())
+        wall_s, cpu_s = start.passed()
+        back.append((wall_s, cpu_s if on_cpu else 0.0))
     return _Timed(
-        size_bytes=tensor.nbytes, out_s=medians[0], in_s=medians[1], out_busy_s=medians[2], in_busy_s=medians[3]
+        size_bytes=tensor.nbytes,
+        out_s=statistics.median(wall_s for wall_s, _ in out),
+        in_s=statistics.median(wall_s for wall_s, _ in back),
+        out_busy_s=statistics.median(busy_s for _, busy_s in out),
+        in_busy_s=statistics.median(busy_s for _, busy_s in back),
     )
 
 
