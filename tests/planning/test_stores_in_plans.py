@@ -13,13 +13,15 @@ from torch import nn
 import models
 import torchremat
 from planning.kinds import KINDS
-from planning.steps import coarse, differences, keep_all, outcome, random_tree, recomputed_flops, traced_peak
+from planning.steps import differences, keep_all, outcome, random_tree, recomputed_flops, traced_peak
 from torchremat import BudgetError, PlanError, UnsupportedError
 from torchremat.measuring.runs import subject_of
 from torchremat.planning.cargo import Load, StoredUnit
 from torchremat.planning.layout import calls_of, installed
+from torchremat.planning.mixing import divisible, mixed
 from torchremat.planning.plans import Plan
 from torchremat.planning.prediction import predict
+from torchremat.planning.profiling import profile as profile_of
 from torchremat.planning.weighing import weighed
 from torchremat.regions.journeys import Itinerary
 from torchremat.regions.settings import Settings
@@ -75,36 +77,43 @@ def random_loads(profile, offer, tree, rng):
     """Some of the kept units at top level, each with a random moment to leave and to come back."""
     kept = [node.stage for node in tree if isinstance(node, Keep)]
     order, last = profile.order, len(profile.sizes) - 1
+    cargoes = {unit: offer.cargoes.get(one.calls) for unit, one in enumerate(profile.units.units)}
     loads = {}
     for unit in kept:
-        if unit in offer.cargoes and unit in order and rng.random() < 0.7:
+        if cargoes[unit] and unit in order and rng.random() < 0.7:
             place = order.index(unit)
             planned = StoredUnit(
                 unit=unit,
                 store=0,
                 leaves_after=rng.randint(unit, min(last, unit + 3)),
                 comes_before=order[rng.randint(max(0, place - 3), place)],
-                stored_bytes=offer.cargoes[unit].all_bytes,
+                stored_bytes=cargoes[unit].all_bytes,
             )
-            loads[unit] = Load(planned=planned, cargo=offer.cargoes[unit])
+            loads[unit] = Load(planned=planned, cargo=cargoes[unit])
     return {unit: loads[unit] for unit in order if unit in loads}
 
 
 @cache
 def profiled(name):
     model, step = MODELS[name]()
-    return model, step, coarse(model, step), outcome(model, step)
+    grains = profile_of(model, step)
+    return model, step, grains, outcome(model, step)
 
 
 @pytest.mark.parametrize("kind", STORES)
 @pytest.mark.parametrize("name", MODELS)
 def test_predicted_is_measured_wherever_it_leaves_and_comes_back(name, kind):
-    model, step, profile, plain = profiled(name)
+    model, step, grains, plain = profiled(name)
     store = STORES[kind]()
-    [offer] = weighed(model, subject_of(step, model, None), profile, [store])
+    [offer] = weighed(model, subject_of(step, model, None), grains, [store])
     rng = random.Random(name + kind)
+    split = mixed(grains, frozenset(sorted(divisible(grains))[1::2]))
 
-    for tree in (keep_all(len(profile.sizes)), random_tree(profile.units, rng, depth=1)):
+    for profile, tree in (
+        (grains.coarse, keep_all(len(grains.coarse.sizes))),
+        (grains.coarse, random_tree(grains.coarse.units, rng, depth=1)),
+        (split, keep_all(len(split.sizes))),
+    ):
         loads = random_loads(profile, offer, tree, rng)
         predicted = predict(profile, tree, loads).peak_bytes
         itinerary = Itinerary((store,), {unit: load.planned.trip for unit, load in loads.items()})

@@ -73,13 +73,14 @@ class Offer:
 
     Attributes:
         store: Its place among those given.
-        cargoes: What leaves, by unit; units of which nothing does are absent.
+        cargoes: What leaves, by the calls of a unit, so that it holds in each mixture of whole and split units; units
+            of which nothing leaves are absent.
         speed: How fast it is.
         limit_bytes: The most that it holds; None for no limit.
     """
 
     store: int
-    cargoes: Mapping[int, Cargo]
+    cargoes: Mapping[tuple[int, ...], Cargo]
     speed: Speed
     limit_bytes: int | None = None
 

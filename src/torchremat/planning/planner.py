@@ -70,7 +70,7 @@ class Planner:
         self._subject = subject_of(step, model, optimizer, needs_model=True)
         grains = profile_subject(model, self._subject, self._subject.device(device))
         self.profile: Profile = grains.coarse
-        self.solver = Search(grains, cost, weighed(model, self._subject, grains.coarse, self._stores))
+        self.solver = Search(grains, cost, weighed(model, self._subject, grains, self._stores))
         self._model = model
         self._parameters = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         self._plain: tuple[int, PlainSource] | None = None

@@ -63,6 +63,7 @@ class Search:
         self.grains = grains
         self.cost_unit: Cost = cost
         self.coarse = Solver(grains.coarse, cost)
+        self.offers = offers
         self.storing = Storing(self.coarse, offers)
 
     @property
@@ -94,16 +95,26 @@ class Search:
         mixtures = [mixed(self.grains, split) for split in fitting]
         return (self.coarse, *(Solver(mixture, self.cost_unit, hand_made=False) for mixture in mixtures))
 
+    @property
+    def storings(self) -> Iterator[Storing]:
+        """Yield what finds candidates with stores: of whole units, then of the mixture with the most units."""
+        if self.offers:
+            yield self.storing
+            finest = max(self.solvers, key=lambda solver: len(solver.profile.units.units))
+            if finest is not self.coarse:
+                yield Storing(finest, self.offers)
+
     def solve(self, limit_bytes: int) -> Candidate | None:
         """Return the cheapest tree found whose predicted peak is at most the limit; None if none fits."""
         if self.plain.prediction.peak_bytes <= limit_bytes:
             return self.plain
-        stored = self.storing.solve(limit_bytes)
-        if stored is not None and not stored.cost:
-            return stored
-        found = [one for solver in self.solvers if (one := solver.solve(limit_bytes)) is not None]
-        if stored is not None:
-            found.append(stored)
+        found: list[Candidate] = []
+        for storing in self.storings:
+            stored = storing.solve(limit_bytes)
+            if stored is not None and not stored.cost:
+                return stored
+            found += [] if stored is None else [stored]
+        found += [one for solver in self.solvers if (one := solver.solve(limit_bytes)) is not None]
         if not found and self.floor.prediction.peak_bytes <= limit_bytes:
             return self.floor
         return min(found, key=lambda one: (one.cost, bool(one.loads), one.prediction.peak_bytes), default=None)
@@ -111,7 +122,8 @@ class Search:
     @cached_property
     def floor(self) -> Candidate:
         """The tree with the lowest predicted peak that was found."""
-        lowest = (*(solver.floor for solver in self.solvers), *self.storing.lowest)
+        stored = (one for storing in self.storings for one in storing.lowest)
+        lowest = (*(solver.floor for solver in self.solvers), *stored)
         return min(lowest, key=lambda one: (one.prediction.peak_bytes, one.cost))
 
 

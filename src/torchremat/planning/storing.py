@@ -52,6 +52,12 @@ class Storing:
         self.solver = solver
         self.offers = offers
         self._judged = 0
+        calls = [unit.calls for unit in solver.profile.units.units]
+        # By the place of the store, then by unit.
+        self._cargoes = {
+            offer.store: {unit: offer.cargoes[own] for unit, own in enumerate(calls) if own in offer.cargoes}
+            for offer in offers
+        }
 
     @property
     def profile(self) -> Profile:
@@ -123,9 +129,9 @@ class Storing:
         yield from trees
 
     def _storable(self, offer: Offer, tree: Tree) -> list[int]:
-        order = set(self.profile.order)
-        kept = [node.stage for node in tree if isinstance(node, Keep) and node.stage in offer.cargoes]
-        return [unit for unit in kept if unit in order and self._frees(offer.cargoes[unit])]
+        order, cargoes = set(self.profile.order), self._cargoes[offer.store]
+        kept = [node.stage for node in tree if isinstance(node, Keep) and node.stage in cargoes]
+        return [unit for unit in kept if unit in order and self._frees(cargoes[unit])]
 
     def _frees(self, cargo: Cargo) -> bool:
         """Return whether a cargo frees more than its store holds in its place; what lives anyway is not freed."""
@@ -137,7 +143,7 @@ class Storing:
         """Return as many of the units as the store has room for."""
         taken, total = list[int](), 0
         for unit in units:
-            total += offer.cargoes[unit].all_bytes
+            total += self._cargoes[offer.store][unit].all_bytes
             if offer.limit_bytes is not None and total > offer.limit_bytes:
                 break
             taken.append(unit)
@@ -163,13 +169,13 @@ class Storing:
 
     def _moved(self, offer: Offer, tree: Tree, units: Sequence[int], reach: int) -> tuple[Loads, float]:
         """Return the loads of units with the moments of their moves, and the seconds that these add to the step."""
-        profile, speed = self.profile, offer.speed
+        profile, speed, cargoes = self.profile, offer.speed, self._cargoes[offer.store]
         place = {unit: i for i, unit in enumerate(profile.order)}
         forward_s = [cost.seconds for cost in profile.costs]
         backward_s = self._backward_s(tree)
         going, coming = sorted(units), sorted(units, key=lambda unit: place[unit])
-        out_s = {unit: speed.write_s(offer.cargoes[unit]) for unit in units}
-        in_s = {unit: speed.read_s(offer.cargoes[unit]) for unit in units}
+        out_s = {unit: speed.write_s(cargoes[unit]) for unit in units}
+        in_s = {unit: speed.read_s(cargoes[unit]) for unit in units}
         # Some of it takes the place of computing, the rest is beside it.
         moving_s = sum(out_s[unit] * speed.out_busy + in_s[unit] * speed.in_busy for unit in units)
         out_s = {unit: seconds * (1 - speed.out_busy) for unit, seconds in out_s.items()}
@@ -182,7 +188,7 @@ class Storing:
         begins = latest_begins(backward_s, [(place[unit], in_s[unit]) for unit in coming])
         reads = [
             Read(begun=max(begun, place[unit] - reach), due=place[unit], seconds=in_s[unit])
-            if offer.cargoes[unit].comes_ahead
+            if cargoes[unit].comes_ahead
             else Read(begun=place[unit], due=place[unit], seconds=in_s[unit])
             for unit, begun in zip(coming, begins, strict=True)
         ]
@@ -195,9 +201,9 @@ class Storing:
                     store=offer.store,
                     leaves_after=leaves[unit],
                     comes_before=profile.order[read.begun],
-                    stored_bytes=offer.cargoes[unit].all_bytes,
+                    stored_bytes=cargoes[unit].all_bytes,
                 ),
-                cargo=offer.cargoes[unit],
+                cargo=cargoes[unit],
             )
             for unit, read in zip(coming, reads, strict=True)
         }

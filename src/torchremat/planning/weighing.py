@@ -23,6 +23,7 @@ from torchremat.measuring.runs import Subject
 from torchremat.measuring.tracker import address_of
 from torchremat.planning.cargo import Cargo, Offer, Speed
 from torchremat.planning.layout import calls_of, installed
+from torchremat.planning.profiling import Grains
 from torchremat.planning.reading import Profile
 from torchremat.regions.journeys import Itinerary, Trip
 from torchremat.regions.settings import Settings
@@ -66,22 +67,39 @@ def _lossy_in(store: object) -> object:
     return next((found for one in inner if one is not None and (found := _lossy_in(one)) is not None), None)
 
 
-def weighed(model: nn.Module, subject: Subject, profile: Profile, stores: Sequence[Store]) -> tuple[Offer, ...]:
-    """Return what stores take from the units of a profile; the step's forward runs once for each store.
+def weighed(model: nn.Module, subject: Subject, grains: Grains, stores: Sequence[Store]) -> tuple[Offer, ...]:
+    """Return what stores take from units, whole and split; the step's forward runs once or twice for each store.
 
     Raises:
         UnsupportedError: The step calls the model, or modules of it, several times.
     """
+    profile = grains.coarse
     if stores and len(profile.units.roots) > 1:
         names = ", ".join(sorted({profile.units.trace.calls[root].name or "the model" for root in profile.units.roots}))
         raise UnsupportedError(
             f"stores=: the step makes {len(profile.units.roots)} calls (of {names}), and stores can be planned for a "
             "step that calls the model once. Leave `stores` out, or let one module make all the calls."
         )
-    return tuple(_weighed(model, subject, profile, place, store) for place, store in enumerate(stores))
+    return tuple(_offer(model, subject, grains, place, store) for place, store in enumerate(stores))
 
 
-def _weighed(model: nn.Module, subject: Subject, profile: Profile, place: int, store: Store) -> Offer:
+def _offer(model: nn.Module, subject: Subject, grains: Grains, place: int, store: Store) -> Offer:
+    cargoes, sizes = _weighed(model, subject, grains.coarse, store)
+    if grains.fine is not None:
+        cargoes = _weighed(model, subject, grains.fine, store)[0] | cargoes
+    found = getattr(store, "statistics", None)
+    return Offer(
+        store=place,
+        cargoes=cargoes,
+        speed=_speed(store, grains.coarse.device, sizes),
+        limit_bytes=found.limit_bytes if isinstance(found, StoreStatistics) else None,
+    )
+
+
+def _weighed(
+    model: nn.Module, subject: Subject, profile: Profile, store: Store
+) -> tuple[dict[tuple[int, ...], Cargo], list[int]]:
+    """Return the cargoes of a profile's units, and the sizes of the tensors in them."""
     units = profile.units
     alike: dict[tuple[object, ...], list[int]] = {}
     for unit, size in enumerate(profile.sizes):
@@ -97,19 +115,13 @@ def _weighed(model: nn.Module, subject: Subject, profile: Profile, place: int, s
         tree = tuple(Keep(unit) for unit in range(len(units.units)))
         with installed(model, calls_of(units), tree, Settings(), itinerary):
             subject.run()
-    cargoes: dict[int, Cargo] = {}
+    cargoes: dict[tuple[int, ...], Cargo] = {}
     for members, scale in zip(alike.values(), scales, strict=True):
         for unit in members:
             cargo = scale.cargo(profile, unit, recorder.trace)
             if cargo is not None:
-                cargoes[unit] = cargo
-    found = getattr(store, "statistics", None)
-    return Offer(
-        store=place,
-        cargoes=cargoes,
-        speed=_speed(store, profile.device, [one.size_bytes for scale in scales for one in scale.tried]),
-        limit_bytes=found.limit_bytes if isinstance(found, StoreStatistics) else None,
-    )
+                cargoes[units.units[unit].calls] = cargo
+    return cargoes, [one.size_bytes for scale in scales for one in scale.tried]
 
 
 @dataclass(frozen=True, kw_only=True)
