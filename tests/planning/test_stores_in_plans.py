@@ -233,6 +233,19 @@ def test_where_a_store_is_slow_and_seconds_count_it_is_not_used():
     assert plan.recomputed_flops > 0
 
 
+def test_fit_takes_stores():
+    model, step = models.gpt_step(blocks=3, width=32, context=64, batch=4)
+    store = Counting()
+
+    torchremat.fit(model, step, budget="60%", cost="flops", stores=[store])
+    report = torchremat.verify(model, step)
+
+    assert report.is_exact
+    assert report.recomputed_flops == 0
+    assert report.peak_bytes == report.predicted_bytes
+    assert store.live == 0
+
+
 # ------------------------------------------------------------------------------------------------------- files, errors
 
 

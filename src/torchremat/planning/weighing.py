@@ -1,40 +1,32 @@
-"""What a store takes from each unit, in bytes and seconds, by putting real saved tensors into it.
+"""How many bytes a store takes from each unit, by putting real saved tensors into it.
 
 One forward runs in which every unit is stored, in stores that weigh: they give each tensor to the real store, have it
-brought back at once under the allocator's events, and drop it. Units of equal calls are weighed once. The seconds are
-those of a tensor of typical size, put and brought back several times, and of a tiny one.
+brought back at once under the allocator's events, and drop it. Units of equal calls are weighed once.
 """
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
-import numpy as np
-import torch
 from torch import Tensor, nn
 
 from torchremat.errors import UnsupportedError
 from torchremat.measuring.allocator import AllocationRecorder, AllocationTrace, record_allocations
 from torchremat.measuring.runs import Subject
 from torchremat.measuring.tracker import address_of
-from torchremat.planning.cargo import Cargo, Offer, Speed
+from torchremat.planning.cargo import Cargo, Offer
 from torchremat.planning.layout import calls_of, installed
 from torchremat.planning.profiling import Grains
 from torchremat.planning.reading import Profile
+from torchremat.planning.speeds import measured_speed
 from torchremat.regions.journeys import Itinerary, Trip
 from torchremat.regions.settings import Settings
 from torchremat.schedules.chain import Keep
 from torchremat.stores.landing import settle
 from torchremat.stores.statistics import StoreStatistics
 from torchremat.tensors.handles import Handle, Store
-
-_TIMES = 5
-_TINY_ELEMENTS = 64
-_NEVER_S = 1e9  # of a store that has no room
 
 
 def check_stores(stores: Sequence[Store], *, allow_lossy: bool) -> tuple[Store, ...]:
@@ -91,7 +83,7 @@ def _offer(model: nn.Module, subject: Subject, grains: Grains, place: int, store
     return Offer(
         store=place,
         cargoes=cargoes,
-        speed=_speed(store, grains.coarse.device, sizes),
+        speed=measured_speed(store, grains.coarse.device, sizes),
         limit_bytes=found.limit_bytes if isinstance(found, StoreStatistics) else None,
     )
 
@@ -226,83 +218,3 @@ class _Taken:
 
 def _over(trace: AllocationTrace, first: int, last: int) -> int:
     return trace.peak_bytes_between(first, last) - trace.live_bytes_at(first)
-
-
-# ----------------------------------------------------------------------------------------------------- seconds
-
-
-def _speed(store: Store, device: torch.device, sizes: list[int]) -> Speed:
-    """Return how fast a store is for tensors of typical size."""
-    # Half of all bytes are in tensors of this size or smaller ones.
-    ordered = np.sort(np.array(sizes, np.int64))
-    half = int(np.searchsorted(np.cumsum(ordered), ordered.sum() / 2)) if sizes else 0
-    elements = int(ordered[half]) // 4 if sizes else _TINY_ELEMENTS
-    typical = _timed(store, torch.randn(max(elements, _TINY_ELEMENTS), device=device))
-    tiny = _timed(store, torch.randn(_TINY_ELEMENTS, device=device))
-    latency_s = min(tiny.out_s, tiny.in_s, typical.out_s / 2, typical.in_s / 2)
-    return Speed(
-        out_bytes_per_s=typical.size_bytes / max(typical.out_s - latency_s, 1e-9),
-        in_bytes_per_s=typical.size_bytes / max(typical.in_s - latency_s, 1e-9),
-        latency_s=latency_s,
-        out_busy=min(1.0, typical.out_busy_s / max(typical.out_s, 1e-9)),
-        in_busy=min(1.0, typical.in_busy_s / max(typical.in_s, 1e-9)),
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Timed:
-    size_bytes: int
-    out_s: float
-    in_s: float
-    out_busy_s: float
-    in_busy_s: float
-
-
-def _timed(store: Store, tensor: Tensor) -> _Timed:
-    """Put copies of a tensor, all of them before any is brought back as in a step, and return the medians."""
-    # Where the model runs on the CPU, what threads compute for a store is taken from it.
-    on_cpu = tensor.device.type == "cpu"
-    handles: list[Handle] = []
-    out: list[tuple[float, float]] = []
-    back: list[tuple[float, float]] = []
-    for copy in [tensor.clone() for _ in range(_TIMES)]:
-        start = _Clock(tensor.device)
-        handle: Handle | None = store.put(copy)
-        if handle is None:
-            return _Timed(size_bytes=tensor.nbytes, out_s=_NEVER_S, in_s=_NEVER_S, out_busy_s=0.0, in_busy_s=0.0)
-        put_s, _ = start.passed()
-        settle(handle)
-        wall_s, cpu_s = start.passed()
-        out.append((wall_s, max(put_s, cpu_s if on_cpu else 0.0)))
-        handles.append(handle)
-    fresh: list[Tensor] = []
-    for handle in handles:
-        start = _Clock(tensor.device)
-        handle.prefetch()
-        fresh.append(handle.get())
-        wall_s, cpu_s = start.passed()
-        back.append((wall_s, cpu_s if on_cpu else 0.0))
-    return _Timed(
-        size_bytes=tensor.nbytes,
-        out_s=statistics.median(wall_s for wall_s, _ in out),
-        in_s=statistics.median(wall_s for wall_s, _ in back),
-        out_busy_s=statistics.median(busy_s for _, busy_s in out),
-        in_busy_s=statistics.median(busy_s for _, busy_s in back),
-    )
-
-
-class _Clock:
-    """Seconds by the wall, and of all threads of the process on the CPU, since it was made."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._synchronize()
-        self._wall_s, self._cpu_s = time.perf_counter(), time.process_time()
-
-    def passed(self) -> tuple[float, float]:
-        self._synchronize()
-        return time.perf_counter() - self._wall_s, time.process_time() - self._cpu_s
-
-    def _synchronize(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
