@@ -258,6 +258,19 @@ def test_a_missing_extra_is_named(folder):
     assert "Traceback" not in result.stderr
 
 
+def test_stores_are_offered_by_name(folder):
+    store = ("--store", "disk")
+    planned = run("plan", "factories:build", "--budget", "60%", "--cost", "flops", *store, "--out", "plan.json")
+
+    assert "0.00 GFLOP recomputed in 0 calls" in planned.stdout
+    assert "store 0" in planned.stdout
+    assert "bit for bit" in run("verify", "factories:build", "--plan", "plan.json", *store).stdout
+    assert "0 are given" in run("verify", "factories:build", "--plan", "plan.json", code=1).output
+    assert (
+        "allowed are disk and host" in run("plan", "factories:build", "--budget", "60%", "--store", "x", code=2).output
+    )
+
+
 def test_saved_prints_what_autograd_keeps():
     result = run("saved", "factories:build", "--top", "2")
 

@@ -26,7 +26,9 @@ def masked(printed):
     """The lines of what was printed without what depends on the machine: numbers, units, and the rows of a plan."""
     printed = re.sub(r"\d+(\.\d+)?", "0", printed)
     printed = re.sub(r"0 ([KMG]i)?B\b", "0 bytes", printed)
-    printed = re.sub(r"^\S+ +0 bytes .* (recompute|keep( 0 of 0 operators)?)$|^\.\.\.$", "", printed, flags=re.MULTILINE)
+    printed = re.sub(
+        r"^\S+ +0 bytes .* (recompute|keep( 0 of 0 operators)?)$|^\.\.\.$", "", printed, flags=re.MULTILINE
+    )
     return [" ".join(line.split()) for line in printed.splitlines() if line.strip()]
 
 

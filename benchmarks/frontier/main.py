@@ -200,7 +200,10 @@ def tables(results: dict[str, object]) -> dict[str, str]:
     for name, result in results["models"].items():
         rows = [
             ["plain", mib(step_bytes(result["plain"])), "", "0", "", "1", "", ""],
-            *(_row(row) for row in (*result["ways"], *result["selective"], *result["offsets"], *result.get("evenly", ()))),
+            *(
+                _row(row)
+                for row in (*result["ways"], *result["selective"], *result["offsets"], *result.get("evenly", ()))
+            ),
         ]
         made[name] = markdown([name, *HEAD], rows)
     rows = [

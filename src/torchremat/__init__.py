@@ -38,9 +38,6 @@ from torchremat.planning.frontiers import Frontier, FrontierPoint
 from torchremat.planning.guarding.attempts import Attempt
 from torchremat.planning.guarding.steps import GuardedStep, guard
 from torchremat.planning.planner import Planner, frontier, plan
-from torchremat.planning.guarding.attempts import Attempt
-from torchremat.planning.guarding.steps import GuardedStep, guard
-from torchremat.planning.planner import Planner, plan
 from torchremat.planning.plans import Plan
 from torchremat.planning.verification import Report, verify
 from torchremat.regions.functions import checkpoint, checkpointed

@@ -36,6 +36,9 @@ from torchremat.planning.plans import Plan
 from torchremat.planning.tracing import Step
 from torchremat.planning.verification import Report, verify
 from torchremat.reports.tables import frontier_table
+from torchremat.stores.disk import Disk
+from torchremat.stores.host import Host
+from torchremat.tensors.handles import Store
 from torchremat.tensors.sizes import format_bytes, parse_bytes
 
 _SHAPE = "(model, step) or (model, step, optimizer)"
@@ -168,6 +171,10 @@ Budget = Annotated[str, typer.Option(help="Peak of a training step: bytes, 6GiB,
 Margin = Annotated[str, typer.Option(help="Part of the budget to leave free, like 1GiB.")]
 Costs = Annotated[Cost, typer.Option(help="What to minimise.")]
 Device = Annotated[str | None, typer.Option(help="Whose bytes count; that of the first parameter if not given.")]
+Stores = Annotated[
+    list[str] | None,
+    typer.Option(help="Where saved tensors may wait: disk or host. Give it once for each; for verify as for plan."),
+]
 Out = Annotated[Path | None, typer.Option(help="File to write the plan to, as JSON.")]
 Plot = Annotated[Path | None, typer.Option(help="Image to draw: live bytes over the step. The ending says which kind.")]
 
@@ -210,13 +217,14 @@ def plan_command(
     cost: Costs = "seconds",
     margin: Margin = "0",
     device: Device = None,
+    store: Stores = None,
 ) -> None:
     """Print the fastest plan found that is predicted to stay within a budget."""
     with _working("planning"):
         _check_files(out, plot)
         size, free = _budget(budget), margin_of(_number(margin))
-        own, place = load(target), _device(device)
-        planner = Planner(own.model, own.step, optimizer=own.optimizer, device=place, cost=cost)
+        own, place, stores = load(target), _device(device), _stores(store)
+        planner = Planner(own.model, own.step, optimizer=own.optimizer, device=place, cost=cost, stores=stores)
         found = planner.plan(size, margin=free)
     _show(found)
     _keep(found, out, plot)
@@ -246,13 +254,16 @@ def frontier_command(
 
 @app.command("verify")
 def verify_command(
-    target: Target, plan: Annotated[Path, typer.Option(help="A plan file.")], device: Device = None
+    target: Target,
+    plan: Annotated[Path, typer.Option(help="A plan file.")],
+    device: Device = None,
+    store: Stores = None,
 ) -> None:
     """Run a step with a plan and one without; exit code 1 if they differ, or if the peak is above the plan's budget."""
     with _working("verifying"):
         found = Plan.load(plan)
         own, place = load(target), _device(device)
-        found.apply(own.model)
+        found.apply(own.model, stores=_stores(store))
         report = verify(own.model, own.step, optimizer=own.optimizer, device=place)
     _show(report)
     _judge(found, report)
@@ -267,13 +278,14 @@ def fit_command(
     cost: Costs = "seconds",
     margin: Margin = "0",
     device: Device = None,
+    store: Stores = None,
 ) -> None:
     """Plan, and confirm the plan by real steps with and without it; exit code 1 as in verify."""
     with _working("fitting"):
         _check_files(out, plot)
         size, free = _budget(budget), margin_of(_number(margin))
-        own, place = load(target), _device(device)
-        planner = Planner(own.model, own.step, optimizer=own.optimizer, device=place, cost=cost)
+        own, place, stores = load(target), _device(device), _stores(store)
+        planner = Planner(own.model, own.step, optimizer=own.optimizer, device=place, cost=cost, stores=stores)
         found = fit_with(planner, own.model, own.step, budget=size, optimizer=own.optimizer, margin=free)
         report = verify(own.model, own.step, optimizer=own.optimizer, device=place)
     _show(found)
@@ -301,6 +313,14 @@ def _device(text: str | None) -> torch.device | None:
         return None if text is None else torch.device(text)
     except RuntimeError as error:
         raise TargetError(f"--device {text!r} is no device, like cpu or cuda:0.") from error
+
+
+def _stores(names: list[str] | None) -> list[Store]:
+    kinds: dict[str, Callable[[], Store]] = {"disk": Disk, "host": Host}
+    for name in names or ():
+        if name not in kinds:
+            raise TargetError(f"--store {name!r}: allowed are {' and '.join(kinds)}.")
+    return [kinds[name]() for name in names or ()]
 
 
 def _check_files(*paths: Path | None) -> None:

@@ -24,6 +24,7 @@ from torchremat import (
     offload,
 )
 from torchremat.stores.catalog import Catalog, unpack
+from torchremat.stores.kept import Kept
 
 STORES = {
     "memory": Memory,
@@ -628,3 +629,30 @@ def test_what_waits_to_be_filled_is_no_cycle():
         assert storage() is None
     finally:
         gc.enable()
+
+
+def test_a_catalog_by_storage_takes_whole_storages_or_nothing_and_not_before_it_settles():
+    store = Host()
+    catalog = Catalog(store, window_bytes=0, by_storage=True)
+    whole, tail = torch.randn(64, 64), torch.randn(4, 1024)
+
+    rows = catalog.put(whole[:40])
+    piece = catalog.put(tail[3])
+
+    assert store.statistics.stored_bytes == 0
+    rows.record.settle()
+    assert store.statistics.stored_bytes == whole.nbytes
+    assert isinstance(piece, Kept)
+    assert torch.equal(rows.get(), whole[:40])
+
+
+def test_what_is_written_before_a_catalog_by_storage_settles_is_an_error():
+    catalog = Catalog(Host(), by_storage=True)
+    tensor = torch.randn(64, 64)
+    packed = catalog.put(tensor)
+
+    tensor.add_(1)
+    packed.record.settle()
+
+    with pytest.raises(MutationError):
+        packed.get()

@@ -3,6 +3,9 @@
 tracing, units          the calls of a forward, and those that are planned
 watching, profiling     what each needs, measured in one step
 memory, prediction      the exact interpreter, and what it says of a tree
+cargo, weighing, speeds what of a unit can go into a store, and what that takes, measured
+away                    what is in stores while the interpreter walks
+storing                 candidates with stores
 chains, mixing, solving candidates, judged
 plans, files, planner   a plan as data, and how it is made
 verification, fitting   one real step

@@ -10,7 +10,7 @@ import math
 import types
 import typing
 from collections.abc import Mapping
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import TypeVar, cast
 
 from torchremat.errors import PlanError, ScheduleError
@@ -100,7 +100,7 @@ def _written(value: object) -> object:
     if isinstance(value, Region):
         return [_written(child) for child in value.children]
     if is_dataclass(value):
-        return {one.name: _written(getattr(value, one.name)) for one in fields(value) if not one.name.startswith("_")}
+        return {one.name: _written(getattr(value, one.name)) for one in _written_fields(type(value))}
     if isinstance(value, Mapping):
         return {str(key): _written(item) for key, item in cast("dict[object, object]", value).items()}
     if isinstance(value, frozenset):
@@ -173,14 +173,18 @@ def _read_fields(value: object, kind: type, where: str) -> object:
         raise PlanError(f"{where} is {value!r:.60}, an object is needed.")
     content = cast("dict[str, object]", value)
     types_of = typing.get_type_hints(kind)
-    names = [one.name for one in fields(kind) if not one.name.startswith("_")]
-    optional = {one.name for one in fields(kind) if one.default is not MISSING}
-    problems = [f"{where}.{name} is missing" for name in names if name not in content and name not in optional]
-    problems += [f"{where}.{name} is unknown" for name in content if name not in names]
+    known = {one.name: one for one in _written_fields(kind)}
+    # A field with a default is younger than the file may be.
+    needed = [name for name, one in known.items() if one.default is MISSING and one.default_factory is MISSING]
+    problems = [f"{where}.{name} is missing" for name in needed if name not in content]
+    problems += [f"{where}.{name} is unknown" for name in content if name not in known]
     if problems:
         raise PlanError("; ".join(problems) + ".")
-    there = [name for name in names if name in content]
-    return kind(**{name: _read(content[name], types_of[name], f"{where}.{name}") for name in there})
+    return kind(**{name: _read(content[name], types_of[name], f"{where}.{name}") for name in known if name in content})
+
+
+def _written_fields(kind: type) -> list[Field[object]]:
+    return [one for one in fields(kind) if not one.name.startswith("_") and one.metadata.get("written", True)]
 
 
 def _is_node(kind: object) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeVar
 
 import torch
@@ -14,6 +15,7 @@ from torchremat.planning.chains import Cost
 from torchremat.planning.planner import Planner
 from torchremat.planning.plans import Plan
 from torchremat.planning.tracing import Step
+from torchremat.tensors.handles import Store
 from torchremat.tensors.sizes import format_bytes
 
 M = TypeVar("M", bound=nn.Module)
@@ -30,6 +32,8 @@ def fit(
     device: torch.device | str | None = None,
     cost: Cost = "seconds",
     margin: int | str = 0,
+    stores: Sequence[Store] = (),
+    allow_lossy: bool = False,
 ) -> M:
     """Return the model with a plan applied under which one real step was within the budget.
 
@@ -43,13 +47,17 @@ def fit(
         device: As for `plan`.
         cost: As for `plan`.
         margin: As for `plan`.
+        stores: As for `plan`.
+        allow_lossy: As for `plan`.
 
     Raises:
         BudgetError: No plan fits, by prediction or by measurement; the model is as it was.
         StepError: See `plan`.
     """
     check_budget(budget, subject_of(step, model, optimizer, needs_model=True).device(device))
-    planner = Planner(model, step, optimizer=optimizer, device=device, cost=cost)
+    planner = Planner(
+        model, step, optimizer=optimizer, device=device, cost=cost, stores=stores, allow_lossy=allow_lossy
+    )
     fit_with(planner, model, step, budget=budget, optimizer=optimizer, margin=margin)
     return model
 

@@ -15,6 +15,7 @@ from torchremat.planning.units import Units
 from torchremat.policies.ordinals import save_ordinals
 from torchremat.regions.calls import Body
 from torchremat.regions.decisions import Policy
+from torchremat.regions.journeys import Itinerary, Stop
 from torchremat.regions.runs import Choice, Place, Scope
 from torchremat.regions.settings import Settings
 from torchremat.regions.wrapping import is_wrapped, restore_forward, set_forward
@@ -81,19 +82,28 @@ class HeldOperators:
 
 
 def choices_of(
-    calls: Calls, tree: Tree, settings: Settings, held: Iterable[HeldOperators] = ()
+    calls: Calls,
+    tree: Tree,
+    settings: Settings,
+    held: Iterable[HeldOperators] = (),
+    stops: frozenset[int] = frozenset(),
 ) -> dict[tuple[str, int], Choice]:
-    """Return the regions that each call runs in.
+    """Return the regions that each call runs in, and the stops of the calls of some units.
 
     A kept call has no entry, unless a module that has one is called inside of it and would be counted.
     """
     choices: dict[tuple[str, int], Choice] = {}
     own = {unit: replace(settings, policy=one.policy) for one in held for unit in one.units}
     kept = list(_choose(calls.units, tree, (), choices, own))
+    for unit in stops:
+        last = len(calls.units[unit]) - 1
+        for place, call in enumerate(calls.units[unit]):
+            key = call.name, call.number
+            choices[key] = replace(choices.get(key, Choice()), stop=Stop(unit, is_last=place == last))
     names = {name for name, _ in choices}
     for call in (*(call for unit in kept for call in calls.units[unit]), *calls.others):
         if call.inside & names:
-            choices[call.name, call.number] = Choice()
+            choices.setdefault((call.name, call.number), Choice())
     return choices
 
 
@@ -149,9 +159,10 @@ def install(
     held: Iterable[HeldOperators] = (),
     inputs: InputSizes | None = None,
     rise_bytes: int | None = None,
+    itinerary: Itinerary | None = None,
 ) -> None:
     """Make the calls of a model regions as a tree says; on an error nothing has changed."""
-    choices = choices_of(calls, tree, settings, held)
+    choices = choices_of(calls, tree, settings, held, frozenset() if itinerary is None else itinerary.stops)
     names = {name for name, _ in choices}
     done: list[nn.Module] = []
     try:
@@ -162,7 +173,8 @@ def install(
                 alone = next((place.settings for place in choices[name, 0].places), None) or settings
                 set_forward(module, name, alone if name in calls.roots else None)
             else:
-                set_forward(module, name, None, PlannedScope(choices, settings, name, inputs, rise_bytes))
+                scope = PlannedScope(choices, settings, name, inputs, rise_bytes, itinerary=itinerary)
+                set_forward(module, name, None, scope)
             done.append(module)
     except BaseException:
         for module in done:
@@ -210,10 +222,10 @@ def uninstall(model: nn.Module) -> None:
 
 @contextmanager
 def installed(
-    model: nn.Module, calls: Calls, tree: Tree, settings: Settings, held: Iterable[HeldOperators] = ()
+    model: nn.Module, calls: Calls, tree: Tree, settings: Settings, itinerary: Itinerary | None = None
 ) -> Generator[None]:
-    """Put a tree on the model for a block."""
-    install(model, calls, tree, settings, held=held)
+    """Put a tree on the model for a block; no unit of it is kept in part."""
+    install(model, calls, tree, settings, itinerary=itinerary)
     try:
         yield
     finally:

@@ -19,6 +19,8 @@ from collections.abc import Iterable, Iterator
 from itertools import accumulate
 from typing import TypeAlias
 
+from torchremat.planning.away import Away
+from torchremat.planning.cargo import NO_LOADS, Loads
 from torchremat.planning.moments import Lifetimes, Live, Moment, OptionBytes, Ran, UnitBytes
 from torchremat.planning.units import Unit, Units
 from torchremat.schedules.chain import Keep, Region, Tree
@@ -38,6 +40,7 @@ class Walk:
         lifetimes: Lifetimes,
         tree: Tree,
         options: Options = (),
+        loads: Loads = NO_LOADS,
     ) -> None:
         self.units = units
         self.sizes = sizes
@@ -48,6 +51,7 @@ class Walk:
             node.stage: options[node.stage][node.option - 1] for node in tree if isinstance(node, Keep) and node.option
         }
         self.tree = tree = tuple(Region((node,)) if isinstance(node, Keep) and node.option else node for node in tree)
+        self.away = Away(self, loads)
         self.bytes = units.trace.storage_bytes
         # The regions around each unit, outermost first, and how many there are around and with a region, by its id.
         self.around: list[tuple[Region, ...]] = [()] * len(sizes)
@@ -122,6 +126,7 @@ class Walk:
                     self.inside += option.kept_bytes
             else:
                 self.keep(unit, again=False)
+            yield from self.away.left(unit)
             self.be_born(self.units.left(unit))
             yield Live((Moment.LEFT, unit), self.total(self.lifetimes.left[unit]), 0, f"forward after {own.name}")
         self.hold(storage for storage, before in glue if before == len(self.sizes))
@@ -200,12 +205,14 @@ class Walk:
             while glue and glue[0][1] > unit:
                 self.release([glue.pop(0)[0]])
             chain = self.around[unit]
+            yield from self.away.came(unit)
             for depth, region in enumerate(chain):
                 if unit not in available and id(region) not in done:
                     done.add(id(region))
                     yield from self.recompute(region, unit, available, nested=depth > 0)
             yield Live((Moment.BACKWARD, unit), self.total(), 0, f"backward of {self.units.units[unit].name}")
             self.drop(unit, again=bool(chain))
+            self.away.dropped(unit)
             waiting.discard(unit)
             for region in chain:
                 # The outermost region goes with its last node, and what it holds with it; inner ones have nothing by

@@ -108,6 +108,7 @@ class Live:
     over_bytes: int
     what: str
     unit: int = -1
+    moves: bool = False  # nothing runs but copies into a store or back, with `over_bytes` as their peak
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 
 import torch
@@ -12,6 +13,7 @@ from torchremat.measuring.exhaustion import is_out_of_memory
 from torchremat.measuring.heap import heap_set_aside
 from torchremat.measuring.runs import run_traced, subject_of
 from torchremat.planning.budgets import bytes_of, check_budget, free_on, margin_of, percentage_of
+from torchremat.planning.cargo import NO_LOADS, Loads
 from torchremat.planning.certificates import claim_of
 from torchremat.planning.chains import Cost
 from torchremat.planning.frontiers import MOST_POINTS, Frontier, check_points, frontier_of
@@ -26,7 +28,9 @@ from torchremat.planning.reading import Profile
 from torchremat.planning.shapes import InputSizes
 from torchremat.planning.solving import Candidate, Search
 from torchremat.planning.tracing import Step
+from torchremat.planning.weighing import check_stores, weighed
 from torchremat.schedules.chain import Tree
+from torchremat.tensors.handles import Store
 from torchremat.tensors.sizes import format_bytes
 
 _COSTS = ("seconds", "flops")
@@ -47,9 +51,12 @@ class Planner:
         device: Whose bytes count; that of the first parameter if not given.
         cost: What to minimise: predicted `"seconds"`, or `"flops"`, which are exact and repeatable.
         operators: Whether parts of a module may be kept: the outputs of some of its operators.
+        stores: Where saved tensors may go instead of being recomputed; see `plan`.
+        allow_lossy: Whether stores may lose digits.
 
     Raises:
         StepError: See `profile`.
+        UnsupportedError: One of the stores is none, or loses digits and that is not allowed.
     """
 
     def __init__(
@@ -61,13 +68,17 @@ class Planner:
         device: torch.device | str | None = None,
         cost: Cost = "seconds",
         operators: bool = True,
+        stores: Sequence[Store] = (),
+        allow_lossy: bool = False,
     ) -> None:
         if cost not in _COSTS:
             raise BudgetError(f"cost={cost!r}: allowed are 'seconds' and 'flops'.")
+        self._stores = check_stores(stores, allow_lossy=allow_lossy)
         self._subject = subject_of(step, model, optimizer, needs_model=True)
         grains = profile_subject(model, self._subject, self._subject.device(device))
         self.profile: Profile = grains.coarse
-        self.solver = Search(grains, cost, operators=operators)
+        offers = weighed(model, self._subject, grains, self._stores)
+        self.solver = Search(grains, cost, offers, operators=operators)
         self._model = model
         self._parameters = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         self._plain: tuple[int, PlainSource] | None = None
@@ -161,7 +172,7 @@ class Planner:
                 "bytes. An optimizer with "
                 "foreach=False or fused=True needs less."
             )
-        slowdown = 1 + floor.prediction.seconds / self.profile.seconds
+        slowdown = 1 + (floor.prediction.seconds + floor.prediction.moving_s) / self.profile.seconds
         return (
             f"no plan fits the budget of {format_bytes(size)} ({budget}){reserved}. Smallest budget that works: "
             f"{self.floor_bytes + reserved_bytes} bytes ({format_bytes(self.floor_bytes + reserved_bytes)}), at "
@@ -226,7 +237,7 @@ class Planner:
             floor_bytes=self.floor_bytes,
             parameters=self._parameters,
             inputs=input_sizes(own),
-            curve=curve_of(own, found.tree, self.fixed_bytes),
+            curve=curve_of(own, found.tree, self.fixed_bytes, found.loads),
             plain_curve=curve_of(self.profile, self.solver.plain.tree, self.fixed_bytes),
             _claim=claim_of(
                 own,
@@ -235,7 +246,13 @@ class Planner:
                 unit=self.solver.cost_unit,
                 step=self.plain_step,
                 limit_bytes=size - margin_bytes - self.fixed_bytes,
-            ),
+            )
+            if not found.loads  # the bounds know of no stores
+            else None,
+            moving_seconds=found.prediction.moving_s,
+            stored=tuple(load.planned for load in found.loads.values()),
+            stores=tuple(map(repr, self._stores)),
+            given_stores=self._stores,
         )
 
 
@@ -249,6 +266,8 @@ def plan(
     cost: Cost = "seconds",
     margin: int | str = 0,
     operators: bool = True,
+    stores: Sequence[Store] = (),
+    allow_lossy: bool = False,
 ) -> Plan:
     """Return the fastest plan found under which a training step stays within a budget; nothing is applied.
 
@@ -265,14 +284,27 @@ def plan(
         margin: Bytes of the budget to leave free, for what an allocator needs beside the tensors.
         operators: Whether parts of a module may be kept: the outputs of some of its operators, where that is faster
             than to keep or recompute all of it.
+        stores: Where saved tensors may go instead of being recomputed, where that is faster; nothing is stored unless
+            it is given here. How fast each is, is measured.
+        allow_lossy: Whether stores may lose digits, so that gradients are not those of the plain run.
 
     Raises:
         BudgetError: The budget is no size, or no plan fits it.
         StepError: The step returns no loss, or calls other modules each time.
-        UnsupportedError: A profiler is active, or the device has no allocation events.
+        UnsupportedError: A profiler is active, the device has no allocation events, one of the stores is none or loses
+            digits and that is not allowed, or stores are given for a step that calls several modules.
     """
     check_budget(budget, subject_of(step, model, optimizer, needs_model=True).device(device))
-    planner = Planner(model, step, optimizer=optimizer, device=device, cost=cost, operators=operators)
+    planner = Planner(
+        model,
+        step,
+        optimizer=optimizer,
+        device=device,
+        cost=cost,
+        operators=operators,
+        stores=stores,
+        allow_lossy=allow_lossy,
+    )
     return planner.plan(budget, margin=margin)
 
 
@@ -342,16 +374,18 @@ def input_sizes(own: Profile) -> InputSizes:
     return InputSizes(elements=elements)
 
 
-def curve_of(own: Profile, tree: Tree, fixed_bytes: int) -> tuple[Point, ...]:
+def curve_of(own: Profile, tree: Tree, fixed_bytes: int, loads: Loads = NO_LOADS) -> tuple[Point, ...]:
     """Return the predicted step under a tree: a point where each piece begins, and one at its peak."""
     points: list[Point] = []
     now_s, running = 0.0, 0.0
-    for state in Walk(own.units, own.sizes, own.order, own.lifetimes, tree, own.options):
+    for state in Walk(own.units, own.sizes, own.order, own.lifetimes, tree, own.options, loads):
         if not isinstance(state, Live):
             continue
         live = fixed_bytes + own.extra_bytes[state.key] + state.held_bytes
         moment, unit = state.key
-        if moment in (Moment.FORWARD, Moment.RECOMPUTE):
+        if state.moves:
+            running = 0.0
+        elif moment in (Moment.FORWARD, Moment.RECOMPUTE):
             running = own.costs[state.unit if state.unit >= 0 else unit].seconds
         elif moment is Moment.BACKWARD:
             running = own.costs[unit].seconds_backward

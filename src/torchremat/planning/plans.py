@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -12,13 +13,16 @@ from torch import nn
 
 from torchremat.errors import PlanError
 from torchremat.measuring.curves import Curve, Phase, draw
+from torchremat.planning.cargo import StoredUnit
 from torchremat.planning.certificates import Certificate, Claim
 from torchremat.planning.chains import Cost
 from torchremat.planning.files import from_json, to_json
 from torchremat.planning.layout import Calls, HeldOperators, check_bare, install, uninstall
 from torchremat.planning.shapes import InputSizes
+from torchremat.regions.journeys import Itinerary
 from torchremat.regions.settings import Settings
 from torchremat.schedules.chain import Keep, Region, Tree
+from torchremat.tensors.handles import Store
 from torchremat.tensors.sizes import format_bytes
 
 PlainSource = Literal["measured", "predicted"]
@@ -89,6 +93,10 @@ class Plan:
         plain_curve: The same without any recompute.
         certified: The certificate, if it was worked out before; ask for `certificate`.
         held: What the units hold that are kept in part, those of which the tree names an option.
+        moving_seconds: Seconds that copies into stores and back add, estimated.
+        stored: The kept units whose saved tensors wait in a store.
+        stores: The stores that were offered, in words.
+        given_stores: The stores themselves, for `apply`; a plan that was loaded has none.
     """
 
     budget_bytes: int
@@ -120,25 +128,42 @@ class Plan:
     held: tuple[HeldOperators, ...] = ()
     certified: Certificate | None = field(default=None, compare=False)
     _claim: Claim | None = field(default=None, compare=False, repr=False)
+    moving_seconds: float = 0.0
+    stored: tuple[StoredUnit, ...] = ()
+    stores: tuple[str, ...] = ()
+    given_stores: tuple[Store, ...] = field(default=(), compare=False, repr=False, metadata={"written": False})
 
     @property
     def slowdown(self) -> float:
         """Predicted seconds of a step over those of a plain one."""
-        return 1 + self.recompute_seconds / self.plain_seconds if self.plain_seconds else 1.0
+        added_s = self.recompute_seconds + self.moving_seconds
+        return 1 + added_s / self.plain_seconds if self.plain_seconds else 1.0
 
     @cached_property
     def certificate(self) -> Certificate | None:
         """How far the plan can be from the best possible, worked out when it is first asked for; None if unknown."""
         return self._claim.certificate() if self.certified is None and self._claim is not None else self.certified
 
-    def apply(self, model: nn.Module) -> None:
-        """Put the plan on a model: the calls that it names become regions. Runs nothing.
+    @property
+    def stored_bytes(self) -> int:
+        """How many bytes go to stores in a step, and come back."""
+        return sum(one.stored_bytes for one in self.stored)
+
+    def apply(self, model: nn.Module, *, stores: Sequence[Store] = ()) -> None:
+        """Put the plan on a model: the calls that it names become regions, or go to a store. Runs nothing.
+
+        Args:
+            model: The model.
+            stores: Those to use, in the order in which they were offered; by default the very ones, which a plan that
+                comes out of a file does not have.
 
         Raises:
-            PlanError: The plan was made for another model (all differences are listed), or one is applied already.
+            PlanError: The plan was made for another model (all differences are listed), or one is applied already, or
+                the plan needs stores and these are not they.
         """
         self.check(model)
         check_bare(model)
+        itinerary = self._itinerary(tuple(stores) or self.given_stores)
         install(
             model,
             self.calls,
@@ -147,7 +172,19 @@ class Plan:
             held=self.held,
             inputs=self.inputs,
             rise_bytes=self.step_peak_bytes - sum(self.before_bytes.values()),
+            itinerary=itinerary,
         )
+
+    def _itinerary(self, stores: tuple[Store, ...]) -> Itinerary | None:
+        if not self.stored:
+            return None
+        if len(stores) != len(self.stores):
+            raise PlanError(
+                f"the plan puts {len(self.stored)} units into stores and was made with {len(self.stores)} of them, "
+                f"[{', '.join(self.stores)}]; {len(stores)} are given. Say `apply(model, stores=[...])` with stores "
+                "like these, in this order."
+            )
+        return Itinerary(stores, {one.unit: one.trip for one in self.stored})
 
     def remove(self, model: nn.Module) -> None:
         """Take the plan off a model, which is then as it was before.
@@ -223,6 +260,12 @@ class Plan:
         ]
         if self.certificate is not None:
             lines.append(f"optimal    {self.certificate.claim}")
+        if self.stored:
+            places = sorted({one.store for one in self.stored})
+            lines.append(
+                f"stored     {format_bytes(self.stored_bytes)} of {len(self.stored)} units in "
+                f"{', '.join(self.stores[place] for place in places)}, {1e3 * self.moving_seconds:.1f} ms added"
+            )
         parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in self.before_bytes.items() if size)
         lines.append(f"before     {format_bytes(sum(self.before_bytes.values()))} lie there before a step: {parts}")
         if self.optimizer_peak_bytes is None:
@@ -238,10 +281,12 @@ class Plan:
         width = max(6, *(len(unit.name) for unit in self.units))
         rows = [f"{'module':<{width}}  {'saves':>10}  {'inputs':>10}  {'forward':>9}  plan"]
         parts = {unit: f" {len(one.held)} of {len(one.operators)} operators" for one in self.held for unit in one.units}
-        for number, (unit, words) in enumerate(zip(self.units, described(self.tree), strict=True)):
+        stored = {one.unit: f"store {one.store}" for one in self.stored}
+        for place, (unit, what) in enumerate(zip(self.units, described(self.tree), strict=True)):
+            words = stored.get(place, what)
             rows.append(
                 f"{unit.name:<{width}}  {format_bytes(unit.saved_bytes):>10}  {format_bytes(unit.input_bytes):>10}  "
-                f"{unit.seconds * 1e3:>6.2f} ms  {words}{parts.get(number, '')}"
+                f"{unit.seconds * 1e3:>6.2f} ms  {words}{parts.get(place, '')}"
             )
         return rows
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torchremat.planning.cargo import NO_LOADS, Loads
 from torchremat.planning.memory import Walk
 from torchremat.planning.moments import Key, Live, Moment
 from torchremat.planning.reading import Profile
@@ -22,6 +23,7 @@ class Prediction:
         nominal_s: The same on a device of no name, see `operators.nominal_seconds`.
         flops: Spent in recomputes.
         calls: Forwards of units that recomputes run.
+        moving_s: Seconds that copies into stores and back add: computing that they take the place of, and waiting.
     """
 
     peak_bytes: int
@@ -31,17 +33,18 @@ class Prediction:
     nominal_s: float
     flops: int
     calls: int
+    moving_s: float = 0.0
 
 
-def predict(profile: Profile, tree: Tree) -> Prediction:
-    """Return what a step under `tree` will need."""
+def predict(profile: Profile, tree: Tree, loads: Loads = NO_LOADS) -> Prediction:
+    """Return what a step under `tree` will need, with some of the kept units in stores; `moving_s` is left out."""
     peak, where, kept = profile.start_bytes, "code before the first module", 0
     seconds, nominal_s, flops, calls = 0.0, 0.0, 0, 0
     for unit, option in chosen_options(tree):
         seconds += profile.options[unit][option - 1].seconds
         nominal_s += profile.options[unit][option - 1].nominal_s
         flops += profile.options[unit][option - 1].flops
-    for state in Walk(profile.units, profile.sizes, profile.order, profile.lifetimes, tree, profile.options):
+    for state in Walk(profile.units, profile.sizes, profile.order, profile.lifetimes, tree, profile.options, loads):
         if isinstance(state, Live):
             live = profile.extra_bytes[state.key] + state.held_bytes
             over = over_bytes(profile, state)
@@ -74,7 +77,7 @@ def chosen_options(tree: Tree) -> list[tuple[int, int]]:
 
 def over_bytes(profile: Profile, state: Live) -> int:
     """Return the peak over what is live at a moment, of whatever runs from it until the next one."""
-    if state.key[0] in (Moment.FORWARD, Moment.RECOMPUTE):
+    if state.moves or state.key[0] in (Moment.FORWARD, Moment.RECOMPUTE):
         return state.over_bytes
     return profile.after_bytes[state.key]
 

@@ -10,16 +10,18 @@ fits.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from torchremat.planning.cargo import NO_LOADS, Loads, Offer
 from torchremat.planning.chains import Cost, amount, chain_of
 from torchremat.planning.mixing import divisible, mixed
 from torchremat.planning.options import options_of
 from torchremat.planning.prediction import Prediction, predict
 from torchremat.planning.profiling import Grains
 from torchremat.planning.reading import Profile
+from torchremat.planning.storing import Storing
 from torchremat.planning.units import Units
 from torchremat.schedules.chain import Chain, Keep, Region, Tree
 from torchremat.schedules.persistent import Persistent
@@ -41,12 +43,16 @@ _JUDGED_UNITS = 4000
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A tree over the units of a profile, with what it needs; `cost` is in the unit that is planned for."""
+    """A tree over the units of a profile, with what it needs; `cost` is in the unit that is planned for.
+
+    `loads` are the kept units whose saved tensors go to a store.
+    """
 
     profile: Profile
     tree: Tree
     prediction: Prediction
     cost: float
+    loads: Loads = field(default_factory=lambda: NO_LOADS, hash=False)
 
 
 class Search:
@@ -60,15 +66,18 @@ class Search:
     Args:
         grains: The profile.
         cost: What to minimise.
+        offers: Stores, with what each unit would put there.
         operators: Whether units may be kept in part.
     """
 
-    def __init__(self, grains: Grains, cost: Cost, *, operators: bool = True) -> None:
+    def __init__(self, grains: Grains, cost: Cost, offers: Sequence[Offer] = (), *, operators: bool = True) -> None:
         if operators:
             grains = replace(grains, coarse=replace(grains.coarse, options=options_of(grains.coarse, cost)))
         self.grains = grains
         self.cost_unit: Cost = cost
         self.coarse = Solver(grains.coarse, cost)
+        self.offers = offers
+        self.storing = Storing(self.coarse, offers)
 
     @property
     def plain(self) -> Candidate:
@@ -107,19 +116,36 @@ class Search:
         units = zip(coarse.units.units, coarse.options, strict=False)
         return {unit.calls[0] for unit, options in units if len(options) >= _MANY_OPTIONS}
 
+    @property
+    def storings(self) -> Iterator[Storing]:
+        """Yield what finds candidates with stores: of whole units, then of the mixture with the most units."""
+        if self.offers:
+            yield self.storing
+            finest = max(self.solvers, key=lambda solver: len(solver.profile.units.units))
+            if finest is not self.coarse:
+                yield Storing(finest, self.offers)
+
     def solve(self, limit_bytes: int) -> Candidate | None:
         """Return the cheapest tree found whose predicted peak is at most the limit; None if none fits."""
         if self.plain.prediction.peak_bytes <= limit_bytes:
             return self.plain
-        found = [one for solver in self.solvers if (one := solver.solve(limit_bytes)) is not None]
+        found: list[Candidate] = []
+        for storing in self.storings:
+            stored = storing.solve(limit_bytes)
+            if stored is not None and not stored.cost:
+                return stored
+            found += [] if stored is None else [stored]
+        found += [one for solver in self.solvers if (one := solver.solve(limit_bytes)) is not None]
         if not found and self.floor.prediction.peak_bytes <= limit_bytes:
             return self.floor
-        return min(found, key=lambda one: (one.cost, one.prediction.peak_bytes), default=None)
+        return min(found, key=lambda one: (one.cost, bool(one.loads), one.prediction.peak_bytes), default=None)
 
     @cached_property
     def floor(self) -> Candidate:
         """The tree with the lowest predicted peak that was found."""
-        return min((solver.floor for solver in self.solvers), key=lambda one: (one.prediction.peak_bytes, one.cost))
+        stored = (one for storing in self.storings for one in storing.lowest)
+        lowest = (*(solver.floor for solver in self.solvers), *stored)
+        return min(lowest, key=lambda one: (one.prediction.peak_bytes, one.cost))
 
 
 class Solver:

@@ -25,6 +25,7 @@ slots.py        what autograd holds in place of a saved tensor
 region.py       the region itself: calls, saving, unpacking
 transforms.py   regions under torch.func and forward-mode differentiation
 compiling.py    regions in compiled functions
+journeys.py     what calls have saved, on its way into stores and back
 runs.py         several calls as one region, regions inside regions
 functions.py    functions as regions
 wrapping.py     modules as regions, by name

@@ -28,6 +28,7 @@ from torchremat._compat.checkpoints import is_hook_of_torch_checkpoint
 from torchremat._compat.sharding import is_sharded
 from torchremat.errors import OrderWarning, UnsupportedError
 from torchremat.regions.calls import Body
+from torchremat.regions.journeys import Itinerary, Journey, Stop
 from torchremat.regions.region import Region
 from torchremat.regions.settings import Settings
 from torchremat.regions.threads import thread
@@ -58,10 +59,11 @@ class Place:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Choice:
-    """What becomes of one call: the regions around it, outermost first, and the scope for the calls inside it."""
+    """What becomes of one call: the regions around it, outermost first, the scope for the calls inside it, its stop."""
 
     places: tuple[Place, ...] = ()
     inside: Scope | None = None
+    stop: Stop | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,10 +73,12 @@ class Scope:
     Attributes:
         choices: By name of the module and the number of times that it was called before in the scope.
         settings: How the regions behave.
+        itinerary: What moves into stores and back, at the calls that have a stop.
     """
 
     choices: Mapping[tuple[str, int], Choice]
     settings: Settings
+    itinerary: Itinerary | None = field(default=None, kw_only=True)
     names: frozenset[str] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -88,12 +92,13 @@ class Scope:
 class _Opened:
     """One run of a scope: the regions that wait for further calls. They go with it, also when the run raises."""
 
-    __slots__ = ("counts", "pack", "regions", "scope")
+    __slots__ = ("counts", "journey", "pack", "regions", "scope")
 
     def __init__(self, scope: Scope, counts: dict[str, int] | None = None) -> None:
         self.scope = scope
         self.counts: dict[str, int] = {} if counts is None else counts
         self.regions: dict[Place, Region] = {}
+        self.journey = None if scope.itinerary is None else Journey(scope.itinerary)
         self.pack = _pack_hook()
 
     def choice(self, name: str) -> Choice | None:
@@ -123,9 +128,12 @@ class _Opened:
         scopes = thread.scopes
         scopes.append(self)
         try:
-            return body(args, kwargs)
+            output = body(args, kwargs)
         finally:
             scopes.pop()
+        if self.journey is not None:
+            self.journey.end()
+        return output
 
 
 # NOTE [ Checkpoints inside a scope ]
@@ -193,7 +201,10 @@ def run_choice(
     body = partial(call_plainly, function)
     # The calls inside have a scope of their own, or none: never the one that this call is made in.
     inside = partial((choice.inside or _PLAIN).run, body)
-    return _enter(choice.places, opened.regions, opened.scope.settings, inside, module, args, kwargs)
+    if choice.stop is None or opened.journey is None:
+        return _enter(choice.places, opened.regions, opened.scope.settings, inside, module, args, kwargs)
+    stopping = partial(_enter, choice.places, opened.regions, opened.scope.settings, inside, module)
+    return opened.journey.run(choice.stop, opened.pack, stopping, args, kwargs)
 
 
 def _enter(

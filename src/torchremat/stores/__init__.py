@@ -17,6 +17,7 @@ compressed.py  in another store, encoded
 codecs/        how a tensor is held in fewer bytes
 
 geometry.py    where in its storage a tensor lies
+landing.py     when a store no longer reads what it was given
 weak.py        bytes that are held by others
 kept.py        what is kept where it is
 owned.py       tensors that a model holds anyway

@@ -59,12 +59,17 @@ class Catalog:
         min_bytes: Storages of fewer bytes stay where they are.
         window_bytes: How many bytes may be brought back ahead of the backward at once; None for twice the largest
             tensor, 0 for none.
+        by_storage: Whether a storage goes as a whole or not at all, and not before its record is settled: so that it is
+            known to the byte what moves, and when. Tensors of subclasses, and those that lie in less than half of
+            their storage, stay where they are then.
 
     Raises:
         UnsupportedError: `store` is none.
     """
 
-    def __init__(self, store: Store, *, min_bytes: int = 1024, window_bytes: int | None = None) -> None:
+    def __init__(
+        self, store: Store, *, min_bytes: int = 1024, window_bytes: int | None = None, by_storage: bool = False
+    ) -> None:
         if isinstance(store, type) or not callable(getattr(store, "put", None)):
             found = store.__name__ if isinstance(store, type) else repr(store)
             raise UnsupportedError(
@@ -73,7 +78,8 @@ class Catalog:
         self.store = store
         self.min_bytes = min_bytes
         self.window_bytes = window_bytes
-        self._shared = Shared(store, window_bytes)
+        self.by_storage = by_storage
+        self._shared = Shared(store, window_bytes, by_storage=by_storage)
         self._records: WeakValueDictionary[tuple[StorageWeakRef, object], Record] = WeakValueDictionary()
         self._waiting = _Waiting()
         self._lock = threading.RLock()
@@ -84,7 +90,7 @@ class Catalog:
         return self._shared.totals
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _again, (type(self), self.store, self.min_bytes, self.window_bytes)
+        return _again, (type(self), self.store, self.min_bytes, self.window_bytes, self.by_storage)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Catalog:
         return self
@@ -111,7 +117,7 @@ class Catalog:
     def _put(self, tensor: Tensor, *, is_complete: bool) -> InCatalog | None:
         packed: InCatalog | None = None
         if type(tensor) is not Tensor:
-            packed = self._apart(tensor)
+            packed = None if self.by_storage else self._apart(tensor)
         elif self._is_storable(tensor):
             packed = self._stored(tensor, is_complete=is_complete)
         self._shared.saved(tensor, kept=packed is None)
@@ -159,6 +165,8 @@ class Catalog:
         if not _is_plain(tensor) or (not holding.now and is_leaf_of_model(tensor)):
             return False
         storage = tensor.untyped_storage()
+        if self.by_storage and 2 * tensor.numel() * tensor.itemsize < storage.nbytes():
+            return False
         # A tensor of zeros, or a sharded one that is away, has no bytes.
         return storage.nbytes() >= max(self.min_bytes, 1) and (
             tensor.requires_grad or not is_in_running_module(storage)
@@ -186,7 +194,9 @@ class Catalog:
                     self._records[key] = record
             stored.record = record
         self._shared.schedule.add(stored, tensor.numel() * tensor.itemsize)
-        if wrapper is None and not (is_complete or holding.now) and _may_be_filled_later(tensor):
+        if self.by_storage and not holding.now:
+            record.add_later(stored, alias)
+        elif wrapper is None and not (is_complete or holding.now) and _may_be_filled_later(tensor):
             record.add_later(stored, alias)
             self._waiting.record, self._waiting.sequence = ref(record), sequence_number()
         else:
@@ -281,8 +291,10 @@ def _place_of(packed: InCatalog) -> str:
     return f"{what} that {node.name()} has saved"
 
 
-def _again(kind: type[Catalog], store: Store, min_bytes: int, window_bytes: int | None) -> Catalog:
-    return kind(store, min_bytes=min_bytes, window_bytes=window_bytes)
+def _again(
+    kind: type[Catalog], store: Store, min_bytes: int, window_bytes: int | None, by_storage: bool = False
+) -> Catalog:
+    return kind(store, min_bytes=min_bytes, window_bytes=window_bytes, by_storage=by_storage)
 
 
 def _is_plain(tensor: Tensor) -> bool:

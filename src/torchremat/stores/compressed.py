@@ -10,6 +10,7 @@ from torchremat.errors import UnsupportedError
 from torchremat.stores.codecs.codec import Codec, Form, LossyCodec
 from torchremat.stores.codecs.lossless import MaskBits, NarrowIndices, TwoValues
 from torchremat.stores.keep import Keep
+from torchremat.stores.landing import settle
 from torchremat.stores.statistics import StoreStatistics
 from torchremat.tensors.handles import Handle, Store
 
@@ -98,3 +99,7 @@ class EncodedHandle:
     def prefetch(self) -> None:
         """Begin to bring the encoded tensor back."""
         self._handle.prefetch()
+
+    def settle(self) -> None:
+        """Wait until the encoded tensor is where it goes."""
+        settle(self._handle)

@@ -54,14 +54,19 @@ class Entry:
 
 
 class Ahead:
-    """A read that was begun before anybody waited for it."""
+    """A read that was begun before anybody waited for it.
+
+    Args:
+        fresh: The memory for it, made by the thread that asks: whoever watches what that thread allocates sees it, at a
+            moment that does not depend on when the disk is ready.
+    """
 
     __slots__ = ("done", "mover", "tensor")
 
-    def __init__(self) -> None:
+    def __init__(self, fresh: Tensor) -> None:
         self.mover: threading.Thread | None = None
         self.done = False
-        self.tensor: Tensor | None = None  # none either if the read has failed: who asks reads again, and sees why
+        self.tensor: Tensor | None = fresh  # none if the read has failed: who asks reads again, and sees why
 
 
 @dataclass(frozen=True, slots=True)

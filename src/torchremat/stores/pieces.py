@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from weakref import ReferenceType
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from torchremat.errors import StoreError
 from torchremat.stores.geometry import without_repeats
@@ -79,10 +79,15 @@ class Island:
         self.stop = stop
         self.pieces = pieces
         self.hot: WeakBytes | None = None
-        self.held: dict[int, tuple[Tensor, set[ReferenceType[Stored]]]] = {}
+        self.held: dict[int, tuple[Tensor | UntypedStorage, set[ReferenceType[Stored]]]] = {}
         self.is_coming = False
         # On a device: the stream that has loaded it, and when it had.
         self._loaded: tuple[torch.Stream, torch.Event] | None = None
+
+    @property
+    def is_hot(self) -> bool:
+        """Whether anybody has the buffer."""
+        return self.hot is not None and self.hot.storage() is not None
 
     @property
     def stored_bytes(self) -> int:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from weakref import ReferenceType, ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from torchremat._compat.autograd import at_end_of_backward, current_graph_task
 from torchremat.stores.geometry import missing, without_repeats
@@ -114,7 +114,10 @@ class Record:
 
     def _store(self, stored: Stored, tensor: Tensor, watched: Tensor | None, version: int | None) -> None:
         start, stop = stored.start, stored.stop
-        if not stored.has_gaps:
+        if self._shared.by_storage:
+            tensor = _whole(tensor)
+            start, stop = 0, tensor.nbytes
+        if self._shared.by_storage or not stored.has_gaps:
             covered = [(one.start, one.stop) for one in self._pieces() if one.size is None]
             gaps = missing(start, stop, covered) if covered else [(start, stop)]
             pieces = [self._put(cut(tensor, start, stop, one), one, watched, version) for one in gaps]
@@ -159,6 +162,12 @@ class Record:
             stop = max(stop, *[island.stop for island in met])
             self._islands = [island for island in self._islands if island not in met]
         self._islands.append(Island(start, stop, [*(piece for island in met for piece in island.pieces), *pieces]))
+
+    @property
+    def handles(self) -> list[Handle]:
+        """The store's claims on its bytes."""
+        with self._lock:
+            return [piece.handle for piece in self._pieces()]
 
     @property
     def stored_bytes(self) -> int:
@@ -211,7 +220,7 @@ class Record:
             if self._waiting or (self._origin is not None and self._origin.storage() is not None):
                 return 0
             island = self._island_of(stored)
-            if island.is_coming or (island.hot is not None and island.hot.storage() is not None):
+            if island.is_coming or island.is_hot:
                 return 0
             island.is_coming = True
             for piece in island.pieces:
@@ -219,6 +228,38 @@ class Record:
             return island.stored_bytes
         finally:
             self._lock.release()
+
+    def begin(self) -> None:
+        """Let the store begin to bring all of it back for the backward that runs now, or hold what still lives."""
+        with self._lock:
+            if self._stays():
+                return
+            for island in self._islands:
+                if not island.is_coming and not island.is_hot:
+                    island.is_coming = True
+                    for piece in island.pieces:
+                        piece.handle.prefetch()
+
+    def bring(self) -> None:
+        """Bring all of it back, and hold it for the backward that runs now."""
+        with self._lock:
+            if self._stays():
+                return
+            for island in self._islands:
+                if not island.is_hot:
+                    self._shared.loaded(island.stored_bytes)
+                    base = island.load(self._start_address, self._device)
+                    self._hold(island, current_graph_task(), base)
+
+    def _stays(self) -> bool:
+        """Hold the storage that it was made of, if that still lives."""
+        self.settle()
+        storage = None if self._origin is None else self._origin.storage()
+        if storage is None:
+            return False
+        for island in self._islands:
+            self._hold(island, current_graph_task(), storage)
+        return True
 
     def forget(self, key: int) -> None:
         """Hold nothing any more that the backward of that number has loaded."""
@@ -231,7 +272,7 @@ class Record:
     # lives has been asked for by the backward that loaded it; at the latest until that backward ends. From then on the
     # nodes that have it are alone in holding it.
 
-    def _hold(self, island: Island, task: int, base: Tensor) -> None:
+    def _hold(self, island: Island, task: int, base: Tensor | UntypedStorage) -> None:
         if task >= 0:
             if task not in island.held:
                 at_end_of_backward(partial(_release, ref(island), task))
@@ -239,6 +280,11 @@ class Record:
                 base,
                 {alive for alive in self._aliases if (one := alive()) is not None and self._island_of(one) is island},
             )
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """Return all of a tensor's storage, in its dtype."""
+    return tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,), 0)
 
 
 def _asked(island: Island, task: int, stored: Stored) -> None:

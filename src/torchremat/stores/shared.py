@@ -42,8 +42,9 @@ class Totals:
 class Shared:
     """See the module."""
 
-    def __init__(self, store: Store, window_bytes: int | None) -> None:
+    def __init__(self, store: Store, window_bytes: int | None, *, by_storage: bool = False) -> None:
         self.store = store
+        self.by_storage = by_storage
         self.totals = Totals()
         self.schedule = Schedule(window_bytes)
         self._lock = threading.Lock()

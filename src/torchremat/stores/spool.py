@@ -145,7 +145,7 @@ class Spool:
         with self._condition:
             if entry.state is not State.STORED or entry.ahead is not None:
                 return
-            entry.ahead = Ahead()
+            entry.ahead = Ahead(entry.content.empty(_HOST))
             self._reads.append((entry, entry.ahead))
             self._start()
         self._calls.put(True)
@@ -334,8 +334,8 @@ class Spool:
             return Outcome(State.CHANGED, message=str(written_since(source, version=entry.version, now=now)))
         return Outcome(State.STORED, checksum=found)
 
-    def _read(self, entry: Entry) -> Tensor:
-        fresh = entry.content.empty(_HOST)
+    def _read(self, entry: Entry, fresh: Tensor | None = None) -> Tensor:
+        fresh = entry.content.empty(_HOST) if fresh is None else fresh
         try:
             found = self.slab.read(entry.extents, _bytes(fresh))
         except OSError as error:
@@ -353,11 +353,10 @@ class Spool:
                 return
             ahead.mover = threading.current_thread()
         try:
-            tensor = self._read(entry)
-        except (StoreError, MemoryError):
-            tensor = None
+            self._read(entry, ahead.tensor)
+        except StoreError:
+            ahead.tensor = None
         with self._condition:
-            ahead.tensor = tensor
             ahead.done = True
             self._moves += 1
             self._condition.notify_all()
@@ -368,7 +367,7 @@ class Spool:
         with self._condition:
             while not ahead.done:
                 if ahead.mover is None or not ahead.mover.is_alive():
-                    ahead.done = True
+                    ahead.done, ahead.tensor = True, None
                     return None
                 self._wait(patience)
         return ahead.tensor

@@ -1,0 +1,401 @@
+"""Plans with stores: bytes to the byte, whatever leaves and comes back when, and every run equal to the plain one."""
+
+import gc
+import json
+import random
+import threading
+from functools import cache
+
+import pytest
+import torch
+from torch import nn
+
+import models
+import torchremat
+from planning.kinds import KINDS
+from planning.steps import differences, keep_all, outcome, random_tree, recomputed_flops, traced_peak
+from torchremat import BudgetError, PlanError, UnsupportedError
+from torchremat.measuring.runs import subject_of
+from torchremat.planning.cargo import Load, StoredUnit
+from torchremat.planning.layout import calls_of, installed
+from torchremat.planning.mixing import divisible, mixed
+from torchremat.planning.plans import Plan
+from torchremat.planning.prediction import predict
+from torchremat.planning.profiling import profile as profile_of
+from torchremat.planning.weighing import weighed
+from torchremat.regions.journeys import Itinerary
+from torchremat.regions.settings import Settings
+from torchremat.schedules.chain import Keep
+
+MODELS = {
+    "gpt": lambda: models.gpt_step(blocks=3, width=32, context=32, batch=2, dropout=0.1),
+    "unet": lambda: models.unet_step(batch=1, size=16, width=8),
+    "resnet": lambda: models.resnet_step(batch=4, size=16, width=8),
+}
+STORES = {
+    "disk": torchremat.Disk,
+    "host": torchremat.Host,
+    "compressed": torchremat.Compressed,
+    "lossy": lambda: torchremat.Compressed(lossy=torchremat.codecs.BFloat16()),
+}
+
+
+class Counting:
+    """A store of its own memory, which counts what is asked of it."""
+
+    def __init__(self):
+        self.events = []
+        self.live = 0
+
+    def put(self, tensor):
+        self.events.append("put")
+        self.live += 1
+        return Copy(self, tensor)
+
+
+class Copy:
+    def __init__(self, store, tensor):
+        self.store = store
+        self.copy = bytes(tensor.detach().reshape(-1).view(torch.uint8).numpy())  # in memory that torch does not count
+        self.shape, self.dtype = tensor.shape, tensor.dtype
+        self.stored_bytes = tensor.nbytes
+
+    def prefetch(self):
+        self.store.events.append("prefetch")
+
+    def get(self):
+        self.store.events.append("get")
+        fresh = torch.empty(self.shape, dtype=self.dtype)
+        fresh.reshape(-1).view(torch.uint8).copy_(torch.frombuffer(bytearray(self.copy), dtype=torch.uint8))
+        return fresh
+
+    def __del__(self):
+        self.store.live -= 1
+
+
+def random_loads(profile, offer, tree, rng):
+    """Some of the kept units at top level, each with a random moment to leave and to come back."""
+    kept = [node.stage for node in tree if isinstance(node, Keep)]
+    order, last = profile.order, len(profile.sizes) - 1
+    cargoes = {unit: offer.cargoes.get(one.calls) for unit, one in enumerate(profile.units.units)}
+    loads = {}
+    for unit in kept:
+        if cargoes[unit] and unit in order and rng.random() < 0.7:
+            place = order.index(unit)
+            planned = StoredUnit(
+                unit=unit,
+                store=0,
+                leaves_after=rng.randint(unit, min(last, unit + 3)),
+                comes_before=order[rng.randint(max(0, place - 3), place)],
+                stored_bytes=cargoes[unit].all_bytes,
+            )
+            loads[unit] = Load(planned=planned, cargo=cargoes[unit])
+    return {unit: loads[unit] for unit in order if unit in loads}
+
+
+@cache
+def profiled(name):
+    model, step = MODELS[name]()
+    grains = profile_of(model, step)
+    return model, step, grains, outcome(model, step)
+
+
+@pytest.mark.parametrize("kind", STORES)
+@pytest.mark.parametrize("name", MODELS)
+def test_predicted_is_measured_wherever_it_leaves_and_comes_back(name, kind):
+    model, step, grains, plain = profiled(name)
+    store = STORES[kind]()
+    [offer] = weighed(model, subject_of(step, model, None), grains, [store])
+    rng = random.Random(name + kind)
+    split = mixed(grains, frozenset(sorted(divisible(grains))[1::2]))
+
+    for profile, tree in (
+        (grains.coarse, keep_all(len(grains.coarse.sizes))),
+        (grains.coarse, random_tree(grains.coarse.units, rng, depth=1)),
+        (split, keep_all(len(split.sizes))),
+    ):
+        loads = random_loads(profile, offer, tree, rng)
+        predicted = predict(profile, tree, loads).peak_bytes
+        itinerary = Itinerary((store,), {unit: load.planned.trip for unit, load in loads.items()})
+        with installed(model, calls_of(profile.units), tree, Settings(), itinerary):
+            measured = traced_peak(model, step)
+            found = outcome(model, step)
+
+        # Off by the statistics of BatchNorm and small gradients, as in plans without stores. A store that holds bytes
+        # on the device is predicted a little high, where it is not known in which order it takes and gives them.
+        assert -0.003 * measured <= predicted - measured <= (0.003 if kind == "disk" else 0.05) * measured
+        assert (differences(found, plain) == []) is (kind != "lossy" or not loads)
+
+
+# ------------------------------------------------------------------------------------------------------------ planning
+
+
+@pytest.fixture(scope="module")
+def gpt():
+    model, step = models.gpt_step(blocks=4, width=32, context=64, batch=4)
+    store = Counting()
+    planner = torchremat.Planner(model, step, cost="flops", stores=[store])
+    return model, step, store, planner, outcome(model, step)
+
+
+def budget_of(planner, share):
+    peak, _ = planner.plain_peak()
+    return planner.fixed_bytes + int(share * (peak - planner.fixed_bytes))
+
+
+@pytest.mark.parametrize("share", [0.8, 0.6, 0.5])
+def test_a_budget_is_held_without_recomputing(gpt, share):
+    model, step, store, planner, plain = gpt
+    plan = planner.plan(budget_of(planner, share))
+
+    plan.apply(model)
+    peak, found, flops = traced_peak(model, step), outcome(model, step), recomputed_flops(model, step)
+    plan.remove(model)
+
+    assert planner.fixed_bytes + peak <= plan.peak_bytes <= plan.budget_bytes
+    assert planner.fixed_bytes + peak >= 0.99 * plan.peak_bytes
+    assert flops == plan.recomputed_flops == 0
+    assert differences(found, plain) == []
+    assert plan.stored
+    assert store.live == 0
+
+
+def test_what_is_put_is_brought_back_once(gpt):
+    model, step, store, planner, _ = gpt
+    plan = planner.plan(budget_of(planner, 0.5))
+    plan.apply(model)
+    store.events.clear()
+
+    loss = step(model)
+    after_forward = list(store.events)
+    loss.backward()
+    plan.remove(model)
+
+    puts = after_forward.count("put")
+    assert after_forward == ["put"] * puts
+    assert store.events.count("prefetch") == store.events.count("get") == puts >= 8 * len(plan.stored)
+    assert f"{len(plan.stored)} units in " in str(plan)
+
+
+def test_no_more_is_stored_than_has_to_be(gpt):
+    _, _, _, planner, _ = gpt
+
+    stored = [len(planner.plan(budget_of(planner, share)).stored) for share in (1.0, 0.8, 0.6, 0.5)]
+
+    assert stored[0] == 0
+    assert stored == sorted(stored)
+    assert stored[1] < stored[3]
+
+
+def test_the_floor_is_lower_with_a_store(gpt):
+    model, step, _, planner, _ = gpt
+    without = torchremat.Planner(model, step, cost="flops")
+
+    assert planner.floor_bytes <= without.floor_bytes
+    with pytest.raises(BudgetError, match=f"Smallest budget that works: {planner.floor_bytes} "):
+        planner.plan(planner.floor_bytes // 2)
+
+
+def test_a_full_store_is_not_filled_further():
+    model, step = models.gpt_step(blocks=4, width=32, context=64, batch=4)
+    disk = torchremat.Disk(limit="1MiB")
+    planner = torchremat.Planner(model, step, cost="flops", stores=[disk])
+
+    found = planner.solver.storing.solve(budget_of(planner, 0.45) - planner.fixed_bytes)
+
+    assert 0 < sum(load.planned.stored_bytes for load in found.loads.values()) <= 2**20
+    assert found.prediction.flops > 0
+
+
+def test_a_store_that_frees_nothing_is_not_used():
+    model, step = models.gpt_step(blocks=2, width=32, context=32, batch=2)
+    planner = torchremat.Planner(model, step, cost="flops", stores=[torchremat.Keep(), torchremat.Host()])
+
+    assert planner.plan(budget_of(planner, 0.7)).stored == ()
+
+
+class Slow(Counting):
+    """A store for which everything waits."""
+
+    def put(self, tensor):
+        torch.ones(1) + 1
+        threading.Event().wait(0.003)
+        return super().put(tensor)
+
+
+def test_where_a_store_is_slow_and_seconds_count_it_is_not_used():
+    model, step = models.gpt_step(blocks=3, width=32, context=32, batch=2)
+    planner = torchremat.Planner(model, step, cost="seconds", stores=[Slow()])
+
+    plan = planner.plan(budget_of(planner, 0.7))
+
+    assert plan.stored == ()
+    assert plan.recomputed_flops > 0
+
+
+def test_fit_takes_stores():
+    model, step = models.gpt_step(blocks=3, width=32, context=64, batch=4)
+    store = Counting()
+
+    torchremat.fit(model, step, budget="60%", cost="flops", stores=[store])
+    report = torchremat.verify(model, step)
+
+    assert report.is_exact
+    assert report.recomputed_flops == 0
+    assert report.peak_bytes == report.predicted_bytes
+    assert store.live == 0
+
+
+# ------------------------------------------------------------------------------------------------------- files, errors
+
+
+def test_a_plan_comes_back_from_a_file_and_needs_its_stores(gpt, tmp_path):
+    model, step, _, planner, plain = gpt
+    plan = planner.plan(budget_of(planner, 0.5))
+    plan.save(tmp_path / "plan.json")
+    again = Plan.load(tmp_path / "plan.json")
+
+    assert again == plan
+    with pytest.raises(PlanError, match=r"was made with 1 of them, .*; 0 are given\. Say `apply\(model, stores="):
+        again.apply(model)
+    store = Counting()
+    again.apply(model, stores=[store])
+    found = outcome(model, step)
+    again.remove(model)
+    assert store.events.count("get") > 0
+    assert differences(found, plain) == []
+
+
+def test_a_file_from_before_there_were_stores_is_read(gpt, tmp_path):
+    _, _, _, planner, _ = gpt
+    plan = planner.plan("100%")
+    plan.save(tmp_path / "plan.json")
+    content = json.loads((tmp_path / "plan.json").read_text())
+    for name in ("stored", "stores", "moving_seconds"):
+        del content[name]
+    (tmp_path / "plan.json").write_text(json.dumps(content))
+
+    assert Plan.load(tmp_path / "plan.json").stored == ()
+
+
+@pytest.mark.parametrize(
+    ("stores", "message"),
+    [
+        ([torchremat.Disk], r"stores\[0\]=.*an object with a method `put` is needed"),
+        ("disk", "a list of stores is needed"),
+        (
+            [torchremat.Host(), torchremat.Tiers(torchremat.Compressed(lossy=torchremat.codecs.Int8()))],
+            r"stores\[1\]=Tiers.* loses digits \(Int8.*Say allow_lossy=True",
+        ),
+    ],
+)
+def test_what_is_no_store_or_loses_digits_is_an_error(stores, message):
+    model, step = KINDS["loop"]()
+
+    with pytest.raises(UnsupportedError, match=message):
+        torchremat.plan(model, step, budget="60%", stores=stores)
+
+
+def test_lossy_codecs_are_used_when_they_are_allowed():
+    model, step = models.gpt_step(blocks=3, width=32, context=32, batch=2)
+    store = torchremat.Compressed(Counting(), lossy=torchremat.codecs.Int8())
+    planner = torchremat.Planner(model, step, cost="flops", stores=[store], allow_lossy=True)
+
+    assert planner.plan(budget_of(planner, 0.7)).stored
+
+
+def test_a_step_of_several_calls_is_refused():
+    model, step = KINDS["siamese"]()
+
+    with pytest.raises(UnsupportedError, match="stores can be planned for a step that calls the model once"):
+        torchremat.plan(model, lambda m: step(m) + step(m), budget="60%", stores=[torchremat.Disk()])
+
+
+# ------------------------------------------------------------------------------------------------------------- unhappy
+
+
+class Raising(nn.Module):
+    """The identity, which may raise in its forward, or once in the backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.where = ""
+
+    def forward(self, x):
+        if self.where == "forward":
+            raise ValueError("no forward")
+        x = x * 1.0
+        if self.where == "backward" and x.requires_grad:
+            x.register_hook(self.refuse)
+        return x
+
+    def refuse(self, gradient):
+        raise ValueError("no backward")
+
+
+def raising():
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)) for _ in range(4)]
+    model = nn.Sequential(*layers[:2], Raising(), *layers[2:])
+    x = torch.randn(64, 64)
+    return model, lambda model: model(x).square().sum()
+
+
+@pytest.mark.parametrize("how", ["forward", "backward", "dropped"])
+def test_nothing_is_left_behind(how):
+    threads = set(threading.enumerate())
+    model, step = raising()
+    disk = torchremat.Disk()
+    plan = torchremat.Planner(model, step, cost="flops", stores=[disk]).plan(10**9)
+    trips = {
+        unit: StoredUnit(unit=unit, store=0, leaves_after=unit + 1, comes_before=unit + 1, stored_bytes=0).trip
+        for unit in range(4)
+    }
+    itinerary = Itinerary((disk,), trips)
+    with installed(model, plan.calls, plan.tree, Settings(), itinerary):
+        plain = outcome(model, step)
+        if how == "dropped":
+            step(model)
+        else:
+            model[2].where = how
+            with pytest.raises(ValueError, match=f"no {how}"):
+                step(model).backward()
+        model[2].where = ""
+        again = outcome(model, step)
+    gc.disable()
+    try:
+        assert differences(again, plain) == []
+        assert disk.statistics.copied_out_bytes > 0
+        assert disk.statistics.stored_bytes == 0
+    finally:
+        gc.enable()
+    del disk, itinerary, plan
+    assert set(threading.enumerate()) == threads
+
+
+def test_a_backward_that_is_run_twice_brings_everything_back_twice(gpt):
+    model, step, store, planner, _ = gpt
+    plan = planner.plan(budget_of(planner, 0.5))
+    plan.apply(model)
+    store.events.clear()
+
+    loss = step(model)
+    first = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+    second = torch.autograd.grad(loss, list(model.parameters()))
+    plan.remove(model)
+
+    assert all(map(torch.equal, first, second))
+    assert store.events.count("get") == 2 * store.events.count("put")
+
+
+def test_without_grad_nothing_is_stored(gpt):
+    model, step, store, planner, _ = gpt
+    plan = planner.plan(budget_of(planner, 0.5))
+    plan.apply(model)
+    store.events.clear()
+
+    with torch.no_grad():
+        step(model)
+    plan.remove(model)
+
+    assert store.events == []
