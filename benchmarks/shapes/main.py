@@ -61,7 +61,7 @@ class Setting:
 
 
 REAL = Setting(
-    blocks=8, width=256, batch=4, shortest=16, longest=512, steps=200, learned=(16, 48, 128), budget_bytes=160 * MIB
+    blocks=8, width=256, batch=4, shortest=16, longest=512, steps=200, learned=(16, 40, 96), budget_bytes=130 * MIB
 )
 SMOKE = Setting(
     blocks=2, width=32, batch=2, shortest=16, longest=64, steps=6, learned=(8, 16, 24), budget_bytes=800_000
@@ -123,9 +123,13 @@ def peaks_of(setting: Setting) -> dict[str, list[int]]:
     ours, plain = setting.model(), setting.model()
     adaptive = setting.adaptive(ours)
     batches = [setting.tokens(length) for length in setting.lengths()]
+    plainly = {
+        length: peak(plain, lambda tokens: loss_of(plain, tokens).backward(), setting.tokens(length))
+        for length in set(setting.lengths())
+    }
     return {
         "ours": [peak(ours, adaptive, batch) for batch in batches],
-        "plain": [peak(plain, lambda tokens: loss_of(plain, tokens).backward(), batch) for batch in batches],
+        "plain": [plainly[length] for length in setting.lengths()],
     }
 
 

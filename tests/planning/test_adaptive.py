@@ -168,7 +168,7 @@ def test_short_batches_are_not_recomputed_and_long_ones_are():
 
     assert counts == [1, 2]
     short, long = adaptive.plans
-    assert (short.recomputed_flops, short.slowdown) == (0, 1.0)
+    assert (short.recomputed_calls, short.slowdown) == (0, 1.0)
     assert long.recomputed_flops > 0
     assert long.shape == (BATCH, 208)  # 201 tokens with the last target, in the class of 193 to 208
     assert "2 x 208" in str(adaptive)
@@ -284,8 +284,8 @@ def test_shapes_of_another_code_path_are_another_family():
         adaptive(x)
         assert equal(gradients(model), expected)
 
-    (families,) = adaptive._kinds.values()
-    below, above = families.families
+    (kind,) = adaptive._classes._kinds.values()
+    below, above = kind.families.families
     assert all(shape[0] <= 40 for shape in below.shapes)
     assert all(shape[0] > 40 for shape in above.shapes)
 
@@ -320,7 +320,7 @@ def test_training_and_evaluation_are_learned_apart():
     adaptive(tokens(16))
 
     assert adaptive.learned == 2
-    assert len(adaptive._kinds) == 2
+    assert len(adaptive._classes._kinds) == 2
 
 
 def test_dropout_draws_the_same_numbers():

@@ -108,6 +108,20 @@ class Family:
         nearest = min(points, key=lambda point: apart(self.shapes[point], found.shape))
         return with_figures(profiles[nearest], found.weights @ figures[points])
 
+    def fixed_bytes(self, found: Cover) -> int:
+        """Return what lies in memory before a step of a shape: the most that was found there, but for the inputs."""
+        most = 0
+        for own in (grains.coarse for grains in self.grains):
+            state = 0 if own.optimizer is None else own.optimizer.state_bytes
+            most = max(most, own.before.total_bytes - own.before.input_bytes + state)
+        return most + self.profile(found).before.input_bytes
+
+    @property
+    def optimizer_peak_bytes(self) -> int:
+        """The peak of `optimizer.step()`; 0 without an optimizer."""
+        own = self.largest.coarse
+        return 0 if own.optimizer is None else own.before.total_bytes + own.optimizer.peak_bytes
+
     def spare_bytes(self, found: Cover, rise_bytes: int) -> int:
         """Return what a step at a shape may need more than predicted, of a predicted rise."""
         share = self.over_share + _BEYOND_SHARE * max(0.0, self.beyond(found.shape))
