@@ -61,7 +61,7 @@ class Setting:
 
 
 REAL = Setting(
-    blocks=8, width=256, batch=4, shortest=16, longest=512, steps=200, learned=(16, 40, 96), budget_bytes=130 * MIB
+    blocks=8, width=256, batch=4, shortest=16, longest=512, steps=200, learned=(16, 48, 128), budget_bytes=160 * MIB
 )
 SMOKE = Setting(
     blocks=2, width=32, batch=2, shortest=16, longest=64, steps=6, learned=(8, 16, 24), budget_bytes=800_000
