@@ -290,6 +290,41 @@ def test_shapes_of_another_code_path_are_another_family():
     assert all(shape[0] > 40 for shape in above.shapes)
 
 
+class Unseen(nn.Module):
+    """Calls `forward` of a module, so that no hook sees the call."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer.forward(x).relu()
+        return x
+
+
+def test_calls_that_hooks_do_not_see_are_learned_once():
+    adaptive = Adaptive(Unseen(), squares, budget="1GiB", cost="flops")
+    adaptive.learn(*(torch.randn(rows, 16) for rows in (8, 16, 32)))
+
+    for rows in (20, 12, 48, 64, 100):
+        adaptive(torch.randn(rows, 16))
+
+    assert adaptive.learned == 4
+
+
+def test_under_a_profiler_of_the_users_nothing_is_measured():
+    model = gpt(blocks=2, width=16)
+    adaptive = Adaptive(model, step, budget="1GiB", cost="flops")
+    adaptive.learn(tokens(8), tokens(16), tokens(32))
+
+    with torch.autograd.profiler.profile() as mine:
+        adaptive(tokens(20))
+
+    assert len(mine.function_events) > 10
+    assert adaptive.plans[0].measured_bytes is None
+
+
 class AtRandom(nn.Module):
     def __init__(self):
         super().__init__()

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from torchremat.errors import BudgetError, BudgetWarning, StepError, UnsupportedError, bug
+from torchremat.measuring.allocator import profiler_is_active
 from torchremat.measuring.runs import subject_of
 from torchremat.measuring.step import holdings_of, loss_of, run_backward
 from torchremat.planning.batches import Look, look_of
@@ -263,9 +264,10 @@ class Adaptive(Generic[B]):
         del loss
         chosen.steps += 1
         self.step_seconds += time.perf_counter() - start_s
-        if names is not None and names != chosen.family.names:
+        if names is not None and not chosen.family.takes(names) and not profiler_is_active():
             # Another way through the model than the shapes around take: the prediction was for none of this.
             self._learn(look, batch)
+            chosen.family.has_told_calls = not chosen.family.knows(look.shape)
         if measured.rise_bytes is not None:
             self._compare(chosen, look, batch, before_bytes + measured.rise_bytes)
         return result
