@@ -123,9 +123,13 @@ def peaks_of(setting: Setting) -> dict[str, list[int]]:
     ours, plain = setting.model(), setting.model()
     adaptive = setting.adaptive(ours)
     batches = [setting.tokens(length) for length in setting.lengths()]
+    plainly = {
+        length: peak(plain, lambda tokens: loss_of(plain, tokens).backward(), setting.tokens(length))
+        for length in set(setting.lengths())
+    }
     return {
         "ours": [peak(ours, adaptive, batch) for batch in batches],
-        "plain": [peak(plain, lambda tokens: loss_of(plain, tokens).backward(), batch) for batch in batches],
+        "plain": [plainly[length] for length in setting.lengths()],
     }
 
 

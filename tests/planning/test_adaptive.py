@@ -168,7 +168,7 @@ def test_short_batches_are_not_recomputed_and_long_ones_are():
 
     assert counts == [1, 2]
     short, long = adaptive.plans
-    assert (short.recomputed_flops, short.slowdown) == (0, 1.0)
+    assert (short.recomputed_calls, short.slowdown) == (0, 1.0)
     assert long.recomputed_flops > 0
     assert long.shape == (BATCH, 208)  # 201 tokens with the last target, in the class of 193 to 208
     assert "2 x 208" in str(adaptive)
@@ -284,10 +284,45 @@ def test_shapes_of_another_code_path_are_another_family():
         adaptive(x)
         assert equal(gradients(model), expected)
 
-    (families,) = adaptive._kinds.values()
-    below, above = families.families
+    (kind,) = adaptive._classes._kinds.values()
+    below, above = kind.families.families
     assert all(shape[0] <= 40 for shape in below.shapes)
     assert all(shape[0] > 40 for shape in above.shapes)
+
+
+class Unseen(nn.Module):
+    """Calls `forward` of a module, so that no hook sees the call."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer.forward(x).relu()
+        return x
+
+
+def test_calls_that_hooks_do_not_see_are_learned_once():
+    adaptive = Adaptive(Unseen(), squares, budget="1GiB", cost="flops")
+    adaptive.learn(*(torch.randn(rows, 16) for rows in (8, 16, 32)))
+
+    for rows in (20, 12, 48, 64, 100):
+        adaptive(torch.randn(rows, 16))
+
+    assert adaptive.learned == 4
+
+
+def test_under_a_profiler_of_the_users_nothing_is_measured():
+    model = gpt(blocks=2, width=16)
+    adaptive = Adaptive(model, step, budget="1GiB", cost="flops")
+    adaptive.learn(tokens(8), tokens(16), tokens(32))
+
+    with torch.autograd.profiler.profile() as mine:
+        adaptive(tokens(20))
+
+    assert len(mine.function_events) > 10
+    assert adaptive.plans[0].measured_bytes is None
 
 
 class AtRandom(nn.Module):
@@ -320,7 +355,7 @@ def test_training_and_evaluation_are_learned_apart():
     adaptive(tokens(16))
 
     assert adaptive.learned == 2
-    assert len(adaptive._kinds) == 2
+    assert len(adaptive._classes._kinds) == 2
 
 
 def test_dropout_draws_the_same_numbers():

@@ -11,5 +11,6 @@ plans, files, planner   a plan as data, and how it is made
 verification, fitting   one real step
 batches, figures, fits  figures at shapes that nobody has run
 families, choosers      which shapes are alike, and the tree for each
+classes                 the trees that are kept
 gauges, adaptive        steps of changing shapes, measured
 """

@@ -15,10 +15,8 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from threading import Lock
 from types import TracebackType
 from typing import Generic, Literal, Self, TypeVar, cast
@@ -27,72 +25,23 @@ import torch
 from torch import Tensor, nn
 
 from torchremat.errors import BudgetError, BudgetWarning, StepError, UnsupportedError, bug
+from torchremat.measuring.allocator import profiler_is_active
 from torchremat.measuring.runs import subject_of
 from torchremat.measuring.step import holdings_of, loss_of, run_backward
 from torchremat.planning.batches import Look, look_of
 from torchremat.planning.budgets import bytes_of, margin_of, percentage_of
 from torchremat.planning.chains import Cost
-from torchremat.planning.choosers import Chooser
-from torchremat.planning.families import Families, Family
-from torchremat.planning.fits import Cover, Shape
+from torchremat.planning.classes import Classes, PlannedShape, ShapeClass
 from torchremat.planning.gauges import calls_noted, gauge
-from torchremat.planning.layout import Calls, calls_of, check_bare, installed
+from torchremat.planning.layout import check_bare, installed
+from torchremat.planning.prediction import predict
 from torchremat.planning.profiling import profile_subject
-from torchremat.planning.reading import Profile
 from torchremat.regions.settings import Settings
-from torchremat.schedules.chain import Region, Tree
 from torchremat.tensors.sizes import format_bytes
 
 B = TypeVar("B")
 
 Over = Literal["raise", "warn"]
-
-# Kinds of batches that are remembered, with their profiles; of more, those that did not come for the longest time go.
-_MOST_KINDS = 32
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlannedShape:
-    """The plan for one class of shapes; bytes are absolute.
-
-    Attributes:
-        shape: The largest shape of the class.
-        steps: Steps that ran under it.
-        peak_bytes: Predicted peak at that shape.
-        measured_bytes: The highest measured peak; None if none of its steps was measured.
-        slowdown: Predicted seconds of a step over those of a plain one.
-        recomputed_flops: Flops that recomputes add.
-    """
-
-    shape: Shape
-    steps: int
-    peak_bytes: int
-    measured_bytes: int | None
-    slowdown: float
-    recomputed_flops: int
-
-
-@dataclass(eq=False, kw_only=True)
-class _Class:
-    """A class of shapes: the tree for it, ready to be put on the model."""
-
-    family: Family
-    state: tuple[int, float]
-    cover: Cover
-    split: frozenset[int]
-    tree: Tree
-    calls: Calls
-    fixed_bytes: int
-    rise_bytes: int
-    slowdown: float
-    flops: int
-    fits: bool
-    steps: int = 0
-    measured_bytes: int | None = None
-
-    @property
-    def peak_bytes(self) -> int:
-        return self.fixed_bytes + self.rise_bytes
 
 
 class Adaptive(Generic[B]):
@@ -166,13 +115,9 @@ class Adaptive(Generic[B]):
         self._model = model
         self._step = step
         self._optimizer = optimizer
-        self._cost: Cost = cost
         self._over: Over = over
         self._shape_of = cast("Callable[[object], tuple[int, ...]] | None", shape)
-        self._most_classes = classes
-        self._kinds: OrderedDict[tuple[object, ...], Families] = OrderedDict()
-        self._classes: OrderedDict[tuple[object, ...], _Class] = OrderedDict()
-        self._choosers: dict[int, Chooser] = {}
+        self._classes = Classes(self._limit_bytes, cost, classes)
         self._lock = Lock()
         self._closed = False
         self.learning_seconds = 0.0
@@ -212,9 +157,7 @@ class Adaptive(Generic[B]):
     def close(self) -> None:
         """Drop all that was learned. A step under way ends as it would have."""
         self._closed = True
-        self._kinds.clear()
-        self._classes.clear()
-        self._choosers.clear()
+        self._classes = Classes(self._limit_bytes, "flops", 1)
 
     def __enter__(self) -> Self:
         return self
@@ -227,17 +170,7 @@ class Adaptive(Generic[B]):
     @property
     def plans(self) -> tuple[PlannedShape, ...]:
         """The plans that are kept, smallest shape first."""
-        shapes = [
-            PlannedShape(
-                shape=one.cover.shape,
-                steps=one.steps,
-                peak_bytes=one.peak_bytes,
-                measured_bytes=one.measured_bytes,
-                slowdown=one.slowdown,
-                recomputed_flops=one.flops,
-            )
-            for one in self._classes.values()
-        ]
+        shapes = [one.planned for one in self._classes]
         return tuple(sorted(shapes, key=lambda one: (one.peak_bytes, one.shape)))
 
     def __str__(self) -> str:
@@ -277,92 +210,52 @@ class Adaptive(Generic[B]):
         check_bare(self._model)
         return look_of(self._model, batch, self._shape_of, self._device)
 
-    def _families(self, look: Look) -> Families:
-        families = self._kinds.setdefault(look.kind, Families())
-        self._kinds.move_to_end(look.kind)
-        if len(self._kinds) > _MOST_KINDS:
-            self._kinds.popitem(last=False)
-        return families
-
-    def _chosen(self, look: Look, batch: B) -> _Class:
-        families = self._families(look)
-        found = families.find(look.shape)
+    def _chosen(self, look: Look, batch: B) -> ShapeClass:
+        start_s = time.perf_counter()
+        found = self._classes.find(look)
         if found is None:
             self._learn(look, batch)
-            found = families.find(look.shape)
+            start_s = time.perf_counter()
+            found = self._classes.find(look)
         if found is None:
             raise bug(f"the shape {look.shape} was learned and is not known")
-        family, cover = found
-        start_s = time.perf_counter()
-        key = (look.kind, cover.shape)
-        known = self._classes.get(key)
-        if known is None or known.family is not family or known.state != family.state:
-            self._classes[key] = fresh = self._planned(family, cover)
-            if known is not None:
-                fresh.steps, fresh.measured_bytes = known.steps, known.measured_bytes
-        self._classes.move_to_end(key)
-        if len(self._classes) > self._most_classes:
-            self._classes.popitem(last=False)
         self.planning_seconds += time.perf_counter() - start_s
-        return self._classes[key]
-
-    def _planned(self, family: Family, cover: Cover) -> _Class:
-        chooser = self._choosers.get(id(family))
-        if chooser is None or chooser.family is not family:
-            chooser = self._choosers[id(family)] = Chooser(family, self._cost)
-        fixed_bytes = _fixed_bytes(family, family.profile(cover))
-        found = chooser.choose(cover, self._limit_bytes - fixed_bytes)
-        fits = found is not None and (_optimizer_peak(family) or 0) <= self._limit_bytes
-        candidate, split = found or chooser.lowest(cover)
-        prediction, own = candidate.prediction, candidate.profile
-        return _Class(
-            family=family,
-            state=family.state,
-            cover=cover,
-            split=split,
-            tree=candidate.tree,
-            calls=calls_of(own.units),
-            fixed_bytes=fixed_bytes,
-            rise_bytes=prediction.peak_bytes,
-            slowdown=1 + prediction.seconds / own.seconds if own.seconds > 0 else 1.0,
-            flops=prediction.flops,
-            fits=fits,
-        )
+        return found
 
     def _learn(self, look: Look, batch: B) -> None:
         subject = subject_of(_bound(self._step, batch, look.tensors), self._model, self._optimizer)
         start_s = time.perf_counter()
         grains = profile_subject(self._model, subject, self._device)
-        self._families(look).learn(look.shape, grains)
+        self._classes.learn(look, grains)
         self.learned += 1
         self.learning_seconds += time.perf_counter() - start_s
 
-    def _nothing_fits(self, chosen: _Class, look: Look) -> str:
-        optimizer_peak = _optimizer_peak(chosen.family) or 0
+    def _nothing_fits(self, chosen: ShapeClass, look: Look) -> str:
+        optimizer_peak = chosen.family.optimizer_peak_bytes
         if optimizer_peak > self._limit_bytes:
             return (
                 f"the budget is {format_bytes(self.budget_bytes)} ({self._budget}), but optimizer.step() alone peaks "
                 f"at {format_bytes(optimizer_peak)}, which no recomputation lowers."
             )
-        spare = chosen.family.spare_bytes(chosen.cover, chosen.rise_bytes)
-        smallest = chosen.peak_bytes + spare + self.budget_bytes - self._limit_bytes
+        smallest = chosen.peak_bytes + chosen.spare_bytes + self.budget_bytes - self._limit_bytes
+        what = "was not run" if self._over == "raise" else "runs in as few as it can"
         return (
             f"no plan fits the budget of {format_bytes(self.budget_bytes)} ({self._budget}) for this batch "
-            f"({look.words}); it {'was not run' if self._over == 'raise' else 'runs in as few as it can'}. "
-            f"Smallest budget that works: {smallest} bytes ({format_bytes(smallest)}), of which {format_bytes(chosen.fixed_bytes)} lie "
-            "there before a step. Make the batch smaller, or split it and call this once for each part."
+            f"({look.words}); it {what}. Smallest budget that works: {smallest} bytes ({format_bytes(smallest)}), of "
+            f"which {format_bytes(chosen.fixed_bytes)} lie there before a step. Make the batch smaller, or split it "
+            "and call this once for each part."
         )
 
     # ----------------------------------------------------------------------------------------------------- running
 
-    def _run(self, chosen: _Class, look: Look, batch: B) -> Tensor:
+    def _run(self, chosen: ShapeClass, look: Look, batch: B) -> Tensor:
         if not chosen.fits and not chosen.steps:
             warnings.warn(self._nothing_fits(chosen, look), BudgetWarning, stacklevel=3)
         start_s = time.perf_counter()
         wanted = not chosen.family.is_near_measured(look.shape)
         before_bytes = self._before_bytes(look) if wanted or self._device.type == "cuda" else 0
-        has_regions = any(isinstance(node, Region) for node in chosen.tree)
-        plan = installed(self._model, chosen.calls, chosen.tree, Settings()) if has_regions else nullcontext()
+        planned = installed(self._model, chosen.calls, chosen.tree, Settings())
+        plan = planned if chosen.has_regions else nullcontext()
         with plan, gauge(self._device, wanted=wanted) as measured:
             with calls_noted(self._model) if wanted else nullcontext() as names:
                 loss = loss_of(self._step(self._model, batch))
@@ -371,33 +264,31 @@ class Adaptive(Generic[B]):
         del loss
         chosen.steps += 1
         self.step_seconds += time.perf_counter() - start_s
-        if names is not None and names != chosen.family.names:
+        if names is not None and not chosen.family.takes(names) and not profiler_is_active():
             # Another way through the model than the shapes around take: the prediction was for none of this.
             self._learn(look, batch)
+            chosen.family.has_told_calls = not chosen.family.knows(look.shape)
         if measured.rise_bytes is not None:
             self._compare(chosen, look, batch, before_bytes + measured.rise_bytes)
         return result
-
-    def _knows(self, look: Look) -> bool:
-        return any(family.knows(look.shape) for family in self._families(look).families)
 
     def _before_bytes(self, look: Look) -> int:
         subject = subject_of(_bound(self._step, tensors=look.tensors), self._model, self._optimizer)
         return subject.before(self._device).total_bytes
 
-    def _compare(self, chosen: _Class, look: Look, batch: B, measured_bytes: int) -> None:
+    def _compare(self, chosen: ShapeClass, look: Look, batch: B, measured_bytes: int) -> None:
         """Take note of what a step has needed: what it was above its prediction is left free from now on."""
         family = chosen.family
         chosen.measured_bytes = max(measured_bytes, chosen.measured_bytes or 0)
         found = family.cover(look.shape, exact=True) or chosen.cover
-        prediction = self._choosers[id(family)].judged(found, chosen.split, chosen.tree).prediction
-        predicted_bytes = _fixed_bytes(family, family.profile(found)) + prediction.peak_bytes
+        rise_bytes = predict(family.profile(found, chosen.split), chosen.tree).peak_bytes
+        predicted_bytes = family.fixed_bytes(found) + rise_bytes
         over_bytes = measured_bytes - predicted_bytes - found.noise_bytes
-        if over_bytes > 0 and not self._knows(look):
+        if over_bytes > 0 and not self._classes.knows(look):
             self._learn(look, batch)
-        if family.knows(look.shape) or not self._knows(look):
+        if family.knows(look.shape) or not self._classes.knows(look):
             family.measured.append(look.shape)
-            family.over_share = max(family.over_share, over_bytes / max(1, prediction.peak_bytes))
+            family.over_share = max(family.over_share, over_bytes / max(1, rise_bytes))
         if measured_bytes > self.budget_bytes and chosen.fits:
             said = (
                 f"a step of this shape ({look.words}) was measured at {format_bytes(measured_bytes)}, above the budget "
@@ -419,18 +310,3 @@ def _bound(
         return step(model, cast("B", batch))
 
     return bound
-
-
-def _fixed_bytes(family: Family, profile: Profile) -> int:
-    """What lies in memory before a step of a shape: the most that was found there, but for the inputs."""
-    most = 0
-    for grains in family.grains:
-        own = grains.coarse
-        state = 0 if own.optimizer is None else own.optimizer.state_bytes
-        most = max(most, own.before.total_bytes - own.before.input_bytes + state)
-    return most + profile.before.input_bytes
-
-
-def _optimizer_peak(family: Family) -> int | None:
-    own = family.largest.coarse
-    return None if own.optimizer is None else own.before.total_bytes + own.optimizer.peak_bytes

@@ -19,6 +19,11 @@ from torchremat.schedules.chain import Tree
 
 # The limits of the ladder: this ratio apart, from the plain step down to the floor.
 _RUNG = 0.9
+# For so many rungs all mixtures of units are tried, and so many of the best at each are for the others.
+_WITH_ALL = 2
+_PROMISING = 3
+# Trees that are judged to polish one.
+_JUDGED = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +42,7 @@ class Chooser:
         self.cost_unit: Cost = cost
         self._search: Search | None = None
         self._rungs: dict[int, Found | None] = {}
+        self._promising: set[Solver] = set()
 
     def choose(self, cover: Cover, limit_bytes: int) -> tuple[Candidate, frozenset[int]] | None:
         """Return the cheapest tree found whose peak at a shape is at most the limit, and the calls that it splits.
@@ -75,17 +81,13 @@ class Chooser:
             return (candidate, found.split) if fits(candidate) else None
         candidate, split = best
         spare = self.family.spare_bytes(cover, candidate.prediction.peak_bytes)
-        polished = solvers[split].polished(candidate, limit_bytes - spare)
+        polished = solvers[split].polished(candidate, limit_bytes - spare, most_judged=_JUDGED)
         return (polished if fits(polished) else candidate), split
 
     def lowest(self, cover: Cover) -> tuple[Candidate, frozenset[int]]:
         """Return the tree that needs least, at a shape."""
         found = self.floor
-        return self.judged(cover, found.split, found.tree), found.split
-
-    def judged(self, cover: Cover, split: frozenset[int], tree: Tree) -> Candidate:
-        """Return a tree with its prediction at a shape."""
-        return Solver(self.family.profile(cover, split), self.cost_unit).judged(tree)
+        return Solver(self.family.profile(cover, found.split), self.cost_unit).judged(found.tree), found.split
 
     @property
     def search(self) -> Search:
@@ -94,7 +96,14 @@ class Chooser:
         if self._search is None or self._search.grains is not grains:
             self._search = Search(grains, self.cost_unit)
             self._rungs.clear()
+            self._promising.clear()
         return self._search
+
+    @property
+    def _solvers(self) -> list[Solver]:
+        """Those to ask for a rung: all for the first ones, later those that were good at them."""
+        solvers = list(self.search.solvers)
+        return solvers if len(self._rungs) < _WITH_ALL else [one for one in solvers if one in self._promising]
 
     @property
     def floor(self) -> Found:
@@ -113,9 +122,11 @@ class Chooser:
         search = self.search
         if number not in self._rungs:
             limit_bytes = int(search.plain.prediction.peak_bytes * _RUNG**number)
-            trees = [one for solver in search.solvers if (one := solver.unpolished(limit_bytes)) is not None]
-            best = min(trees, key=lambda one: (one.cost, one.prediction.peak_bytes), default=None)
-            self._rungs[number] = None if best is None else _found(search.grains, best)
+            trees = [(one, solver) for solver in self._solvers if (one := solver.unpolished(limit_bytes)) is not None]
+            trees.sort(key=lambda pair: (pair[0].cost, pair[0].prediction.peak_bytes))
+            if trees and len(self._rungs) < _WITH_ALL:
+                self._promising.update(solver for _, solver in trees[:_PROMISING])
+            self._rungs[number] = _found(search.grains, trees[0][0]) if trees else None
         return self._rungs[number]
 
 

@@ -38,6 +38,7 @@ class Family:
         grains: Their profiles.
         measured: Shapes whose steps were measured under a plan.
         over_share: By how much the worst of them was above its prediction.
+        has_told_calls: Whether hooks see the calls that a trace sees; not where a model calls `forward` of a module.
     """
 
     def __init__(self, form: tuple[object, ...]) -> None:
@@ -46,6 +47,7 @@ class Family:
         self.grains: list[Grains] = []
         self.measured: list[Shape] = []
         self.over_share = 0.0
+        self.has_told_calls = True
         self._changes = 0
         # By the calls that are split: the profiles at the learned shapes, and their figures as rows.
         self._figures: dict[frozenset[int], tuple[list[Profile], Figures]] = {}
@@ -74,10 +76,9 @@ class Family:
         """Return whether a shape was learned."""
         return shape in self.shapes
 
-    @property
-    def names(self) -> list[str]:
-        """The modules that are called, in order."""
-        return [call.name for call in self.largest.coarse.units.trace.calls]
+    def takes(self, names: list[str]) -> bool:
+        """Return whether these are the modules that are called, in order, as far as that can be told."""
+        return not self.has_told_calls or names == [call.name for call in self.largest.coarse.units.trace.calls]
 
     @property
     def largest(self) -> Grains:
@@ -107,6 +108,20 @@ class Family:
         points = list(found.points)
         nearest = min(points, key=lambda point: apart(self.shapes[point], found.shape))
         return with_figures(profiles[nearest], found.weights @ figures[points])
+
+    def fixed_bytes(self, found: Cover) -> int:
+        """Return what lies in memory before a step of a shape: the most that was found there, but for the inputs."""
+        most = 0
+        for own in (grains.coarse for grains in self.grains):
+            state = 0 if own.optimizer is None else own.optimizer.state_bytes
+            most = max(most, own.before.total_bytes - own.before.input_bytes + state)
+        return most + self.profile(found).before.input_bytes
+
+    @property
+    def optimizer_peak_bytes(self) -> int:
+        """The peak of `optimizer.step()`; 0 without an optimizer."""
+        own = self.largest.coarse
+        return 0 if own.optimizer is None else own.before.total_bytes + own.optimizer.peak_bytes
 
     def spare_bytes(self, found: Cover, rise_bytes: int) -> int:
         """Return what a step at a shape may need more than predicted, of a predicted rise."""

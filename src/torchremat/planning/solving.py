@@ -240,13 +240,13 @@ class Solver:
             reach *= 4
             asked = min(max(asked, fits), above - 1)
 
-    def polished(self, best: Candidate, limit_bytes: int) -> Candidate:
+    def polished(self, best: Candidate, limit_bytes: int, *, most_judged: int | None = None) -> Candidate:
         """Return a tree with regions dissolved, or their ends let out, where the limit allows; one pass."""
         units = len(self.profile.units.units)
         if best.prediction.calls > 20 * units:
             return best  # nested so deeply that the limit leaves no room
-        place, judged = 0, len(self._known)
-        while place < len(best.tree) and len(self._known) - judged < self.most_judged:
+        place, judged, most = 0, len(self._known), self.most_judged if most_judged is None else most_judged
+        while place < len(best.tree) and len(self._known) - judged < most:
             loosened = [self.judged(tree) for tree in _loosened(best.tree, place, self.options)]
             fitting = [one for one in loosened if one.prediction.peak_bytes <= limit_bytes and one.cost < best.cost]
             if fitting:
