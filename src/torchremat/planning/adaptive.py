@@ -37,6 +37,7 @@ from torchremat.planning.families import Families, Family
 from torchremat.planning.fits import Cover, Shape
 from torchremat.planning.gauges import calls_noted, gauge
 from torchremat.planning.layout import Calls, calls_of, check_bare, installed
+from torchremat.planning.machines import Here
 from torchremat.planning.profiling import profile_subject
 from torchremat.planning.reading import Profile
 from torchremat.regions.settings import Settings
@@ -332,7 +333,7 @@ class Adaptive(Generic[B]):
     def _learn(self, look: Look, batch: B) -> None:
         subject = subject_of(_bound(self._step, batch, look.tensors), self._model, self._optimizer)
         start_s = time.perf_counter()
-        grains = profile_subject(self._model, subject, self._device)
+        grains = profile_subject(self._model, subject, Here(self._device))
         self._families(look).learn(look.shape, grains)
         self.learned += 1
         self.learning_seconds += time.perf_counter() - start_s

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from functools import cached_property
+from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import nn
 
-from torchremat.errors import BudgetError
+from torchremat.errors import BudgetError, DeviceError, DeviceWarning, UnsupportedError
 from torchremat.measuring.exhaustion import is_out_of_memory
 from torchremat.measuring.heap import heap_set_aside
-from torchremat.measuring.runs import run_traced, subject_of
+from torchremat.measuring.runs import Subject, run_traced, subject_of
 from torchremat.planning.budgets import bytes_of, check_budget, free_on, margin_of, percentage_of
+from torchremat.planning.calibration import device_here
 from torchremat.planning.certificates import claim_of
 from torchremat.planning.chains import Cost
+from torchremat.planning.devices import Device, device_of
+from torchremat.planning.fakes import Elsewhere
 from torchremat.planning.frontiers import MOST_POINTS, Frontier, check_points, frontier_of
-from torchremat.planning.layout import HeldOperators, bare, calls_of
+from torchremat.planning.kernels import notice
+from torchremat.planning.layout import HeldOperators, bare, calls_of, check_bare
+from torchremat.planning.machines import Here, Machine
 from torchremat.planning.memory import Walk
 from torchremat.planning.moments import Live, Moment
 from torchremat.planning.plans import PlainSource, Plan, PlannedUnit, Point
@@ -44,12 +53,16 @@ class Planner:
         model: The model.
         step: Called as `step(model)`; returns the loss of a sample batch, the largest that will be trained on.
         optimizer: If given, its state and the peak of its step count.
-        device: Whose bytes count; that of the first parameter if not given.
+        device: Whose bytes count; that of the first parameter if not given. With `on="meta"` the device to plan for:
+            a name (`"h100"`), a file that `save_device` has written, or a `Device`.
         cost: What to minimise: predicted `"seconds"`, or `"flops"`, which are exact and repeatable.
         operators: Whether parts of a module may be kept: the outputs of some of its operators.
+        on: `"meta"` to run nothing: the step is profiled on tensors without data, for a device that need not be here.
+            Model and batch may be real, on the meta device, or fakes. Operators are not offered then.
 
     Raises:
-        StepError: See `profile`.
+        StepError: See `profile`; with `on="meta"` also where the step reads a value of a tensor.
+        DeviceError: With `on="meta"`: the device is not known, or its description lacks something.
     """
 
     def __init__(
@@ -58,16 +71,20 @@ class Planner:
         step: Step,
         *,
         optimizer: torch.optim.Optimizer | None = None,
-        device: torch.device | str | None = None,
+        device: torch.device | str | Path | Device | None = None,
         cost: Cost = "seconds",
         operators: bool = True,
+        on: Literal["meta"] | None = None,
     ) -> None:
         if cost not in _COSTS:
             raise BudgetError(f"cost={cost!r}: allowed are 'seconds' and 'flops'.")
-        self._subject = subject_of(step, model, optimizer, needs_model=True)
-        grains = profile_subject(model, self._subject, self._subject.device(device))
+        self._machine, profiled, self._subject = _placed(model, step, optimizer, device, on)
+        grains = profile_subject(profiled, self._subject, self._machine)
+        if isinstance(self._machine, Elsewhere) and self._machine.kernels.unknown:
+            text = notice(self._machine.description, self._machine.kernels.unknown)
+            warnings.warn(text, DeviceWarning, stacklevel=_outside())
         self.profile: Profile = grains.coarse
-        self.solver = Search(grains, cost, operators=operators)
+        self.solver = Search(grains, cost, operators=operators and self._machine.is_here)
         self._model = model
         self._parameters = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         self._plain: tuple[int, PlainSource] | None = None
@@ -97,6 +114,25 @@ class Planner:
         """Return the smallest budget for which a plan with a predicted peak is made."""
         return peak_bytes + max(_ROOM_BYTES, peak_bytes // (_ROOM_SHARE - 1) + 1)
 
+    def save_device(self, path: str | Path) -> None:
+        """Write a description of the planner's device, with the kernels of its step, for plans on other machines.
+
+        One more step is run for it, with each operator measured. What it has measured is exact for operators of the
+        same shapes; others are estimated from the fastest ones.
+
+        Args:
+            path: The JSON file; give it as `device` to `plan(..., on="meta")`.
+
+        Raises:
+            DeviceError: The planner itself plans for a device that is not here.
+        """
+        if not isinstance(self._machine, Here):
+            raise DeviceError(
+                f"{self._machine.name} is not here, so there is nothing to measure. Make a planner there."
+            )
+        with bare(self._model), heap_set_aside():
+            device_here(self._subject, self._machine.device).save(path)
+
     def plain_peak(self) -> tuple[int, PlainSource]:
         """Return the peak of a plain training step, measured if it fits, else predicted."""
         if self._plain is None:
@@ -104,6 +140,8 @@ class Planner:
         return self._plain
 
     def _measured_plain(self) -> tuple[int, PlainSource] | None:
+        if not self._machine.is_here:
+            return None
         free = free_on(self.profile.device)
         if free is not None and free < self.solver.plain.prediction.peak_bytes:
             return None
@@ -129,7 +167,7 @@ class Planner:
         """
         percent = percentage_of(budget)
         plain_bytes, source = self.plain_peak() if percent is not None else self._known_plain()
-        size = int(plain_bytes * percent / 100) if percent is not None else bytes_of(budget, self.profile.device)
+        size = int(plain_bytes * percent / 100) if percent is not None else self._bytes_of(budget)
         margin_bytes = margin_of(margin)
         target = size - margin_bytes - tighten_bytes
         optimizer_peak = self.optimizer_peak_bytes or 0
@@ -145,6 +183,11 @@ class Planner:
         """Return what a step takes under the best plan for each budget; see `torchremat.frontier`."""
         check_points(points)
         return frontier_of(self, points)
+
+    def _bytes_of(self, budget: int | str) -> int:
+        if self._machine.is_here:
+            return bytes_of(budget, self._machine.device)
+        return bytes_of(budget, self._machine.name, self._machine.capacity_bytes())
 
     def _known_plain(self) -> tuple[int, PlainSource]:
         return self._plain or (self.peak_of(self.solver.plain), "predicted")
@@ -172,6 +215,8 @@ class Planner:
     @cached_property
     def plain_step(self) -> PlainStep | Unseen:
         """The operators of a plain step, which certificates are made from."""
+        if not self._machine.is_here:
+            return Unseen(reason="the plan was made without running the step, so its operators were not timed")
         with bare(self._model):
             return plain_step(
                 self._subject,
@@ -197,7 +242,7 @@ class Planner:
         return Plan(
             budget_bytes=size,
             budget=budget,
-            device=str(own.device),
+            device=self._machine.name,
             cost=self.solver.cost_unit,
             tree=found.tree,
             held=held_of(own, found.tree),
@@ -245,10 +290,11 @@ def plan(
     *,
     budget: int | str,
     optimizer: torch.optim.Optimizer | None = None,
-    device: torch.device | str | None = None,
+    device: torch.device | str | Path | Device | None = None,
     cost: Cost = "seconds",
     margin: int | str = 0,
     operators: bool = True,
+    on: Literal["meta"] | None = None,
 ) -> Plan:
     """Return the fastest plan found under which a training step stays within a budget; nothing is applied.
 
@@ -260,19 +306,26 @@ def plan(
         step: Called as `step(model)`; runs the forward on a sample batch and returns the loss.
         budget: Peak bytes of a whole training step: an int, `"6GiB"`, `"800MB"`, or `"60%"` of the plain step's peak.
         optimizer: If given, its state and the peak of its step count.
-        device: Whose bytes count; that of the first parameter if not given.
+        device: Whose bytes count; that of the first parameter if not given. With `on="meta"` see `Planner`.
         cost: What to minimise, `"seconds"` or `"flops"`.
         margin: Bytes of the budget to leave free, for what an allocator needs beside the tensors.
         operators: Whether parts of a module may be kept: the outputs of some of its operators, where that is faster
             than to keep or recompute all of it.
+        on: `"meta"` to plan without running anything, for a device that need not be here; see `Planner`.
 
     Raises:
         BudgetError: The budget is no size, or no plan fits it.
+        DeviceError: With `on="meta"`: the device is not known, or its description lacks something.
         StepError: The step returns no loss, or calls other modules each time.
         UnsupportedError: A profiler is active, or the device has no allocation events.
     """
-    check_budget(budget, subject_of(step, model, optimizer, needs_model=True).device(device))
-    planner = Planner(model, step, optimizer=optimizer, device=device, cost=cost, operators=operators)
+    if on is None:
+        subject = subject_of(step, model, optimizer, needs_model=True)
+        check_budget(budget, subject.device(_torch_device(device)))
+    else:
+        described = device_of(device)
+        check_budget(budget, described.name, described.memory_bytes)
+    planner = Planner(model, step, optimizer=optimizer, device=device, cost=cost, operators=operators, on=on)
     return planner.plan(budget, margin=margin)
 
 
@@ -305,6 +358,35 @@ def frontier(
     """
     check_points(points)
     return Planner(model, step, optimizer=optimizer, device=device, cost=cost).frontier(points=points)
+
+
+def _placed(
+    model: nn.Module,
+    step: Step,
+    optimizer: torch.optim.Optimizer | None,
+    device: torch.device | str | Path | Device | None,
+    on: Literal["meta"] | None,
+) -> tuple[Machine, nn.Module, Subject]:
+    """Return the machine to profile on, with the model and the subject that run there."""
+    if on is None:
+        subject = subject_of(step, model, optimizer, needs_model=True)
+        return Here(subject.device(_torch_device(device))), model, subject
+    if on != "meta":
+        raise UnsupportedError(f"on={on!r}: allowed are None, to run the step, and 'meta', to run nothing.")
+    check_bare(model)
+    elsewhere = Elsewhere(device_of(device))
+    return elsewhere, *elsewhere.subject(model, step, optimizer)
+
+
+def _outside() -> int:
+    """Return the `stacklevel` of the caller of `Planner` or `plan`."""
+    return 3 if sys._getframe(2).f_globals.get("__name__") == __name__ else 2
+
+
+def _torch_device(device: torch.device | str | Path | Device | None) -> torch.device | str | None:
+    if isinstance(device, Device | Path):
+        raise DeviceError(f"device={device!r} is the description of a device; it needs on='meta' beside it.")
+    return device
 
 
 def planned_unit(own: Profile, unit: int) -> PlannedUnit:
