@@ -299,3 +299,15 @@ def test_saved_writes_all_of_it(folder):
 )
 def test_saved_says_what_is_wrong(arguments, code, message):
     assert message in run("saved", *arguments, code=code).stderr
+
+
+def test_plan_without_running_for_a_device_that_is_described(folder):
+    arguments = ("plan", "factories:build", "--budget", "1GB")
+    described = run(*arguments, "--save-device", "device.json")
+    by_name = run(*arguments, "--on", "meta", "--device", "h100")
+    by_file = run(*arguments, "--on", "meta", "--device", "device.json")
+    unknown = run(*arguments, "--on", "meta", "--device", "h10", code=1)
+
+    assert "on h100" in by_name.stdout
+    assert re.search(r"peak +(\S+ \S+)", by_file.stdout)[1] == re.search(r"peak +(\S+ \S+)", described.stdout)[1]
+    assert "Is 'h100' meant?" in unknown.stderr

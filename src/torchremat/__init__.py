@@ -7,6 +7,8 @@ from torchremat.errors import (
     BudgetError,
     BudgetWarning,
     CheckpointError,
+    DeviceError,
+    DeviceWarning,
     GuardError,
     MutationError,
     OrderWarning,
@@ -33,6 +35,7 @@ from torchremat.measuring.saved_report import Saved, SavedReport
 from torchremat.pipeline.pipe import Pipe
 from torchremat.planning.adaptive import Adaptive
 from torchremat.planning.certificates import Certificate
+from torchremat.planning.devices import Device
 from torchremat.planning.fitting import fit
 from torchremat.planning.frontiers import Frontier, FrontierPoint
 from torchremat.planning.guarding.attempts import Attempt
@@ -66,6 +69,9 @@ __all__ = [
     "Certificate",
     "CheckpointError",
     "Compressed",
+    "Device",
+    "DeviceError",
+    "DeviceWarning",
     "Disk",
     "Freed",
     "Frontier",

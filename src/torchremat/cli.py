@@ -11,23 +11,25 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Generator
+import warnings
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated, Literal, cast
 
 import torch
 import typer
 from rich.console import Console
 from torch import nn
 
-from torchremat.errors import TorchrematError
+from torchremat.errors import DeviceWarning, TorchrematError
 from torchremat.measuring.keeping import saved
 from torchremat.measuring.measurement import measure
 from torchremat.measuring.step import loss_of, run_backward
 from torchremat.planning.budgets import margin_of, percentage_of
 from torchremat.planning.chains import Cost
+from torchremat.planning.devices import device_of
 from torchremat.planning.fitting import fit_with
 from torchremat.planning.frontiers import MOST_POINTS
 from torchremat.planning.optimizers import step_alone
@@ -170,6 +172,14 @@ Target = Annotated[str, typer.Argument(metavar="MODULE:FACTORY", help=f"A functi
 Budget = Annotated[str, typer.Option(help="Peak of a training step: bytes, 6GiB, 800MB, or 60% of the plain peak.")]
 Margin = Annotated[str, typer.Option(help="Part of the budget to leave free, like 1GiB.")]
 Costs = Annotated[Cost, typer.Option(help="What to minimise.")]
+On = Annotated[Literal["meta"] | None, typer.Option(help="meta: run nothing, plan for a device that is not here.")]
+Described = Annotated[
+    str | None,
+    typer.Option(
+        help="Whose bytes count; that of the first parameter if not given. With --on meta: a name like h100, or a file."
+    ),
+]
+SaveDevice = Annotated[Path | None, typer.Option(help="File to describe this device in, for plans with --on meta.")]
 Device = Annotated[str | None, typer.Option(help="Whose bytes count; that of the first parameter if not given.")]
 Stores = Annotated[
     list[str] | None,
@@ -216,18 +226,41 @@ def plan_command(
     plot: Plot = None,
     cost: Costs = "seconds",
     margin: Margin = "0",
-    device: Device = None,
+    device: Described = None,
+    on: On = None,
+    save_device: SaveDevice = None,
     store: Stores = None,
 ) -> None:
     """Print the fastest plan found that is predicted to stay within a budget."""
     with _working("planning"):
-        _check_files(out, plot)
+        _check_files(out, plot, save_device)
         size, free = _budget(budget), margin_of(_number(margin))
-        own, place, stores = load(target), _device(device), _stores(store)
-        planner = Planner(own.model, own.step, optimizer=own.optimizer, device=place, cost=cost, stores=stores)
+        described = device if on == "meta" else _device(device)
+        if on == "meta":
+            device_of(described)  # before a model is made
+        own = load(target)
+        planner = _planner(own, described, cost, on, _stores(store))
         found = planner.plan(size, margin=free)
+        if save_device is not None:
+            planner.save_device(save_device)
     _show(found)
     _keep(found, out, plot)
+
+
+def _planner(
+    own: Subject,
+    device: torch.device | str | None,
+    cost: Cost,
+    on: Literal["meta"] | None,
+    stores: Sequence[Store],
+) -> Planner:
+    """Return a planner; what it warns of is said in one line."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", DeviceWarning)
+        planner = Planner(own.model, own.step, optimizer=own.optimizer, device=device, cost=cost, stores=stores, on=on)
+    for one in caught:
+        _say(f"{one.category.__name__}: {one.message}")
+    return planner
 
 
 @app.command("frontier")

@@ -3,6 +3,7 @@
     TorchrematError
     ├── BudgetError        (ValueError)    a budget that is no size, or that no plan fits
     ├── CheckpointError    (RuntimeError)  a recompute differs from its forward; torch's error of that name as well
+    ├── DeviceError        (ValueError)    a description of a device that is none, or that lacks something
     ├── GuardError         (RuntimeError)  a step that ran out of memory, and could not be run again
     ├── MutationError      (RuntimeError)  an input or buffer changed between forward and recompute
     ├── PipelineError      (ValueError)    a pipe that cannot be made, or a batch that it cannot take
@@ -18,6 +19,7 @@
     └── WrapError          (ValueError)    modules that cannot be wrapped, or a pattern that matches none
 
     BudgetWarning          (UserWarning)   a step above its budget, if that was asked to be a warning
+    DeviceWarning          (UserWarning)   a described device of which a plan needs to know more
     ShapeWarning           (UserWarning)   a call larger than those planned for
     OrderWarning           (UserWarning)   a model that called its modules in another order than planned
     StoreWarning           (UserWarning)   a store without room, so that a tensor stays where it is
@@ -42,6 +44,10 @@ class BudgetError(TorchrematError, ValueError):
 
 class CheckpointError(TorchrematError, _torch_checkpoint.CheckpointError):
     """A recompute that differs from its forward. It is torch's error of that name as well."""
+
+
+class DeviceError(TorchrematError, ValueError):
+    """A description of a device that is none, or that lacks something."""
 
 
 class GuardError(TorchrematError, RuntimeError):
@@ -114,6 +120,10 @@ class WrapError(TorchrematError, ValueError):
 
 class BudgetWarning(UserWarning):
     """A step above its budget, where that was asked to be a warning and no error."""
+
+
+class DeviceWarning(UserWarning):
+    """A described device of which a plan needs to know more, so that its bytes are too low."""
 
 
 class ShapeWarning(UserWarning):

@@ -10,6 +10,7 @@ autograd.py      hooks for saved tensors, nodes, backward calls
 counts.py        how many hold a tensor or a storage
 containers.py    types that torch's pytree takes apart
 compiled_autograd.py  objects and operators that go into the graph of a backward
+fakes.py         tensors without data
 flags.py         settings that decide by which kernel a number is computed
 modes.py         function and dispatch modes
 norms.py         the class that batch norms have in common

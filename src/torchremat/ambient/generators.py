@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Iterable
+from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
 import torch
@@ -26,7 +26,7 @@ class GeneratorState(NamedTuple):
 def get_generator(generator: torch.Generator | torch.device) -> Tensor:
     """Return the state of a generator, or of the default generator of a device, a byte tensor on the CPU."""
     if isinstance(generator, torch.Generator):
-        return generator.get_state()
+        return _state_of(generator)
     return torch.get_device_module(generator).get_rng_state(generator)
 
 
@@ -42,7 +42,7 @@ def generator_states(
     devices: Iterable[torch.device] = (), generators: Iterable[torch.Generator] = ()
 ) -> list[GeneratorState]:
     """Return the states of `generators` and of the default ones of the CPU and `devices`, before a forward."""
-    states = [GeneratorState(_DEFAULT, _DEFAULT.get_state())]
+    states = [GeneratorState(_DEFAULT, _state_of(_DEFAULT))]
     for one in (*devices, *generators):
         states.append(GeneratorState(one, get_generator(one)))
     return states
@@ -51,11 +51,30 @@ def generator_states(
 def drawn(before: list[GeneratorState]) -> list[GeneratorState]:
     """Return those of the states `before` whose generators have drawn since; the others, of 5 KB each, can go."""
     if len(before) == 1 and before[0].generator is _DEFAULT:
-        return [] if _equal(_DEFAULT.get_state(), before[0].state) else before
+        return [] if _equal(_state_of(_DEFAULT), before[0].state) else before
     return [one for one in before if not _equal(get_generator(one.generator), one.state)]
 
 
 _DEFAULT = torch.default_generator
+_watchers: list[Callable[[Tensor], None]] = []
+
+
+def _state_of(generator: torch.Generator) -> Tensor:
+    state = generator.get_state()
+    if _watchers:
+        for watcher in _watchers:
+            watcher(state)
+    return state
+
+
+@contextmanager
+def states_watched(watcher: Callable[[Tensor], None]) -> Generator[None]:
+    """Call `watcher` with each state of a generator made in the block: no operator makes it, so no mode sees it."""
+    _watchers.append(watcher)
+    try:
+        yield
+    finally:
+        _watchers.remove(watcher)
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:

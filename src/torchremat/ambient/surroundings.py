@@ -49,6 +49,7 @@ _WATCHERS = (
     "torchremat.",
 )
 _WATCHES = "_torchremat_only_watches"
+_ACTS = "_torchremat_acts"
 
 # All that autocast knows. Asking for one that this build of torch lacks is fine.
 _DEVICE_TYPES = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "maia", "xla", "ipu")
@@ -187,6 +188,12 @@ def only_watches(mode: M) -> M:
     return mode
 
 
+def acts(kind: M) -> M:
+    """Return a class of modes of this package, which from now on a recompute takes for one that changes operators."""
+    setattr(kind, _ACTS, True)
+    return kind
+
+
 class _Here(threading.local):
     last: Surroundings | None = None
 
@@ -200,6 +207,8 @@ def _acting(modes: list[object]) -> list[object]:
 
 def _only_watches(mode: object) -> bool:
     # See NOTE [ Modes that only watch ]
+    if hasattr(mode, _ACTS):
+        return False
     return type(mode).__module__.startswith(_WATCHERS) or hasattr(mode, _WATCHES)
 
 

@@ -85,8 +85,16 @@ def subject_of(
     optimizer: torch.optim.Optimizer | None,
     *,
     needs_model: bool = False,
+    needs_values: bool = True,
 ) -> Subject:
-    """Return the step together with the modules and tensors that it holds; `needs_model`: None is no model.
+    """Return the step together with the modules and tensors that it holds.
+
+    Args:
+        step: The step.
+        model: Its model.
+        optimizer: The optimizer, if it counts.
+        needs_model: Whether None is no model.
+        needs_values: Whether parameters on the meta device are an error.
 
     Raises:
         StepError: One of the arguments is no model, step or optimizer, or a parameter has no values to run with.
@@ -95,7 +103,7 @@ def subject_of(
     holdings = holdings_of(step)
     models = {id(root): root for root in (*(() if model is None else (model,)), *holdings.modules)}
     for root in models.values():
-        check_materialised(root)
+        check_materialised(root, needs_values=needs_values)
     return Subject(step=step, model=model, models=tuple(models.values()), inputs=holdings.tensors, optimizer=optimizer)
 
 

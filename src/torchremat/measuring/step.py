@@ -137,7 +137,7 @@ def _held_by(step: object) -> Iterator[object]:
                 yield cell.cell_contents
             except ValueError:  # a cell that nothing was ever assigned to
                 continue
-        for name in _global_names(step.__code__):
+        for name in global_names(step.__code__):
             if name in step.__globals__:
                 yield step.__globals__[name]
     else:
@@ -151,14 +151,15 @@ def _held_by_object(owner: object) -> Iterator[object]:
         yield from getattr(owner, "__dict__", {}).values()
 
 
-def _global_names(code: CodeType) -> Iterator[str]:
+def global_names(code: CodeType) -> Iterator[str]:
+    """Yield the names of the globals that a function's own code reads, those of lambdas written inside it too."""
     # Not `co_names`: that lists attributes too, and the `x` of `self.x` is not the global `x`.
     for instruction in dis.get_instructions(code):
         if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
             yield cast(str, instruction.argval)
     for constant in code.co_consts:  # lambdas and comprehensions written inside the step
         if isinstance(constant, CodeType):
-            yield from _global_names(constant)
+            yield from global_names(constant)
 
 
 def check_arguments(step: object, model: object, optimizer: object, *, needs_model: bool) -> None:
@@ -193,8 +194,12 @@ def check_kinds(step: object, model: object, optimizer: object, *, needs_model: 
         raise StepError(f"optimizer: a torch.optim.Optimizer is needed, got {type(optimizer).__name__}.")
 
 
-def check_materialised(model: nn.Module) -> None:
-    """Raise where a parameter or buffer of `model` has no values to run with.
+def check_materialised(model: nn.Module, *, needs_values: bool = True) -> None:
+    """Raise where a parameter or buffer of `model` has no values to run with, or no shape.
+
+    Args:
+        model: The model.
+        needs_values: Whether one on the meta device is an error.
 
     Raises:
         StepError: One is on the meta device, or belongs to a lazy module that has not run yet. All of them are counted.
@@ -202,10 +207,11 @@ def check_materialised(model: nn.Module) -> None:
     named = [*model.named_parameters(), *model.named_buffers()]
     lazy = [name for name, tensor in named if is_lazy(tensor)]
     meta = [name for name, tensor in named if not is_lazy(tensor) and tensor.device == torch.device("meta")]
-    if meta:
+    if meta and needs_values:
         raise StepError(
             f"{len(meta)} parameters or buffers are on the meta device ({_some(meta)}), so the step cannot run. "
-            'Materialise the model first: `model.to_empty(device="cpu")`, then load or initialise its weights.'
+            'Materialise the model first: `model.to_empty(device="cpu")`, then load or initialise its weights. '
+            "Or plan it without running it, `on='meta'`."
         )
     if lazy:
         raise StepError(

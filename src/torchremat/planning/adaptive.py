@@ -34,6 +34,7 @@ from torchremat.planning.chains import Cost
 from torchremat.planning.classes import Classes, PlannedShape, ShapeClass
 from torchremat.planning.gauges import calls_noted, gauge
 from torchremat.planning.layout import check_bare, installed
+from torchremat.planning.machines import Here
 from torchremat.planning.prediction import predict
 from torchremat.planning.profiling import profile_subject
 from torchremat.regions.settings import Settings
@@ -225,7 +226,7 @@ class Adaptive(Generic[B]):
     def _learn(self, look: Look, batch: B) -> None:
         subject = subject_of(_bound(self._step, batch, look.tensors), self._model, self._optimizer)
         start_s = time.perf_counter()
-        grains = profile_subject(self._model, subject, self._device)
+        grains = profile_subject(self._model, subject, Here(self._device))
         self._classes.learn(look, grains)
         self.learned += 1
         self.learning_seconds += time.perf_counter() - start_s

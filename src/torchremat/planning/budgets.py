@@ -29,14 +29,20 @@ def percentage_of(budget: int | str) -> float | None:
     return percent
 
 
-def bytes_of(budget: int | str, device: torch.device) -> int:
+def bytes_of(budget: int | str, device: torch.device | str, capacity: int | None = None) -> int:
     """Return the bytes of a budget that is no percentage.
+
+    Args:
+        budget: Bytes, or a size like `"6GiB"`.
+        device: The device that it is for, or what one is called that is not here.
+        capacity: The bytes that such a one has.
 
     Raises:
         BudgetError: It is no size, or more than the device has.
     """
     size = parse_bytes(budget)
-    capacity = capacity_of(device)
+    if isinstance(device, torch.device):
+        capacity = capacity_of(device)
     if capacity is not None and size > capacity:
         raise BudgetError(
             f"budget={budget!r} is {format_bytes(size)}, but {device} has {format_bytes(capacity)} in all."
@@ -44,14 +50,14 @@ def bytes_of(budget: int | str, device: torch.device) -> int:
     return size
 
 
-def check_budget(budget: int | str, device: torch.device) -> None:
+def check_budget(budget: int | str, device: torch.device | str, capacity: int | None = None) -> None:
     """Raise where a budget cannot be met on a device, before any work is done.
 
     Raises:
         BudgetError: It is no size and no percentage, or more than the device has.
     """
     if percentage_of(budget) is None:
-        bytes_of(budget, device)
+        bytes_of(budget, device, capacity)
 
 
 def margin_of(margin: int | str) -> int:

@@ -222,10 +222,15 @@ def uninstall(model: nn.Module) -> None:
 
 @contextmanager
 def installed(
-    model: nn.Module, calls: Calls, tree: Tree, settings: Settings, itinerary: Itinerary | None = None
+    model: nn.Module,
+    calls: Calls,
+    tree: Tree,
+    settings: Settings,
+    held: Iterable[HeldOperators] = (),
+    itinerary: Itinerary | None = None,
 ) -> Generator[None]:
-    """Put a tree on the model for a block; no unit of it is kept in part."""
-    install(model, calls, tree, settings, itinerary=itinerary)
+    """Put a tree on the model for a block."""
+    install(model, calls, tree, settings, held=held, itinerary=itinerary)
     try:
         yield
     finally:

@@ -189,7 +189,7 @@ class OperatorLog(EagerMode):
         self.trace.values.append(
             SeenValue(
                 size_bytes=memory.nbytes(),
-                pointer=memory.data_ptr(),
+                pointer=_pointer_of(memory),
                 storage=number,
                 is_leaf=base.is_leaf and base.requires_grad,
             )
@@ -209,7 +209,7 @@ class OperatorLog(EagerMode):
         number, alive, old = known
         values = self.trace.values
         values[old].is_overwritten = True
-        values.append(SeenValue(size_bytes=memory.nbytes(), pointer=memory.data_ptr(), storage=number))
+        values.append(SeenValue(size_bytes=memory.nbytes(), pointer=_pointer_of(memory), storage=number))
         self._storages[address] = (number, alive, len(values) - 1)
         return len(values) - 1
 
@@ -264,3 +264,8 @@ def _signature(
     shapes = tuple((tuple(one.shape), one.dtype, one.device.type) for one in tensors)
     numbers = tuple(one for one in (*args, *kwargs.values()) if isinstance(one, bool | int | float | str | torch.dtype))
     return (id(traits), shapes, numbers)
+
+
+def _pointer_of(memory: UntypedStorage) -> int:
+    """Return where a storage begins; 0 for that of a fake, which has no memory."""
+    return 0 if memory.device.type == "meta" else memory.data_ptr()

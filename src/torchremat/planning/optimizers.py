@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from torchremat.errors import UnsupportedError
-from torchremat.measuring.allocator import record_allocations
 from torchremat.measuring.before import bytes_before
 from torchremat.measuring.exhaustion import is_out_of_memory
 from torchremat.measuring.interrupts import uninterrupted
 from torchremat.measuring.runs import Subject
 from torchremat.measuring.untouched import gradient_leaves, written_back
+from torchremat.planning.machines import Machine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class OptimizerBytes:
     peak_bytes: int
 
 
-def measure_optimizer(subject: Subject, optimizer: torch.optim.Optimizer, device: torch.device) -> OptimizerBytes:
+def measure_optimizer(subject: Subject, optimizer: torch.optim.Optimizer, machine: Machine) -> OptimizerBytes:
     """Run one step with gradients of zero, and put parameters and state back.
 
     Copies lie in host memory meanwhile. The hooks of the optimizer are not run, and a scheduler that counts its steps
@@ -43,23 +43,34 @@ def measure_optimizer(subject: Subject, optimizer: torch.optim.Optimizer, device
     Raises:
         UnsupportedError: See `step_alone`.
     """
-    leaves = gradient_leaves(subject.models, optimizer, subject.inputs)
 
     def state_bytes() -> int:
-        nothing = bytes_before(models=(), leaves=(), optimizer=optimizer, inputs=(), device=device)
+        nothing = bytes_before(models=(), leaves=(), optimizer=optimizer, inputs=(), device=machine.device)
         return nothing.optimizer_bytes
 
-    step = type(optimizer).step
-    # `Optimizer` wraps the step of each subclass in one that runs hooks and counts.
-    unwrapped = cast("Callable[[torch.optim.Optimizer], object]", getattr(step, "__wrapped__", step))
-    with subject.untouched(), written_back(leaves), _put_back(optimizer):
+    with stepped_and_undone(subject, optimizer) as step:
         before = state_bytes()
-        with record_allocations(device) as recorder:
-            step_alone(optimizer, lambda: unwrapped(optimizer))
+        with machine.stepping(), machine.record() as recorder:
+            step()
         after = state_bytes()
     return OptimizerBytes(
         name=type(optimizer).__name__, state_bytes=after - before, peak_bytes=recorder.trace.peak_bytes
     )
+
+
+@contextmanager
+def stepped_and_undone(subject: Subject, optimizer: torch.optim.Optimizer) -> Generator[Callable[[], None]]:
+    """Give a function that runs one step, with gradients of zero; parameters and state are put back after the block.
+
+    Raises:
+        UnsupportedError: See `step_alone`.
+    """
+    leaves = gradient_leaves(subject.models, optimizer, subject.inputs)
+    step = type(optimizer).step
+    # `Optimizer` wraps the step of each subclass in one that runs hooks and counts.
+    unwrapped = cast("Callable[[torch.optim.Optimizer], object]", getattr(step, "__wrapped__", step))
+    with subject.untouched(), written_back(leaves), _put_back(optimizer):
+        yield lambda: step_alone(optimizer, lambda: unwrapped(optimizer))
 
 
 def step_alone(optimizer: torch.optim.Optimizer, step: Callable[[], object]) -> None:

@@ -2,34 +2,38 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Sequence
 from functools import cached_property
+from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import nn
 
-from torchremat.errors import BudgetError
+from torchremat.errors import BudgetError, DeviceError, DeviceWarning, UnsupportedError
 from torchremat.measuring.exhaustion import is_out_of_memory
 from torchremat.measuring.heap import heap_set_aside
 from torchremat.measuring.runs import run_traced, subject_of
 from torchremat.planning.budgets import bytes_of, check_budget, free_on, margin_of, percentage_of
-from torchremat.planning.cargo import NO_LOADS, Loads
+from torchremat.planning.calibration import device_here
 from torchremat.planning.certificates import claim_of
 from torchremat.planning.chains import Cost
+from torchremat.planning.descriptions import curve_of, held_of, input_sizes, planned_unit
+from torchremat.planning.devices import Device, device_of
+from torchremat.planning.fakes import Elsewhere, placed, torch_device
 from torchremat.planning.frontiers import MOST_POINTS, Frontier, check_points, frontier_of
-from torchremat.planning.layout import HeldOperators, bare, calls_of
-from torchremat.planning.memory import Walk
-from torchremat.planning.moments import Live, Moment
-from torchremat.planning.plans import PlainSource, Plan, PlannedUnit, Point
-from torchremat.planning.prediction import chosen_options, over_bytes
+from torchremat.planning.kernels import notice
+from torchremat.planning.layout import bare, calls_of
+from torchremat.planning.machines import Here
+from torchremat.planning.plans import PlainSource, Plan
 from torchremat.planning.profiling import profile_subject
 from torchremat.planning.pulls import PlainStep, Unseen, plain_step
 from torchremat.planning.reading import Profile
-from torchremat.planning.shapes import InputSizes
 from torchremat.planning.solving import Candidate, Search
 from torchremat.planning.tracing import Step
 from torchremat.planning.weighing import check_stores, weighed
-from torchremat.schedules.chain import Tree
 from torchremat.tensors.handles import Store
 from torchremat.tensors.sizes import format_bytes
 
@@ -48,15 +52,19 @@ class Planner:
         model: The model.
         step: Called as `step(model)`; returns the loss of a sample batch, the largest that will be trained on.
         optimizer: If given, its state and the peak of its step count.
-        device: Whose bytes count; that of the first parameter if not given.
+        device: Whose bytes count; that of the first parameter if not given. With `on="meta"` the device to plan for:
+            a name (`"h100"`), a file that `save_device` has written, or a `Device`.
         cost: What to minimise: predicted `"seconds"`, or `"flops"`, which are exact and repeatable.
         operators: Whether parts of a module may be kept: the outputs of some of its operators.
         stores: Where saved tensors may go instead of being recomputed; see `plan`.
         allow_lossy: Whether stores may lose digits.
+        on: `"meta"` to run nothing: the step is profiled on tensors without data, for a device that need not be here.
+            Model and batch may be real, on the meta device, or fakes. Operators are not offered then.
 
     Raises:
-        StepError: See `profile`.
-        UnsupportedError: One of the stores is none, or loses digits and that is not allowed.
+        StepError: See `profile`; with `on="meta"` also where the step reads a value of a tensor.
+        DeviceError: With `on="meta"`: the device is not known, or its description lacks something.
+        UnsupportedError: One of the stores is none, or loses digits and that is not allowed, or they are not here.
     """
 
     def __init__(
@@ -65,20 +73,29 @@ class Planner:
         step: Step,
         *,
         optimizer: torch.optim.Optimizer | None = None,
-        device: torch.device | str | None = None,
+        device: torch.device | str | Path | Device | None = None,
         cost: Cost = "seconds",
         operators: bool = True,
         stores: Sequence[Store] = (),
         allow_lossy: bool = False,
+        on: Literal["meta"] | None = None,
     ) -> None:
         if cost not in _COSTS:
             raise BudgetError(f"cost={cost!r}: allowed are 'seconds' and 'flops'.")
         self._stores = check_stores(stores, allow_lossy=allow_lossy)
-        self._subject = subject_of(step, model, optimizer, needs_model=True)
-        grains = profile_subject(model, self._subject, self._subject.device(device))
+        if self._stores and on is not None:
+            raise UnsupportedError(
+                f"stores are chosen by how fast they are, which has to be measured where they are: leave out stores or "
+                f"on={on!r}."
+            )
+        self._machine, profiled, self._subject = placed(model, step, optimizer, device, on)
+        grains = profile_subject(profiled, self._subject, self._machine)
+        if isinstance(self._machine, Elsewhere) and self._machine.kernels.unknown:
+            text = notice(self._machine.description, self._machine.kernels.unknown)
+            warnings.warn(text, DeviceWarning, stacklevel=_outside())
         self.profile: Profile = grains.coarse
         offers = weighed(model, self._subject, grains, self._stores)
-        self.solver = Search(grains, cost, offers, operators=operators)
+        self.solver = Search(grains, cost, offers, operators=operators and self._machine.is_here)
         self._model = model
         self._parameters = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         self._plain: tuple[int, PlainSource] | None = None
@@ -108,6 +125,25 @@ class Planner:
         """Return the smallest budget for which a plan with a predicted peak is made."""
         return peak_bytes + max(_ROOM_BYTES, peak_bytes // (_ROOM_SHARE - 1) + 1)
 
+    def save_device(self, path: str | Path) -> None:
+        """Write a description of the planner's device, with the kernels of its step, for plans on other machines.
+
+        One more step is run for it, with each operator measured. What it has measured is exact for operators of the
+        same shapes; others are estimated from the fastest ones.
+
+        Args:
+            path: The JSON file; give it as `device` to `plan(..., on="meta")`.
+
+        Raises:
+            DeviceError: The planner itself plans for a device that is not here.
+        """
+        if not isinstance(self._machine, Here):
+            raise DeviceError(
+                f"{self._machine.name} is not here, so there is nothing to measure. Make a planner there."
+            )
+        with bare(self._model), heap_set_aside():
+            device_here(self._subject, self._machine.device).save(path)
+
     def plain_peak(self) -> tuple[int, PlainSource]:
         """Return the peak of a plain training step, measured if it fits, else predicted."""
         if self._plain is None:
@@ -115,6 +151,8 @@ class Planner:
         return self._plain
 
     def _measured_plain(self) -> tuple[int, PlainSource] | None:
+        if not self._machine.is_here:
+            return None
         free = free_on(self.profile.device)
         if free is not None and free < self.solver.plain.prediction.peak_bytes:
             return None
@@ -140,7 +178,7 @@ class Planner:
         """
         percent = percentage_of(budget)
         plain_bytes, source = self.plain_peak() if percent is not None else self._known_plain()
-        size = int(plain_bytes * percent / 100) if percent is not None else bytes_of(budget, self.profile.device)
+        size = int(plain_bytes * percent / 100) if percent is not None else self._bytes_of(budget)
         margin_bytes = margin_of(margin)
         target = size - margin_bytes - tighten_bytes
         optimizer_peak = self.optimizer_peak_bytes or 0
@@ -156,6 +194,11 @@ class Planner:
         """Return what a step takes under the best plan for each budget; see `torchremat.frontier`."""
         check_points(points)
         return frontier_of(self, points)
+
+    def _bytes_of(self, budget: int | str) -> int:
+        if self._machine.is_here:
+            return bytes_of(budget, self._machine.device)
+        return bytes_of(budget, self._machine.name, self._machine.capacity_bytes())
 
     def _known_plain(self) -> tuple[int, PlainSource]:
         return self._plain or (self.peak_of(self.solver.plain), "predicted")
@@ -183,6 +226,8 @@ class Planner:
     @cached_property
     def plain_step(self) -> PlainStep | Unseen:
         """The operators of a plain step, which certificates are made from."""
+        if not self._machine.is_here:
+            return Unseen(reason="the plan was made without running the step, so its operators were not timed")
         with bare(self._model):
             return plain_step(
                 self._subject,
@@ -208,7 +253,7 @@ class Planner:
         return Plan(
             budget_bytes=size,
             budget=budget,
-            device=str(own.device),
+            device=self._machine.name,
             cost=self.solver.cost_unit,
             tree=found.tree,
             held=held_of(own, found.tree),
@@ -262,12 +307,13 @@ def plan(
     *,
     budget: int | str,
     optimizer: torch.optim.Optimizer | None = None,
-    device: torch.device | str | None = None,
+    device: torch.device | str | Path | Device | None = None,
     cost: Cost = "seconds",
     margin: int | str = 0,
     operators: bool = True,
     stores: Sequence[Store] = (),
     allow_lossy: bool = False,
+    on: Literal["meta"] | None = None,
 ) -> Plan:
     """Return the fastest plan found under which a training step stays within a budget; nothing is applied.
 
@@ -279,7 +325,7 @@ def plan(
         step: Called as `step(model)`; runs the forward on a sample batch and returns the loss.
         budget: Peak bytes of a whole training step: an int, `"6GiB"`, `"800MB"`, or `"60%"` of the plain step's peak.
         optimizer: If given, its state and the peak of its step count.
-        device: Whose bytes count; that of the first parameter if not given.
+        device: Whose bytes count; that of the first parameter if not given. With `on="meta"` see `Planner`.
         cost: What to minimise, `"seconds"` or `"flops"`.
         margin: Bytes of the budget to leave free, for what an allocator needs beside the tensors.
         operators: Whether parts of a module may be kept: the outputs of some of its operators, where that is faster
@@ -287,14 +333,21 @@ def plan(
         stores: Where saved tensors may go instead of being recomputed, where that is faster; nothing is stored unless
             it is given here. How fast each is, is measured.
         allow_lossy: Whether stores may lose digits, so that gradients are not those of the plain run.
+        on: `"meta"` to plan without running anything, for a device that need not be here; see `Planner`.
 
     Raises:
         BudgetError: The budget is no size, or no plan fits it.
+        DeviceError: With `on="meta"`: the device is not known, or its description lacks something.
         StepError: The step returns no loss, or calls other modules each time.
         UnsupportedError: A profiler is active, the device has no allocation events, one of the stores is none or loses
             digits and that is not allowed, or stores are given for a step that calls several modules.
     """
-    check_budget(budget, subject_of(step, model, optimizer, needs_model=True).device(device))
+    if on is None:
+        subject = subject_of(step, model, optimizer, needs_model=True)
+        check_budget(budget, subject.device(torch_device(device)))
+    else:
+        described = device_of(device)
+        check_budget(budget, described.name, described.memory_bytes)
     planner = Planner(
         model,
         step,
@@ -304,6 +357,7 @@ def plan(
         operators=operators,
         stores=stores,
         allow_lossy=allow_lossy,
+        on=on,
     )
     return planner.plan(budget, margin=margin)
 
@@ -339,59 +393,6 @@ def frontier(
     return Planner(model, step, optimizer=optimizer, device=device, cost=cost).frontier(points=points)
 
 
-def planned_unit(own: Profile, unit: int) -> PlannedUnit:
-    """Return what a plan tells about a unit."""
-    found, size, trace = own.units.units[unit], own.sizes[unit], own.units.trace
-    saved = (*(size.saved - set(found.inputs)), *size.left)
-    return PlannedUnit(
-        name=found.name,
-        kind=" + ".join(trace.calls[call].kind for call in found.calls),
-        saved_bytes=size.inside_bytes + sum(trace.storage_bytes[storage] for storage in saved),
-        input_bytes=sum(trace.storage_bytes[storage] for storage in found.inputs),
-        seconds=own.costs[unit].seconds,
-        flops=own.costs[unit].flops,
-    )
-
-
-def held_of(own: Profile, tree: Tree) -> tuple[HeldOperators, ...]:
-    """Return what the units hold that a tree keeps in part."""
-    units: dict[tuple[tuple[str, ...], tuple[int, ...]], list[int]] = {}
-    for unit, number in chosen_options(tree):
-        option = own.options[unit][number - 1]
-        units.setdefault((option.operators, option.ordinals), []).append(unit)
-    return tuple(
-        HeldOperators(units=tuple(members), operators=operators, held=ordinals)
-        for (operators, ordinals), members in units.items()
-    )
-
-
-def input_sizes(own: Profile) -> InputSizes:
-    """Return how large the inputs of the roots were."""
-    elements: dict[str, int] = {}
-    for root in own.units.roots:
-        call = own.units.trace.calls[root]
-        elements[call.name] = max(elements.get(call.name, 0), call.input_elements)
-    return InputSizes(elements=elements)
-
-
-def curve_of(own: Profile, tree: Tree, fixed_bytes: int, loads: Loads = NO_LOADS) -> tuple[Point, ...]:
-    """Return the predicted step under a tree: a point where each piece begins, and one at its peak."""
-    points: list[Point] = []
-    now_s, running = 0.0, 0.0
-    for state in Walk(own.units, own.sizes, own.order, own.lifetimes, tree, own.options, loads):
-        if not isinstance(state, Live):
-            continue
-        live = fixed_bytes + own.extra_bytes[state.key] + state.held_bytes
-        moment, unit = state.key
-        if state.moves:
-            running = 0.0
-        elif moment in (Moment.FORWARD, Moment.RECOMPUTE):
-            running = own.costs[state.unit if state.unit >= 0 else unit].seconds
-        elif moment is Moment.BACKWARD:
-            running = own.costs[unit].seconds_backward
-        else:
-            running = 0.0
-        points.append(Point(seconds=now_s, live_bytes=live, what=state.what))
-        points.append(Point(seconds=now_s + running / 2, live_bytes=live + over_bytes(own, state), what=state.what))
-        now_s += running
-    return tuple(points)
+def _outside() -> int:
+    """Return the `stacklevel` of the caller of `Planner` or `plan`."""
+    return 3 if sys._getframe(2).f_globals.get("__name__") == __name__ else 2

@@ -15,19 +15,17 @@ stopped at its last save (cut there). So one pass gives (full, truncated) x (sec
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
-from torchremat.measuring.allocator import check_no_profiler, record_allocations
 from torchremat.measuring.exhaustion import is_out_of_memory
 from torchremat.measuring.heap import heap_set_aside
 from torchremat.measuring.runs import Subject, subject_of
 from torchremat.measuring.step import run_backward
-from torchremat.planning.budgets import free_on
 from torchremat.planning.layout import calls_of, check_bare, installed
+from torchremat.planning.machines import Here, Machine
 from torchremat.planning.optimizers import measure_optimizer
 from torchremat.planning.reading import Profile, read_profile
 from torchremat.planning.tracing import Step, trace
@@ -68,31 +66,30 @@ def profile(
         UnsupportedError: A profiler is active, the device has no allocation events, or the model checkpoints itself.
     """
     subject = subject_of(step, model, optimizer, needs_model=True)
-    return profile_subject(model, subject, subject.device(device))
+    return profile_subject(model, subject, Here(subject.device(device)))
 
 
-def profile_subject(model: nn.Module, subject: Subject, place: torch.device) -> Grains:
-    """Profile the step of a subject, which is one of `model`; see `profile`."""
+def profile_subject(model: nn.Module, subject: Subject, machine: Machine) -> Grains:
+    """Profile the step of a subject, which is one of `model`, on a machine; see `profile`."""
     check_bare(model)
-    check_no_profiler()
-    with heap_set_aside():
-        return _grains(model, subject, place)
+    with machine.entered(), heap_set_aside():
+        return _grains(model, subject, machine)
 
 
-def _grains(model: nn.Module, subject: Subject, place: torch.device) -> Grains:
-    units = find_units(trace(model, subject.step, place))
-    coarse = _measured_somehow(model, subject, units, place)
-    seconds = _forward_seconds(subject, place)
-    own = None if subject.optimizer is None else measure_optimizer(subject, subject.optimizer, place)
+def _grains(model: nn.Module, subject: Subject, machine: Machine) -> Grains:
+    units = find_units(trace(model, subject.step, machine.device))
+    coarse = _measured_somehow(model, subject, units, machine)
+    seconds = machine.forward_seconds(subject)
+    own = None if subject.optimizer is None else measure_optimizer(subject, subject.optimizer, machine)
     coarse = replace(_scaled(coarse, seconds), optimizer=own)
     split = splittable(units)
     if not split:
         return Grains(coarse=coarse, fine=None)
     finest = find_units(units.trace, split)
-    if len(finest.units) > _MOST_UNITS or not _fits(finest, place):
+    if len(finest.units) > _MOST_UNITS or not _fits(finest, machine):
         return Grains(coarse=coarse, fine=None)
     try:
-        fine = _measured(model, subject, finest, place, None)
+        fine = _measured(model, subject, finest, machine, None)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -100,33 +97,33 @@ def _grains(model: nn.Module, subject: Subject, place: torch.device) -> Grains:
     return Grains(coarse=coarse, fine=_scaled(fine, seconds))
 
 
-def _measured_somehow(model: nn.Module, subject: Subject, units: Units, device: torch.device) -> Profile:
+def _measured_somehow(model: nn.Module, subject: Subject, units: Units, machine: Machine) -> Profile:
     """Run the watched step, in pieces if it would not fit otherwise."""
     pieces = max(2, math.isqrt(len(units.units)))
-    if len(units.units) > 3 and not _fits(units, device):
-        return _measured(model, subject, units, device, pieces)
+    if len(units.units) > 3 and not _fits(units, machine):
+        return _measured(model, subject, units, machine, pieces)
     try:
-        return _measured(model, subject, units, device, None)
+        return _measured(model, subject, units, machine, None)
     except (RuntimeError, MemoryError) as error:
         if len(units.units) <= 3 or not is_out_of_memory(error):
             raise
-    return _measured(model, subject, units, device, pieces)
+    return _measured(model, subject, units, machine, pieces)
 
 
-def _fits(units: Units, device: torch.device) -> bool:
+def _fits(units: Units, machine: Machine) -> bool:
     """Whether a step in which each unit is a region holds little enough for what is free now."""
     held = {storage for unit in units.units for storage in unit.inputs}
-    free = free_on(device)
+    free = machine.free_bytes()
     return free is None or 2 * sum(units.trace.storage_bytes[storage] for storage in held) < free
 
 
-def _measured(model: nn.Module, subject: Subject, units: Units, device: torch.device, pieces: int | None) -> Profile:
+def _measured(model: nn.Module, subject: Subject, units: Units, machine: Machine, pieces: int | None) -> Profile:
     tree = every_unit(units, pieces)
     fixed = [*model.parameters(), *model.buffers()]
     with subject.untouched():
-        before = subject.before(device)
-        with record_allocations(device) as recorder:
-            watcher = Watcher(units, recorder.mark, fixed)
+        before = subject.before(machine.device)
+        with machine.record() as recorder:
+            watcher = Watcher(units, recorder.mark, machine.pointer_of, fixed)
             with installed(model, calls_of(units), tree, Settings(observer=watcher)):
                 begins = recorder.mark("step")
                 loss = subject.forward()
@@ -137,19 +134,10 @@ def _measured(model: nn.Module, subject: Subject, units: Units, device: torch.de
     return read_profile(units, tree, watcher, recorder.trace, before, marks=(begins, forward, ends))
 
 
-def _forward_seconds(subject: Subject, device: torch.device) -> float:
-    with subject.untouched(), torch.no_grad():
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        start_s = time.perf_counter()
-        subject.run()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter() - start_s
-
-
-def _scaled(profile: Profile, forward_seconds: float) -> Profile:
-    """Return the profile with its seconds scaled so that the forward takes as long as one that nothing watches."""
+def _scaled(profile: Profile, forward_seconds: float | None) -> Profile:
+    """Return the profile with its seconds scaled to those of a forward that nothing watches, if they are known."""
+    if forward_seconds is None:
+        return profile
     factor = forward_seconds / profile.forward_seconds
     costs = tuple(
         replace(

@@ -14,6 +14,7 @@ from torchremat.measuring.runs import Subject, run_counted, run_plain, run_trace
 from torchremat.measuring.step import run_backward
 from torchremat.measuring.untouched import gradient_leaves
 from torchremat.planning.layout import applied_scopes, bare
+from torchremat.planning.machines import Here
 from torchremat.planning.optimizers import measure_optimizer
 from torchremat.planning.tracing import Step
 from torchremat.regions.wrapping import is_wrapped
@@ -104,7 +105,7 @@ def verify(
     subject = subject_of(step, model, optimizer, needs_model=True)
     place = subject.device(device)
     regions = sum(map(is_wrapped, model.modules()))
-    state_bytes = 0 if optimizer is None else measure_optimizer(subject, optimizer, place).state_bytes
+    state_bytes = 0 if optimizer is None else measure_optimizer(subject, optimizer, Here(place)).state_bytes
     with_regions = _run(subject, place, state_bytes)
     try:
         with bare(model):

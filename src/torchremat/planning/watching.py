@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchremat.measuring.tracker import address_of
@@ -56,9 +56,16 @@ class Watched:
 class Watcher:
     """The observer of the profiled step."""
 
-    def __init__(self, units: Units, mark: Callable[[str], int], fixed: Iterable[Tensor]) -> None:
+    def __init__(
+        self,
+        units: Units,
+        mark: Callable[[str], int],
+        pointer_of: Callable[[UntypedStorage], int],
+        fixed: Iterable[Tensor],
+    ) -> None:
         self.units = units
         self.mark = mark
+        self.pointer_of = pointer_of
         self.fixed = {address_of(tensor.untyped_storage()) for tensor in fixed}
         self.watched = [Watched(saved=units.saved(unit)) for unit in range(len(units.units))]
         self.order: list[int] = []
@@ -129,7 +136,7 @@ class Watcher:
             own.boundary.add(own.inputs[address])
         else:
             number = own.saved[position] if position < len(own.saved) else -1
-            own.saves.append(Save(unit, mark, storage.data_ptr(), number, StorageWeakRef(storage)))
+            own.saves.append(Save(unit, mark, self.pointer_of(storage), number, StorageWeakRef(storage)))
 
     def settles(self, region: LiveRegion) -> None:
         """See `Observer`."""

@@ -105,7 +105,7 @@ def _weighed(
         trips = {unit: Trip(store=number, leaves_after=unit, comes_before=unit) for number, unit in enumerate(first)}
         itinerary = Itinerary(tuple(scales), trips, lambda unit, tensor: watching[unit].saw(tensor))
         tree = tuple(Keep(unit) for unit in range(len(units.units)))
-        with installed(model, calls_of(units), tree, Settings(), itinerary):
+        with installed(model, calls_of(units), tree, Settings(), itinerary=itinerary):
             subject.run()
     cargoes: dict[tuple[int, ...], Cargo] = {}
     for members, scale in zip(alike.values(), scales, strict=True):

@@ -175,7 +175,7 @@ class _Problem:
             program.cost,
             constraints=LinearConstraint(program.rows(), ub=program.most),
             bounds=Bounds(program.lowest, program.highest),
-            integrality=program.is_held * whole,
+            integrality=(program.is_held * whole).astype(np.int64),
             options={"time_limit": max(0.1, most_seconds), "mip_rel_gap": 1e-4},
         )
         if result.status == _INFEASIBLE:

@@ -1,0 +1,129 @@
+"""Tensors without data: torch's fake tensors, and what its autograd does otherwise with them than with real ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from torchremat._compat.binding import private
+from torchremat._compat.modes import EagerMode, set_infrastructure_mode, unset_infrastructure_mode
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+_FAKES = "planning without running"
+
+_FAKE = private("_C._TorchDispatchModeKey.FAKE", needed_for=_FAKES)
+fake_mode = cast(
+    "Callable[..., AbstractContextManager[object]]",
+    private("_subclasses.fake_tensor.FakeTensorMode", needed_for=_FAKES),
+)
+FakeTensor = cast("type[Tensor]", private("_subclasses.fake_tensor.FakeTensor", needed_for=_FAKES))
+#: What torch raises where the result of an operator depends on the values of a tensor.
+DATA_DEPENDENT = cast(
+    "tuple[type[Exception], ...]",
+    tuple(
+        private(f"_subclasses.fake_tensor.{name}", needed_for=_FAKES)
+        for name in ("DataDependentOutputException", "DynamicOutputShapeException")
+    ),
+)
+_NO_FAKE_KERNEL = cast(
+    "tuple[type[Exception], ...]",
+    tuple(
+        private(f"_subclasses.fake_tensor.{name}", needed_for=_FAKES)
+        for name in ("UnsupportedOperatorException", "UnsupportedFakeTensorException")
+    ),
+)
+
+
+def lacks_fake_kernel(error: Exception) -> bool:
+    """Return whether an error says that an operator has no kernel for fakes; custom ones raise a plain one."""
+    return isinstance(error, _NO_FAKE_KERNEL) or "no fake impl" in str(error)
+
+
+_current_node = cast("Callable[[], object]", private("_C._current_autograd_node", needed_for=_FAKES))
+_tensor_uses = cast("Callable[[Tensor], int]", private("Tensor._use_count", needed_for=_FAKES))
+_storage_uses = cast("Callable[[int], int]", private("_C._storage_Use_Count", needed_for=_FAKES))
+
+
+@contextmanager
+def without_fakes() -> Generator[None]:
+    """Let operators compute in the block, where otherwise they would make fakes."""
+    mode = unset_infrastructure_mode(_FAKE)
+    try:
+        yield
+    finally:
+        if mode is not None:
+            set_infrastructure_mode(mode)
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Return whether a tensor is a fake."""
+    return isinstance(tensor, FakeTensor)
+
+
+# NOTE [ Gradients that are added in place ]
+# Where two gradients meet, autograd adds the second to the first in place if nobody else holds the first, neither the
+# tensor nor its storage. Under a dispatch mode, and with subclasses, it never does. So the sum that a mode sees is told
+# from others by exactly these two counts, and is taken for what it would be without the mode.
+
+
+def adds_in_place(func: object, args: tuple[object, ...]) -> bool:
+    """Return whether autograd would run an operator in place on its first argument, if no mode were watching."""
+    if func is not torch.ops.aten.add.Tensor or torch.is_grad_enabled() or _current_node() is None:
+        return False
+    first = args[0]
+    if not isinstance(first, torch.Tensor) or not is_dense(first):
+        return False
+    del first
+    return _counts(args) == counts_of_one()
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Return whether the elements of a tensor fill a stretch of memory, each once."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _counts(args: tuple[object, ...]) -> tuple[int, int]:
+    tensor = cast("Tensor", args[0])
+    return _tensor_uses(tensor), _storage_uses(tensor.untyped_storage()._cdata)
+
+
+@cache
+def counts_of_one() -> tuple[int, int]:
+    """Return the counts of a gradient that nobody but autograd holds, seen in a backward with one such sum.
+
+    To be asked once before a mode watches: inside of one there is no autograd to see.
+    """
+    found: list[tuple[int, int]] = []
+
+    class Probe(EagerMode):
+        def __torch_dispatch__(
+            self,
+            func: Callable[..., object],
+            types: tuple[type, ...],
+            args: tuple[object, ...] = (),
+            kwargs: Mapping[str, object] | None = None,
+        ) -> object:
+            if func is torch.ops.aten.add.Tensor and not torch.is_grad_enabled():
+                found.append(_counts(args))
+            return func(*args, **(kwargs or {}))
+
+    with without_fakes(), torch.enable_grad(), Probe():
+        leaf = torch.zeros(2, requires_grad=True)
+        middle = leaf * 1
+        (middle.sin() + middle.cos()).sum().backward()  # pyright: ignore[reportUnknownMemberType]  as torch's own
+    return found[0]

@@ -1,0 +1,442 @@
+"""`Simulation`: the allocator and the clock of a device that is not here, while a step runs on fake tensors.
+
+Fakes run through autograd, regions and hooks as real tensors do, so their storages are born and die as real ones. What
+cannot be seen with them is inside of kernels: temporaries and seconds. Both come from a `KernelModel`.
+
+    of a real step                      of a simulated one
+    allocation by an operator           a storage that an operator returns and did not get
+    free                                its weak reference dies
+    temporary of a kernel               `Kernel.workspace_bytes`, over what the operator returns
+    state of a generator (CPU)          the same; it is real, and an operator with random numbers moves it
+    sum of two gradients in place       one storage goes on as another: see NOTE [ Gradients that are added in place ]
+    time                                sum of `Kernel.seconds`
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import weakref
+from collections.abc import Callable, Generator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Protocol, Self, cast
+
+import numpy as np
+import torch
+from torch import Tensor, UntypedStorage
+
+from torchremat._compat.fakes import (
+    DATA_DEPENDENT,
+    adds_in_place,
+    counts_of_one,
+    is_fake,
+    lacks_fake_kernel,
+    without_fakes,
+)
+from torchremat._compat.modes import EagerMode
+from torchremat.ambient.generators import states_watched
+from torchremat.errors import StepError, UnsupportedError
+from torchremat.measuring.allocator import AllocationTrace, Mark
+from torchremat.measuring.tracker import address_of, tensors_in
+
+_ATEN = torch.ops.aten
+_CPU = torch.device("cpu")
+_LIFTED = (_ATEN.lift_fresh.default, _ATEN.lift_fresh_copy.default)
+_COPIES = (_ATEN.clone.default, _ATEN.detach.default, _ATEN.copy_.default)
+# Torch's schemas say nothing of the statistics that these write: their arguments 3 and 4, if 5 is True.
+_NORMS = (_ATEN.native_batch_norm.default, _ATEN.cudnn_batch_norm.default, _ATEN.miopen_batch_norm.default)
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+PACKAGES = (_TORCH, _OURS)  # whose files are not the user's
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """What running an operator once takes."""
+
+    seconds: float
+    workspace_bytes: int = 0
+
+
+class KernelModel(Protocol):
+    """What a device takes for operators."""
+
+    @property
+    def block_bytes(self) -> int:
+        """What its allocator rounds sizes up to."""
+        ...
+
+    @property
+    def has_host_generator(self) -> bool:
+        """Whether states of the CPU's generators lie on the device."""
+        ...
+
+    def storage_bytes(
+        self, func: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]
+    ) -> tuple[int, ...]:
+        """Return the bytes of the storages that an operator makes where it is known that shapes do not tell them.
+
+        Some kernels compute in memory of which they return a part: `mse_loss` a scalar in a storage as large as its
+        input.
+        """
+        ...
+
+    def kernel(
+        self,
+        func: Callable[..., object],
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object],
+        result: object,
+        made: list[Tensor],
+    ) -> Kernel:
+        """Return what an operator takes.
+
+        Args:
+            func: The operator.
+            args: Its arguments.
+            kwargs: Its named arguments.
+            result: What it returned.
+            made: The tensors with new storages that it returned.
+        """
+        ...
+
+
+class SimulatedRecorder:
+    """Takes marks while the block runs, has the `trace` afterwards. Made by `Simulation.record`."""
+
+    def __init__(self, owner: Simulation) -> None:
+        self._owner = owner
+        self._marks: list[Mark] = []
+        self._trace: AllocationTrace | None = None
+
+    def mark(self, label: str) -> int:
+        """Mark this moment and return the mark's id."""
+        number = len(self._marks)
+        time_ns, position = int(self._owner.now_ns), len(self._owner.events)
+        self._marks.append(Mark(id=number, label=label, time_ns=time_ns, position=position))
+        return number
+
+    @property
+    def trace(self) -> AllocationTrace:
+        """The events of the block.
+
+        Raises:
+            UnsupportedError: The block has not ended, or it ended with an error.
+        """
+        if self._trace is None:
+            raise UnsupportedError("there is no trace yet: it is made when the block ends.")
+        return self._trace
+
+    def finish(self, start_ns: float) -> None:
+        """Make the trace."""
+        columns = np.array(self._owner.events, dtype=np.int64).reshape(-1, 3)
+        self._trace = AllocationTrace(
+            device=_CPU,
+            start_ns=int(start_ns),
+            time_ns=columns[:, 0],
+            ptr=columns[:, 1],
+            delta_bytes=columns[:, 2],
+            marks=tuple(self._marks),
+            foreign_freed_bytes=None,
+        )
+
+
+class Simulation(EagerMode):
+    """Runs on fakes whatever runs while it is entered, all on one device, and counts what `record` asks for.
+
+    Attributes:
+        now_ns: The simulated time.
+        events: (time, pointer, bytes) of each allocation and free of the block that records now.
+    """
+
+    def __init__(self, model: KernelModel, faked: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.model = model
+        self.now_ns = 0.0
+        self.events: list[tuple[int, int, int]] = []
+        self._faked = faked  # makes a fake of a real tensor, the same one each time
+        self._recording = False
+        self._block = 0
+        self._pointers = 0
+        # By address. An address cannot come back before the callback of its weak reference has taken the entry away.
+        self._blocks: dict[int, tuple[int, int]] = {}
+        self._alive: dict[int, weakref.ref[UntypedStorage]] = {}
+        # What a storage holds, as a number that a copy has as well: how the library's own comparisons are answered.
+        self._contents: dict[int, int] = {}
+        self._values = 0
+        self._scalar: float | None = None
+        self._watching: list[ExitStack] = []
+
+    def __enter__(self) -> Self:
+        counts_of_one()
+        super().__enter__()
+        stack = ExitStack()
+        if self.model.has_host_generator:
+            stack.enter_context(states_watched(self._sees_state))
+        self._watching.append(stack)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._watching.pop().close()
+        super().__exit__(*error)
+
+    @contextmanager
+    def record(self) -> Generator[SimulatedRecorder]:
+        """Record the allocations of the block. The recorder that it gives takes marks; its `trace` is there after."""
+        recorder, start_ns = SimulatedRecorder(self), self.now_ns
+        self.events = []
+        self._blocks.clear()  # what was there before is foreign
+        self._recording = True
+        try:
+            yield recorder
+        finally:
+            self._recording = False
+        recorder.finish(start_ns)
+
+    @contextmanager
+    def scalars(self, value: float) -> Generator[None]:
+        """Let `.item()` return `value` in the block: for code that reads numbers of which bytes do not depend."""
+        self._scalar = value
+        try:
+            yield
+        finally:
+            self._scalar = None
+
+    def pointer_of(self, storage: UntypedStorage) -> int:
+        """Return the address that a storage has in the trace; -1 for one from before."""
+        return self._blocks.get(address_of(storage), (-1, 0))[0]
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., object],
+        types: tuple[type, ...],
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        if func is torch.ops.prim.device.default:
+            return _CPU
+        named = dict(kwargs or {})
+        if named.get("device") is not None:
+            named["device"] = _CPU
+        goes_on = adds_in_place(func, args)
+        # Torch makes a fake that knows its value of what is lifted.
+        if func not in _LIFTED and not all(map(is_fake, tensors_in([*args, *named.values()]))):
+            args = cast("tuple[object, ...]", self._with_fakes(args))
+            named = {key: self._with_fakes(value) for key, value in named.items()}
+        if func is _ATEN.equal.default and _asked_by_us():
+            return self._content(args[0]) == self._content(args[1])
+        if func is _ATEN._local_scalar_dense.default:
+            if self._scalar is not None:
+                return _number(cast("Tensor", args[0]), self._scalar)
+            if _asked_by_us():
+                return _number(cast("Tensor", args[0]), 0.0)
+        try:
+            result = func(*args, **named)
+        except DATA_DEPENDENT as error:
+            raise StepError(_depends_on_data(func)) from error
+        except RuntimeError as error:
+            if not lacks_fake_kernel(error):
+                raise
+            raise UnsupportedError(
+                f"{func} at {_place(_user_frame())} has no kernel for tensors without data, so it cannot be planned "
+                "without running it. If the operator is yours, give it one with `torch.library.register_fake`; else "
+                f"plan where it can run. Torch says: {error}"
+            ) from error
+        self._ran(func, args, named, result, goes_on=goes_on)
+        return result
+
+    def _with_fakes(self, value: object) -> object:
+        """Return a value with fakes in the place of real tensors."""
+        if isinstance(value, Tensor):
+            return value if is_fake(value) else self._faked(value)
+        if isinstance(value, list | tuple):
+            items = [self._with_fakes(item) for item in cast("list[object]", value)]
+            return items if isinstance(value, list) else tuple(items)
+        return value
+
+    def _ran(
+        self,
+        func: Callable[..., object],
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object],
+        result: object,
+        *,
+        goes_on: bool,
+    ) -> None:
+        given = {address_of(one.untyped_storage()) for one in tensors_in([*args, *kwargs.values()])}
+        made: list[Tensor] = []
+        for tensor in tensors_in(result):
+            address = address_of(tensor.untyped_storage())
+            if func in _LIFTED or (address not in given and address not in self._alive):
+                given.add(address)
+                made.append(tensor)
+        self._write(func, args, kwargs, result, made)
+        if self.model.has_host_generator and _draws(func):
+            with without_fakes():
+                torch.rand(())
+        known_bytes = self.model.storage_bytes(func, args, kwargs) if made else ()
+        for tensor, size in zip(made, known_bytes, strict=False):
+            storage = tensor.untyped_storage()
+            if storage.nbytes() < size:
+                storage.resize_(size)
+        if not self._recording:
+            for tensor in made:
+                self._follow(tensor.untyped_storage())
+            return
+        kernel = self.model.kernel(func, args, kwargs, result, made)
+        if goes_on and made:
+            self._move(cast("Tensor", args[0]).untyped_storage(), made.pop().untyped_storage())
+        sizes = [self._rounded(tensor.untyped_storage().nbytes()) for tensor in made]
+        for tensor, size in zip(made, sizes, strict=True):
+            self._allocate(tensor.untyped_storage(), size)
+        if kernel.workspace_bytes:
+            self._pointers += 1
+            self._event(self._pointers, self._rounded(kernel.workspace_bytes))
+            self._event(self._pointers, -self._rounded(kernel.workspace_bytes))
+        self.now_ns += kernel.seconds * 1e9
+
+    def _rounded(self, size: int) -> int:
+        block = self.model.block_bytes
+        return -(-size // block) * block
+
+    def _allocate(self, storage: UntypedStorage, size: int) -> None:
+        self._follow(storage)
+        if size:
+            self._pointers += 1
+            self._blocks[address_of(storage)] = (self._pointers, size)
+            self._event(self._pointers, size)
+
+    def _move(self, old: UntypedStorage, new: UntypedStorage) -> None:
+        """Let one storage go on in the place of another."""
+        self._follow(new)
+        block = self._blocks.pop(address_of(old), None)
+        if block is not None:
+            self._blocks[address_of(new)] = block
+
+    def _follow(self, storage: UntypedStorage) -> None:
+        address, owner = address_of(storage), weakref.ref(self)
+
+        def freed(_: object) -> None:
+            simulation = owner()
+            if simulation is not None:
+                simulation._free(address)
+
+        self._alive[address] = weakref.ref(storage, freed)
+
+    def _free(self, address: int) -> None:
+        self._alive.pop(address, None)
+        self._contents.pop(address, None)
+        block = self._blocks.pop(address, None)
+        if block is not None and self._recording:
+            self._event(block[0], -block[1])
+
+    def _event(self, pointer: int, delta_bytes: int) -> None:
+        self.events.append((int(self.now_ns), pointer, delta_bytes))
+
+    def _sees_state(self, state: Tensor) -> None:
+        """Count the state of a generator, which C++ allocates outside of any operator."""
+        if self._recording:
+            storage = state.untyped_storage()
+            self._allocate(storage, storage.nbytes())
+
+    def _content(self, value: object) -> int:
+        address = address_of(cast("Tensor", value).untyped_storage())
+        if address not in self._contents:
+            self._values += 1
+            self._contents[address] = self._values
+        return self._contents[address]
+
+    def _write(
+        self,
+        func: Callable[..., object],
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object],
+        result: object,
+        made: list[Tensor],
+    ) -> None:
+        """Note whose contents an operator changes, and what a copy has in it."""
+        if func in _COPIES:
+            source = args[1] if func is _ATEN.copy_.default else args[0]
+            self._contents[address_of(cast("Tensor", result).untyped_storage())] = self._content(source)
+            return
+        written = [args[place] for place in (3, 4)] if func in _NORMS and args[5] else _written(func, args, kwargs)
+        for tensor in tensors_in(written):
+            self._values += 1
+            self._contents[address_of(tensor.untyped_storage())] = self._values
+
+
+_MUTATED: dict[object, tuple[tuple[int, str], ...]] = {}
+
+
+def _written(func: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]) -> list[object]:
+    """Return the arguments that an operator writes to, as its schema says."""
+    places = _MUTATED.get(func)
+    if places is None:
+        schema = getattr(func, "_schema", None)
+        arguments = () if schema is None else enumerate(schema.arguments)
+        places = tuple((i, one.name) for i, one in arguments if one.alias_info is not None and one.alias_info.is_write)
+        _MUTATED[func] = places
+    return [args[place] if place < len(args) else kwargs.get(name) for place, name in places]
+
+
+def _draws(func: Callable[..., object]) -> bool:
+    # Attention says that it draws, and does not without dropout; with dropout it is taken apart on the CPU.
+    tags = getattr(func, "tags", ())
+    return torch.Tag.nondeterministic_seeded in tags and "attention" not in str(func)
+
+
+def _number(tensor: Tensor, value: float) -> complex | float | bool:
+    if tensor.dtype is torch.bool:
+        return bool(value)
+    return value if tensor.dtype.is_floating_point or tensor.dtype.is_complex else math.floor(value)
+
+
+def _callers() -> Generator[FrameType]:
+    """Yield the frames around an operator from the innermost, without torch's and those of modes."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename != __file__ and code.co_name not in _OF_MODES and not code.co_filename.startswith(_TORCH):
+            yield frame
+        frame = frame.f_back
+
+
+_OF_MODES = ("__torch_dispatch__", "__torch_function__")
+
+
+def _asked_by_us() -> bool:
+    """Return whether the operator that is being run was called by a file of this package, not by a user's."""
+    return next((frame.f_code.co_filename.startswith(_OURS) for frame in _callers()), False)
+
+
+def _user_frame() -> FrameType | None:
+    """Return the innermost frame that is neither torch's nor ours."""
+    return next((frame for frame in _callers() if not frame.f_code.co_filename.startswith(_OURS)), None)
+
+
+def _place(frame: FrameType | None) -> str:
+    return "an unknown line" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+_WORDS: dict[object, str] = {
+    _ATEN._local_scalar_dense.default: "reads a value (`.item()`, `float(...)`, `if tensor:`)",
+    _ATEN.equal.default: "compares values (`torch.equal`)",
+}
+
+
+def _depends_on_data(func: Callable[..., object]) -> str:
+    frame = _user_frame()
+    inside = "" if frame is None else f", in `{frame.f_code.co_name}`"
+    what = _WORDS.get(func, f"makes a result whose shape depends on values ({func})")
+    return reads_data(f"{_place(frame)}{inside}", what)
+
+
+def reads_data(place: str, what: str) -> str:
+    """Return the message for a step that does `what`, which needs values, at a place."""
+    return (
+        f"{place}: the step {what}, and without running it there are none. Take it out of the step for "
+        "planning, or plan where the step can run, without on='meta'."
+    )

@@ -1,0 +1,118 @@
+"""The machine that a step is profiled on: this one, or one that is only described.
+
+Whoever profiles asks the machine to record allocations, and for nothing else that depends on whether tensors are real.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+import torch
+from torch import UntypedStorage
+
+from torchremat.measuring.allocator import AllocationTrace, check_no_profiler, record_allocations
+from torchremat.measuring.runs import Subject
+from torchremat.planning.budgets import capacity_of, free_on
+
+
+class Recorder(Protocol):
+    """Takes marks while a block runs, has the `trace` afterwards."""
+
+    def mark(self, label: str) -> int:
+        """Mark this moment and return the mark's id: 0, 1, 2, ..."""
+        ...
+
+    @property
+    def trace(self) -> AllocationTrace:
+        """The events of the block."""
+        ...
+
+
+class Machine(Protocol):
+    """Where steps run.
+
+    Attributes:
+        device: The device that tensors say they are on.
+        name: What plans call it.
+        is_here: Whether steps can really run.
+    """
+
+    device: torch.device
+    name: str
+    is_here: bool
+
+    def entered(self) -> AbstractContextManager[object]:
+        """Return the context that all runs of one profile share."""
+        ...
+
+    def record(self) -> AbstractContextManager[Recorder]:
+        """Record what the allocator does during a block."""
+        ...
+
+    def stepping(self) -> AbstractContextManager[object]:
+        """Return the context for the step of an optimizer."""
+        ...
+
+    def pointer_of(self, storage: UntypedStorage) -> int:
+        """Return the address that a storage has in a trace."""
+        ...
+
+    def capacity_bytes(self) -> int | None:
+        """Return the bytes that it has in all; None if nobody knows."""
+        ...
+
+    def free_bytes(self) -> int | None:
+        """Return the bytes that are free for a profile now; None if nobody knows."""
+        ...
+
+    def forward_seconds(self, subject: Subject) -> float | None:
+        """Return the seconds of a forward that nothing watches; None if watching takes no time."""
+        ...
+
+
+class Here:
+    """This machine, with one of its devices."""
+
+    is_here = True
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.name = str(device)
+
+    def entered(self) -> AbstractContextManager[object]:
+        """See `Machine`."""
+        check_no_profiler()
+        return nullcontext()
+
+    def record(self) -> AbstractContextManager[Recorder]:
+        """See `Machine`."""
+        return record_allocations(self.device)
+
+    def stepping(self) -> AbstractContextManager[object]:
+        """See `Machine`."""
+        return nullcontext()
+
+    def pointer_of(self, storage: UntypedStorage) -> int:
+        """See `Machine`."""
+        return storage.data_ptr()
+
+    def capacity_bytes(self) -> int | None:
+        """See `Machine`."""
+        return capacity_of(self.device)
+
+    def free_bytes(self) -> int | None:
+        """See `Machine`."""
+        return free_on(self.device)
+
+    def forward_seconds(self, subject: Subject) -> float | None:
+        """See `Machine`."""
+        with subject.untouched(), torch.no_grad():
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            start_s = time.perf_counter()
+            subject.run()
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            return time.perf_counter() - start_s

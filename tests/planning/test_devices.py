@@ -1,0 +1,139 @@
+"""Descriptions of devices: what a file may hold, and what a step takes by them."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import torchremat
+from torchremat import Device, DeviceError
+from torchremat.planning.devices import MeasuredKernel, device_of
+from torchremat.planning.kernels import Kernels, signature
+
+FIELDS = {
+    "name": "small",
+    "type": "cuda",
+    "memory_bytes": 1 << 30,
+    "flops": {"float32": 1e12, "bfloat16": 4e12},
+    "bandwidth": 1e11,
+    "latency_s": 1e-6,
+    "host_bandwidth": 1e10,
+}
+
+
+def written(path, **changes):
+    content = {**FIELDS, **changes}
+    path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+    return path
+
+
+def test_a_device_is_the_same_after_a_round_trip(tmp_path):
+    kernels = {
+        "aten.mm.default(float32[2,2], float32[2,2])": MeasuredKernel(
+            seconds=1e-6, workspace_bytes=64, storage_bytes=(16,)
+        )
+    }
+    device = Device(**FIELDS, efficiency=0.5, kernels=kernels)
+
+    device.save(tmp_path / "device.json")
+
+    assert Device.load(tmp_path / "device.json") == device
+
+
+def test_a_description_by_hand_needs_no_more_than_its_fields(tmp_path):
+    found = device_of(str(written(tmp_path / "device.json")))
+
+    assert (found.name, found.block_bytes, dict(found.kernels)) == ("small", 512, {})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"flops": None, "latency_s": None}, "misses flops, latency_s"),
+        ({"clock": 5}, "has clock, which no device has"),
+        ({"memory_bytes": 1.5}, "memory_bytes is 1.5, an int is needed"),
+        ({"bandwidth": 0}, "bandwidth is 0, a number above 0 is needed"),
+        ({"bandwidth": "fast"}, "bandwidth is 'fast', a number above 0 is needed"),
+        ({"flops": {}}, "at least one dtype"),
+        ({"flops": [1]}, "flops is no object of dtypes"),
+        ({"type": "tpu"}, "type is 'tpu', 'cpu' or 'cuda' is needed"),
+        ({"kernels": {"mm": [1]}}, r"kernels\['mm'\] is no list of seconds and bytes"),
+        ({"kernels": []}, "kernels is no object of signatures"),
+        ({"version": 9}, "this torchremat reads"),
+    ],
+)
+def test_what_is_wrong_with_a_description_is_said(tmp_path, changes, message):
+    path = written(tmp_path / "device.json", **changes)
+
+    with pytest.raises(DeviceError, match=message):
+        Device.load(path)
+
+
+def test_what_is_no_file_of_a_device_is_said(tmp_path):
+    (tmp_path / "list.json").write_text("[]")
+    (tmp_path / "text.json").write_text("h100")
+
+    for name, message in {"list": "not a list", "text": "cannot be read", "absent": "cannot be read"}.items():
+        with pytest.raises(DeviceError, match=message):
+            Device.load(tmp_path / f"{name}.json")
+
+
+def test_names_that_are_not_known_are_answered_with_those_that_are():
+    with pytest.raises(DeviceError, match=r"device='h10' is no device that is known here\. Is 'h100' meant\?.*a100"):
+        device_of("h10")
+    with pytest.raises(DeviceError, match="it has to know which"):
+        device_of(None)
+    with pytest.raises(DeviceError, match="needs on='meta' beside it"):
+        torchremat.Planner(nn.Linear(2, 2), lambda model: model(torch.ones(2)).sum(), device=device_of("h100"))
+
+
+@pytest.mark.parametrize("name", ["v100", "a100", "a10", "l4", "h100", "h200", "b200"])
+def test_the_table_is_consistent(name):
+    found = device_of(name)
+
+    assert found.name == name
+    assert max(found.flops.values()) / min(found.flops.values()) < 50
+    assert found.host_bandwidth * 100 > 1e11 and found.host_bandwidth < found.bandwidth
+
+
+def ran(func, *args):
+    result = func(*args)
+    return Kernels(Device(**FIELDS, efficiency=1.0)).kernel(func, args, {}, result, [result])
+
+
+def test_seconds_are_those_of_a_roofline():
+    # 2 * 512^3 flops at 1e12 are 268 us; 3 * 512^2 * 4 bytes at 1e11 are 31 us; the smallest kernel takes 1 us.
+    x = torch.zeros(512, 512)
+
+    assert ran(torch.ops.aten.mm.default, x, x).seconds == pytest.approx(2 * 512**3 / 1e12 + 1e-6)
+    assert ran(torch.ops.aten.add.Tensor, x, x.clone()).seconds == pytest.approx(3 * 512**2 * 4 / 1e11 + 1e-6)
+    assert ran(torch.ops.aten.mm.default, x.bfloat16(), x.bfloat16()).seconds == pytest.approx(2 * 512**3 / 4e12 + 1e-6)
+
+
+def test_a_view_takes_nothing():
+    x = torch.zeros(4, 4)
+
+    assert Kernels(Device(**FIELDS)).kernel(torch.ops.aten.t.default, (x,), {}, x.t(), []).seconds == 0
+
+
+def test_calls_that_take_the_same_have_one_signature():
+    mm, a, b = torch.ops.aten.mm.default, torch.zeros(2, 3), torch.zeros(3, 4)
+
+    assert (
+        signature(mm, (a, b), {}) == signature(mm, (a + 1, b + 1), {}) == "aten.mm.default(float32[2,3], float32[3,4])"
+    )
+    assert signature(mm, (b.t(), a.t()), {}) == "aten.mm.default(float32~[4,3], float32~[3,2])"
+    dropout = torch.ops.aten.native_dropout.default
+    assert signature(dropout, (a, 0.1, True), {}) == signature(dropout, (a, 0.2, True), {})
+
+
+def test_attention_keeps_float32_gradients_on_cuda():
+    # FlashAttention 2: dQ of 2 x 4 heads x 128 (from 100) x 32 (from 16) and row sums, in float32; dK and dV of 2 x 4
+    # heads, since only 2 heads of keys are there.
+    q, k = torch.zeros(2, 4, 100, 16), torch.zeros(2, 2, 100, 16)
+    func = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+    found = Kernels(Device(**FIELDS))._workspace(func, (q, q, k, k))
+
+    assert found == 4 * 2 * 4 * 128 * 32 + 4 * 2 * 4 * 128 + 2 * 2 * 4 * 100 * 16 * 4
