@@ -1,0 +1,151 @@
+"""The site of a process that runs stages of a schedule of torch.distributed.pipelining.
+
+A step runs once with every stage as a region, in all processes, so that each microbatch holds no more than its input.
+
+    what lies there whatever the plan is                                               times
+    inputs, in buffers that are made once (of the first stage: parts of the batch)     microbatches
+    gradients of outputs, in buffers that are made once; not of the last stage         microbatches
+    outputs and targets of the last stage, which are there until the end of a step     microbatches
+    a gradient that is being sent, and an output in its backward                       1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from torchremat._compat.pipelining import LOSS, Stage, group_of, loss_function_of, microbatches_of, stages_of
+from torchremat.errors import StepError
+from torchremat.measuring.untouched import untouched
+from torchremat.pipeline.attaching.orders import order_of
+from torchremat.pipeline.attaching.patches import Patch
+from torchremat.pipeline.budgets.samples import Sample, Site, bytes_of, received, taken
+from torchremat.pipeline.microbatch import Microbatch
+from torchremat.regions.wrapping import unwrap, wrap
+
+
+def site_of_schedule(schedule: object, step: Callable[[object], object]) -> Site:
+    """Return this process's site.
+
+    Args:
+        schedule: One that `attach` knows, without plans on its stages.
+        step: Called with the schedule, runs a step of it.
+
+    Raises:
+        StepError: The step did not run every stage, or the schedule has no loss.
+    """
+    stages = stages_of(schedule)
+    seen = _seen(schedule, step)
+    loss = loss_function_of(schedule)
+    if loss is None:
+        raise StepError("schedule: without a `loss_fn` it runs no backward, and there is nothing to plan.")
+    microbatches = microbatches_of(schedule)
+    rank = dist.get_rank(cast("dist.ProcessGroup | None", group_of(schedule)))
+    samples: list[Sample] = []
+    boundary_bytes = 0
+    for stage in stages:
+        found = seen[stage.stage_index]
+        is_first, is_last = stage.stage_index == 0, stage.stage_index == stage.num_stages - 1
+        step_of = _Run(found.given, found.requires, found.output, loss if is_last else None, found.target)
+        samples.append(Sample(stage=stage.stage_index, module=stage.submod, step=step_of))
+        inputs, outputs = bytes_of(found.given.tensors), bytes_of(found.output)
+        targets = bytes_of(Microbatch.of(found.target).tensors)
+        boundary_bytes += microbatches * (inputs + outputs + (targets if is_last else 0))
+        boundary_bytes += (0 if is_first else inputs) + (0 if is_last else outputs)
+    device = next((one.device for stage in stages for one in stage.submod.parameters()), torch.device("cpu"))
+    return Site(
+        name=f"process {rank} ({device})",
+        device=device,
+        actions=order_of(schedule)[rank],
+        samples=samples,
+        boundary_bytes=boundary_bytes,
+    )
+
+
+@dataclass
+class _Seen:
+    """What a stage was given, and what it returned."""
+
+    given: Microbatch
+    requires: tuple[bool, ...]
+    output: list[Tensor] = field(default_factory=list[Tensor])
+    target: object = None
+
+
+def _seen(schedule: object, step: Callable[[object], object]) -> dict[int, _Seen]:
+    """Run a step, and return what the last microbatch of each stage was: the first calls may be those of torch's own."""
+    stages = stages_of(schedule)
+    seen: dict[int, _Seen] = {}
+
+    def entered(stage: Stage, _: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        given, requires = taken((args, kwargs))
+        seen[stage.stage_index] = _Seen(given, requires)
+
+    def left(stage: Stage, _: nn.Module, args: object, output: object) -> None:
+        outputs = Microbatch.of(output).tensors
+        seen[stage.stage_index].output = [torch.empty_like(one, requires_grad=False) for one in outputs]
+
+    own = loss_function_of(schedule)
+
+    def loss(output: object, target: object, **others: object) -> object:
+        for stage in stages:
+            if stage.stage_index == stage.num_stages - 1 and stage.stage_index in seen:
+                seen[stage.stage_index].target = target
+        return cast("Callable[..., object]", own)(output, target, **others)
+
+    with ExitStack() as stack:
+        stack.enter_context(untouched([stage.submod for stage in stages]))
+        for stage in stages:
+            wrap(stage.submod, _is_root)
+            stack.callback(unwrap, stage.submod)
+            stack.callback(
+                stage.submod.register_forward_pre_hook(partial(entered, stage), with_kwargs=True).remove
+            )
+            stack.callback(stage.submod.register_forward_hook(partial(left, stage)).remove)
+        if own is not None:
+            stack.callback(Patch(schedule, LOSS, loss).undo)
+        step(schedule)
+    missing = [stage.stage_index for stage in stages if stage.stage_index not in seen]
+    if missing:
+        raise StepError(f"the step did not run the stages {missing} of the schedule; does it call `schedule.step`?")
+    return seen
+
+
+def _is_root(name: str, _: nn.Module) -> bool:
+    return name == ""
+
+
+class _Run:
+    """Runs a stage on a microbatch, as the schedule does."""
+
+    def __init__(
+        self,
+        given: Microbatch,
+        requires: tuple[bool, ...],
+        output: list[Tensor],
+        loss: Callable[..., object] | None,
+        target: object,
+    ) -> None:
+        self.given = given
+        self.requires = requires
+        self.output = output
+        self.loss = loss
+        self.target = target
+
+    def __call__(self, module: nn.Module) -> object:
+        tensors = [
+            tensor.detach().requires_grad_(requires)
+            for tensor, requires in zip(self.given.tensors, self.requires, strict=True)
+        ]
+        args, kwargs = cast("tuple[tuple[object, ...], dict[str, object]]", Microbatch(self.given.template, tensors).value)
+        output = module(*args, **kwargs)
+        if self.loss is not None:
+            return self.loss(output, self.target)
+        return received(output, held=True, grads=self.output)
