@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from scipy.optimize import LinearConstraint, milp
 
 from torchremat.errors import bug
-from torchremat.pipeline.budgets.loads import Load, Phase
+from torchremat.pipeline.budgets.loads import Load
 from torchremat.planning.microbatches import Share
 
 # The solver works in floats, with a tolerance. So bytes are counted in parts, rounded up, of which there are this many.
@@ -32,14 +32,12 @@ class Chosen:
     Attributes:
         shares: By stage.
         peak_bytes: Of the device, over what lies there whatever the plan is.
-        running: The stage that runs at the peak.
-        phase: What of it.
+        highest: The load with that peak.
     """
 
     shares: Mapping[int, Share]
     peak_bytes: int
-    running: int
-    phase: Phase
+    highest: Load
 
 
 class Choices:
@@ -83,7 +81,11 @@ class Choices:
         """What each tree of each stage adds at each load, and what is there beside; in parts, rounded up."""
         rows = np.array(
             [
-                [load.bytes_of(stage, one, self._plain[stage]) for stage, found in self._shares.items() for one in found]
+                [
+                    load.bytes_of(stage, one, self._plain[stage])
+                    for stage, found in self._shares.items()
+                    for one in found
+                ]
                 for load in self._loads
             ],
             dtype=np.float64,
@@ -133,9 +135,7 @@ class Choices:
             return load.fixed_bytes(self._plain) + sum(parts)
 
         highest = max(self._loads, key=bytes_at)
-        return Chosen(
-            shares=shares, peak_bytes=bytes_at(highest), running=highest.running, phase=highest.phase
-        )
+        return Chosen(shares=shares, peak_bytes=bytes_at(highest), highest=highest)
 
 
 def _is_below_another(rows: NDArray[np.float64], fixed: NDArray[np.float64], place: int) -> bool:

@@ -28,27 +28,28 @@ class Load:
     """A device at one of its actions.
 
     Attributes:
-        running: The stage that runs; that of the outputs while the loss of a batch does.
+        running: The stages that run: one, or more where nothing says which of them is first; none while the loss of a
+            batch does.
         phase: What of it: the forward, the whole backward, a part of it, or the loss between both.
         held: How many microbatches each stage holds beside the one that runs, as its tree says.
         split: How many each stage holds between the two parts of their backward.
-        loss_bytes: What the loss takes, while it runs.
+        beside_bytes: What is there beside them: of the loss, or between stages.
     """
 
-    running: int
+    running: tuple[int, ...]
     phase: Phase
     held: tuple[tuple[int, int], ...]
     split: tuple[tuple[int, int], ...] = ()
-    loss_bytes: int = 0
+    beside_bytes: int = 0
 
     def fixed_bytes(self, plain: Mapping[int, Share]) -> int:
         """What is there whatever the trees are, if `plain` keeps everything."""
-        return self.loss_bytes + sum(count * plain[stage].kept_bytes for stage, count in self.split)
+        return self.beside_bytes + sum(count * plain[stage].kept_bytes for stage, count in self.split)
 
     def bytes_of(self, stage: int, share: Share, plain: Share) -> int:
         """What a stage adds under a tree."""
         held = dict(self.held).get(stage, 0) * share.kept_bytes
-        if stage != self.running:
+        if stage not in self.running:
             return held
         match self.phase:
             case "forward":
@@ -74,7 +75,7 @@ def _loads(actions: Sequence[Action]) -> Iterator[Load]:
     held, split = Counter[int](), Counter[int]()
 
     def load(stage: int, phase: Phase) -> Load:
-        return Load(stage, phase, tuple(sorted((+held).items())), tuple(sorted((+split).items())))
+        return Load((stage,), phase, counted(held), counted(split))
 
     for action in actions:
         stage = action.stage
@@ -94,6 +95,11 @@ def _loads(actions: Sequence[Action]) -> Iterator[Load]:
                 yield load(stage, "split")
             case "recompute" | "copy" | "wait":
                 raise bug(f"an order with {action}, which is no part of one")
+
+
+def counted(counts: Counter[int]) -> tuple[tuple[int, int], ...]:
+    """Return counts as a load has them."""
+    return tuple(sorted((+counts).items()))
 
 
 def most_held(actions: Sequence[Action]) -> dict[int, int]:

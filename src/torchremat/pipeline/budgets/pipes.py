@@ -6,26 +6,27 @@ once more by itself, from outputs that no stage has computed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import cast
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from torchremat.errors import PipelineError, StepError
 from torchremat.measuring.allocator import record_allocations
 from torchremat.measuring.step import loss_of, run_backward
 from torchremat.measuring.untouched import untouched
-from torchremat.pipeline.budgets.samples import Sample, Site, bytes_of, received, taken
+from torchremat.pipeline.budgets.loads import Load, counted
+from torchremat.pipeline.budgets.samples import Sample, Site, Taken, bytes_of, received, taken
 from torchremat.pipeline.microbatch import Microbatch
 from torchremat.pipeline.pipe import Pipe
 from torchremat.pipeline.skip import SkipLayout, inspect_skip_layout, use_skip_tracker
 from torchremat.pipeline.skip.namespaces import Key
 from torchremat.pipeline.skip.trackers import CellTracker, current_skip_tracker
-from torchremat.schedules.pipelines import Action, gpipe, clock_cycles
+from torchremat.schedules.pipelines import clock_cycles
 
 PipeStep = Callable[[Pipe], object]
 
@@ -43,33 +44,56 @@ def sites_of_pipe(pipe: Pipe, step: PipeStep) -> list[Site]:
     inputs, output, microbatches = _sampled(pipe, step)
     layout = inspect_skip_layout(list(pipe.partitions))
     last = len(pipe.partitions) - 1
-    loss_bytes = _loss_bytes(pipe, step, output)
+    batch_bytes, output_bytes = microbatches * bytes_of(inputs[0].given.tensors), bytes_of(output.tensors)
+    loss_bytes = max(_loss_bytes(pipe, step, output), output_bytes)
+    # What each stage passes on; the outputs of the last one are put together, and counted for the whole step.
+    passed = {stage: bytes_of(inputs[stage + 1].given.tensors) for stage in range(last)}
     sites: list[Site] = []
     for device in dict.fromkeys(pipe.devices):
         stages = [stage for stage, place in enumerate(pipe.devices) if place == device]
-        samples = [_sample(pipe.partitions[stage], stage, inputs[stage], layout) for stage in stages]
-        boundary_bytes = microbatches * bytes_of(inputs[0][0].tensors) if 0 in stages else 0
+        loads = list(_loads(microbatches, last + 1, {stage: passed.get(stage, 0) for stage in stages}))
         if last in stages:
-            boundary_bytes += bytes_of(output.tensors)
+            loads.append(Load((), "loss", tuple((stage, microbatches) for stage in stages), beside_bytes=loss_bytes))
         sites.append(
             Site(
                 name=str(device),
                 device=device,
-                actions=_actions(microbatches, len(pipe.partitions), stages),
-                samples=samples,
-                boundary_bytes=boundary_bytes,
-                loss_bytes=max(loss_bytes, bytes_of(output.tensors)) if last in stages else 0,
+                loads=list(dict.fromkeys(loads)),
+                in_flight=dict.fromkeys(stages, microbatches),
+                microbatches=microbatches,
+                samples=[_sample(pipe.partitions[stage], stage, inputs[stage], layout) for stage in stages],
+                boundary_bytes=(batch_bytes if 0 in stages else 0) + (output_bytes if last in stages else 0),
             )
         )
     return sites
 
 
-def _actions(microbatches: int, stages: int, here: Sequence[int]) -> list[Action]:
-    """Return what a device runs: forwards clock by clock, and the backwards the other way around."""
-    cells = [(number, stage) for clock in clock_cycles(microbatches, stages) for number, stage in clock if stage in here]
-    forwards = [Action(kind="forward", stage=stage, microbatch=number) for number, stage in cells]
-    backwards = [Action(kind="backward", stage=stage, microbatch=number) for number, stage in reversed(cells)]
-    return [*forwards, *backwards]
+def _loads(microbatches: int, stages: int, passed: Mapping[int, int]) -> Iterator[Load]:
+    """Yield the loads of a device: forwards clock by clock, and the backwards the other way around.
+
+    Where several stages have one device, autograd may begin with a cell of a clock before it is done with another one,
+    so all of them run at once. And between the stages a tensor waits for each other cell: an input that it was given,
+    a gradient that it has made.
+
+    Args:
+        microbatches: Of a step.
+        stages: Of the pipe.
+        passed: The stages of the device, with the bytes that each passes on of a microbatch.
+    """
+    clocks = list(clock_cycles(microbatches, stages))
+    held = Counter[int]()
+    for clock in clocks:
+        here = [stage for _, stage in clock if stage in passed]
+        for stage in here:
+            waiting = sum(passed[other] for other in here if other != stage)
+            yield Load((stage,), "forward", counted(held), beside_bytes=waiting)
+        held.update(here)
+    for clock in reversed(clocks):
+        here = tuple(stage for _, stage in clock if stage in passed)
+        held.subtract(here)
+        arriving = sum(passed.get(stage - 1, 0) for _, stage in clock)
+        if here:
+            yield Load(here, "backward", counted(held), beside_bytes=arriving)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -80,35 +104,26 @@ class _Run:
     it, and lives as long as somebody holds it.
     """
 
-    given: Microbatch
-    requires: tuple[bool, ...]
+    taken: Taken
     layout: SkipLayout
     stage: int
 
     def __call__(self, module: nn.Module) -> object:
-        value, skips = cast("tuple[object, dict[Key, object]]", self._leaves())
+        value, skips = cast("tuple[object, dict[Key, object]]", self.taken.leaves(new=self.stage > 0))
         tracker = CellTracker(self.layout, self.stage, skips)
         with use_skip_tracker(tracker):
             del skips
             output = module(value)
         return received((output, tracker.outgoing))
 
-    def _leaves(self) -> object:
-        tensors = [
-            (tensor.detach() if self.stage == 0 else tensor.clone()).requires_grad_(requires)
-            for tensor, requires in zip(self.given.tensors, self.requires, strict=True)
-        ]
-        return Microbatch(self.given.template, tensors).value
+
+def _sample(module: nn.Module, stage: int, found: Taken, layout: SkipLayout) -> Sample:
+    return Sample(stage=stage, module=module, step=_Run(taken=found, layout=layout, stage=stage))
 
 
-def _sample(module: nn.Module, stage: int, given: tuple[Microbatch, tuple[bool, ...]], layout: SkipLayout) -> Sample:
-    run = _Run(given=given[0], requires=given[1], layout=layout, stage=stage)
-    return Sample(stage=stage, module=module, step=run)
-
-
-def _sampled(pipe: Pipe, step: PipeStep) -> tuple[Mapping[int, tuple[Microbatch, tuple[bool, ...]]], Microbatch, int]:
+def _sampled(pipe: Pipe, step: PipeStep) -> tuple[Mapping[int, Taken], Microbatch, int]:
     """Return the first input of each stage, the output of the pipe, and the number of microbatches."""
-    inputs: dict[int, tuple[Microbatch, tuple[bool, ...]]] = {}
+    inputs: dict[int, Taken] = {}
     counts = [0]
     outputs: list[Microbatch] = []
 
@@ -120,7 +135,7 @@ def _sampled(pipe: Pipe, step: PipeStep) -> tuple[Mapping[int, tuple[Microbatch,
             inputs[stage] = taken((args[0], tracker.waiting))
 
     def left(_: nn.Module, args: object, output: object) -> None:
-        outputs.append(taken(output)[0])
+        outputs.append(taken(output).given)
 
     mode = pipe.checkpoint
     with ExitStack() as stack:

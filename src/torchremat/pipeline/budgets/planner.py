@@ -13,7 +13,6 @@ from torchremat._compat.pipelining import group_of
 from torchremat.errors import BudgetError, PipelineError, StepError
 from torchremat.measuring.heap import heap_set_aside
 from torchremat.pipeline.budgets.choosing import Choices, Chosen
-from torchremat.pipeline.budgets.loads import Load, loads_of, most_held
 from torchremat.pipeline.budgets.pipes import sites_of_pipe
 from torchremat.pipeline.budgets.plans import DevicePlan, StagePlan, StagePlans, stages_in
 from torchremat.pipeline.budgets.samples import Sample, Site
@@ -71,7 +70,9 @@ class StagePlanner:
         found = self._told(lambda: [one.plan(each, margin) for one, each in self._with_budgets(budget)])
         stages = sorted((stage for _, those in found for stage in those), key=lambda one: one.stage)
         return StagePlans(
-            stages=tuple(stages), devices=tuple(device for device, _ in found), microbatches=self._planned[0].microbatches
+            stages=tuple(stages),
+            devices=tuple(device for device, _ in found),
+            microbatches=self._planned[0].microbatches,
         )
 
     def _with_budgets(self, budget: Budgets) -> list[tuple[_Planned, int | str]]:
@@ -104,12 +105,7 @@ class _Planned:
     def __init__(self, site: Site, cost: Cost) -> None:
         self.site = site
         self._planners = {sample.stage: _planner(sample, site, cost) for sample in site.samples}
-        self._held = most_held(site.actions)
-
-    @property
-    def microbatches(self) -> int:
-        """Of a step."""
-        return len({action.microbatch for action in self.site.actions})
+        self.microbatches = site.microbatches
 
     @cached_property
     def _shares(self) -> dict[int, tuple[Share, ...]]:
@@ -118,12 +114,7 @@ class _Planned:
 
     @cached_property
     def _choices(self) -> Choices:
-        loads = loads_of(self.site.actions)
-        if self.site.loss_bytes:
-            held = tuple((stage, self.microbatches) for stage in sorted(self._shares))
-            last = max(self._shares)
-            loads.append(Load(last, "loss", held, loss_bytes=self.site.loss_bytes))
-        return Choices(self._shares, loads)
+        return Choices(self._shares, self.site.loads)
 
     @property
     def _before_bytes(self) -> int:
@@ -166,7 +157,7 @@ class _Planned:
         return StagePlan(
             stage=stage,
             plan=None if share is plain else planner.plan_of(share.candidate, size),
-            in_flight=self._held[stage],
+            in_flight=self.site.in_flight[stage],
             kept_bytes=share.kept_bytes,
             plain_kept_bytes=plain.kept_bytes,
             recomputed_flops=prediction.flops,
@@ -176,7 +167,7 @@ class _Planned:
     def _nothing_fits(self, size: int, budget: str, reserved_bytes: int) -> str:
         floor = self._fixed_bytes + self._choices.floor.peak_bytes + reserved_bytes
         reserved = f", of which {format_bytes(reserved_bytes)} are set aside" if reserved_bytes else ""
-        held = ", ".join(f"stage {stage} holds {count}" for stage, count in sorted(self._held.items()))
+        held = ", ".join(f"stage {stage} holds {count}" for stage, count in sorted(self.site.in_flight.items()))
         return (
             f"{self.site.name}: no plans fit the budget of {format_bytes(size)} ({budget}){reserved}. Smallest budget "
             f"that works: {floor} bytes ({format_bytes(floor)}). {format_bytes(self._before_bytes)} of it are "
@@ -193,11 +184,12 @@ def _planner(sample: Sample, site: Site, cost: Cost) -> Planner:
 
 
 def _words(chosen: Chosen) -> str:
-    match chosen.phase:
+    stages = ", ".join(map(str, chosen.highest.running))
+    match chosen.highest.phase:
         case "forward":
-            return f"forward of stage {chosen.running}"
+            return f"forward of stage {stages}"
         case "backward" | "split":
-            return f"backward of stage {chosen.running}"
+            return f"backward of stage {stages}"
         case "loss":
             return "the loss, between forward and backward"
 

@@ -186,7 +186,8 @@ def _named(stage: int, check: Callable[[nn.Module], None], module: nn.Module) ->
 
 def _device_rows(devices: Sequence[DevicePlan]) -> Iterator[str]:
     width = max(6, *(len(one.name) for one in devices))
-    yield f"{'device':<{width}}  {'budget':>10}  {'peak':>10}  {'plain':>10}  {'floor':>10}  {'before':>10}  highest during"
+    names = ("budget", "peak", "plain", "floor", "before")
+    yield "  ".join([f"{'device':<{width}}", *(f"{name:>10}" for name in names), "highest during"])
     for one in devices:
         sizes = (
             one.budget_bytes,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
+from torchremat.pipeline.budgets.loads import Load
 from torchremat.pipeline.microbatch import Microbatch
-from torchremat.schedules.pipelines import Action
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -36,19 +36,21 @@ class Site:
     Attributes:
         name: In messages.
         device: Whose bytes count.
-        actions: Forwards and backwards of all its stages, in the order in which it runs them.
+        loads: What it holds when.
+        in_flight: How many microbatches each of its stages holds at most, the one that runs included.
+        microbatches: Of a step.
         samples: One of each stage.
         boundary_bytes: What lies there beside parameters, gradients and buffers whatever the plan is: buffers between
             the stages, and outputs.
-        loss_bytes: What the loss of a whole batch takes, with all microbatches held; 0 if each has its own.
     """
 
     name: str
     device: torch.device
-    actions: Sequence[Action]
+    loads: Sequence[Load]
+    in_flight: Mapping[int, int]
+    microbatches: int
     samples: Sequence[Sample]
     boundary_bytes: int
-    loss_bytes: int = 0
 
 
 class _Received(torch.autograd.Function):
@@ -86,11 +88,38 @@ def received(output: object, *, held: bool = False, grads: Sequence[Tensor] = ()
     return cast("Tensor", _Received.apply(held, grads, *outputs))  # pyright: ignore[reportUnknownMemberType]
 
 
-def taken(value: object) -> tuple[Microbatch, tuple[bool, ...]]:
-    """Return a value with its tensors as they are now, out of any graph, and which of them require grad."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Taken:
+    """A value as it was at some moment.
+
+    Attributes:
+        given: The value, with copies of its tensors that are in no graph.
+        requires: Which of them required grad.
+    """
+
+    given: Microbatch
+    requires: tuple[bool, ...]
+
+    def leaves(self, *, new: bool) -> object:
+        """Return the value, with leaves that require grad where its tensors did.
+
+        Args:
+            new: Whether they have memory of their own, which lives as long as somebody holds it.
+        """
+        tensors = [
+            (tensor.clone() if new else tensor.detach()).requires_grad_(requires)
+            for tensor, requires in zip(self.given.tensors, self.requires, strict=True)
+        ]
+        return Microbatch(self.given.template, tensors).value
+
+
+def taken(value: object) -> Taken:
+    """Return a value as it is now."""
     found = Microbatch.of(value)
     requires = tuple(tensor.requires_grad for tensor in found.tensors)
-    return Microbatch(found.template, [tensor.detach().clone() for tensor in found.tensors]), requires
+    return Taken(
+        given=Microbatch(found.template, [tensor.detach().clone() for tensor in found.tensors]), requires=requires
+    )
 
 
 def bytes_of(tensors: Sequence[Tensor]) -> int:

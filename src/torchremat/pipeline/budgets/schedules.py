@@ -26,7 +26,8 @@ from torchremat.errors import StepError
 from torchremat.measuring.untouched import untouched
 from torchremat.pipeline.attaching.orders import order_of
 from torchremat.pipeline.attaching.patches import Patch
-from torchremat.pipeline.budgets.samples import Sample, Site, bytes_of, received, taken
+from torchremat.pipeline.budgets.loads import loads_of, most_held
+from torchremat.pipeline.budgets.samples import Sample, Site, Taken, bytes_of, received, taken
 from torchremat.pipeline.microbatch import Microbatch
 from torchremat.regions.wrapping import unwrap, wrap
 
@@ -53,17 +54,20 @@ def site_of_schedule(schedule: object, step: Callable[[object], object]) -> Site
     for stage in stages:
         found = seen[stage.stage_index]
         is_first, is_last = stage.stage_index == 0, stage.stage_index == stage.num_stages - 1
-        step_of = _Run(found.given, found.requires, found.output, loss if is_last else None, found.target)
-        samples.append(Sample(stage=stage.stage_index, module=stage.submod, step=step_of))
-        inputs, outputs = bytes_of(found.given.tensors), bytes_of(found.output)
+        run = _Run(seen=found, loss=loss if is_last else None)
+        samples.append(Sample(stage=stage.stage_index, module=stage.submod, step=run))
+        inputs, outputs = bytes_of(found.taken.given.tensors), bytes_of(found.output)
         targets = bytes_of(Microbatch.of(found.target).tensors)
         boundary_bytes += microbatches * (inputs + outputs + (targets if is_last else 0))
         boundary_bytes += (0 if is_first else inputs) + (0 if is_last else outputs)
     device = next((one.device for stage in stages for one in stage.submod.parameters()), torch.device("cpu"))
+    actions = order_of(schedule)[rank]
     return Site(
         name=f"process {rank} ({device})",
         device=device,
-        actions=order_of(schedule)[rank],
+        loads=loads_of(actions),
+        in_flight=most_held(actions),
+        microbatches=microbatches,
         samples=samples,
         boundary_bytes=boundary_bytes,
     )
@@ -73,20 +77,18 @@ def site_of_schedule(schedule: object, step: Callable[[object], object]) -> Site
 class _Seen:
     """What a stage was given, and what it returned."""
 
-    given: Microbatch
-    requires: tuple[bool, ...]
+    taken: Taken
     output: list[Tensor] = field(default_factory=list[Tensor])
     target: object = None
 
 
 def _seen(schedule: object, step: Callable[[object], object]) -> dict[int, _Seen]:
-    """Run a step, and return what the last microbatch of each stage was: the first calls may be those of torch's own."""
+    """Run a step, and return the last microbatch of each stage: the first calls may be torch's own."""
     stages = stages_of(schedule)
     seen: dict[int, _Seen] = {}
 
     def entered(stage: Stage, _: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        given, requires = taken((args, kwargs))
-        seen[stage.stage_index] = _Seen(given, requires)
+        seen[stage.stage_index] = _Seen(taken((args, kwargs)))
 
     def left(stage: Stage, _: nn.Module, args: object, output: object) -> None:
         outputs = Microbatch.of(output).tensors
@@ -105,9 +107,7 @@ def _seen(schedule: object, step: Callable[[object], object]) -> dict[int, _Seen
         for stage in stages:
             wrap(stage.submod, _is_root)
             stack.callback(unwrap, stage.submod)
-            stack.callback(
-                stage.submod.register_forward_pre_hook(partial(entered, stage), with_kwargs=True).remove
-            )
+            stack.callback(stage.submod.register_forward_pre_hook(partial(entered, stage), with_kwargs=True).remove)
             stack.callback(stage.submod.register_forward_hook(partial(left, stage)).remove)
         if own is not None:
             stack.callback(Patch(schedule, LOSS, loss).undo)
@@ -122,30 +122,16 @@ def _is_root(name: str, _: nn.Module) -> bool:
     return name == ""
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
 class _Run:
     """Runs a stage on a microbatch, as the schedule does."""
 
-    def __init__(
-        self,
-        given: Microbatch,
-        requires: tuple[bool, ...],
-        output: list[Tensor],
-        loss: Callable[..., object] | None,
-        target: object,
-    ) -> None:
-        self.given = given
-        self.requires = requires
-        self.output = output
-        self.loss = loss
-        self.target = target
+    seen: _Seen
+    loss: Callable[..., object] | None
 
     def __call__(self, module: nn.Module) -> object:
-        tensors = [
-            tensor.detach().requires_grad_(requires)
-            for tensor, requires in zip(self.given.tensors, self.requires, strict=True)
-        ]
-        args, kwargs = cast("tuple[tuple[object, ...], dict[str, object]]", Microbatch(self.given.template, tensors).value)
+        args, kwargs = cast("tuple[tuple[object, ...], dict[str, object]]", self.seen.taken.leaves(new=False))
         output = module(*args, **kwargs)
         if self.loss is not None:
-            return self.loss(output, self.target)
-        return received(output, held=True, grads=self.output)
+            return self.loss(output, self.seen.target)
+        return received(output, held=True, grads=self.seen.output)
