@@ -28,15 +28,14 @@ class Load:
     """A device at one of its actions.
 
     Attributes:
-        running: The stages that run: one, or more where nothing says which of them is first; none while the loss of a
-            batch does.
+        running: The stage that runs; None while the loss of a batch does.
         phase: What of it: the forward, the whole backward, a part of it, or the loss between both.
         held: How many microbatches each stage holds beside the one that runs, as its tree says.
         split: How many each stage holds between the two parts of their backward.
         beside_bytes: What is there beside them: of the loss, or between stages.
     """
 
-    running: tuple[int, ...]
+    running: int | None
     phase: Phase
     held: tuple[tuple[int, int], ...]
     split: tuple[tuple[int, int], ...] = ()
@@ -49,7 +48,7 @@ class Load:
     def bytes_of(self, stage: int, share: Share, plain: Share) -> int:
         """What a stage adds under a tree."""
         held = dict(self.held).get(stage, 0) * share.kept_bytes
-        if stage not in self.running:
+        if stage != self.running:
             return held
         match self.phase:
             case "forward":
@@ -62,20 +61,21 @@ class Load:
                 return held
 
 
-def loads_of(actions: Sequence[Action]) -> list[Load]:
+def loads_of(actions: Sequence[Action], left_bytes: Mapping[int, int]) -> list[Load]:
     """Return the loads of a device, each once.
 
     Args:
         actions: What the device runs: forwards and backwards, whole or in two parts.
+        left_bytes: By stage, what a microbatch leaves there when its backward has ended.
     """
-    return list(dict.fromkeys(_loads(actions)))
+    return list(dict.fromkeys(_loads(actions, left_bytes)))
 
 
-def _loads(actions: Sequence[Action]) -> Iterator[Load]:
-    held, split = Counter[int](), Counter[int]()
+def _loads(actions: Sequence[Action], left_bytes: Mapping[int, int]) -> Iterator[Load]:
+    held, split, left = Counter[int](), Counter[int](), 0
 
     def load(stage: int, phase: Phase) -> Load:
-        return Load((stage,), phase, counted(held), counted(split))
+        return Load(stage, phase, counted(held), counted(split), beside_bytes=left)
 
     for action in actions:
         stage = action.stage
@@ -86,6 +86,7 @@ def _loads(actions: Sequence[Action]) -> Iterator[Load]:
             case "backward":
                 held[stage] -= 1
                 yield load(stage, "backward")
+                left += left_bytes.get(stage, 0)
             case "input":
                 held[stage] -= 1
                 yield load(stage, "split")
@@ -93,6 +94,7 @@ def _loads(actions: Sequence[Action]) -> Iterator[Load]:
             case "weight":
                 split[stage] -= 1
                 yield load(stage, "split")
+                left += left_bytes.get(stage, 0)
             case "recompute" | "copy" | "wait":
                 raise bug(f"an order with {action}, which is no part of one")
 

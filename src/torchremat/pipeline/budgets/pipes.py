@@ -51,9 +51,11 @@ def sites_of_pipe(pipe: Pipe, step: PipeStep) -> list[Site]:
     sites: list[Site] = []
     for device in dict.fromkeys(pipe.devices):
         stages = [stage for stage, place in enumerate(pipe.devices) if place == device]
-        loads = list(_loads(microbatches, last + 1, {stage: passed.get(stage, 0) for stage in stages}))
+        gradients = {stage: _gradient_bytes(pipe.partitions[stage]) for stage in stages}
+        here = {stage: passed.get(stage, 0) for stage in stages}
+        loads = list(loads_of_pipe(microbatches, last + 1, here, gradients))
         if last in stages:
-            loads.append(Load((), "loss", tuple((stage, microbatches) for stage in stages), beside_bytes=loss_bytes))
+            loads.append(Load(None, "loss", tuple((stage, microbatches) for stage in stages), beside_bytes=loss_bytes))
         sites.append(
             Site(
                 name=str(device),
@@ -68,17 +70,21 @@ def sites_of_pipe(pipe: Pipe, step: PipeStep) -> list[Site]:
     return sites
 
 
-def _loads(microbatches: int, stages: int, passed: Mapping[int, int]) -> Iterator[Load]:
+def loads_of_pipe(
+    microbatches: int, stages: int, passed: Mapping[int, int], gradients: Mapping[int, int]
+) -> Iterator[Load]:
     """Yield the loads of a device: forwards clock by clock, and the backwards the other way around.
 
-    Where several stages have one device, autograd may begin with a cell of a clock before it is done with another one,
-    so all of them run at once. And between the stages a tensor waits for each other cell: an input that it was given,
-    a gradient that it has made.
+    In which order autograd runs the cells of a clock is not said, so each of them may be the first one. Between the
+    stages a tensor waits for each other cell: one that it was given, or one that it has made. And as one backward runs
+    all microbatches, autograd adds up the gradients of a weight before it adds them to what is there: from the first
+    microbatch of a stage to the last, it holds them once more.
 
     Args:
         microbatches: Of a step.
         stages: Of the pipe.
         passed: The stages of the device, with the bytes that each passes on of a microbatch.
+        gradients: And with the bytes of the gradients of their weights.
     """
     clocks = list(clock_cycles(microbatches, stages))
     held = Counter[int]()
@@ -86,14 +92,19 @@ def _loads(microbatches: int, stages: int, passed: Mapping[int, int]) -> Iterato
         here = [stage for _, stage in clock if stage in passed]
         for stage in here:
             waiting = sum(passed[other] for other in here if other != stage)
-            yield Load((stage,), "forward", counted(held), beside_bytes=waiting)
+            yield Load(stage, "forward", counted(held), beside_bytes=waiting)
         held.update(here)
+    adding: set[int] = set()
     for clock in reversed(clocks):
-        here = tuple(stage for _, stage in clock if stage in passed)
-        held.subtract(here)
-        arriving = sum(passed.get(stage - 1, 0) for _, stage in clock)
-        if here:
-            yield Load(here, "backward", counted(held), beside_bytes=arriving)
+        here = [stage for _, stage in clock]
+        adding.update(stage for stage in here if stage in passed and microbatches > 1)
+        added = sum(gradients[stage] for stage in adding)
+        for stage in here:
+            if stage in passed:
+                others = (max(passed.get(one, 0), passed.get(one - 1, 0)) for one in here if one != stage)
+                yield Load(stage, "backward", counted(held - Counter([stage])), beside_bytes=added + sum(others))
+        held.subtract(stage for stage in here if stage in passed)
+        adding -= {stage for stage in here if not held[stage]}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -115,6 +126,10 @@ class _Run:
             del skips
             output = module(value)
         return received((output, tracker.outgoing))
+
+
+def _gradient_bytes(module: nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad)
 
 
 def _sample(module: nn.Module, stage: int, found: Taken, layout: SkipLayout) -> Sample:

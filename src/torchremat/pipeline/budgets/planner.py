@@ -184,12 +184,11 @@ def _planner(sample: Sample, site: Site, cost: Cost) -> Planner:
 
 
 def _words(chosen: Chosen) -> str:
-    stages = ", ".join(map(str, chosen.highest.running))
     match chosen.highest.phase:
         case "forward":
-            return f"forward of stage {stages}"
+            return f"forward of stage {chosen.highest.running}"
         case "backward" | "split":
-            return f"backward of stage {stages}"
+            return f"backward of stage {chosen.highest.running}"
         case "loss":
             return "the loss, between forward and backward"
 

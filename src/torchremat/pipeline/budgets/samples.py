@@ -88,6 +88,27 @@ def received(output: object, *, held: bool = False, grads: Sequence[Tensor] = ()
     return cast("Tensor", _Received.apply(held, grads, *outputs))  # pyright: ignore[reportUnknownMemberType]
 
 
+class _Holding(torch.autograd.Function):
+    """Holds tensors from the forward to the backward of what it is given with."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, loss: Tensor, *held: Tensor) -> Tensor:
+        """Return the loss."""
+        ctx.save_for_backward(*held)
+        return loss.detach()
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Return the gradient of the loss."""
+        return grads[0], *(None for _ in range(len(cast("Any", ctx).saved_tensors)))
+
+
+def holding(loss: Tensor, output: object) -> Tensor:
+    """Return a loss such that an output lives until its backward begins."""
+    held = [tensor.detach() for tensor in Microbatch.of(output).tensors]
+    return cast("Tensor", _Holding.apply(loss, *held))  # pyright: ignore[reportUnknownMemberType]
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Taken:
     """A value as it was at some moment.

@@ -5,8 +5,10 @@ A step runs once with every stage as a region, in all processes, so that each mi
     what lies there whatever the plan is                                               times
     inputs, in buffers that are made once (of the first stage: parts of the batch)     microbatches
     gradients of outputs, in buffers that are made once; not of the last stage         microbatches
-    outputs and targets of the last stage, which are there until the end of a step     microbatches
-    a gradient that is being sent, and an output in its backward                       1
+    targets of the last stage                                                          microbatches
+    its outputs, which are there until the end of a step                               microbatches that are done
+    gradients that were sent: the process group may let go of them late                microbatches that are done
+    a gradient that is being sent; an output that is, and one in its backward          1
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from torchremat.measuring.untouched import untouched
 from torchremat.pipeline.attaching.orders import order_of
 from torchremat.pipeline.attaching.patches import Patch
 from torchremat.pipeline.budgets.loads import loads_of, most_held
-from torchremat.pipeline.budgets.samples import Sample, Site, Taken, bytes_of, received, taken
+from torchremat.pipeline.budgets.samples import Sample, Site, Taken, bytes_of, holding, received, taken
 from torchremat.pipeline.microbatch import Microbatch
 from torchremat.regions.wrapping import unwrap, wrap
 
@@ -50,6 +52,7 @@ def site_of_schedule(schedule: object, step: Callable[[object], object]) -> Site
     microbatches = microbatches_of(schedule)
     rank = dist.get_rank(cast("dist.ProcessGroup | None", group_of(schedule)))
     samples: list[Sample] = []
+    left_bytes: dict[int, int] = {}
     boundary_bytes = 0
     for stage in stages:
         found = seen[stage.stage_index]
@@ -57,15 +60,18 @@ def site_of_schedule(schedule: object, step: Callable[[object], object]) -> Site
         run = _Run(seen=found, loss=loss if is_last else None)
         samples.append(Sample(stage=stage.stage_index, module=stage.submod, step=run))
         inputs, outputs = bytes_of(found.taken.given.tensors), bytes_of(found.output)
-        targets = bytes_of(Microbatch.of(found.target).tensors)
-        boundary_bytes += microbatches * (inputs + outputs + (targets if is_last else 0))
-        boundary_bytes += (0 if is_first else inputs) + (0 if is_last else outputs)
+        left_bytes[stage.stage_index] = (0 if is_first else inputs) + (outputs if is_last else 0)
+        boundary_bytes += microbatches * inputs + (0 if is_first else inputs)
+        if is_last:
+            boundary_bytes += microbatches * sum(one.nbytes for one in Microbatch.of(found.target).tensors)
+        else:
+            boundary_bytes += (microbatches + 2) * outputs
     device = next((one.device for stage in stages for one in stage.submod.parameters()), torch.device("cpu"))
     actions = order_of(schedule)[rank]
     return Site(
         name=f"process {rank} ({device})",
         device=device,
-        loads=loads_of(actions),
+        loads=loads_of(actions, left_bytes),
         in_flight=most_held(actions),
         microbatches=microbatches,
         samples=samples,
@@ -133,5 +139,6 @@ class _Run:
         args, kwargs = cast("tuple[tuple[object, ...], dict[str, object]]", self.seen.taken.leaves(new=False))
         output = module(*args, **kwargs)
         if self.loss is not None:
-            return self.loss(output, self.seen.target)
+            loss = self.loss(output, self.seen.target)
+            return holding(loss, output) if isinstance(loss, Tensor) else loss  # the latter is told by the profile
         return received(output, held=True, grads=self.seen.output)
