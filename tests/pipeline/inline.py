@@ -20,10 +20,7 @@ class Inline:
 
     def submit(self, work, *args):
         future = Future()
-        try:
-            future.set_result(work(*args))
-        except BaseException as error:
-            future.set_exception(error)
+        future.set_result(work(*args))
         return future
 
 

@@ -12,11 +12,14 @@ what is kept, so chains with tails of several heights have the trees for few mic
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from torchremat.planning.memory import Walk
+from torchremat.planning.moments import Live, Moment
+from torchremat.planning.prediction import over_bytes
 from torchremat.planning.solving import Candidate, Search, Solver
 from torchremat.schedules.persistent import Persistent
 
@@ -34,6 +37,8 @@ class Share:
         kept_bytes: From the end of its forward to the beginning of its backward.
         forward_bytes: Highest during its forward.
         backward_bytes: Highest during its backward.
+        first_bytes: The same in a backward of several microbatches, for the one that comes first: autograd holds the
+            gradients of weights, which those of the others are added to.
         cost: Of its recomputes, in the unit that is planned for.
     """
 
@@ -41,29 +46,48 @@ class Share:
     kept_bytes: int
     forward_bytes: int
     backward_bytes: int
+    first_bytes: int
     cost: float
 
 
-def share_of(candidate: Candidate) -> Share:
-    """Return what one microbatch needs under a tree."""
+def shares(search: Search, weights: Mapping[str, int]) -> tuple[Share, ...]:
+    """Return what is worth choosing for a part of a model, whatever its budget is and however many microbatches it has.
+
+    Of two trees of which one is no better in anything, the other is left out. The first one keeps everything.
+
+    Args:
+        search: For one microbatch.
+        weights: The bytes of the gradients of each module's weights, by its name.
+    """
+    found = {id(candidate): candidate for solver in search.solvers for candidate in _candidates(solver)}
+    found.pop(id(search.plain), None)
+    return (_share(search.plain, weights), *_undominated(_share(candidate, weights) for candidate in found.values()))
+
+
+def _share(candidate: Candidate, weights: Mapping[str, int]) -> Share:
     prediction = candidate.prediction
     return Share(
         candidate=candidate,
         kept_bytes=max(0, prediction.kept_bytes),
         forward_bytes=max(0, prediction.forward_bytes),
         backward_bytes=max(0, prediction.backward_bytes),
+        first_bytes=max(0, prediction.backward_bytes, _first_bytes(candidate, weights)),
         cost=candidate.cost,
     )
 
 
-def shares(search: Search) -> tuple[Share, ...]:
-    """Return what is worth choosing for a part of a model, whatever its budget is and however many microbatches it has.
-
-    Of two trees of which one is no better in anything, the other is left out. The first one keeps everything.
-    """
-    plain = share_of(search.plain)
-    found = (share_of(candidate) for solver in search.solvers for candidate in _candidates(solver))
-    return _undominated([plain, *found])
+def _first_bytes(candidate: Candidate, weights: Mapping[str, int]) -> int:
+    """Return the peak of a backward in which what each unit adds to gradients stays."""
+    profile, highest, added = candidate.profile, 0, 0
+    for state in Walk(profile.units, profile.sizes, profile.order, profile.lifetimes, candidate.tree):
+        if not isinstance(state, Live) or state.key[0] in (Moment.FORWARD, Moment.LEFT, Moment.END):
+            continue
+        moment, unit = state.key
+        if moment is Moment.BACKWARD:
+            added += sum(weights.get(name, 0) for name, _ in profile.units.units[unit].keys)
+        live = profile.extra_bytes[state.key] + state.held_bytes + over_bytes(profile, state)
+        highest = max(highest, live + added)
+    return highest
 
 
 def _candidates(solver: Solver) -> Iterator[Candidate]:
@@ -85,12 +109,16 @@ def _of_table(solver: Solver, table: Persistent) -> Iterator[Candidate]:
         yield solver.judged(table.tree_at(slots))
 
 
-def _undominated(found: Iterable[Share]) -> tuple[Share, ...]:
+def _undominated(found: Iterable[Share]) -> list[Share]:
     kept: list[Share] = []
-    sizes = np.zeros((0, 4))
-    for share in sorted(found, key=lambda one: (one.cost, one.kept_bytes, one.backward_bytes, one.forward_bytes)):
-        row = np.array([share.cost, share.kept_bytes, share.backward_bytes, share.forward_bytes])
+    sizes = np.zeros((0, 5))
+    for share in sorted(found, key=_sizes):
+        row = np.array(_sizes(share))
         if not (sizes <= row).all(axis=1).any():
             kept.append(share)
             sizes = np.vstack([sizes, row])
-    return tuple(kept)
+    return kept
+
+
+def _sizes(share: Share) -> tuple[float, ...]:
+    return (share.cost, share.kept_bytes, share.backward_bytes, share.first_bytes, share.forward_bytes)

@@ -15,7 +15,12 @@ ORDER = parse(["F0.0 F0.1 F1.0 F1.1 B1.0 I0.0 F0.2 W0.0 F1.2 B1.1 B0.1 B1.2 B0.2
 
 def share(kept_bytes, forward_bytes, backward_bytes, cost):
     return Share(
-        candidate=None, kept_bytes=kept_bytes, forward_bytes=forward_bytes, backward_bytes=backward_bytes, cost=cost
+        candidate=None,
+        kept_bytes=kept_bytes,
+        forward_bytes=forward_bytes,
+        backward_bytes=backward_bytes,
+        first_bytes=backward_bytes,
+        cost=cost,
     )
 
 

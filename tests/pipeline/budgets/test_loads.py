@@ -50,6 +50,6 @@ def test_each_device_of_a_pipe_holds_all_microbatches():
     assert loads == [
         Load(0, "forward", ()),
         Load(0, "forward", ((0, 1),)),
-        Load(0, "backward", ((0, 1),), beside_bytes=108),
+        Load(0, "first", ((0, 1),), beside_bytes=8),
         Load(0, "backward", (), beside_bytes=100),
     ]

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 from pipeline.inline import cells_inline
-from torchremat import BudgetError, PipelineError, PlanError, Pipe, StepError
+from torchremat import BudgetError, Pipe, PipelineError, PlanError, StepError
 from torchremat.measuring.allocator import record_allocations
 from torchremat.pipeline import StagePlanner, StagePlans, plan_stages
 from torchremat.pipeline.skip import pop, skippable, stash
@@ -45,6 +45,12 @@ def planner():
     return StagePlanner(made(), step, cost="flops")
 
 
+@pytest.fixture(scope="module")
+def alone():
+    """Of a pipe with its device for itself."""
+    return StagePlanner(made(stages=1), step, cost="flops")
+
+
 def trained(pipe):
     """Gradients of a step, and how often each block was called for a microbatch."""
     step(pipe).backward()
@@ -68,7 +74,7 @@ def test_where_all_fits_nothing_is_recomputed(planner):
 
 
 @pytest.mark.parametrize("budget", ["80%", "60%", "50%"])
-def test_gradients_are_equal_and_the_peak_is_the_predicted_one(planner, budget):
+def test_gradients_are_equal_and_the_peak_is_within_the_budget(planner, budget):
     plans = planner.plan(budget)
     (device,) = plans.devices
 
@@ -77,9 +83,17 @@ def test_gradients_are_equal_and_the_peak_is_the_predicted_one(planner, budget):
 
     assert all(map(torch.equal, ours, expected))
     assert sum(calls) == 8 + sum(one.plan.recomputed_calls for one in plans if one.plan)
-    # The stages have one device here, on which cells of a clock may overlap: not always all of them.
-    peak = measured(made(plans))
-    assert 0.97 * device.peak_bytes <= peak <= device.peak_bytes <= device.budget_bytes
+    # Two stages have one device here, and whose cell of a clock comes first is not known: a bound from above.
+    assert 0.9 * device.peak_bytes <= measured(made(plans)) <= device.peak_bytes <= device.budget_bytes
+
+
+@pytest.mark.parametrize("budget", ["100%", "80%", "60%", "35%"])
+def test_the_predicted_peak_of_a_device_with_one_stage(alone, budget):
+    plans = alone.plan(budget)
+    (device,) = plans.devices
+
+    # The gradients of a unit's weights count from its beginning: at most 4 KiB too many here, where that decides.
+    assert device.peak_bytes - 4096 <= measured(made(plans, stages=1)) <= device.peak_bytes
 
 
 def test_a_lower_budget_recomputes_more(planner):

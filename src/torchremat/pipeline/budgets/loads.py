@@ -20,7 +20,7 @@ from torchremat.errors import bug
 from torchremat.planning.microbatches import Share
 from torchremat.schedules.pipelines import Action
 
-Phase = Literal["forward", "backward", "split", "loss"]
+Phase = Literal["forward", "backward", "first", "split", "loss"]
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,8 @@ class Load:
 
     Attributes:
         running: The stage that runs; None while the loss of a batch does.
-        phase: What of it: the forward, the whole backward, a part of it, or the loss between both.
+        phase: What of it: the forward, the whole backward, that of the first microbatch of several in one backward, a
+            part of it, or the loss between both.
         held: How many microbatches each stage holds beside the one that runs, as its tree says.
         split: How many each stage holds between the two parts of their backward.
         beside_bytes: What is there beside them: of the loss, or between stages.
@@ -55,6 +56,8 @@ class Load:
                 return held + share.forward_bytes
             case "backward":
                 return held + share.backward_bytes
+            case "first":
+                return held + share.first_bytes
             case "split":
                 return held + max(share.backward_bytes, plain.backward_bytes)
             case "loss":

@@ -97,13 +97,17 @@ def loads_of_pipe(
     adding: set[int] = set()
     for clock in reversed(clocks):
         here = [stage for _, stage in clock]
-        adding.update(stage for stage in here if stage in passed and microbatches > 1)
-        added = sum(gradients[stage] for stage in adding)
-        for stage in here:
+        for number, stage in clock:
             if stage in passed:
-                others = (max(passed.get(one, 0), passed.get(one - 1, 0)) for one in here if one != stage)
-                yield Load(stage, "backward", counted(held - Counter([stage])), beside_bytes=added + sum(others))
+                others = sum(max(passed.get(one, 0), passed.get(one - 1, 0)) for one in here if one != stage)
+                begun = adding.union(one for one in here if one in passed) - {stage}
+                is_first = microbatches > 1 and number == microbatches - 1
+                added = sum(gradients[one] for one in begun if microbatches > 1)
+                added += gradients[stage] if stage in adding and microbatches > 1 else 0
+                phase = "first" if is_first else "backward"
+                yield Load(stage, phase, counted(held - Counter([stage])), beside_bytes=others + added)
         held.subtract(stage for stage in here if stage in passed)
+        adding.update(stage for stage in here if stage in passed)
         adding -= {stage for stage in here if not held[stage]}
 
 

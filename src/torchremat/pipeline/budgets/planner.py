@@ -110,7 +110,7 @@ class _Planned:
     @cached_property
     def _shares(self) -> dict[int, tuple[Share, ...]]:
         with heap_set_aside():
-            return {stage: shares(planner.solver) for stage, planner in self._planners.items()}
+            return {one.stage: shares(self._planners[one.stage].solver, _weights(one)) for one in self.site.samples}
 
     @cached_property
     def _choices(self) -> Choices:
@@ -183,11 +183,19 @@ def _planner(sample: Sample, site: Site, cost: Cost) -> Planner:
         raise StepError(f"stage {sample.stage}: {error}") from error
 
 
+def _weights(sample: Sample) -> dict[str, int]:
+    """Return the bytes of the gradients of each module's weights."""
+    return {
+        name: sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad)
+        for name, module in sample.module.named_modules()
+    }
+
+
 def _words(chosen: Chosen) -> str:
     match chosen.highest.phase:
         case "forward":
             return f"forward of stage {chosen.highest.running}"
-        case "backward" | "split":
+        case "backward" | "first" | "split":
             return f"backward of stage {chosen.highest.running}"
         case "loss":
             return "the loss, between forward and backward"

@@ -8,7 +8,7 @@ A step runs once with every stage as a region, in all processes, so that each mi
     targets of the last stage                                                          microbatches
     its outputs, which are there until the end of a step                               microbatches that are done
     gradients that were sent: the process group may let go of them late                microbatches that are done
-    a gradient that is being sent; an output that is, and one in its backward          1
+    gradients and outputs that are being sent, or are in their backward                2
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def site_of_schedule(schedule: object, step: Callable[[object], object]) -> Site
         samples.append(Sample(stage=stage.stage_index, module=stage.submod, step=run))
         inputs, outputs = bytes_of(found.taken.given.tensors), bytes_of(found.output)
         left_bytes[stage.stage_index] = (0 if is_first else inputs) + (outputs if is_last else 0)
-        boundary_bytes += microbatches * inputs + (0 if is_first else inputs)
+        boundary_bytes += microbatches * inputs + (0 if is_first else 2 * inputs)
         if is_last:
             boundary_bytes += microbatches * sum(one.nbytes for one in Microbatch.of(found.target).tensors)
         else:
