@@ -8,9 +8,12 @@ import torch
 from torch import nn
 
 from torchremat.errors import BudgetError
+from torchremat.measuring.communication import reduced_bytes
 from torchremat.measuring.exhaustion import is_out_of_memory
 from torchremat.measuring.heap import heap_set_aside
 from torchremat.measuring.runs import run_traced, subject_of
+from torchremat.measuring.step import loss_of
+from torchremat.planning.agreement import Figures, agreed_grains, beside, figures_of
 from torchremat.planning.budgets import bytes_of, check_budget, free_on, margin_of, percentage_of
 from torchremat.planning.certificates import claim_of
 from torchremat.planning.chains import Cost
@@ -18,14 +21,16 @@ from torchremat.planning.frontiers import MOST_POINTS, Frontier, check_points, f
 from torchremat.planning.layout import HeldOperators, bare, calls_of
 from torchremat.planning.memory import Walk
 from torchremat.planning.moments import Live, Moment
+from torchremat.planning.peers import peers_of
 from torchremat.planning.plans import PlainSource, Plan, PlannedUnit, Point
 from torchremat.planning.prediction import chosen_options, over_bytes
-from torchremat.planning.profiling import profile_subject
+from torchremat.planning.profiling import Grains, profile_subject
 from torchremat.planning.pulls import PlainStep, Unseen, plain_step
 from torchremat.planning.reading import Profile
 from torchremat.planning.shapes import InputSizes
 from torchremat.planning.solving import Candidate, Search
-from torchremat.planning.tracing import Step
+from torchremat.planning.tracing import Step, trace
+from torchremat.planning.units import find_units
 from torchremat.schedules.chain import Tree
 from torchremat.tensors.sizes import format_bytes
 
@@ -65,12 +70,37 @@ class Planner:
         if cost not in _COSTS:
             raise BudgetError(f"cost={cost!r}: allowed are 'seconds' and 'flops'.")
         self._subject = subject_of(step, model, optimizer, needs_model=True)
-        grains = profile_subject(model, self._subject, self._subject.device(device))
+        self._peers = peers_of(model)
+        grains = self._agreed(model, self._subject.device(device))
         self.profile: Profile = grains.coarse
         self.solver = Search(grains, cost, operators=operators)
         self._model = model
         self._parameters = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         self._plain: tuple[int, PlainSource] | None = None
+
+    def _agreed(self, model: nn.Module, device: torch.device) -> Grains:
+        """Return the profile, with the figures of all processes that train the model."""
+        found: list[Grains] = []
+        if self._peers.are_several:
+            # Before any backward: a process that has stopped takes no part in its reductions, and others would wait.
+            self._peers.all(lambda: self._check_forward(model))
+
+        def figures() -> tuple[Figures, Figures | None]:
+            found.append(beside(profile_subject(model, self._subject, device), reduced_bytes(model, device)))
+            fine = found[0].fine
+            return figures_of(found[0].coarse), None if fine is None else figures_of(fine)
+
+        told = self._peers.all(figures)
+        return found[0] if len(told) == 1 else agreed_grains(found[0], told)
+
+    def _check_forward(self, model: nn.Module) -> None:
+        """Run the forward alone, and raise what is wrong with it."""
+
+        def step(model: nn.Module) -> object:
+            return loss_of(self._subject.step(model))
+
+        with self._subject.untouched():
+            find_units(trace(model, step))
 
     @property
     def fixed_bytes(self) -> int:
@@ -100,7 +130,12 @@ class Planner:
     def plain_peak(self) -> tuple[int, PlainSource]:
         """Return the peak of a plain training step, measured if it fits, else predicted."""
         if self._plain is None:
-            self._plain = self._measured_plain() or (self.peak_of(self.solver.plain), "predicted")
+            measured = self._peers.all(self._measured_plain)
+            fitting = [one for one in measured if one is not None]
+            if len(fitting) == len(measured):
+                self._plain = max(fitting)
+            else:
+                self._plain = self.peak_of(self.solver.plain), "predicted"
         return self._plain
 
     def _measured_plain(self) -> tuple[int, PlainSource] | None:
@@ -128,7 +163,12 @@ class Planner:
             BudgetError: The budget is no size, or no plan fits; the message has the smallest budget that works.
         """
         percent = percentage_of(budget)
-        plain_bytes, source = self.plain_peak() if percent is not None else self._known_plain()
+        if percent is not None:
+            self.plain_peak()
+        return self._peers.first(lambda: self._planned(budget, percent, margin, tighten_bytes))
+
+    def _planned(self, budget: int | str, percent: float | None, margin: int | str, tighten_bytes: int) -> Plan:
+        plain_bytes, source = self._known_plain()
         size = int(plain_bytes * percent / 100) if percent is not None else bytes_of(budget, self.profile.device)
         margin_bytes = margin_of(margin)
         target = size - margin_bytes - tighten_bytes
@@ -217,6 +257,7 @@ class Planner:
                 "buffers": before.buffer_bytes,
                 "optimizer": before.optimizer_bytes + state,
                 "inputs": before.input_bytes,
+                "communication": before.communication_bytes,
             },
             kept_bytes=found.prediction.kept_bytes,
             where=found.prediction.where,
