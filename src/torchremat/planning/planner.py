@@ -12,7 +12,6 @@ from torchremat.measuring.communication import reduced_bytes
 from torchremat.measuring.exhaustion import is_out_of_memory
 from torchremat.measuring.heap import heap_set_aside
 from torchremat.measuring.runs import run_traced, subject_of
-from torchremat.measuring.step import loss_of
 from torchremat.planning.agreement import Figures, agreed_grains, beside, figures_of
 from torchremat.planning.budgets import bytes_of, check_budget, free_on, margin_of, percentage_of
 from torchremat.planning.certificates import claim_of
@@ -95,12 +94,8 @@ class Planner:
 
     def _check_forward(self, model: nn.Module) -> None:
         """Run the forward alone, and raise what is wrong with it."""
-
-        def step(model: nn.Module) -> object:
-            return loss_of(self._subject.step(model))
-
         with self._subject.untouched():
-            find_units(trace(model, step))
+            find_units(trace(model, self._subject.step))
 
     @property
     def fixed_bytes(self) -> int:
