@@ -72,7 +72,7 @@ def data_parallel():
 def gradients_as_views_of_buckets():
     model = DistributedDataParallel(net(), gradient_as_bucket_view=True)
 
-    assert plan(model, step, budget="1GiB").before_bytes["communication"] == 0
+    assert "communication" not in plan(model, step, budget="1GiB").before_bytes
 
 
 def fully_sharded():

@@ -79,7 +79,8 @@ def _share(candidate: Candidate, weights: Mapping[str, int]) -> Share:
 def _first_bytes(candidate: Candidate, weights: Mapping[str, int]) -> int:
     """Return the peak of a backward in which what each unit adds to gradients stays."""
     profile, highest, added = candidate.profile, 0, 0
-    for state in Walk(profile.units, profile.sizes, profile.order, profile.lifetimes, candidate.tree):
+    walk = Walk(profile.units, profile.sizes, profile.order, profile.lifetimes, candidate.tree, profile.options)
+    for state in walk:
         if not isinstance(state, Live) or state.key[0] in (Moment.FORWARD, Moment.LEFT, Moment.END):
             continue
         moment, unit = state.key

