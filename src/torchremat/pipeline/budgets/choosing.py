@@ -15,7 +15,7 @@ from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import LinearConstraint, milp
+from scipy.optimize import Bounds, LinearConstraint, milp
 
 from torchremat.errors import bug
 from torchremat.pipeline.budgets.loads import Load
@@ -113,7 +113,7 @@ class Choices:
         result = milp(
             objective,
             integrality=np.append(np.ones(total), 0),
-            bounds=(np.zeros(total + 1), np.append(np.ones(total), most)),
+            bounds=Bounds(np.zeros(total + 1), np.append(np.ones(total), most)),
             constraints=[LinearConstraint(one_each, 1, 1), LinearConstraint(below, -np.inf, -fixed)],
         )
         if result.x is None:

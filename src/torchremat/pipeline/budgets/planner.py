@@ -7,7 +7,6 @@ from functools import cached_property
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
-from torch import nn
 
 from torchremat._compat.pipelining import group_of
 from torchremat.errors import BudgetError, PipelineError, StepError
@@ -178,7 +177,7 @@ class _Planned:
 
 def _planner(sample: Sample, site: Site, cost: Cost) -> Planner:
     try:
-        return Planner(cast("nn.Module", sample.module), sample.step, device=site.device, cost=cost)
+        return Planner(sample.module, sample.step, device=site.device, cost=cost)
     except StepError as error:
         raise StepError(f"stage {sample.stage}: {error}") from error
 
