@@ -4,6 +4,7 @@ That package takes a while to import, so nothing here imports it: who has a sche
 
     what is reached                      on                              for
     `step`                               schedule                        the end of a step
+    `_loss_fn`                           schedule                        the loss of a microbatch
     `forward_one_chunk` and its like     stage                           the pieces of each microbatch
     `get_bwd_recv_ops` and its like      stage, of GPipe and 1F1B        which gradient the next wait is for
     `_wait_batch_p2p`                    the loop of GPipe and 1F1B      receive posted, not yet waited for
@@ -35,7 +36,7 @@ RUNTIME = (
 )
 
 FORWARD, BACKWARD, WEIGHT = "forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"
-STEP, LOOP = "step", "_step_microbatches"
+STEP, LOOP, LOSS = "step", "_step_microbatches", "_loss_fn"
 RECEIVES_OF_STAGE = {"backward": "get_bwd_recv_ops", "forward": "get_fwd_recv_ops"}
 RECEIVES_OF_SCHEDULE = {"backward": "bwd_recv_ops", "forward": "fwd_recv_ops"}
 _WAIT = "_wait_batch_p2p"
@@ -124,6 +125,11 @@ def stages_of(schedule: object) -> Sequence[Stage]:
 def group_of(schedule: object) -> object:
     """Return the process group of a schedule; None is that of all processes."""
     return stages_of(schedule)[0].group
+
+
+def loss_function_of(schedule: object) -> Callable[..., object] | None:
+    """Return what computes the loss of a microbatch from output and target; None if the schedule has no backward."""
+    return cast("Any", schedule)._loss_fn
 
 
 def microbatches_of(schedule: object) -> int:

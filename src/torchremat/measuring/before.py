@@ -9,23 +9,29 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from torchremat.measuring.communication import communication_bytes
 from torchremat.measuring.tracker import address_of, tensors_in
 
 
 @dataclass(frozen=True, kw_only=True)
 class BytesBefore:
-    """Bytes on one device before a step. A storage that is reachable in two ways counts under the first of them."""
+    """Bytes on one device before a step. A storage that is reachable in two ways counts under the first of them.
+
+    What data parallelism communicates from is in `communication`.
+    """
 
     parameter_bytes: int
     gradient_bytes: int
     buffer_bytes: int
     optimizer_bytes: int
     input_bytes: int
+    communication_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
         """The sum."""
-        return self.parameter_bytes + self.gradient_bytes + self.buffer_bytes + self.optimizer_bytes + self.input_bytes
+        held_bytes = self.parameter_bytes + self.gradient_bytes + self.buffer_bytes + self.optimizer_bytes
+        return held_bytes + self.input_bytes + self.communication_bytes
 
 
 def bytes_before(
@@ -68,4 +74,5 @@ def bytes_before(
         buffer_bytes=bytes_of(buffer for model in models for buffer in model.buffers()),
         optimizer_bytes=bytes_of(state),
         input_bytes=bytes_of(inputs),
+        communication_bytes=communication_bytes(models, device),
     )

@@ -2,5 +2,18 @@
 
 from torchremat.pipeline.attaching.attached import Attached, attach, detach
 from torchremat.pipeline.attaching.orders import in_flight, microbatch_budget
+from torchremat.pipeline.budgets.planner import StagePlanner, plan_stages
+from torchremat.pipeline.budgets.plans import DevicePlan, StagePlan, StagePlans
 
-__all__ = ["Attached", "attach", "detach", "in_flight", "microbatch_budget"]
+__all__ = [
+    "Attached",
+    "DevicePlan",
+    "StagePlan",
+    "StagePlanner",
+    "StagePlans",
+    "attach",
+    "detach",
+    "in_flight",
+    "microbatch_budget",
+    "plan_stages",
+]

@@ -13,6 +13,7 @@ from torchremat._compat.transforms import is_transformed
 from torchremat.errors import PipelineError, UnsupportedError
 from torchremat.pipeline.balance import balance as balanced
 from torchremat.pipeline.batchnorm import commit_statistics, convert_deferred_batch_norm, discard_statistics
+from torchremat.pipeline.budgets.plans import StagePlans
 from torchremat.pipeline.microbatch import Microbatch, gather, scatter
 from torchremat.pipeline.partitions import listed_balance, listed_devices, partitioned
 from torchremat.pipeline.recorder import Recorder
@@ -41,7 +42,8 @@ class Pipe(nn.Module):
         devices: Of each stage; more are ignored. All CUDA devices by default, or the CPU for every stage.
         chunks: The microbatches of a batch; a batch of fewer rows has fewer.
         checkpoint: Which microbatches are recomputed in backward: all; all but the last of a batch, whose backward
-            begins at once; none. Or a `Plan` for each stage, made for `pipe.partitions[stage]` and a microbatch.
+            begins at once; none. Or plans: those of `pipeline.plan_stages`, or a `Plan` for each stage, made for
+            `pipe.partitions[stage]` and a microbatch.
         deferred_batch_norm: Whether batch normalisation tracks the statistics of the batch, not of its microbatches.
         record: Whether steps are taken down for `timeline`.
         check: What is compared in recomputes; see `torchremat.checkpointed`.
@@ -67,7 +69,7 @@ class Pipe(nn.Module):
         *,
         devices: Iterable[torch.device | str | int] | None = None,
         chunks: int = 1,
-        checkpoint: Mode | Sequence[Plan] = "except_last",
+        checkpoint: Mode | StagePlans | Sequence[Plan] = "except_last",
         deferred_batch_norm: bool = False,
         record: bool = False,
         check: Check = "metadata",
@@ -201,7 +203,10 @@ class Pipe(nn.Module):
             recorder=self._recorder,
         )
 
-    def _apply_plans(self, plans: Sequence[Plan]) -> None:
+    def _apply_plans(self, plans: StagePlans | Sequence[Plan]) -> None:
+        if isinstance(plans, StagePlans):
+            plans.apply(self)
+            return
         if len(plans) != len(self.partitions):
             raise PipelineError(
                 f"checkpoint: {len(plans)} plans were given for {len(self.partitions)} stages; one for each is needed."

@@ -12,6 +12,7 @@ from torchremat.errors import BudgetError, bug
 from torchremat.measuring.runs import run_traced, subject_of
 from torchremat.planning.budgets import check_budget, margin_of
 from torchremat.planning.chains import Cost
+from torchremat.planning.peers import peers_of
 from torchremat.planning.planner import Planner
 from torchremat.planning.plans import Plan
 from torchremat.planning.tracing import Step
@@ -74,7 +75,7 @@ def fit_with(
     """Apply a plan of a planner that is there already, see `fit`, and return it."""
     subject = subject_of(step, model, optimizer)
     device = planner.profile.device
-    margin_bytes = margin_of(margin)
+    margin_bytes, peers = margin_of(margin), peers_of(model)
     over = 0
     for attempt in range(1, _MOST_ATTEMPTS + 1):
         plan = planner.plan(budget, margin=margin, tighten_bytes=over)
@@ -84,7 +85,8 @@ def fit_with(
         except BaseException:
             plan.remove(model)
             raise
-        measured = max(planner.fixed_bytes + traced.peak_bytes, planner.optimizer_peak_bytes or 0)
+        risen = max(peers.all(lambda traced=traced: traced.peak_bytes))
+        measured = max(planner.fixed_bytes + risen, planner.optimizer_peak_bytes or 0)
         limit = plan.budget_bytes - margin_bytes
         if measured <= limit:
             return plan

@@ -20,6 +20,7 @@ from torch import Tensor, UntypedStorage
 
 from torchremat._compat.compiled_code import runs_compiled_code
 from torchremat._compat.modes import EagerMode
+from torchremat._compat.sharding import is_dtensor
 from torchremat.measuring.tracker import address_of
 from torchremat.regions.selection import memory_of, written_by
 from torchremat.regions.traits import Traits, traits_of
@@ -170,7 +171,8 @@ class OperatorLog(EagerMode):
 
     def value(self, tensor: Tensor) -> int | None:
         """Return the number of the value that a tensor has now; None if it has no memory to show."""
-        memory = memory_of(tensor)
+        # A sharded tensor has a storage, and no memory in it: its part of this process is a tensor of its own.
+        memory = None if is_dtensor(tensor) else memory_of(tensor)
         if memory is None:
             return None
         known = self._storages.get(address_of(memory))
@@ -199,7 +201,7 @@ class OperatorLog(EagerMode):
 
     def _written(self, tensor: Tensor) -> int | None:
         """Return the new value of a tensor that was written."""
-        memory = memory_of(tensor)
+        memory = None if is_dtensor(tensor) else memory_of(tensor)
         if memory is None:
             return None
         address = address_of(memory)

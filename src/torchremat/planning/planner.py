@@ -16,6 +16,7 @@ from torchremat.errors import BudgetError, DeviceError, DeviceWarning, Unsupport
 from torchremat.measuring.exhaustion import is_out_of_memory
 from torchremat.measuring.heap import heap_set_aside
 from torchremat.measuring.runs import run_traced, subject_of
+from torchremat.planning.agreement import profiled_together
 from torchremat.planning.budgets import bytes_of, check_budget, free_on, margin_of, percentage_of
 from torchremat.planning.calibration import device_here
 from torchremat.planning.certificates import claim_of
@@ -27,8 +28,8 @@ from torchremat.planning.frontiers import MOST_POINTS, Frontier, check_points, f
 from torchremat.planning.kernels import notice
 from torchremat.planning.layout import bare, calls_of
 from torchremat.planning.machines import Here
+from torchremat.planning.peers import peers_of
 from torchremat.planning.plans import PlainSource, Plan
-from torchremat.planning.profiling import profile_subject
 from torchremat.planning.pulls import PlainStep, Unseen, plain_step
 from torchremat.planning.reading import Profile
 from torchremat.planning.solving import Candidate, Search
@@ -89,7 +90,13 @@ class Planner:
                 f"on={on!r}."
             )
         self._machine, profiled, self._subject = placed(model, step, optimizer, device, on)
-        grains = profile_subject(profiled, self._subject, self._machine)
+        self._peers = peers_of(model)
+        if self._stores and self._peers.are_several:
+            raise UnsupportedError(
+                "stores are measured by each process for itself, and processes that train one model need one plan: "
+                "leave out stores."
+            )
+        grains = profiled_together(self._peers, profiled, self._subject, self._machine)
         if isinstance(self._machine, Elsewhere) and self._machine.kernels.unknown:
             text = notice(self._machine.description, self._machine.kernels.unknown)
             warnings.warn(text, DeviceWarning, stacklevel=_outside())
@@ -147,7 +154,12 @@ class Planner:
     def plain_peak(self) -> tuple[int, PlainSource]:
         """Return the peak of a plain training step, measured if it fits, else predicted."""
         if self._plain is None:
-            self._plain = self._measured_plain() or (self.peak_of(self.solver.plain), "predicted")
+            measured = self._peers.all(self._measured_plain)
+            fitting = [one for one in measured if one is not None]
+            if len(fitting) == len(measured):
+                self._plain = max(fitting)
+            else:
+                self._plain = self.peak_of(self.solver.plain), "predicted"
         return self._plain
 
     def _measured_plain(self) -> tuple[int, PlainSource] | None:
@@ -177,7 +189,12 @@ class Planner:
             BudgetError: The budget is no size, or no plan fits; the message has the smallest budget that works.
         """
         percent = percentage_of(budget)
-        plain_bytes, source = self.plain_peak() if percent is not None else self._known_plain()
+        if percent is not None:
+            self.plain_peak()
+        return self._peers.first(lambda: self._planned(budget, percent, margin, tighten_bytes))
+
+    def _planned(self, budget: int | str, percent: float | None, margin: int | str, tighten_bytes: int) -> Plan:
+        plain_bytes, source = self._known_plain()
         size = int(plain_bytes * percent / 100) if percent is not None else self._bytes_of(budget)
         margin_bytes = margin_of(margin)
         target = size - margin_bytes - tighten_bytes
@@ -269,6 +286,7 @@ class Planner:
                 "buffers": before.buffer_bytes,
                 "optimizer": before.optimizer_bytes + state,
                 "inputs": before.input_bytes,
+                **({"communication": before.communication_bytes} if before.communication_bytes else {}),
             },
             kept_bytes=found.prediction.kept_bytes,
             where=found.prediction.where,

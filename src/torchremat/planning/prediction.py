@@ -10,6 +10,8 @@ from torchremat.planning.moments import Key, Live, Moment
 from torchremat.planning.reading import Profile
 from torchremat.schedules.chain import Keep, Tree
 
+_BEFORE_BACKWARD = (Moment.FORWARD, Moment.LEFT, Moment.END)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
@@ -19,6 +21,8 @@ class Prediction:
         peak_bytes: Highest live bytes, relative to the start of the step.
         where: What runs at that moment.
         kept_bytes: Live bytes at the end of the forward, relative to the start of the step.
+        forward_bytes: Highest live bytes before backward begins; the higher of this and the next is the peak.
+        backward_bytes: Highest live bytes from there on.
         seconds: Spent in recomputes.
         nominal_s: The same on a device of no name, see `operators.nominal_seconds`.
         flops: Spent in recomputes.
@@ -29,6 +33,8 @@ class Prediction:
     peak_bytes: int
     where: str
     kept_bytes: int
+    forward_bytes: int
+    backward_bytes: int
     seconds: float
     nominal_s: float
     flops: int
@@ -39,6 +45,7 @@ class Prediction:
 def predict(profile: Profile, tree: Tree, loads: Loads = NO_LOADS) -> Prediction:
     """Return what a step under `tree` will need, with some of the kept units in stores; `moving_s` is left out."""
     peak, where, kept = profile.start_bytes, "code before the first module", 0
+    highest = {True: peak, False: 0}  # by whether backward has not begun
     seconds, nominal_s, flops, calls = 0.0, 0.0, 0, 0
     for unit, option in chosen_options(tree):
         seconds += profile.options[unit][option - 1].seconds
@@ -50,6 +57,8 @@ def predict(profile: Profile, tree: Tree, loads: Loads = NO_LOADS) -> Prediction
             over = over_bytes(profile, state)
             if state.key[0] is Moment.END:
                 kept = live
+            before = state.key[0] in _BEFORE_BACKWARD
+            highest[before] = max(highest[before], live + over)
             if live + over > peak:
                 peak, where = live + over, state.what
         else:
@@ -63,6 +72,8 @@ def predict(profile: Profile, tree: Tree, loads: Loads = NO_LOADS) -> Prediction
         peak_bytes=peak,
         where=where,
         kept_bytes=kept,
+        forward_bytes=highest[True],
+        backward_bytes=highest[False],
         seconds=seconds,
         nominal_s=nominal_s,
         flops=flops,

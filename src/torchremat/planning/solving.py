@@ -22,7 +22,7 @@ from torchremat.planning.prediction import Prediction, predict
 from torchremat.planning.profiling import Grains
 from torchremat.planning.reading import Profile
 from torchremat.planning.storing import Storing
-from torchremat.planning.units import Units
+from torchremat.planning.units import Unit, Units
 from torchremat.schedules.chain import Chain, Keep, Region, Tree
 from torchremat.schedules.persistent import Persistent
 from torchremat.schedules.uniform import candidates
@@ -298,8 +298,12 @@ def _loosened(tree: Tree, place: int, options: list[int]) -> Iterator[Tree]:
 def fitted(units: Units, tree: Tree) -> Tree:
     """Return the tree with no region across two calls of a root, and calls of the same root treated alike.
 
-    A root that is called several times in a step has one scope, whose choices hold for each of its calls.
+    A root that is called several times in a step has one scope, whose choices hold for each of its calls. Nor has it
+    regions over several modules that FSDP2 has sharded, which gathers the parameters of one at a time.
     """
+    if units.trace.sharded:
+        labels = [_shard_of(unit, units.trace.sharded) for unit in units.units]
+        tree = tuple(_parted(tree, labels))
     groups: list[list[int]] = []
     for index, unit in enumerate(units.units):
         if unit.root == len(groups):
@@ -321,6 +325,26 @@ def fitted(units: Units, tree: Tree) -> Tree:
             model[key] = (group[0], part)
         result += part
     return tuple(result)
+
+
+def _shard_of(unit: Unit, sharded: frozenset[str]) -> str:
+    """Return what tells the units of one sharded module from others: a unit that is one itself is alone."""
+    name = unit.keys[0][0]
+    if name in sharded:
+        return unit.name
+    parents = [name.rpartition(".")[0]]
+    while parents[-1]:
+        parents.append(parents[-1].rpartition(".")[0])
+    return next((f"inside {parent}" for parent in parents if parent in sharded), "")
+
+
+def _parted(nodes: Iterable[Keep | Region], labels: Sequence[str]) -> Iterator[Keep | Region]:
+    for node in nodes:
+        if isinstance(node, Region) and len(set(labels[node.first : node.last + 1])) > 1:
+            inner = _parted(node.children, labels)
+            yield from (child if isinstance(child, Region) else Region((child,)) for child in inner)
+        else:
+            yield node
 
 
 def _within(nodes: Iterable[Keep | Region], first: int, last: int) -> Iterator[Keep | Region]:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 
 from torchremat._compat.autograd import pop_saved_tensor_hooks, push_saved_tensor_hooks, top_saved_tensor_hooks
+from torchremat._compat.sharding import is_sharded
 from torchremat.errors import StepError, UnsupportedError
 from torchremat.measuring.allocator import AllocationTrace, record_allocations
 from torchremat.measuring.flops import FlopCounter
@@ -110,6 +111,7 @@ class Trace:
         flops: Of the whole forward.
         operators: All that ran.
         allocations: What the allocator did meanwhile, with a mark before and after each operator; None if not recorded.
+        sharded: The names of the modules that FSDP2 has sharded.
     """
 
     calls: list[Call]
@@ -122,6 +124,7 @@ class Trace:
     flops: int
     operators: OperatorTrace = field(default_factory=OperatorTrace)
     allocations: AllocationTrace | None = None
+    sharded: frozenset[str] = frozenset()
 
     def descendants(self, index: int) -> list[int]:
         """Return the calls made inside call `index`, itself included, at any depth, in order."""
@@ -309,6 +312,7 @@ def trace(model: nn.Module, step: Step, device: torch.device | None = None) -> T
         flops=flops.total,
         operators=log.trace,
         allocations=None if recorder is None else recorder.trace,
+        sharded=frozenset(name for name, module in model.named_modules() if is_sharded(module)),
     )
 
 

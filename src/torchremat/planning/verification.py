@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +17,14 @@ from torchremat.measuring.untouched import gradient_leaves
 from torchremat.planning.layout import applied_scopes, bare
 from torchremat.planning.machines import Here
 from torchremat.planning.optimizers import measure_optimizer
+from torchremat.planning.peers import peers_of
 from torchremat.planning.tracing import Step
 from torchremat.regions.wrapping import is_wrapped
 from torchremat.tensors.sizes import format_bytes
 
 _TIMED_RUNS = 3
+
+N = TypeVar("N", int, float)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +95,8 @@ def verify(
 ) -> Report:
     """Run a step with the regions that are on the model and one without them, and compare.
 
-    Model, gradients, buffers, generators and hooks are as before afterwards.
+    Model, gradients, buffers, generators and hooks are as before afterwards. All processes that train a model together
+    (DistributedDataParallel, FSDP2) call this, and get one report: the most bytes of any, the differences of all.
 
     Args:
         model: The model, with a plan applied or modules wrapped.
@@ -102,6 +107,41 @@ def verify(
     Raises:
         StepError: The step returns no loss.
     """
+    return _agreed(peers_of(model).all(lambda: _verified(model, step, optimizer, device)))
+
+
+def _agreed(told: list[Report]) -> Report:
+    """Return the report of all processes."""
+    if len(told) == 1:
+        return told[0]
+    different = {
+        line: None for rank, one in enumerate(told) for line in (f"process {rank}: {x}" for x in one.differences)
+    }
+    exact = [one.is_exact for one in told]
+    plain = [one.plain_peak_bytes for one in told]
+    plain_kept = [one.plain_kept_bytes for one in told]
+    plain_s = [one.plain_seconds for one in told]
+    return replace(
+        told[0],
+        is_exact=False if False in exact else None if None in exact else True,
+        differences=tuple(different),
+        peak_bytes=max(one.peak_bytes for one in told),
+        plain_peak_bytes=_highest(plain),
+        kept_bytes=max(one.kept_bytes for one in told),
+        plain_kept_bytes=_highest(plain_kept),
+        seconds=max(one.seconds for one in told),
+        plain_seconds=_highest(plain_s),
+    )
+
+
+def _highest(told: list[N | None]) -> N | None:
+    known = [one for one in told if one is not None]
+    return max(known) if len(known) == len(told) else None
+
+
+def _verified(
+    model: nn.Module, step: Step, optimizer: torch.optim.Optimizer | None, device: torch.device | str | None
+) -> Report:
     subject = subject_of(step, model, optimizer, needs_model=True)
     place = subject.device(device)
     regions = sum(map(is_wrapped, model.modules()))

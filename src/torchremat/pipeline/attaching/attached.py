@@ -30,6 +30,7 @@ from torchremat.pipeline.events import Event
 from torchremat.pipeline.prediction import costs_of, predict
 from torchremat.pipeline.recorder import Recorder
 from torchremat.pipeline.timeline import Timeline
+from torchremat.planning.layout import applied_scopes
 from torchremat.schedules.pipelines import recomputing
 from torchremat.tensors.sizes import parse_bytes
 
@@ -160,7 +161,7 @@ def attach(
             waited for, last region first, until it has come.
         lookahead_bytes: What may be recomputed ahead at once, None for no bound. Needs `lookahead`.
         checkpoint: `"all"`: regions recompute in every microbatch. `"in_flight"`: not in those whose backward follows
-            at once, as on the last stage of 1F1B; their forward makes no regions.
+            at once, as on the last stage of 1F1B; their forward makes no regions. Not with a plan on a stage.
         record: Whether to record what runs when, for `Attached.timeline` and `Attached.events`.
 
     Raises:
@@ -179,6 +180,8 @@ def attach(
         problems.append(f"checkpoint={checkpoint!r}: 'all' or 'in_flight' is allowed")
     if budget is not None and not lookahead:
         problems.append(f"lookahead_bytes={lookahead_bytes!r} with lookahead=False: there is nothing to bound")
+    if checkpoint == "in_flight":
+        problems += _planned(schedule)
     check_hooks(schedule, waits=lookahead or record)
     if lookahead:
         problems += _sharded(schedule, name)
@@ -197,6 +200,17 @@ def detach(schedule: object) -> None:
     if not isinstance(step, _Step):
         raise UnsupportedError(f"nothing is attached to this {type(schedule).__name__}, so there is nothing to detach.")
     step.attached.detach()
+
+
+def _planned(schedule: object) -> list[str]:
+    """Return what keeps microbatches from running without regions: a plan counts on all of its own."""
+    return [
+        f"checkpoint='in_flight' with a plan on stage {stage.stage_index}: microbatches whose backward follows at once "
+        "would keep more than the plan has counted; use checkpoint='all', plans of `plan_stages` leave out what a "
+        "stage need not recompute"
+        for stage in stages_of(schedule)
+        if any(scope.choices for scope in applied_scopes(stage.submod))
+    ]
 
 
 def _sharded(schedule: object, name: str) -> list[str]:

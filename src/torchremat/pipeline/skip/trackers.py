@@ -67,6 +67,11 @@ class CellTracker(SkipTracker):
             self._carrier.put(key, carried(value))
 
     @property
+    def waiting(self) -> dict[Key, object]:
+        """The skips that are here now: before the stage runs, those that came from elsewhere."""
+        return {key: one.value for key, one in self._carrier.left().items()}
+
+    @property
     def outgoing(self) -> dict[Key, object]:
         """The skips that have been stashed here so far and are popped by another stage.
 

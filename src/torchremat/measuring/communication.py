@@ -1,0 +1,61 @@
+"""What data parallelism keeps on a device beside parameters and gradients.
+
+DistributedDataParallel    buckets, as large as all gradients; none if the gradients are views of them
+FSDP2 (`fully_shard`)      while one sharded module runs, another one's gradients on their way to being reduced, as
+                           large as its parameters when they are whole: which of them waits depends on the network,
+                           so the largest one counts
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from torchremat._compat.sharding import is_sharded
+
+
+def communication_bytes(models: Iterable[nn.Module], device: torch.device) -> int:
+    """Return the bytes of the buckets of DistributedDataParallel, which are there before a step.
+
+    Args:
+        models: With the modules inside of them.
+        device: One without an index stands for all of its type.
+    """
+    modules = {id(module): module for model in models for module in model.modules()}.values()
+    return sum(
+        _trained_bytes(module.parameters(), device)
+        for module in modules
+        if is_data_parallel(module) and not module.gradient_as_bucket_view
+    )
+
+
+def reduced_bytes(model: nn.Module, device: torch.device) -> int:
+    """Return the most bytes of gradients that FSDP2 may have on their way at a time; an upper bound."""
+    found = (_trained_bytes(_own(module), device) for module in model.modules() if is_sharded(module))
+    return max(found, default=0)
+
+
+def is_data_parallel(module: nn.Module) -> bool:
+    """Return whether a module is a DistributedDataParallel."""
+    found = sys.modules.get("torch.nn.parallel.distributed")
+    return found is not None and isinstance(module, found.DistributedDataParallel)
+
+
+def _own(module: nn.Module) -> Iterable[nn.Parameter]:
+    """Return the parameters of a sharded module but those of sharded modules inside."""
+    others = {
+        id(one) for inner in module.modules() if inner is not module and is_sharded(inner) for one in inner.parameters()
+    }
+    return [one for one in module.parameters() if id(one) not in others]
+
+
+def _trained_bytes(parameters: Iterable[nn.Parameter], device: torch.device) -> int:
+    # Of a sharded parameter, the sizes are those of the whole.
+    return sum(
+        one.numel() * one.element_size()
+        for one in parameters
+        if one.requires_grad and one.device.type == device.type and device.index in (None, one.device.index)
+    )

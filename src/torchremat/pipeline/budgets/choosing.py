@@ -1,0 +1,144 @@
+"""The cheapest trees for the stages of one device: an integer program with a row for each load.
+
+    minimise    sum of the costs of what is chosen
+    such that   each stage has one tree
+                at each load, what all stages add is at most the limit
+
+Loads that are below another one for each stage and tree are left out, so a row or two is all that most devices have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import Bounds, LinearConstraint, milp
+
+from torchremat.errors import bug
+from torchremat.pipeline.budgets.loads import Load
+from torchremat.planning.microbatches import Share
+
+# The solver works in floats, with a tolerance. So bytes are counted in parts, rounded up, of which there are this many.
+_PARTS = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """A tree for each stage of a device.
+
+    Attributes:
+        shares: By stage.
+        peak_bytes: Of the device, over what lies there whatever the plan is.
+        highest: The load with that peak.
+    """
+
+    shares: Mapping[int, Share]
+    peak_bytes: int
+    highest: Load
+
+
+class Choices:
+    """What there is to choose for a device.
+
+    Args:
+        shares: By stage; the first of each keeps everything.
+        loads: The loads of the device.
+    """
+
+    def __init__(self, shares: Mapping[int, Sequence[Share]], loads: Sequence[Load]) -> None:
+        self._shares = shares
+        self._plain = {stage: found[0] for stage, found in shares.items()}
+        self._loads = loads
+
+    @cached_property
+    def plain(self) -> Chosen:
+        """What keeps everything."""
+        return self._chosen(dict.fromkeys(self._shares, 0))
+
+    @cached_property
+    def floor(self) -> Chosen:
+        """What has the lowest peak."""
+        return self._solved(None)
+
+    def cheapest(self, limit_bytes: int) -> Chosen | None:
+        """Return the cheapest choice with a peak of at most the limit; None if there is none."""
+        if self.plain.peak_bytes <= limit_bytes:
+            return self.plain
+        if self.floor.peak_bytes > limit_bytes:
+            return None
+        found = self._solved(limit_bytes)
+        return found if found.peak_bytes <= limit_bytes else self.floor
+
+    @cached_property
+    def _part_bytes(self) -> int:
+        return max(1, self.plain.peak_bytes // _PARTS)
+
+    @cached_property
+    def _rows(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """What each tree of each stage adds at each load, and what is there beside; in parts, rounded up."""
+        rows = np.array(
+            [
+                [
+                    load.bytes_of(stage, one, self._plain[stage])
+                    for stage, found in self._shares.items()
+                    for one in found
+                ]
+                for load in self._loads
+            ],
+            dtype=np.float64,
+        )
+        fixed = np.array([load.fixed_bytes(self._plain) for load in self._loads], dtype=np.float64)
+        above = [place for place in range(len(rows)) if not _is_below_another(rows, fixed, place)]
+        return np.ceil(rows[above] / self._part_bytes), np.ceil(fixed[above] / self._part_bytes)
+
+    def _solved(self, limit_bytes: int | None) -> Chosen:
+        """Return the cheapest choice within a limit; without one, that of the lowest peak."""
+        rows, fixed = self._rows
+        counts = [len(found) for found in self._shares.values()]
+        total = sum(counts)
+        one_each = np.zeros((len(counts), total + 1))
+        for stage, (count, end) in enumerate(zip(counts, np.cumsum(counts).tolist(), strict=True)):
+            one_each[stage, end - count : end] = 1
+        # The last variable is the peak: minimised where no limit is given, and else held at it.
+        below = np.hstack([rows, -np.ones((len(rows), 1))])
+        costs = np.array([one.cost for found in self._shares.values() for one in found])
+        scale = costs.max() or 1.0
+        if limit_bytes is None:
+            objective, most = np.append(1e-6 * costs / scale, 1.0), np.inf
+        else:
+            objective, most = np.append(costs / scale, 0.0), float(limit_bytes // self._part_bytes)
+        result = milp(
+            objective,
+            integrality=np.append(np.ones(total), 0),
+            bounds=Bounds(np.zeros(total + 1), np.append(np.ones(total), most)),
+            constraints=[LinearConstraint(one_each, 1, 1), LinearConstraint(below, -np.inf, -fixed)],
+        )
+        if result.x is None:
+            # Rounded up, no choice is within a limit that the lowest one is within.
+            return self.floor if limit_bytes is not None else self._failed(str(result.message))
+        picks = dict[int, int]()
+        for stage, values in zip(self._shares, np.split(result.x[:total], np.cumsum(counts)[:-1]), strict=True):
+            picks[stage] = int(values.argmax())
+        return self._chosen(picks)
+
+    def _failed(self, message: str) -> Chosen:
+        raise bug(f"no choice for {len(self._shares)} stages and {len(self._loads)} loads: {message}")
+
+    def _chosen(self, picks: Mapping[int, int]) -> Chosen:
+        shares = {stage: found[picks[stage]] for stage, found in self._shares.items()}
+
+        def bytes_at(load: Load) -> int:
+            parts = (load.bytes_of(stage, share, self._plain[stage]) for stage, share in shares.items())
+            return load.fixed_bytes(self._plain) + sum(parts)
+
+        highest = max(self._loads, key=bytes_at)
+        return Chosen(shares=shares, peak_bytes=bytes_at(highest), highest=highest)
+
+
+def _is_below_another(rows: NDArray[np.float64], fixed: NDArray[np.float64], place: int) -> bool:
+    below = (rows >= rows[place]).all(axis=1) & (fixed >= fixed[place])
+    equal = (rows == rows[place]).all(axis=1) & (fixed == fixed[place])
+    return bool((below & ~equal).any() or equal[:place].any())

@@ -1,0 +1,239 @@
+"""From a budget for each device to a plan for each stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any, TypeVar, cast
+
+import torch.distributed as dist
+
+from torchremat._compat.pipelining import group_of
+from torchremat.errors import BudgetError, PipelineError, StepError
+from torchremat.measuring.heap import heap_set_aside
+from torchremat.pipeline.budgets.choosing import Choices, Chosen
+from torchremat.pipeline.budgets.pipes import sites_of_pipe
+from torchremat.pipeline.budgets.plans import DevicePlan, StagePlan, StagePlans, stages_in
+from torchremat.pipeline.budgets.samples import Sample, Site
+from torchremat.pipeline.budgets.schedules import site_of_schedule
+from torchremat.pipeline.pipe import Pipe
+from torchremat.planning.budgets import bytes_of, margin_of, percentage_of
+from torchremat.planning.chains import Cost
+from torchremat.planning.layout import check_bare
+from torchremat.planning.microbatches import Share, shares
+from torchremat.planning.peers import gathered
+from torchremat.planning.planner import Planner
+from torchremat.tensors.sizes import format_bytes
+
+T = TypeVar("T")
+Budgets = int | str | Sequence[int | str]
+
+
+class StagePlanner:
+    """Plans the stages of one pipeline, any number of times from one profile of each.
+
+    Args:
+        pipeline: As for `plan_stages`.
+        step: As for `plan_stages`.
+        cost: As for `plan_stages`.
+
+    Raises:
+        StepError: See `plan_stages`.
+        PlanError: See `plan_stages`.
+    """
+
+    def __init__(self, pipeline: object, step: Callable[[Any], object], *, cost: Cost = "seconds") -> None:
+        own, self._stages = stages_in(pipeline)
+        for _, module in own:
+            check_bare(module)
+        self._group: dist.ProcessGroup | None = None
+        self._is_alone = isinstance(pipeline, Pipe)
+        if isinstance(pipeline, Pipe):
+            sites = sites_of_pipe(pipeline, step)
+        else:
+            self._group = cast("dist.ProcessGroup | None", group_of(pipeline))
+            sites = [site_of_schedule(pipeline, step)]
+        self._planned = self._told(lambda: [_Planned(site, cost) for site in sites], ours_alone=True)
+
+    def plan(self, budget: Budgets, *, margin: int | str = 0) -> StagePlans:
+        """Return the cheapest plans found with which every device is within its budget.
+
+        Args:
+            budget: As for `plan_stages`.
+            margin: As for `plan_stages`.
+
+        Raises:
+            BudgetError: See `plan_stages`.
+            PipelineError: See `plan_stages`.
+        """
+        found = self._told(lambda: [one.plan(each, margin) for one, each in self._with_budgets(budget)])
+        stages = sorted((stage for _, those in found for stage in those), key=lambda one: one.stage)
+        return StagePlans(
+            stages=tuple(stages),
+            devices=tuple(device for device, _ in found),
+            microbatches=self._planned[0].microbatches,
+        )
+
+    def _with_budgets(self, budget: Budgets) -> list[tuple[_Planned, int | str]]:
+        """Return the devices of this process, each with its budget."""
+        count = len(self._planned) if self._is_alone else dist.get_world_size(self._group)
+        budgets = [budget] * count if isinstance(budget, int | str) else list(budget)
+        if len(budgets) != count:
+            what = "devices" if self._is_alone else "processes"
+            names = f": {', '.join(one.site.name for one in self._planned)}" if self._is_alone else ""
+            raise PipelineError(
+                f"budget: {len(budgets)} were given for {count} {what}{names}. Give one for each, or one for all."
+            )
+        first = 0 if self._is_alone else dist.get_rank(self._group)
+        return list(zip(self._planned, budgets[first:], strict=False))
+
+    def _told(self, work: Callable[[], list[T]], *, ours_alone: bool = False) -> list[T]:
+        """Return what some work finds here or, with many processes, in all of them, which all stop where one does."""
+        if self._is_alone:
+            return work()
+        if ours_alone:
+            mine: list[T] = []
+            gathered(lambda: mine.extend(work()), self._group)
+            return mine
+        return [one for those in gathered(work, self._group) for one in those]
+
+
+class _Planned:
+    """A device whose stages have been profiled."""
+
+    def __init__(self, site: Site, cost: Cost) -> None:
+        self.site = site
+        self._planners = {sample.stage: _planner(sample, site, cost) for sample in site.samples}
+        self.microbatches = site.microbatches
+
+    @cached_property
+    def _shares(self) -> dict[int, tuple[Share, ...]]:
+        with heap_set_aside():
+            return {one.stage: shares(self._planners[one.stage].solver, _weights(one)) for one in self.site.samples}
+
+    @cached_property
+    def _choices(self) -> Choices:
+        return Choices(self._shares, self.site.loads)
+
+    @property
+    def _before_bytes(self) -> int:
+        """Parameters, gradients and buffers of all stages here."""
+        found = (planner.profile.before for planner in self._planners.values())
+        return sum(one.total_bytes - one.input_bytes for one in found)
+
+    @property
+    def _fixed_bytes(self) -> int:
+        return self._before_bytes + self.site.boundary_bytes
+
+    def plan(self, budget: int | str, margin: int | str) -> tuple[DevicePlan, list[StagePlan]]:
+        """Return what the device needs, and the plans of its stages."""
+        plain, floor = self._choices.plain, self._choices.floor
+        percent = percentage_of(budget)
+        if percent is not None:
+            size = int((self._fixed_bytes + plain.peak_bytes) * percent / 100)
+        else:
+            size = bytes_of(budget, self.site.device)
+        reserved = margin_of(margin)
+        chosen = self._choices.cheapest(size - reserved - self._fixed_bytes)
+        if chosen is None:
+            raise BudgetError(self._nothing_fits(size, str(budget), reserved))
+        device = DevicePlan(
+            name=self.site.name,
+            stages=tuple(sorted(self._planners)),
+            budget_bytes=size,
+            peak_bytes=self._fixed_bytes + chosen.peak_bytes,
+            plain_peak_bytes=self._fixed_bytes + plain.peak_bytes,
+            floor_bytes=self._fixed_bytes + floor.peak_bytes,
+            before_bytes=self._before_bytes,
+            boundary_bytes=self.site.boundary_bytes,
+            where=_words(chosen),
+        )
+        return device, [self._stage(stage, chosen, size) for stage in sorted(self._planners)]
+
+    def _stage(self, stage: int, chosen: Chosen, size: int) -> StagePlan:
+        planner, share, plain = self._planners[stage], chosen.shares[stage], self._choices.plain.shares[stage]
+        prediction = share.candidate.prediction
+        return StagePlan(
+            stage=stage,
+            plan=None if share is plain else planner.plan_of(share.candidate, size, str(size)),
+            in_flight=self.site.in_flight[stage],
+            kept_bytes=share.kept_bytes,
+            plain_kept_bytes=plain.kept_bytes,
+            recomputed_flops=prediction.flops,
+            slowdown=1 + prediction.seconds / planner.profile.seconds,
+        )
+
+    def _nothing_fits(self, size: int, budget: str, reserved_bytes: int) -> str:
+        floor = self._fixed_bytes + self._choices.floor.peak_bytes + reserved_bytes
+        reserved = f", of which {format_bytes(reserved_bytes)} are set aside" if reserved_bytes else ""
+        held = ", ".join(f"stage {stage} holds {count}" for stage, count in sorted(self.site.in_flight.items()))
+        return (
+            f"{self.site.name}: no plans fit the budget of {format_bytes(size)} ({budget}){reserved}. Smallest budget "
+            f"that works: {floor} bytes ({format_bytes(floor)}). {format_bytes(self._before_bytes)} of it are "
+            f"parameters, gradients and buffers, and {format_bytes(self.site.boundary_bytes)} lie between the stages; "
+            f"of microbatches, {held} at a time. Smaller microbatches lower what is left; so do more stages."
+        )
+
+
+def _planner(sample: Sample, site: Site, cost: Cost) -> Planner:
+    try:
+        return Planner(sample.module, sample.step, device=site.device, cost=cost)
+    except StepError as error:
+        raise StepError(f"stage {sample.stage}: {error}") from error
+
+
+def _weights(sample: Sample) -> dict[str, int]:
+    """Return the bytes of the gradients of each module's weights."""
+    return {
+        name: sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad)
+        for name, module in sample.module.named_modules()
+    }
+
+
+def _words(chosen: Chosen) -> str:
+    match chosen.highest.phase:
+        case "forward":
+            return f"forward of stage {chosen.highest.running}"
+        case "backward" | "first" | "split":
+            return f"backward of stage {chosen.highest.running}"
+        case "loss":
+            return "the loss, between forward and backward"
+
+
+def plan_stages(
+    pipeline: object,
+    step: Callable[[Any], object],
+    *,
+    budget: Budgets,
+    cost: Cost = "seconds",
+    margin: int | str = 0,
+) -> StagePlans:
+    """Return a plan for each stage of a pipeline, such that every device stays within its budget; nothing is applied.
+
+    Each stage is planned for as many microbatches as its schedule lets it hold: on 1F1B stage s of n holds n - s, and
+    the last one of them one. At each moment of a step
+
+        parameters, gradients, buffers + what lies between the stages
+        + microbatches held x what each keeps + the peak of the one that runs    is at most the budget.
+
+    The step is run once for this, and one microbatch of each stage a few times by itself. An optimizer is not counted:
+    leave room for its state by `margin`.
+
+    Args:
+        pipeline: A `Pipe` made with a mode, not with plans; or a schedule that `attach` knows, and then all processes
+            call this.
+        step: Called with the pipeline. For a pipe it returns the loss of a batch, as for `plan`; for a schedule it runs
+            a step: `lambda schedule: schedule.step(x, target=y)`.
+        budget: Peak bytes of a device, or of a process, in a step: an int, `"6GiB"`, or `"60%"` of the plain peak that
+            is predicted for it; one for all, or one for each.
+        cost: What to minimise, `"seconds"` or `"flops"`.
+        margin: Bytes of each budget to leave free.
+
+    Raises:
+        BudgetError: A budget is no size, or no plans fit it; the message has the smallest that works.
+        PipelineError: There are more or fewer budgets than devices.
+        PlanError: A stage has a plan or a wrapped module already.
+        StepError: The step does not run the pipeline, or returns no loss.
+        UnsupportedError: A schedule of another class, or a profiler is active.
+    """
+    return StagePlanner(pipeline, step, cost=cost).plan(budget, margin=margin)

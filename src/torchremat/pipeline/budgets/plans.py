@@ -1,0 +1,209 @@
+"""Plans of the stages of a pipeline, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import cast, overload
+
+from torch import nn
+
+from torchremat._compat.pipelining import stages_of
+from torchremat.errors import PipelineError, PlanError
+from torchremat.planning.layout import check_bare
+from torchremat.planning.plans import Plan
+from torchremat.tensors.sizes import format_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagePlan:
+    """What becomes of one stage.
+
+    Attributes:
+        stage: Its number.
+        plan: For one microbatch of it; None if nothing is recomputed.
+        in_flight: How many microbatches it holds at most, the one that runs included.
+        kept_bytes: What a microbatch keeps from its forward to its backward.
+        plain_kept_bytes: The same without any recompute.
+        recomputed_flops: Of one microbatch.
+        slowdown: Predicted seconds of a microbatch over those of a plain one.
+    """
+
+    stage: int
+    plan: Plan | None
+    in_flight: int
+    kept_bytes: int
+    plain_kept_bytes: int
+    recomputed_flops: int
+    slowdown: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class DevicePlan:
+    """What a device needs with the plans of its stages.
+
+    Attributes:
+        name: The device; with many processes, the process as well.
+        stages: Those that lie there.
+        budget_bytes: Its budget.
+        peak_bytes: Predicted peak of a step.
+        plain_peak_bytes: The same without any recompute.
+        floor_bytes: The smallest budget for which there are plans.
+        before_bytes: What lies there whatever the plans are: parameters, gradients and buffers.
+        boundary_bytes: And between the stages: inputs, outputs, gradients on their way.
+        where: What runs at the peak.
+    """
+
+    name: str
+    stages: tuple[int, ...]
+    budget_bytes: int
+    peak_bytes: int
+    plain_peak_bytes: int
+    floor_bytes: int
+    before_bytes: int
+    boundary_bytes: int
+    where: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagePlans(Sequence[StagePlan]):
+    """A plan for each stage of a pipeline, with which every device stays within its budget. See `plan_stages`.
+
+    Attributes:
+        stages: In order.
+        devices: In the order of their first stages; with many processes, of the processes.
+        microbatches: Of a step.
+    """
+
+    stages: tuple[StagePlan, ...]
+    devices: tuple[DevicePlan, ...]
+    microbatches: int
+
+    @overload
+    def __getitem__(self, index: int) -> StagePlan: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[StagePlan]: ...
+
+    def __getitem__(self, index: int | slice) -> StagePlan | Sequence[StagePlan]:
+        """Return a stage's."""
+        return self.stages[index]
+
+    def __len__(self) -> int:
+        """Return how many stages there are."""
+        return len(self.stages)
+
+    def __iter__(self) -> Iterator[StagePlan]:
+        """Yield the stages' plans."""
+        return iter(self.stages)
+
+    @property
+    def recomputed_flops(self) -> int:
+        """Of a step, in all stages."""
+        return self.microbatches * sum(one.recomputed_flops for one in self.stages)
+
+    def check(self, pipeline: object) -> None:
+        """Raise if the plans were made for other stages than those of a pipe or, of this process, of a schedule.
+
+        Raises:
+            PipelineError: There are more or fewer.
+            PlanError: One is another; the message has all that differs.
+            UnsupportedError: It is no pipe, and no schedule that is known.
+        """
+        for number, module in self._stages_of(pipeline):
+            plan = self.stages[number].plan
+            if plan is not None:
+                _named(number, plan.check, module)
+
+    def apply(self, pipeline: object) -> None:
+        """Put the plans on the stages of a pipe, or on those of a schedule that this process runs. Runs nothing.
+
+        Raises:
+            PipelineError: See `check`.
+            PlanError: See `check`; or a stage has a plan or a wrapped module already.
+            UnsupportedError: See `check`.
+        """
+        self.check(pipeline)
+        done: list[tuple[Plan, nn.Module]] = []
+        try:
+            for number, module in self._stages_of(pipeline):
+                check_bare(module)
+                plan = self.stages[number].plan
+                if plan is not None:
+                    plan.apply(module)
+                    done.append((plan, module))
+        except BaseException:
+            for plan, module in done:
+                plan.remove(module)
+            raise
+
+    def remove(self, pipeline: object) -> None:
+        """Take the plans off, as far as they are on.
+
+        Raises:
+            PipelineError: See `check`.
+            PlanError: See `check`.
+            UnsupportedError: See `check`.
+        """
+        self.check(pipeline)
+        for number, module in self._stages_of(pipeline):
+            plan = self.stages[number].plan
+            if plan is not None:
+                plan.remove(module)
+
+    def _stages_of(self, pipeline: object) -> Sequence[tuple[int, nn.Module]]:
+        found, count = stages_in(pipeline)
+        if count != len(self.stages):
+            raise PipelineError(
+                f"checkpoint: plans of {len(self.stages)} stages were given, and the pipeline has {count}. Plan these "
+                "stages, with `torchremat.pipeline.plan_stages`."
+            )
+        return found
+
+    def __str__(self) -> str:
+        return "\n".join([*_device_rows(self.devices), "", *_stage_rows(self.stages)])
+
+
+def stages_in(pipeline: object) -> tuple[Sequence[tuple[int, nn.Module]], int]:
+    """Return the stages that this process runs, each with its number, and how many there are in all.
+
+    Raises:
+        UnsupportedError: It is no pipe, and no schedule that is known.
+    """
+    if isinstance(pipeline, nn.Module) and hasattr(pipeline, "partitions"):
+        partitions = list(cast("Sequence[nn.Module]", pipeline.partitions))
+        return list(enumerate(partitions)), len(partitions)
+    found = stages_of(pipeline)
+    return [(stage.stage_index, stage.submod) for stage in found], found[0].num_stages
+
+
+def _named(stage: int, check: Callable[[nn.Module], None], module: nn.Module) -> None:
+    try:
+        check(module)
+    except PlanError as error:
+        raise PlanError(f"stage {stage}: {error}") from None
+
+
+def _device_rows(devices: Sequence[DevicePlan]) -> Iterator[str]:
+    width = max(6, *(len(one.name) for one in devices))
+    names = ("budget", "peak", "plain", "floor", "before")
+    yield "  ".join([f"{'device':<{width}}", *(f"{name:>10}" for name in names), "highest during"])
+    for one in devices:
+        sizes = (
+            one.budget_bytes,
+            one.peak_bytes,
+            one.plain_peak_bytes,
+            one.floor_bytes,
+            one.before_bytes + one.boundary_bytes,
+        )
+        yield "  ".join([f"{one.name:<{width}}", *(f"{format_bytes(size):>10}" for size in sizes), one.where])
+
+
+def _stage_rows(stages: Sequence[StagePlan]) -> Iterator[str]:
+    yield f"{'stage':<5}  {'in flight':>9}  {'each keeps':>10}  {'plain':>10}  {'time':>6}  plan"
+    for one in stages:
+        words = "never" if one.plan is None else f"{one.plan.recomputed_calls} calls recomputed"
+        yield (
+            f"{one.stage:<5}  {one.in_flight:>9}  {format_bytes(one.kept_bytes):>10}  "
+            f"{format_bytes(one.plain_kept_bytes):>10}  {one.slowdown:>5.2f}x  {words}"
+        )

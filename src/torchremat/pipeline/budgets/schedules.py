@@ -1,0 +1,144 @@
+"""The site of a process that runs stages of a schedule of torch.distributed.pipelining.
+
+A step runs once with every stage as a region, in all processes, so that each microbatch holds no more than its input.
+
+    what lies there whatever the plan is                                               times
+    inputs, in buffers that are made once (of the first stage: parts of the batch)     microbatches
+    gradients of outputs, in buffers that are made once; not of the last stage         microbatches
+    targets of the last stage                                                          microbatches
+    its outputs, which are there until the end of a step                               microbatches that are done
+    gradients that were sent: the process group may let go of them late                microbatches that are done
+    gradients and outputs that are being sent, or are in their backward                2
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from torchremat._compat.pipelining import LOSS, Stage, group_of, loss_function_of, microbatches_of, stages_of
+from torchremat.errors import StepError
+from torchremat.measuring.untouched import untouched
+from torchremat.pipeline.attaching.orders import order_of
+from torchremat.pipeline.attaching.patches import Patch
+from torchremat.pipeline.budgets.loads import loads_of, most_held
+from torchremat.pipeline.budgets.samples import Sample, Site, Taken, bytes_of, holding, received, taken
+from torchremat.pipeline.microbatch import Microbatch
+from torchremat.regions.wrapping import unwrap, wrap
+
+
+def site_of_schedule(schedule: object, step: Callable[[object], object]) -> Site:
+    """Return this process's site.
+
+    Args:
+        schedule: One that `attach` knows, without plans on its stages.
+        step: Called with the schedule, runs a step of it.
+
+    Raises:
+        StepError: The step did not run every stage, or the schedule has no loss.
+    """
+    stages = stages_of(schedule)
+    seen = _seen(schedule, step)
+    loss = loss_function_of(schedule)
+    if loss is None:
+        raise StepError("schedule: without a `loss_fn` it runs no backward, and there is nothing to plan.")
+    microbatches = microbatches_of(schedule)
+    rank = dist.get_rank(cast("dist.ProcessGroup | None", group_of(schedule)))
+    samples: list[Sample] = []
+    left_bytes: dict[int, int] = {}
+    boundary_bytes = 0
+    for stage in stages:
+        found = seen[stage.stage_index]
+        is_first, is_last = stage.stage_index == 0, stage.stage_index == stage.num_stages - 1
+        run = _Run(seen=found, loss=loss if is_last else None)
+        samples.append(Sample(stage=stage.stage_index, module=stage.submod, step=run))
+        inputs, outputs = bytes_of(found.taken.given.tensors), bytes_of(found.output)
+        left_bytes[stage.stage_index] = (0 if is_first else inputs) + (outputs if is_last else 0)
+        boundary_bytes += microbatches * inputs + (0 if is_first else 2 * inputs)
+        if is_last:
+            boundary_bytes += microbatches * sum(one.nbytes for one in Microbatch.of(found.target).tensors)
+        else:
+            boundary_bytes += (microbatches + 2) * outputs
+    device = next((one.device for stage in stages for one in stage.submod.parameters()), torch.device("cpu"))
+    actions = order_of(schedule)[rank]
+    return Site(
+        name=f"process {rank} ({device})",
+        device=device,
+        loads=loads_of(actions, left_bytes),
+        in_flight=most_held(actions),
+        microbatches=microbatches,
+        samples=samples,
+        boundary_bytes=boundary_bytes,
+    )
+
+
+@dataclass
+class _Seen:
+    """What a stage was given, and what it returned."""
+
+    taken: Taken
+    output: list[Tensor] = field(default_factory=list[Tensor])
+    target: object = None
+
+
+def _seen(schedule: object, step: Callable[[object], object]) -> dict[int, _Seen]:
+    """Run a step, and return the last microbatch of each stage: the first calls may be torch's own."""
+    stages = stages_of(schedule)
+    seen: dict[int, _Seen] = {}
+
+    def entered(stage: Stage, _: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        seen[stage.stage_index] = _Seen(taken((args, kwargs)))
+
+    def left(stage: Stage, _: nn.Module, args: object, output: object) -> None:
+        outputs = Microbatch.of(output).tensors
+        seen[stage.stage_index].output = [torch.empty_like(one, requires_grad=False) for one in outputs]
+
+    own = loss_function_of(schedule)
+
+    def loss(output: object, target: object, **others: object) -> object:
+        for stage in stages:
+            if stage.stage_index == stage.num_stages - 1 and stage.stage_index in seen:
+                seen[stage.stage_index].target = target
+        return cast("Callable[..., object]", own)(output, target, **others)
+
+    with ExitStack() as stack:
+        stack.enter_context(untouched([stage.submod for stage in stages]))
+        for stage in stages:
+            wrap(stage.submod, _is_root)
+            stack.callback(unwrap, stage.submod)
+            stack.callback(stage.submod.register_forward_pre_hook(partial(entered, stage), with_kwargs=True).remove)
+            stack.callback(stage.submod.register_forward_hook(partial(left, stage)).remove)
+        if own is not None:
+            stack.callback(Patch(schedule, LOSS, loss).undo)
+        step(schedule)
+    missing = [stage.stage_index for stage in stages if stage.stage_index not in seen]
+    if missing:
+        raise StepError(f"the step did not run the stages {missing} of the schedule; does it call `schedule.step`?")
+    return seen
+
+
+def _is_root(name: str, _: nn.Module) -> bool:
+    return name == ""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Run:
+    """Runs a stage on a microbatch, as the schedule does."""
+
+    seen: _Seen
+    loss: Callable[..., object] | None
+
+    def __call__(self, module: nn.Module) -> object:
+        args, kwargs = cast("tuple[tuple[object, ...], dict[str, object]]", self.seen.taken.leaves(new=False))
+        output = module(*args, **kwargs)
+        if self.loss is not None:
+            loss = self.loss(output, self.seen.target)
+            return holding(loss, output) if isinstance(loss, Tensor) else loss  # the latter is told by the profile
+        return received(output, held=True, grads=self.seen.output)

@@ -1,0 +1,103 @@
+"""The processes that train one model together, and what they have to agree on.
+
+Each of them has a budget of its own, and the same plan: a region that one recomputes and another does not would gather
+parameters, or reduce gradients, in another order. So they agree, in this order, on
+
+    a profile      the most bytes of any process, the mean of the seconds
+    a plan         that of the first process
+    a measurement  the most bytes of any process, the differences of all
+
+Data parallel are a model in DistributedDataParallel and one that FSDP2 has sharded. Any other model is planned by each
+process for itself, which asks nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch.distributed as dist
+from torch import nn
+
+from torchremat._compat.sharding import is_dtensor, is_sharded
+from torchremat.errors import TorchrematError
+from torchremat.measuring.communication import is_data_parallel
+
+T = TypeVar("T")
+
+
+def gathered(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
+    """Do some work in every process of a group, and return the result of each, in the order of their ranks.
+
+    What the work raises in one process is raised in all of them, so that none waits for one that has stopped.
+
+    Args:
+        work: Does without the others; its result can be pickled.
+        group: The process group, None for all processes.
+    """
+    mine: tuple[T | None, Exception | None]
+    try:
+        mine = work(), None
+    except Exception as error:  # noqa: BLE001  whatever it is, it is raised below, once the others know
+        mine = None, error
+    rank, told = dist.get_rank(group), None if mine[1] is None else _told(mine[1])
+    found: list[tuple[T | None, tuple[type[TorchrematError] | None, str] | None] | None]
+    found = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, (mine[0], told), group=group)
+    if mine[1] is not None:
+        raise mine[1]
+    for other, one in enumerate(found):
+        if one is not None and one[1] is not None:
+            kind, words = one[1]
+            raise (kind or RuntimeError)(f"in process {other} of the group (this is {rank}): {words}")
+    return [cast("T", one[0]) for one in found if one is not None]
+
+
+def _told(error: Exception) -> tuple[type[TorchrematError] | None, str]:
+    """Return what other processes can raise: of errors that are not ours, nobody knows how they are made."""
+    if isinstance(error, TorchrematError):
+        return type(error), str(error)
+    return None, f"{type(error).__name__}: {error}"
+
+
+class Peers:
+    """The processes that train a model together.
+
+    Args:
+        group: Their process group; None if there is one process.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group = group
+
+    @property
+    def are_several(self) -> bool:
+        """Whether there are others to agree with."""
+        return self._group is not None
+
+    def all(self, work: Callable[[], T]) -> list[T]:
+        """Do some work in each process, and return all results; what one raises, all raise."""
+        return [work()] if self._group is None else gathered(work, self._group)
+
+    def first(self, work: Callable[[], T]) -> T:
+        """Do some work in each process, and return the result of the first one."""
+        return self.all(work)[0]
+
+
+def peers_of(model: nn.Module) -> Peers:
+    """Return the processes that train a model together, by the wrapper or the shards that it has."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return Peers(None)
+    for module in model.modules():
+        if is_data_parallel(module):
+            return Peers(cast("dist.ProcessGroup", module.process_group))
+        if is_sharded(module):
+            for parameter in module.parameters():
+                if is_dtensor(parameter):
+                    return Peers(_group_of(cast("Any", parameter).device_mesh))
+    return Peers(None)
+
+
+def _group_of(mesh: Any) -> dist.ProcessGroup:
+    """Return the group of the first dimension of a mesh: the one that is sharded, or replicated around the shards."""
+    return mesh.get_group(0) if mesh.ndim > 1 else mesh.get_group()

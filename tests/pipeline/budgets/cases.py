@@ -1,0 +1,159 @@
+"""What two processes do with plans for the stages of schedules."""
+
+from importlib import import_module
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+
+from torchremat import BudgetError, PipelineError, PlanError, UnsupportedError, unwrap, wrap
+from torchremat.measuring.allocator import record_allocations
+from torchremat.pipeline import StagePlanner, attach, plan_stages
+
+WIDTH, BLOCKS, MICROBATCHES, ROWS = 32, 4, 4, 32
+CPU = torch.device("cpu")
+
+
+class Block(nn.Module):
+    """Counts its calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return x + self.down(functional.gelu(self.up(x)))
+
+
+class Program:
+    """A schedule with two stages, one in each process, or four, two in each."""
+
+    def __init__(self, name):
+        pipelining = import_module("torch.distributed.pipelining")
+        rank = dist.get_rank()
+        is_single = name in ("ScheduleGPipe", "Schedule1F1B")
+        here, count = ([rank], 2) if is_single else ([rank, rank + 2], 4)
+        self.modules = []
+        for number in here:
+            torch.manual_seed(number)
+            self.modules.append(nn.Sequential(*(Block() for _ in range(BLOCKS))))
+        self.stages = [
+            pipelining.PipelineStage(module, number, count, CPU)
+            for module, number in zip(self.modules, here, strict=True)
+        ]
+        self.schedule = getattr(pipelining, name)(
+            self.stages[0] if is_single else self.stages, MICROBATCHES, loss_fn=functional.mse_loss
+        )
+        self.x, self.target = torch.randn(2, MICROBATCHES * ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
+
+    def step(self, schedule):
+        first = (self.x,) if self.stages[0].is_first else ()
+        last = {"target": self.target} if any(one.is_last for one in self.stages) else {}
+        return schedule.step(*first, **last)
+
+    def peak_bytes(self):
+        """The measured peak of a step, with what lies there before it."""
+        parameters = [parameter for module in self.modules for parameter in module.parameters()]
+        for one in parameters:
+            one.grad = torch.zeros_like(one)
+        with record_allocations(CPU) as recorder:
+            self.step(self.schedule)
+        there = 2 * sum(one.nbytes for one in parameters)
+        # And of each stage inputs, and gradients or targets: in buffers that are made once, or in the batch.
+        return recorder.trace.peak_bytes + there + len(self.stages) * (self.x.nbytes + self.target.nbytes)
+
+    def gradients(self):
+        for module in self.modules:
+            module.zero_grad()
+        for block in (block for module in self.modules for block in module):
+            block.calls = 0
+        self.step(self.schedule)
+        return [parameter.grad for module in self.modules for parameter in module.parameters()]
+
+
+def equal(ours, theirs):
+    return len(ours) == len(theirs) > 0 and all(map(torch.equal, ours, theirs))
+
+
+def planned(name, budget, least):
+    program = Program(name)
+    expected = [one.clone() for one in program.gradients()]
+    plans = StagePlanner(program.schedule, program.step, cost="flops").plan(budget)
+    mine = plans.devices[dist.get_rank()]
+
+    plans.apply(program.schedule)
+    with attach(program.schedule, lookahead=False):
+        ours = program.gradients()
+        recomputed = [sum(block.calls for block in module) - BLOCKS * MICROBATCHES for module in program.modules]
+        peak_bytes = program.peak_bytes()
+    plans.remove(program.schedule)
+
+    assert equal(ours, expected)
+    chosen = [plans[stage].plan for stage in mine.stages]
+    assert recomputed == [MICROBATCHES * one.recomputed_calls if one else 0 for one in chosen]
+    assert least * mine.peak_bytes <= peak_bytes <= mine.peak_bytes <= mine.budget_bytes, (peak_bytes, mine)
+    everywhere = [None] * 2
+    dist.all_gather_object(everywhere, plans)
+    assert everywhere[0] == everywhere[1]
+    return plans
+
+
+def gpipe():
+    plans = planned("ScheduleGPipe", "75%", 0.98)
+
+    assert [one.in_flight for one in plans] == [MICROBATCHES, MICROBATCHES]
+
+
+def one_forward_one_backward():
+    program = Program("Schedule1F1B")
+    fits = StagePlanner(program.schedule, program.step).plan("100%").devices[1].peak_bytes
+
+    # What the last stage needs plainly is too little for the first, which holds two.
+    plans = planned("Schedule1F1B", fits, 0.95)
+
+    assert [one.in_flight for one in plans] == [2, 1]
+    assert plans[0].plan is not None
+    assert plans[1].plan is None
+    assert plans[0].kept_bytes < plans[1].kept_bytes
+
+
+def interleaved():
+    plans = planned("ScheduleInterleaved1F1B", "80%", 0.9)
+
+    assert [one.in_flight for one in plans] == [4, 3, 2, 1]
+
+
+def errors():
+    program = Program("Schedule1F1B")
+    rank = dist.get_rank()
+    with pytest.raises(PipelineError, match=r"budget: 3 were given for 2 processes"):
+        plan_stages(program.schedule, program.step, budget=["1GiB"] * 3)
+    # One process alone has too little, and both say so.
+    with pytest.raises(BudgetError, match=r"process 1 .cpu.: no plans fit the budget of 1\.00 KiB") as raised:
+        plan_stages(program.schedule, program.step, budget=["1GiB", "1KiB"])
+    assert ("in process 1 of the group (this is 0)" in str(raised.value)) == (rank == 0)
+    wrap(program.modules[0], "0")
+    with pytest.raises(PlanError, match="has wrapped modules already"):
+        plan_stages(program.schedule, program.step, budget="1GiB")
+    unwrap(program.modules[0])
+
+
+def plans_need_all_their_regions():
+    program = Program("ScheduleGPipe")
+    plans = plan_stages(program.schedule, program.step, budget="75%", cost="flops")
+
+    plans.apply(program.schedule)
+    with pytest.raises(UnsupportedError, match="with a plan on stage"):
+        attach(program.schedule, checkpoint="in_flight")
+    plans.remove(program.schedule)
+
+    attach(program.schedule, checkpoint="in_flight").detach()
+
+
+CASES = {
+    case.__name__: case for case in (gpipe, one_forward_one_backward, interleaved, errors, plans_need_all_their_regions)
+}

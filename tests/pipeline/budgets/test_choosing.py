@@ -1,0 +1,73 @@
+"""The choice for a device against brute force."""
+
+from itertools import product
+from random import Random
+
+import pytest
+
+from torchremat.pipeline.budgets.choosing import Choices
+from torchremat.pipeline.budgets.loads import Load, loads_of
+from torchremat.planning.microbatches import Share
+from torchremat.schedules.pipelines import parse
+
+ORDER = parse(["F0.0 F0.1 F1.0 F1.1 B1.0 I0.0 F0.2 W0.0 F1.2 B1.1 B0.1 B1.2 B0.2"])[0]
+
+
+def share(kept_bytes, forward_bytes, backward_bytes, cost):
+    return Share(
+        candidate=None,
+        kept_bytes=kept_bytes,
+        forward_bytes=forward_bytes,
+        backward_bytes=backward_bytes,
+        first_bytes=backward_bytes,
+        cost=cost,
+    )
+
+
+def some(random):
+    """A share that keeps everything, and others that keep less."""
+    others = [
+        share(random.randint(1, 90), random.randint(20, 120), random.randint(60, 150), random.randint(1, 20))
+        for _ in range(5)
+    ]
+    return [share(100, 120, 140, 0), *others]
+
+
+def brute_force(shares, loads, limit):
+    """The least cost within a limit."""
+    found = [
+        sum(one.cost for one in picked)
+        for picked in product(*shares.values())
+        if max(peak(load, dict(zip(shares, picked, strict=True)), shares) for load in loads) <= limit
+    ]
+    return min(found, default=None)
+
+
+def peak(load, picked, shares):
+    plain = {stage: found[0] for stage, found in shares.items()}
+    return load.fixed_bytes(plain) + sum(load.bytes_of(stage, one, plain[stage]) for stage, one in picked.items())
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_cheapest(seed):
+    random = Random(seed)
+    shares = {0: some(random), 1: some(random)}
+    loads = loads_of(ORDER, {1: 7})
+    choices = Choices(shares, loads)
+
+    for limit in range(choices.floor.peak_bytes - 1, choices.plain.peak_bytes + 20, 29):
+        found = choices.cheapest(limit)
+        expected = brute_force(shares, loads, limit)
+        assert (found is None) == (expected is None), limit
+        if found is not None:
+            assert found.peak_bytes <= limit
+            assert sum(one.cost for one in found.shares.values()) == expected
+
+
+def test_the_floor_is_the_lowest_peak():
+    shares = {0: [share(100, 120, 140, 0), share(10, 50, 160, 5), share(40, 50, 90, 1)]}
+
+    # Two held beside the one that runs: 340, 180 and 170.
+    floor = Choices(shares, [Load(0, "backward", ((0, 2),))]).floor
+
+    assert (floor.peak_bytes, floor.shares[0].cost) == (170, 1)

@@ -1,0 +1,55 @@
+"""What a device holds at each of its actions."""
+
+from torchremat.pipeline.budgets.loads import Load, loads_of, most_held
+from torchremat.pipeline.budgets.pipes import loads_of_pipe
+from torchremat.schedules.pipelines import one_forward_one_backward, parse
+
+
+def test_the_first_stage_of_1f1b_holds_two_and_the_last_one():
+    first, last = one_forward_one_backward(4, 2)
+
+    assert (most_held(first), most_held(last)) == ({0: 2}, {1: 1})
+    assert loads_of(first, {}) == [
+        Load(0, "forward", ()),
+        Load(0, "forward", ((0, 1),)),
+        Load(0, "backward", ((0, 1),)),
+        Load(0, "backward", ()),
+    ]
+    assert loads_of(last, {}) == [Load(1, "forward", ()), Load(1, "backward", ())]
+
+
+def test_what_lies_between_the_parts_of_a_backward_is_counted_apart():
+    (actions,) = parse(["F0.0 F0.1 I0.0 W0.0 I0.1 W0.1"])
+
+    assert most_held(actions) == {0: 2}
+    assert loads_of(actions, {}) == [
+        Load(0, "forward", ()),
+        Load(0, "forward", ((0, 1),)),
+        Load(0, "split", ((0, 1),)),
+        Load(0, "split", ()),
+    ]
+
+
+def test_two_stages_of_a_process_and_outputs_that_stay():
+    (actions,) = parse(["F0.0 F1.0 B1.0 B0.0 F0.1 F1.1 B1.1 B0.1"])
+
+    assert loads_of(actions, {1: 8})[2:] == [
+        Load(1, "backward", ((0, 1),)),
+        Load(0, "backward", (), beside_bytes=8),
+        Load(0, "forward", (), beside_bytes=8),
+        Load(1, "forward", ((0, 1),), beside_bytes=8),
+        Load(1, "backward", ((0, 1),), beside_bytes=8),
+        Load(0, "backward", (), beside_bytes=16),
+    ]
+
+
+def test_each_device_of_a_pipe_holds_all_microbatches():
+    loads = list(loads_of_pipe(2, 2, {0: 8}, {0: 100}))
+
+    # A gradient comes for microbatch 0 while microbatch 1 runs; those of weights are added up over both.
+    assert loads == [
+        Load(0, "forward", ()),
+        Load(0, "forward", ((0, 1),)),
+        Load(0, "first", ((0, 1),), beside_bytes=8),
+        Load(0, "backward", (), beside_bytes=100),
+    ]
