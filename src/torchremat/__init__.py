@@ -7,6 +7,7 @@ from torchremat.errors import (
     BudgetError,
     BudgetWarning,
     CheckpointError,
+    CompileWarning,
     GuardError,
     MutationError,
     OrderWarning,
@@ -33,10 +34,12 @@ from torchremat.measuring.saved_report import Saved, SavedReport
 from torchremat.pipeline.pipe import Pipe
 from torchremat.planning.adaptive import Adaptive
 from torchremat.planning.certificates import Certificate
+from torchremat.planning.compilation import Compiled, compiled
 from torchremat.planning.fitting import fit
 from torchremat.planning.frontiers import Frontier, FrontierPoint
 from torchremat.planning.guarding.attempts import Attempt
 from torchremat.planning.guarding.steps import GuardedStep, guard
+from torchremat.planning.partitioning import PeakPartitioner
 from torchremat.planning.planner import Planner, frontier, plan
 from torchremat.planning.plans import Plan
 from torchremat.planning.verification import Report, verify
@@ -65,6 +68,8 @@ __all__ = [
     "BudgetWarning",
     "Certificate",
     "CheckpointError",
+    "CompileWarning",
+    "Compiled",
     "Compressed",
     "Disk",
     "Freed",
@@ -79,6 +84,7 @@ __all__ = [
     "MutationError",
     "Offload",
     "OrderWarning",
+    "PeakPartitioner",
     "Pipe",
     "PipelineError",
     "Plan",
@@ -106,6 +112,7 @@ __all__ = [
     "checkpoint",
     "checkpointed",
     "codecs",
+    "compiled",
     "fit",
     "frontier",
     "frozen",

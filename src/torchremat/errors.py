@@ -18,6 +18,7 @@
     └── WrapError          (ValueError)    modules that cannot be wrapped, or a pattern that matches none
 
     BudgetWarning          (UserWarning)   a step above its budget, if that was asked to be a warning
+    CompileWarning         (UserWarning)   a compiler that cannot be told which peak to keep to
     ShapeWarning           (UserWarning)   a call larger than those planned for
     OrderWarning           (UserWarning)   a model that called its modules in another order than planned
     StoreWarning           (UserWarning)   a store without room, so that a tensor stays where it is
@@ -114,6 +115,10 @@ class WrapError(TorchrematError, ValueError):
 
 class BudgetWarning(UserWarning):
     """A step above its budget, where that was asked to be a warning and no error."""
+
+
+class CompileWarning(UserWarning):
+    """A compiler that cannot be told which peak to keep to, so that it splits the step as it does without a budget."""
 
 
 class ShapeWarning(UserWarning):

@@ -77,7 +77,7 @@ class FlopCounter(EagerMode):
         try:
             formula = self._formulas[func]
         except KeyError:
-            formula = _formula_of(func)
+            formula = formula_of(func)
             if formula is None:
                 # Under inference mode `linear` arrives whole. Its parts are counted, as they are elsewhere.
                 with self:
@@ -99,7 +99,8 @@ class FlopCounter(EagerMode):
             self._by_operator[name] = self._by_operator.get(name, 0) + flops
 
 
-def _formula_of(func: _Operator) -> _Formula | None:
+def formula_of(func: _Operator) -> _Formula | None:
+    """Return what tells the flops of an operator from its arguments and `out_val`; None if it counts for nothing."""
     # A higher-order operator has no overloads and is registered itself.
     packet: object = getattr(func, "_overloadpacket", func)
     return _OURS.get(packet) or _FORMULAS.get(packet)

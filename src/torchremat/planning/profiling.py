@@ -24,13 +24,14 @@ from torch import nn
 from torchremat.measuring.allocator import check_no_profiler, record_allocations
 from torchremat.measuring.exhaustion import is_out_of_memory
 from torchremat.measuring.heap import heap_set_aside
+from torchremat.measuring.modules import has_compiled
 from torchremat.measuring.runs import Subject, subject_of
 from torchremat.measuring.step import run_backward
 from torchremat.planning.budgets import free_on
 from torchremat.planning.layout import calls_of, check_bare, installed
 from torchremat.planning.optimizers import measure_optimizer
 from torchremat.planning.reading import Profile, read_profile
-from torchremat.planning.tracing import Step, trace
+from torchremat.planning.tracing import Step, nothing_kept, trace
 from torchremat.planning.units import Units, find_units, splittable
 from torchremat.planning.watching import Watcher, every_unit
 from torchremat.regions.settings import Settings
@@ -138,7 +139,9 @@ def _measured(model: nn.Module, subject: Subject, units: Units, device: torch.de
 
 
 def _forward_seconds(subject: Subject, device: torch.device) -> float:
-    with subject.untouched(), torch.no_grad():
+    # Without grad, compiled modules would run other code, and compile it first.
+    compiled = any(map(has_compiled, subject.models))
+    with subject.untouched(), nothing_kept() if compiled else torch.no_grad():
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         start_s = time.perf_counter()
