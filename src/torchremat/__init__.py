@@ -7,6 +7,7 @@ from torchremat.errors import (
     BudgetError,
     BudgetWarning,
     CheckpointError,
+    CompileWarning,
     DeviceError,
     DeviceWarning,
     GuardError,
@@ -35,11 +36,13 @@ from torchremat.measuring.saved_report import Saved, SavedReport
 from torchremat.pipeline.pipe import Pipe
 from torchremat.planning.adaptive import Adaptive
 from torchremat.planning.certificates import Certificate
+from torchremat.planning.compilation import Compiled, compiled
 from torchremat.planning.devices import Device
 from torchremat.planning.fitting import fit
 from torchremat.planning.frontiers import Frontier, FrontierPoint
 from torchremat.planning.guarding.attempts import Attempt
 from torchremat.planning.guarding.steps import GuardedStep, guard
+from torchremat.planning.partitioning import PeakPartitioner
 from torchremat.planning.planner import Planner, frontier, plan
 from torchremat.planning.plans import Plan
 from torchremat.planning.verification import Report, verify
@@ -68,6 +71,8 @@ __all__ = [
     "BudgetWarning",
     "Certificate",
     "CheckpointError",
+    "CompileWarning",
+    "Compiled",
     "Compressed",
     "Device",
     "DeviceError",
@@ -85,6 +90,7 @@ __all__ = [
     "MutationError",
     "Offload",
     "OrderWarning",
+    "PeakPartitioner",
     "Pipe",
     "PipelineError",
     "Plan",
@@ -112,6 +118,7 @@ __all__ = [
     "checkpoint",
     "checkpointed",
     "codecs",
+    "compiled",
     "fit",
     "frontier",
     "frozen",

@@ -20,6 +20,7 @@
 
     BudgetWarning          (UserWarning)   a step above its budget, if that was asked to be a warning
     DeviceWarning          (UserWarning)   a described device of which a plan needs to know more
+    CompileWarning         (UserWarning)   a compiler that cannot be told which peak to keep to
     ShapeWarning           (UserWarning)   a call larger than those planned for
     OrderWarning           (UserWarning)   a model that called its modules in another order than planned
     StoreWarning           (UserWarning)   a store without room, so that a tensor stays where it is
@@ -124,6 +125,10 @@ class BudgetWarning(UserWarning):
 
 class DeviceWarning(UserWarning):
     """A described device of which a plan needs to know more, so that its bytes are too low."""
+
+
+class CompileWarning(UserWarning):
+    """A compiler that cannot be told which peak to keep to, so that it splits the step as it does without a budget."""
 
 
 class ShapeWarning(UserWarning):

@@ -179,6 +179,7 @@ def test_tensors_in_keyword_arguments_and_containers_are_inputs():
     assert h == again != x
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks at it
 def test_the_inside_of_a_compiled_block_is_not_looked_at():
     model = nn.Sequential(*(torch.compile(block(), backend="eager") for _ in range(2)))
 

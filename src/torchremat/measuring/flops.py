@@ -100,7 +100,7 @@ class FlopCounter(EagerMode):
 
 
 def formula_of(func: _Operator) -> _Formula | None:
-    """Return the function that counts the flops of an operator's call, or None if it has none worth counting."""
+    """Return what tells the flops of an operator from its arguments and `out_val`; None if it counts for nothing."""
     # A higher-order operator has no overloads and is registered itself.
     packet: object = getattr(func, "_overloadpacket", func)
     return _OURS.get(packet) or _FORMULAS.get(packet)

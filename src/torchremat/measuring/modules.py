@@ -103,9 +103,19 @@ def visible_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
         if id(module) in hidden or isinstance(module, torch.jit.ScriptModule) or is_generator(module):
             continue
         result.append((name, module))
-        if type(module).__name__ == "OptimizedModule" or _is_compiled_in_place(module):
+        if is_compiled(module):
             hidden.update(id(inner) for inner in module.modules() if inner is not module)
     return result
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether calls of a module run compiled code: by `torch.compile(module)` or `module.compile()`."""
+    return type(module).__name__ == "OptimizedModule" or _is_compiled_in_place(module)
+
+
+def has_compiled(model: nn.Module) -> bool:
+    """Return whether a module of the model is compiled."""
+    return any(map(is_compiled, model.modules()))
 
 
 def _is_compiled_in_place(module: nn.Module) -> bool:

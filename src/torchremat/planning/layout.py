@@ -18,7 +18,7 @@ from torchremat.regions.decisions import Policy
 from torchremat.regions.journeys import Itinerary, Stop
 from torchremat.regions.runs import Choice, Place, Scope
 from torchremat.regions.settings import Settings
-from torchremat.regions.wrapping import is_wrapped, restore_forward, set_forward
+from torchremat.regions.wrapping import called_attribute, is_wrapped, restore_forward, set_forward, wrapped_forward
 from torchremat.schedules.chain import Keep, Region, Tree
 
 
@@ -168,13 +168,17 @@ def install(
     try:
         for name in sorted(names | set(calls.roots)):
             module = model.get_submodule(name)
-            if name in names:
-                # A root that is itself the unit has nobody to open a scope for it: each of its calls is a region.
-                alone = next((place.settings for place in choices[name, 0].places), None) or settings
-                set_forward(module, name, alone if name in calls.roots else None)
+            # A root that is itself the unit has nobody to open a scope for it: each of its calls is a region.
+            if name in names and name in calls.roots:
+                own = next((place.settings for place in choices[name, 0].places), None) or settings
             else:
-                scope = PlannedScope(choices, settings, name, inputs, rise_bytes, itinerary=itinerary)
-                set_forward(module, name, None, scope)
+                own = None
+            scope = (
+                None
+                if name in names
+                else PlannedScope(choices, settings, name, inputs, rise_bytes, itinerary=itinerary)
+            )
+            set_forward(module, name, own, scope, called_attribute(module))
             done.append(module)
     except BaseException:
         for module in done:
@@ -195,21 +199,22 @@ def check_bare(model: nn.Module) -> None:
 @contextmanager
 def bare(model: nn.Module) -> Generator[None]:
     """Take the forwards that were put on a model off for a block."""
-    aside = [(module, module.__dict__.pop("forward")) for module in model.modules() if is_wrapped(module)]
-    for module, forward in aside:
+    aside = [(module, *found) for module in model.modules() if (found := wrapped_forward(module)) is not None]
+    for module, attribute, forward in aside:
+        del module.__dict__[attribute]
         if forward.own is not None:
-            module.__dict__["forward"] = forward.own
+            module.__dict__[attribute] = forward.own
     try:
         yield
     finally:
         with uninterrupted():
-            for module, forward in aside:
-                module.__dict__["forward"] = forward
+            for module, attribute, forward in aside:
+                module.__dict__[attribute] = forward
 
 
 def applied_scopes(model: nn.Module) -> list[PlannedScope]:
     """Return the scopes that `install` has put on a model."""
-    forwards = [module.__dict__["forward"] for module in model.modules() if is_wrapped(module)]
+    forwards = [found[1] for module in model.modules() if (found := wrapped_forward(module)) is not None]
     return [forward.scope for forward in forwards if isinstance(forward.scope, PlannedScope)]
 
 

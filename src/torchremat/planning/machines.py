@@ -13,8 +13,10 @@ import torch
 from torch import UntypedStorage
 
 from torchremat.measuring.allocator import AllocationTrace, check_no_profiler, record_allocations
+from torchremat.measuring.modules import has_compiled
 from torchremat.measuring.runs import Subject
 from torchremat.planning.budgets import capacity_of, free_on
+from torchremat.planning.tracing import nothing_kept
 
 
 class Recorder(Protocol):
@@ -108,7 +110,9 @@ class Here:
 
     def forward_seconds(self, subject: Subject) -> float | None:
         """See `Machine`."""
-        with subject.untouched(), torch.no_grad():
+        # Without grad, compiled modules would run other code, and compile it first.
+        compiled = any(map(has_compiled, subject.models))
+        with subject.untouched(), nothing_kept() if compiled else torch.no_grad():
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
             start_s = time.perf_counter()

@@ -5,28 +5,32 @@ between two calls lives exactly as long as the Python code around holds it. Both
 not guessed from types, and the lifetimes say which boundaries stay alive whatever the plan is.
 
 The operators are logged by the way, see `operators`; a call is the smallest thing here.
+
+Compiled modules save other tensors than their eager code, whose operators are the ones that can be seen. So with such
+modules there are three forwards: one runs eagerly and shows operators, one compiles, one shows all else.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
-from typing import cast
+from dataclasses import dataclass, field, replace
 from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, UntypedStorage, nn
 
 from torchremat._compat.autograd import pop_saved_tensor_hooks, push_saved_tensor_hooks, top_saved_tensor_hooks
+from torchremat._compat.graphs import outside_graphs
 from torchremat._compat.sharding import is_sharded
 from torchremat.errors import StepError, UnsupportedError
 from torchremat.measuring.allocator import AllocationTrace, record_allocations
 from torchremat.measuring.flops import FlopCounter
-from torchremat.measuring.modules import visible_modules
+from torchremat.measuring.modules import has_compiled, is_compiled
 from torchremat.measuring.step import loss_of
 from torchremat.measuring.tracker import address_of
 from torchremat.measuring.untouched import untouched
+from torchremat.planning.interception import intercepted
 from torchremat.planning.operators import OperatorLog, OperatorTrace
 from torchremat.regions.guards import tensors_inside
 from torchremat.tensors.structure import split, tensors_in
@@ -191,6 +195,7 @@ class _Tracer:
         version = 0 if tensor.is_inference() else tensor._version
         return Seen(known[0], version, self.storage(tensor, new=new))
 
+    @outside_graphs  # compiled code calls it, and dynamo would trace what is called from there
     def save(self, tensor: Tensor) -> object:
         self.log.save(tensor)
         number = self.storage(tensor, new=True)
@@ -287,20 +292,32 @@ def trace(model: nn.Module, step: Step, device: torch.device | None = None) -> T
     """
     recording = nullcontext() if device is None else record_allocations(device)
     with untouched(model), recording as recorder, FlopCounter() as flops, OperatorLog(flops, recorder) as log:
-        tracer = _Tracer(model, flops, log)
-        try:
-            with _intercepted(model, tracer.run):
-                push_saved_tensor_hooks(tracer.save, _never)
-                try:
-                    result = step(model)
-                finally:
-                    pop_saved_tensor_hooks()
-            tracer.look_into_objects()
-        finally:
-            tracer.storages.clear()  # what dies from here on is not noted
-            log.close()
-        loss_of(result)
-        del result
+        seen = _run_traced(model, step, flops, log)
+    seen = replace(seen, allocations=None if recorder is None else recorder.trace)
+    if not has_compiled(model):
+        return seen
+    with untouched(model), nothing_kept():
+        loss_of(step(model))
+    with untouched(model):
+        flops = FlopCounter()  # neither is entered: under a mode, compiled code would run eagerly
+        return _joined(model, _run_traced(model, step, flops, OperatorLog(flops, None)), seen)
+
+
+def _run_traced(model: nn.Module, step: Step, flops: FlopCounter, log: OperatorLog) -> Trace:
+    tracer = _Tracer(model, flops, log)
+    try:
+        with intercepted(model, tracer.run):
+            push_saved_tensor_hooks(tracer.save, _never)
+            try:
+                result = step(model)
+            finally:
+                pop_saved_tensor_hooks()
+        tracer.look_into_objects()
+    finally:
+        tracer.storages.clear()  # what dies from here on is not noted
+        log.close()
+    loss_of(result)
+    del result
     return Trace(
         calls=tracer.calls,
         storage_bytes=tracer.storage_bytes,
@@ -311,9 +328,42 @@ def trace(model: nn.Module, step: Step, device: torch.device | None = None) -> T
         end=tracer.time + 1,
         flops=flops.total,
         operators=log.trace,
-        allocations=None if recorder is None else recorder.trace,
         sharded=frozenset(name for name, module in model.named_modules() if is_sharded(module)),
     )
+
+
+def _joined(model: nn.Module, own: Trace, eager: Trace) -> Trace:
+    """Return a trace of compiled code with the operators of one that ran eagerly."""
+    if [(call.name, call.number) for call in own.calls] != [(call.name, call.number) for call in eager.calls]:
+        raise StepError(
+            "the step calls other modules when its compiled modules run eagerly than when they run compiled. A plan "
+            "needs a step that calls the same modules each time."
+        )
+    numbers: dict[int, int] = {}
+    for call, seen in zip(own.calls, eager.calls, strict=True):
+        call.operators, call.begins, call.ends, call.flops = seen.operators, seen.begins, seen.ends, seen.flops
+        # A compiled call saves when all of it has run.
+        call.flops_saved = seen.flops if is_compiled(model.get_submodule(call.name)) else seen.flops_saved
+        pairs = (*zip(seen.inputs, call.inputs, strict=True), *zip(seen.outputs, call.outputs, strict=True))
+        numbers.update((theirs.storage, ours.storage) for theirs, ours in pairs)
+    log = eager.operators
+    log.storages = {storage: numbers[number] for storage, number in log.storages.items() if number in numbers}
+    return replace(own, flops=eager.flops, operators=log, allocations=eager.allocations)
+
+
+@contextmanager
+def nothing_kept() -> Generator[None]:
+    """Drop whatever autograd saves in the block, so that a forward needs about the memory of one without grad."""
+    push_saved_tensor_hooks(_dropped, _never)
+    try:
+        yield
+    finally:
+        pop_saved_tensor_hooks()
+
+
+@outside_graphs
+def _dropped(_: Tensor) -> None:
+    """Keep nothing of a tensor."""
 
 
 def _never(_: object) -> Tensor:
@@ -321,35 +371,6 @@ def _never(_: object) -> Tensor:
         "the step has run backward itself. Return the loss without calling backward: it is run here, and with it the "
         "plan."
     )
-
-
-@contextmanager
-def _intercepted(model: nn.Module, run: Callable[..., object]) -> Generator[None]:
-    """Route the forward of every module of the model through `run(name, module, function, args, kwargs)`."""
-    changed: list[tuple[nn.Module, object]] = []
-    try:
-        for name, module in visible_modules(model):
-            own = module.__dict__.get("forward")
-            function = cast("Callable[..., object]", own or type(module).forward.__get__(module))
-
-            def forward(
-                *args: object,
-                _name: str = name,
-                _module: nn.Module = module,
-                _function: Callable[..., object] = function,
-                **kwargs: object,
-            ) -> object:
-                return run(_name, _module, _function, args, kwargs)
-
-            changed.append((module, own))
-            module.__dict__["forward"] = forward
-        yield
-    finally:
-        for module, own in changed:
-            if own is None:
-                module.__dict__.pop("forward", None)
-            else:
-                module.__dict__["forward"] = own
 
 
 def _signature(module: nn.Module, tensors: list[Tensor]) -> tuple[object, ...]:

@@ -13,6 +13,7 @@ from weakref import ReferenceType, WeakKeyDictionary, ref
 from torch import Tensor, UntypedStorage
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from torchremat._compat.graphs import outside_graphs
 from torchremat.measuring.tracker import address_of
 from torchremat.planning.units import Units
 from torchremat.regions.region import Region as LiveRegion
@@ -119,6 +120,7 @@ class Watcher:
         if self.watched[unit].released < 0:
             self.watched[unit].released = self.mark("released")
 
+    @outside_graphs  # compiled code calls it, and dynamo would trace what is called from there
     def saved(self, region: LiveRegion, call: int, tensor: Tensor) -> None:
         """See `Observer`."""
         unit = self.unit_of(region)

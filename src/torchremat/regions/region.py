@@ -30,6 +30,7 @@ from torchremat._compat.autograd import (
     push_saved_tensor_hooks,
     retains_graph,
 )
+from torchremat._compat.graphs import outside_graphs
 from torchremat._compat.transforms import check_transform_inside
 from torchremat.errors import CheckpointError
 from torchremat.regions.calls import Body, Call, Source
@@ -230,6 +231,7 @@ class Region:
             if version >= 0:
                 self._known[id(tensor)] = (ref(tensor), version, (number, place))
 
+    @outside_graphs  # compiled code calls it, and dynamo would trace it from there
     def _pack(self, tensor: Tensor) -> object:
         slots = self.slots
         index = len(slots)
@@ -248,8 +250,6 @@ class Region:
         slot = self._pack(tensor)
         self.fingerprints.add(tensor, is_fresh=len(self.slots) - 1 in self.fresh)
         return slot
-
-    # -------------------------------------------------------------------------------------------------- backward
 
     def unpack(self, slot: Slot) -> Tensor:
         """Return the tensor of a slot, recomputing the region if it is not there."""
@@ -388,6 +388,7 @@ class Region:
         return f"region of {self.made[call].name}"
 
 
+@outside_graphs
 def _noted(note: Callable[[Tensor], object], pack: Pack, tensor: Tensor) -> object:
     note(tensor)
     return pack(tensor)

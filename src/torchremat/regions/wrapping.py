@@ -5,7 +5,12 @@ its parameters' names, its hooks and its `state_dict` are what they were, and ho
 
     attribute of the module               value                       removed by
     `forward`                             WrappedForward              `unwrap`
+    `_compiled_call_impl`                 the same, around a module   `unwrap`
+                                          that is compiled in place
     `_replicate_for_data_parallel`        refuse_data_parallel        `unwrap`
+
+What `module.compile()` has made runs in the place of the call, and `forward` inside of it. A plan, which cannot be
+followed in there, goes around it; `wrap` goes inside, where a region is the compiler's.
 """
 
 from __future__ import annotations
@@ -40,6 +45,7 @@ Pattern = str | type[nn.Module] | Callable[[str, nn.Module], bool]
 M = TypeVar("M", bound=nn.Module)
 
 _FORWARD = "forward"
+_COMPILED = "_compiled_call_impl"
 _REPLICATE = "_replicate_for_data_parallel"
 
 
@@ -166,9 +172,23 @@ def refuse_data_parallel(*_: object) -> object:
     )
 
 
+def wrapped_forward(module: nn.Module) -> tuple[str, WrappedForward] | None:
+    """Return what `set_forward` has put on a module, and the attribute that it is; None if it has not."""
+    for attribute in (_COMPILED, _FORWARD):
+        found = module.__dict__.get(attribute)
+        if isinstance(found, WrappedForward):
+            return attribute, found
+    return None
+
+
 def is_wrapped(module: nn.Module) -> bool:
     """Return whether the module's own forward is a region."""
-    return isinstance(module.__dict__.get(_FORWARD), WrappedForward)
+    return wrapped_forward(module) is not None
+
+
+def called_attribute(module: nn.Module) -> str:
+    """Return the attribute that a call of a module runs: `forward`, or what `module.compile()` has made."""
+    return _FORWARD if module.__dict__.get(_COMPILED) is None else _COMPILED
 
 
 def is_generator(module: nn.Module) -> bool:
@@ -176,11 +196,17 @@ def is_generator(module: nn.Module) -> bool:
     return inspect.isgeneratorfunction(module.__dict__.get(_FORWARD, type(module).forward))
 
 
-def set_forward(module: nn.Module, name: str, settings: Settings | Offload | None, scope: Scope | None = None) -> None:
+def set_forward(
+    module: nn.Module,
+    name: str,
+    settings: Settings | Offload | None,
+    scope: Scope | None = None,
+    attribute: str = _FORWARD,
+) -> None:
     """Make the calls of one module regions or offloaded, as `settings` or the scope that is open says."""
     _check(module, name)
-    own = cast("Callable[..., object] | None", module.__dict__.get(_FORWARD))
-    module.forward = WrappedForward(module, name, settings, scope, own)
+    own = cast("Callable[..., object] | None", module.__dict__.get(attribute))
+    setattr(module, attribute, WrappedForward(module, name, settings, scope, own))
     object.__setattr__(module, _REPLICATE, refuse_data_parallel)
 
 
@@ -201,11 +227,13 @@ def _check(module: nn.Module, name: str) -> None:
 
 def restore_forward(module: nn.Module) -> None:
     """Give one module back the forward that it had."""
-    wrapped = module.__dict__.pop(_FORWARD)
-    assert isinstance(wrapped, WrappedForward)
+    found = wrapped_forward(module)
+    assert found is not None
+    attribute, wrapped = found
+    del module.__dict__[attribute]
     module.__dict__.pop(_REPLICATE, None)
     if wrapped.own is not None:
-        module.forward = wrapped.own
+        setattr(module, attribute, wrapped.own)
 
 
 def wrap(

@@ -1,0 +1,149 @@
+"""How torch's compilers split the joint graph of a forward and its backward, and where they let others do it.
+
+Nothing is bound before it is needed: to import dynamo or Inductor takes seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Any, cast
+
+import torch
+from torch.fx import GraphModule, Node
+
+from torchremat.errors import TorchrematError, VersionError
+
+# (joint graph, its inputs, num_fwd_outputs=..., ...) -> (forward, backward)
+PartitionFunction = Callable[..., tuple[GraphModule, GraphModule]]
+
+_PARTITIONERS = "torch._functorch.partitioners"
+
+
+def bound(module: str, name: str) -> Any:
+    """Return what a module of torch has under a name.
+
+    Raises:
+        VersionError: There is no such module, or no such name in it.
+    """
+    try:
+        return getattr(import_module(module), name)
+    except (ImportError, AttributeError):
+        raise VersionError(
+            f"torch {torch.__version__} has no `{module}.{name}`, which bounding the peak of a compiled model needs."
+        ) from None
+
+
+def torch_partition(joint: GraphModule, inputs: Sequence[object], **options: object) -> tuple[GraphModule, GraphModule]:
+    """Split a joint graph as torch does without a budget; the joint graph is tidied in place."""
+    return bound(_PARTITIONERS, "min_cut_rematerialization_partition")(joint, inputs, **options)
+
+
+def partition_saving(joint: GraphModule, saved: list[Node], num_fwd_outputs: int) -> tuple[GraphModule, GraphModule]:
+    """Split a joint graph so that the given nodes are saved, and what else the backward needs is made in it, late.
+
+    Args:
+        joint: As `torch_partition` has left it.
+        saved: Nodes that are tensors. Inputs and sizes are saved where the backward reads them.
+        num_fwd_outputs: How many of the outputs are the forward's.
+    """
+    is_size = bound(_PARTITIONERS, "is_sym_node")
+    inputs = [node for node in joint.graph.find_nodes(op="placeholder") if not is_incoming(node)]
+    sizes = [node for node in joint.graph.nodes if is_size(node) and not _has_incoming_above(node)]
+    tensors = [node for node in inputs if isinstance(node.meta.get("val"), torch.Tensor)]
+    forward, backward = bound(_PARTITIONERS, "_extract_fwd_bwd_modules")(
+        joint, [*tensors, *saved], saved_sym_nodes=sizes, num_fwd_outputs=num_fwd_outputs
+    )
+    backward = bound(_PARTITIONERS, "reordering_to_mimic_autograd_engine")(backward)
+    raise_getitems = bound("torch._functorch.compile_utils", "raise_getitems")
+    thread = bound(_PARTITIONERS, "thread_graphsafe_rng_from_hops")
+    return (
+        thread(raise_getitems(forward), is_backward=False),
+        thread(raise_getitems(backward), is_backward=True),
+    )
+
+
+def is_incoming(node: Node) -> bool:
+    """Return whether a node is a gradient that the backward is given."""
+    return node.op == "placeholder" and "tangents" in str(node.target)
+
+
+def _has_incoming_above(node: Node) -> bool:
+    return any(is_incoming(one) for one in node.all_input_nodes)
+
+
+def must_be_in_backward(node: Node) -> bool:
+    """Return whether a node belongs to the backward though it may read no gradient: it writes to an input there."""
+    return bool(bound(_PARTITIONERS, "_must_be_in_backward")(node))
+
+
+def optimizes_kernels(options: dict[str, object]) -> bool:
+    """Return whether it is Inductor that asks for a partition, which fuses what is recomputed with what reads it."""
+    return options.get("compiler") == "inductor"
+
+
+def known(size: object) -> int:
+    """Return a number that may be a symbol; of a symbol, what it stood for when the graph was made."""
+    hint = getattr(getattr(size, "node", None), "hint", None)
+    return int(cast("int", size if hint is None else hint))
+
+
+# NOTE [ Where a partitioner can be put in ]
+#
+#     backend               by
+#     "inductor"            `torch._inductor.config.custom_partitioner_fn`, as an option of torch.compile
+#     "aot_eager"           `aot_autograd(partition_fn=...)`, with the same compilers that torch gives this backend
+#     an `AotAutograd`      the same, with its own compilers
+#     others                nowhere: they take a name or a callable that makes both graphs itself
+
+
+def compile_arguments(backend: object, partition: PartitionFunction, key: Callable[[], object]) -> dict[str, object]:
+    """Return what `torch.compile` is to be given so that a partition function splits the joint graphs.
+
+    Args:
+        backend: The backend that was asked for.
+        partition: The partition function.
+        key: Tells this partition function from others, for caches.
+
+    Raises:
+        VersionError: This torch has no hook for a partitioner in that backend, or the backend has none.
+    """
+    # See NOTE [ Where a partitioner can be put in ]
+    for name in ("_extract_fwd_bwd_modules", "reordering_to_mimic_autograd_engine", "thread_graphsafe_rng_from_hops"):
+        bound(_PARTITIONERS, name)
+    bound("torch._functorch.compile_utils", "raise_getitems")
+    if backend == "inductor":
+        bound("torch._inductor.config", "custom_partitioner_fn")
+        base = bound("torch._inductor.custom_graph_pass", "CustomPartitionerFn")
+        methods = {"__call__": lambda _, *args, **options: partition(*args, **options), "uuid": lambda _: key()}
+        return {"backend": "inductor", "options": {"custom_partitioner_fn": type("PeakPartition", (base,), methods)()}}
+    made = bound("torch._dynamo.backends.common", "AotAutograd")
+    if isinstance(backend, made):
+        return {"backend": made(**{**cast("Any", backend).kwargs, "partition_fn": partition})}
+    if backend == "aot_eager":
+        compiler = bound("torch._dynamo.backends.debugging", "boxed_nop")
+        return {
+            "backend": made(
+                fw_compiler=compiler,
+                bw_compiler=compiler,
+                partition_fn=partition,
+                keep_inference_input_mutations=True,
+            )
+        }
+    raise VersionError(
+        f"the backend {backend!r} has no hook for a partitioner; `inductor`, `aot_eager` and what "
+        "`torch._dynamo.backends.common.aot_autograd` makes have one."
+    )
+
+
+def own_error(error: BaseException) -> TorchrematError | None:
+    """Return the error of ours that a compiler wrapped, if it is one."""
+    seen: list[BaseException] = []
+    current: BaseException | None = error
+    while current is not None and current not in seen:
+        if isinstance(current, TorchrematError):
+            return current
+        seen.append(current)
+        inner = getattr(current, "inner_exception", None)
+        current = inner if isinstance(inner, BaseException) else current.__cause__
+    return None

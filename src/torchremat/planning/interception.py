@@ -1,0 +1,45 @@
+"""`intercepted`: the forward of every module of a model, routed through one function for a block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import cast
+
+from torch import nn
+
+from torchremat.measuring.modules import visible_modules
+from torchremat.regions.wrapping import called_attribute
+
+
+@contextmanager
+def intercepted(model: nn.Module, run: Callable[..., object]) -> Generator[None]:
+    """Route the forward of every module of the model through `run(name, module, function, args, kwargs)`.
+
+    What `module.compile()` has made is routed as a whole, since dynamo would trace whatever is put inside of it.
+    """
+    changed: list[tuple[nn.Module, str, object]] = []
+    try:
+        for name, module in visible_modules(model):
+            attribute = called_attribute(module)
+            own = module.__dict__.get(attribute)
+            function = cast("Callable[..., object]", own or type(module).forward.__get__(module))
+
+            def forward(
+                *args: object,
+                _name: str = name,
+                _module: nn.Module = module,
+                _function: Callable[..., object] = function,
+                **kwargs: object,
+            ) -> object:
+                return run(_name, _module, _function, args, kwargs)
+
+            changed.append((module, attribute, own))
+            module.__dict__[attribute] = forward
+        yield
+    finally:
+        for module, attribute, own in changed:
+            if own is None:
+                module.__dict__.pop(attribute, None)
+            else:
+                module.__dict__[attribute] = own

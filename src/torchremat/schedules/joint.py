@@ -1,0 +1,216 @@
+"""A forward and its backward as one list of operators, split by which values are saved between them.
+
+A compiler that has both in one graph makes two of it: the forward returns what is *saved*, and the backward makes all
+else that it needs again from that, each value once and as late as it can. What is saved decides everything, the peak of
+the step as well.
+
+    forward    the operators that the outputs and the saved values need, in order
+    backward   the operators from the first that reads an incoming gradient on; before each of them, in order, those
+               whose values it needs and nobody has made yet
+
+Missing on purpose: a value that is made more than twice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from torchremat.errors import ScheduleError
+from torchremat.schedules.dataflow import Operator
+
+
+@dataclass(frozen=True, kw_only=True)
+class Joint:
+    """A forward and its backward. Values that no operator makes are there all the time: parameters and inputs.
+
+    Attributes:
+        operators: In order; views are none, a view of a value is the value.
+        size_bytes: By value.
+        outputs: Values that the forward returns; somebody may hold them until the end.
+        gradients: Values that the backward returns.
+        incoming: The gradients that the backward is given.
+        begins: The first operator that reads one of these.
+    """
+
+    operators: tuple[Operator, ...]
+    size_bytes: tuple[int, ...]
+    outputs: tuple[int, ...]
+    gradients: tuple[int, ...]
+    incoming: tuple[int, ...]
+    begins: int
+
+    @cached_property
+    def maker(self) -> dict[int, int]:
+        """The operator that makes each value."""
+        return {value: index for index, operator in enumerate(self.operators) for value in operator.outputs}
+
+    @cached_property
+    def of_backward(self) -> frozenset[int]:
+        """The operators that need an incoming gradient, and so cannot run in the forward."""
+        tainted = set(self.incoming)
+        found: set[int] = set()
+        for index, operator in enumerate(self.operators):
+            if not tainted.isdisjoint(operator.inputs):
+                found.add(index)
+                tainted.update(operator.outputs)
+        return frozenset(found)
+
+    @cached_property
+    def of_forward(self) -> frozenset[int]:
+        """The operators that the outputs need."""
+        return frozenset(self.needed_for(self.outputs))
+
+    @cached_property
+    def asked(self) -> frozenset[int]:
+        """The values of operators without gradients that those with gradients read, or that the backward returns."""
+        read = {value for index in self.of_backward for value in self.operators[index].inputs} | set(self.gradients)
+        return frozenset(value for value in read if self.maker.get(value, -1) not in {-1, *self.of_backward})
+
+    @cached_property
+    def fixed_bytes(self) -> int:
+        """The values that are there all the time, and read or returned."""
+        used = {value for operator in self.operators for value in operator.inputs} | {*self.outputs, *self.gradients}
+        return sum(self.size_bytes[value] for value in used if value not in self.maker and value not in self.incoming)
+
+    def needed_for(self, values: Iterable[int], there: Iterable[int] = ()) -> set[int]:
+        """Return the operators that have to run for some values if others are there."""
+        known = set(there)
+        waiting = [value for value in values if value not in known]
+        found: set[int] = set()
+        while waiting:
+            maker = self.maker.get(waiting.pop())
+            if maker is None or maker in found:
+                continue
+            found.add(maker)
+            waiting += [value for value in self.operators[maker].inputs if value not in known]
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """A forward and a backward that a joint list was split into.
+
+    Attributes:
+        saved: The values between them that have bytes of their own.
+        forward: The operators of the forward.
+        backward: Those of the backward, in the order in which they run.
+        peak_bytes: The most that is live at once.
+        where: The name of the operator that runs then.
+        kept_bytes: What is live between the two, outputs and what is there all the time included.
+        cost: Of the operators that run in both.
+    """
+
+    saved: frozenset[int]
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+    peak_bytes: int
+    where: str
+    kept_bytes: int
+    cost: float
+
+
+def split(joint: Joint, saved: Iterable[int]) -> Split:
+    """Return what becomes of a joint list if some values are saved; those that the backward does not need are left out.
+
+    Raises:
+        ScheduleError: A value is to be saved that needs an incoming gradient.
+    """
+    chosen = {value for value in saved if value in joint.maker}
+    late = sorted(value for value in chosen if joint.maker[value] in joint.of_backward)
+    if late:
+        raise ScheduleError(f"values {late} need an incoming gradient, so the forward cannot save them.")
+    backward = tuple(_backward(joint, chosen))
+    read = {value for index in backward for value in joint.operators[index].inputs} | set(joint.gradients)
+    chosen &= read
+    forward = tuple(sorted(joint.needed_for([*joint.outputs, *chosen])))
+    again = set(forward) & set(backward)
+    outputs = [value for value in dict.fromkeys(joint.outputs) if value in joint.maker]
+    fixed = joint.fixed_bytes
+    incoming = sum(joint.size_bytes[value] for value in joint.incoming)
+    kept = fixed + sum(joint.size_bytes[value] for value in {*chosen, *outputs})
+    live = [
+        *walk(_picked(joint, forward), joint.size_bytes, begin=(), keep={*chosen, *outputs}, beside_bytes=fixed),
+        *walk(
+            _picked(joint, backward),
+            joint.size_bytes,
+            begin=chosen - set(outputs),
+            keep=joint.gradients,
+            beside_bytes=kept - sum(joint.size_bytes[value] for value in chosen - set(outputs)) + incoming,
+        ),
+        (kept, "the end of the forward"),
+    ]
+    peak, where = max(live, key=lambda one: one[0])
+    return Split(
+        saved=frozenset(chosen),
+        forward=forward,
+        backward=backward,
+        peak_bytes=peak,
+        where=where,
+        kept_bytes=kept,
+        cost=sum(joint.operators[index].cost for index in again),
+    )
+
+
+def is_possible(found: Split) -> bool:
+    """Return whether no operator runs twice that must not."""
+    return math.isfinite(found.cost)
+
+
+def walk(
+    operators: Sequence[Operator],
+    size_bytes: Sequence[int],
+    *,
+    begin: Iterable[int],
+    keep: Iterable[int],
+    beside_bytes: int,
+) -> Iterator[tuple[int, str]]:
+    """Yield what is live while each operator runs, with its name. A value is freed after the last that reads it.
+
+    Args:
+        operators: In the order in which they run.
+        size_bytes: By value.
+        begin: Values that are there at first and are freed like those that are made.
+        keep: Values that stay.
+        beside_bytes: All else that is live.
+    """
+    stays = set(keep)
+    last = {value: index for index, operator in enumerate(operators) for value in (*operator.outputs, *operator.inputs)}
+    there = set(begin)
+    live = beside_bytes + sum(size_bytes[value] for value in there)
+    for index, operator in enumerate(operators):
+        for value in operator.outputs:
+            if value not in there:
+                there.add(value)
+                live += size_bytes[value]
+        yield live, operator.name
+        for value in {*operator.outputs, *operator.inputs}:
+            if last[value] == index and value in there and value not in stays:
+                there.remove(value)
+                live -= size_bytes[value]
+
+
+def _picked(joint: Joint, indices: Iterable[int]) -> list[Operator]:
+    return [joint.operators[index] for index in indices]
+
+
+def _backward(joint: Joint, saved: set[int]) -> Iterator[int]:
+    needed = joint.needed_for(joint.gradients, saved)
+    done: set[int] = set()
+    for index in range(joint.begins, len(joint.operators)):
+        if index not in needed or index in done:
+            continue
+        pulled = {index}
+        waiting = [index]
+        while waiting:
+            for value in joint.operators[waiting.pop()].inputs:
+                maker = joint.maker.get(value)
+                if value not in saved and maker is not None and maker not in done and maker not in pulled:
+                    pulled.add(maker)
+                    waiting.append(maker)
+        done |= pulled
+        yield from sorted(pulled)
+    # What needs no gradient at all, and comes before the first that does.
+    yield from sorted(needed - done)

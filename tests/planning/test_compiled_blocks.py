@@ -1,0 +1,128 @@
+"""Plans over blocks that are compiled, in either way."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from compiled import MARKS, fresh, graph_breaks, graphs
+from torchremat import Planner, verify, wrap
+from torchremat.errors import WrapError
+from torchremat.planning.profiling import has_compiled
+from torchremat.regions.wrapping import is_wrapped
+
+pytestmark = MARKS
+
+
+class Block(nn.Module):
+    def __init__(self, width, dropout):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+        self.dropout = dropout
+
+    def forward(self, x):
+        return x + F.dropout(self.down(F.gelu(self.up(self.norm(x)))), self.dropout)
+
+
+class Net(nn.Module):
+    def __init__(self, way, dropout=0.1):
+        super().__init__()
+        torch.manual_seed(0)
+        blocks = [Block(32, dropout) for _ in range(4)]
+        if way == "in place":
+            for block in blocks:
+                block.compile(backend="aot_eager")
+        else:
+            blocks = [torch.compile(block, backend="aot_eager") for block in blocks]
+        self.blocks = nn.ModuleList(blocks)
+        self.head = nn.Linear(32, 1)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).mean()
+
+
+X = torch.arange(32 * 16 * 32).view(32, 16, 32).sin()
+
+
+def step(model):
+    return model(X)
+
+
+def gradients(model):
+    model.zero_grad()
+    torch.manual_seed(1)
+    step(model).backward()
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+@pytest.fixture(scope="module", params=["wrapped", "in place"])
+def planned(request):
+    """A model of compiled blocks, the gradients of its plain run, its planner, and how many graphs there were."""
+    fresh()
+    model = Net(request.param)
+    plain = gradients(model)
+    before = graphs()
+    model.zero_grad()
+    return model, plain, Planner(model, step, cost="flops"), before
+
+
+def test_profiling_compiles_nothing_more(planned):
+    _, _, _, before = planned
+
+    assert graphs() == before
+    assert graph_breaks() == 0
+
+
+def test_blocks_are_units(planned):
+    _, _, planner, _ = planned
+
+    assert [unit.name for unit in planner.profile.units.units] == [*(f"blocks.{i}" for i in range(4)), "head"]
+
+
+@pytest.mark.parametrize("percent", [85, 50])
+def test_a_plan_is_exact(planned, percent):
+    model, plain, planner, before = planned
+    made = planner.plan(f"{percent}%")
+
+    made.apply(model)
+    try:
+        report = verify(model, step)
+        with_plan = gradients(model)
+    finally:
+        made.remove(model)
+
+    assert report.peak_bytes == made.step_peak_bytes < report.plain_peak_bytes
+    assert report.is_exact
+    assert all(map(torch.equal, with_plan, plain))
+    assert graphs() == before
+    assert made.recomputed_calls > 0
+    assert not any(map(is_wrapped, model.modules()))
+
+
+def test_the_first_compilation_may_be_the_plans():
+    fresh()
+    model = Net("in place", dropout=0.0)
+    made = Planner(model, step, cost="flops").plan("60%")
+
+    made.apply(model)
+
+    assert verify(model, step).peak_bytes == made.step_peak_bytes
+    assert graphs() == 2  # the first block's input needs no gradient
+
+
+def test_a_planned_block_is_not_wrapped_again():
+    fresh()
+    model = Net("in place")
+    made = Planner(model, step, cost="flops").plan("60%")
+    made.apply(model)
+
+    with pytest.raises(WrapError, match="is wrapped already"):
+        wrap(model, "blocks.*")
+
+
+def test_a_model_without_compiled_modules():
+    assert not has_compiled(nn.Sequential(nn.Linear(2, 2)))

@@ -1,0 +1,230 @@
+"""Compiled steps within a budget: predicted peaks are the measured ones, gradients are equal, less costs more."""
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends.debugging import boxed_nop
+from torch.nn import functional as F
+
+import torchremat
+from compiled import MARKS
+from torchremat.errors import BudgetError, CompileWarning
+from torchremat.measuring.allocator import record_allocations
+
+pytestmark = MARKS
+
+
+class Block(nn.Module):
+    def __init__(self, width, dropout):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+        self.dropout = dropout
+
+    def forward(self, x):
+        return x + F.dropout(self.down(F.gelu(self.up(self.norm(x)))), self.dropout)
+
+
+class Net(nn.Module):
+    def __init__(self, blocks=4, width=32, dropout=0.0):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width, dropout) for _ in range(blocks))
+        self.head = nn.Linear(width, 1)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).mean()
+
+
+def net(**sizes):
+    torch.manual_seed(0)
+    return Net(**sizes), torch.randn(32, 32, 32)
+
+
+def step(function, model, x):
+    """The measured peak of a step, parameters and inputs included, and its gradients."""
+    model.zero_grad()
+    torch.manual_seed(1)
+    with record_allocations(torch.device("cpu")) as recorder:
+        begin = recorder.mark("begin")
+        loss = function(x)
+        loss.backward()
+        end = recorder.mark("end")
+    tensors = [*model.parameters(), *model.buffers(), x]
+    beside = sum(one.untyped_storage().nbytes() for one in tensors)
+    peak = recorder.trace.peak_bytes_between(begin, end) + beside
+    return peak, [parameter.grad for parameter in model.parameters()]
+
+
+def run(model, x, budget, **options):
+    """Compile, warm up, and run one measured step: what was split, the peak, the gradients."""
+    torch.compiler.reset()
+    function = torchremat.compiled(model, budget=budget, backend="aot_eager", **options)
+    model.zero_grad()
+    function(x).backward()
+    peak, gradients = step(function, model, x)
+    (partition,) = function.partitions
+    return partition, peak, gradients
+
+
+@pytest.fixture(scope="module")
+def runs():
+    """The same step under falling budgets, with dropout in it."""
+    model, x = net(blocks=3, dropout=0.1)
+    return [run(model, x, budget) for budget in ("100%", "75%", "55%")]
+
+
+def test_the_predicted_peak_is_the_measured_one(runs):
+    assert [peak - partition.peak_bytes for partition, peak, _ in runs] == [0, 0, 0]
+
+
+def test_the_peak_is_within_the_budget(runs):
+    assert all(peak <= partition.budget_bytes for partition, peak, _ in runs)
+    assert runs[0][1] == runs[0][0].plain_peak_bytes
+
+
+def test_gradients_do_not_depend_on_the_budget(runs):
+    for _, _, gradients in runs[1:]:
+        assert all(map(torch.equal, gradients, runs[0][2]))
+
+
+def test_a_lower_budget_means_a_lower_peak_and_more_recompute(runs):
+    partitions = [partition for partition, _, _ in runs]
+
+    assert [one.peak_bytes for one in partitions] == sorted((one.peak_bytes for one in partitions), reverse=True)
+    assert [one.recomputed_operators for one in partitions] == sorted(one.recomputed_operators for one in partitions)
+    assert partitions[0].recomputed_operators == 0
+    assert partitions[-1].recomputed_flops > 0
+    assert len({one.peak_bytes for one in partitions}) == 3
+
+
+def test_an_impossible_budget_says_which_is_possible():
+    model, x = net(blocks=2)
+    function = torchremat.compiled(model, budget=300_000, backend="aot_eager")
+
+    with pytest.raises(BudgetError, match=r"Smallest budget that works: \d+ bytes") as caught:
+        function(x)
+
+    least = int(str(caught.value).split("works: ")[1].split(" ")[0])
+    partition, peak, _ = run(model, x, least)
+    assert partition.peak_bytes == peak <= least
+    with pytest.raises(BudgetError):
+        run(model, x, least - 1)
+
+
+def test_a_margin_is_left_free():
+    model, x = net(blocks=2)
+
+    partition, peak, _ = run(model, x, "100%", margin=100_000)
+
+    assert peak <= partition.budget_bytes - 100_000
+    assert partition.recomputed_operators > 0
+
+
+@pytest.mark.parametrize("budget", [0, "a lot", 1.5])
+def test_a_budget_that_is_none(budget):
+    with pytest.raises(BudgetError):
+        torchremat.compiled(nn.Linear(2, 2), budget=budget)
+
+
+def test_a_cost_that_is_none():
+    with pytest.raises(BudgetError, match="'seconds' and 'flops'"):
+        torchremat.compiled(nn.Linear(2, 2), budget="50%", cost="hours")
+
+
+def test_flops_as_the_cost():
+    model, x = net(blocks=2)
+    seconds, _, _ = run(model, x, "85%")
+    flops, peak, _ = run(model, x, "85%", cost="flops")
+
+    # An activation costs no flops, so it is made again rather than a product of matrices.
+    assert flops.recomputed_flops == 0 < seconds.recomputed_flops
+    assert flops.recomputed_operators > 0
+    assert peak == flops.peak_bytes
+
+
+def test_a_backend_without_a_hook_compiles_without_a_budget():
+    model, x = net(blocks=2)
+    with pytest.warns(CompileWarning, match="backend 'eager' has no hook for a partitioner"):
+        function = torchremat.compiled(model, budget="50%", backend="eager")
+
+    function(x).backward()
+
+    assert function.partitions == ()
+    assert "no hook" in function.reason
+    assert str(function).startswith("no budget")
+
+
+def test_a_torch_without_the_hook(monkeypatch):
+    monkeypatch.delattr("torch._functorch.compile_utils.raise_getitems")
+
+    with pytest.warns(CompileWarning, match=r"no `torch\._functorch\.compile_utils\.raise_getitems`"):
+        function = torchremat.compiled(nn.Linear(2, 2), budget="50%", backend="aot_eager")
+
+    assert function(torch.ones(1, 2)).shape == (1, 2)
+
+
+def test_a_backend_of_ones_own():
+    model, x = net(blocks=2)
+    partitioner = torchremat.PeakPartitioner("75%")
+    backend = aot_autograd(fw_compiler=boxed_nop, partition_fn=partitioner)
+    function = torch.compile(model, backend=backend)
+    function(x).backward()
+
+    peak, _ = step(function, model, x)
+
+    assert peak == partitioner.partitions[0].peak_bytes <= partitioner.partitions[0].budget_bytes
+
+
+def test_the_partitioner_goes_into_a_backend_that_has_one():
+    model, x = net(blocks=2)
+    function = torchremat.compiled(model, budget="75%", backend=aot_autograd(fw_compiler=boxed_nop))
+
+    function(x)
+
+    assert len(function.partitions) == 1
+
+
+def test_each_graph_is_held_to_the_budget():
+    model, x = net(blocks=2)
+
+    def broken(x):
+        x = model.blocks[0](x)
+        torch._dynamo.graph_break()
+        return model.head(model.blocks[1](x)).mean()
+
+    function = torchremat.compiled(broken, budget="2.1MiB", backend="aot_eager")
+    function(x).backward()
+
+    assert len(function.partitions) == 2
+    assert all(one.peak_bytes <= one.budget_bytes for one in function.partitions)
+    assert str(function).startswith("graph 0\npeak ")
+
+
+def test_buffers_that_the_forward_writes_are_written_once():
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Tanh()) for _ in range(4)))
+    x = torch.randn(64, 32)
+    torch.compiler.reset()
+    function = torchremat.compiled(lambda x: model(x).mean(), budget="80%", backend="aot_eager")
+
+    function(x).backward()
+
+    assert function.partitions[0].recomputed_operators > 0
+    assert [int(layer[1].num_batches_tracked) for layer in model] == [1, 1, 1, 1]
+
+
+def test_the_report():
+    model, x = net(blocks=2)
+    function = torchremat.compiled(model, budget="75%", backend="aot_eager")
+    assert str(function) == "not compiled yet"
+
+    function(x)
+
+    peak, saved, recomputed = str(function).splitlines()
+    assert peak.startswith("peak ") and "(plain: " in peak
+    assert saved.startswith("saved ")
+    assert recomputed.startswith("recomputed ")

@@ -1,0 +1,126 @@
+"""What is saved between a forward and its backward: splits by hand, and the choice against all choices."""
+
+import itertools
+import math
+import random
+
+import pytest
+
+from torchremat.errors import ScheduleError
+from torchremat.schedules.dataflow import Operator
+from torchremat.schedules.joint import Joint, is_possible, split
+from torchremat.schedules.saving import Saver
+
+
+def chain(sizes, costs, *, skips=()):
+    """A chain of operators, and a backward that reads the values in the opposite order.
+
+    Value 0 is the input, i + 1 the result of operator i; each backward operator reads one, and the gradient before.
+    `skips` are (from, to): operator `to` reads value `from` as well.
+    """
+    steps = len(sizes)
+    forward = [
+        Operator(
+            name=f"f{i}", inputs=(i, *(value for value, to in skips if to == i)), outputs=(i + 1,), cost=float(costs[i])
+        )
+        for i in range(steps)
+    ]
+    incoming = steps + 1
+    backward = [
+        Operator(name=f"b{i}", inputs=(incoming + steps - 1 - i, i + 1), outputs=(incoming + steps - i,), cost=1.0)
+        for i in reversed(range(steps))
+    ]
+    return Joint(
+        operators=(*forward, *backward),
+        size_bytes=(0, *sizes, *[1] * (steps + 1)),
+        outputs=(steps,),
+        gradients=(incoming + steps,),
+        incoming=(incoming,),
+        begins=steps,
+    )
+
+
+def order(joint, indices):
+    return " ".join(joint.operators[index].name for index in indices)
+
+
+def test_a_split_makes_again_as_late_as_it_can():
+    joint = chain([1, 1, 1, 1], [1, 1, 1, 1])
+
+    found = split(joint, {2, 4})
+
+    assert order(joint, found.forward) == "f0 f1 f2 f3"
+    assert order(joint, found.backward) == "b3 f2 b2 b1 f0 b0"
+    assert found.cost == 2  # f2 and f0
+
+
+def test_the_peak_of_a_split_by_hand():
+    joint = chain([4, 4, 4, 4], [1, 1, 1, 1])
+
+    # b2: all four values, since the last is the output and stays; the incoming gradient, that of b3, that of b2.
+    assert split(joint, {1, 2, 3, 4}).peak_bytes == 16 + 3
+    # b2 again: values 2 and 4, value 3 that f2 has just made, and the same three gradients.
+    assert split(joint, {2, 4}).peak_bytes == 12 + 3
+    # What nobody needs is not saved: 2 is made again for 3, and 1 for 2.
+    assert split(joint, {4}).saved == {4}
+
+
+def test_what_needs_a_gradient_cannot_be_saved():
+    joint = chain([1, 1], [1, 1])
+
+    with pytest.raises(ScheduleError, match=r"values \[4\] need an incoming gradient"):
+        split(joint, {4})
+
+
+def best(joint, limit):
+    """The least cost of all splits within a limit, found by trying each."""
+    candidates = [value for value in joint.maker if joint.maker[value] not in joint.of_backward]
+    costs = [
+        found.cost
+        for count in range(len(candidates) + 1)
+        for saved in itertools.combinations(candidates, count)
+        if (found := split(joint, saved)).peak_bytes <= limit and is_possible(found)
+    ]
+    return min(costs, default=math.inf)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_choice_against_all_choices(seed):
+    random.seed(seed)
+    steps = 8
+    skips = [(random.randrange(1, 4), random.randrange(5, 8))] if seed % 2 else []
+    sizes, costs = ([random.randrange(1, 9) for _ in range(steps)] for _ in range(2))
+    joint = chain(sizes, costs, skips=skips)
+    saver = Saver(joint)
+    plain, floor = saver.plain.peak_bytes, saver.floor.peak_bytes
+    total = sum(operator.cost for operator in joint.operators[:steps])
+
+    for limit in sorted({floor, (2 * floor + plain) // 3, (floor + 2 * plain) // 3, plain}):
+        found = saver.solve(limit)
+        least = best(joint, limit)
+
+        assert found.peak_bytes <= limit
+        assert least <= found.cost <= least + 0.2 * total
+    assert saver.solve(floor - 1) is None
+
+
+def test_a_lower_limit_costs_more():
+    joint = chain([4] * 24, [1] * 24)
+    saver = Saver(joint)
+    splits = [saver.solve(limit) for limit in range(saver.floor.peak_bytes, saver.plain.peak_bytes + 1, 8)]
+
+    assert [one.cost for one in splits] == sorted((one.cost for one in splits), reverse=True)
+    assert splits[0].cost > splits[-1].cost
+    # Segments of five: a boundary of each, and all of one. Saving nothing but the end would need all at once.
+    assert splits[0].peak_bytes < saver.plain.peak_bytes / 2
+    assert split(joint, {24}).peak_bytes >= saver.plain.peak_bytes - 4
+
+
+def test_what_must_not_run_again_is_saved():
+    joint = chain([4] * 8, [1, 1, math.inf, 1, 1, math.inf, 1, 1])
+    saver = Saver(joint)
+
+    found = saver.floor
+
+    assert {3, 6} <= found.saved
+    assert found.peak_bytes < saver.plain.peak_bytes
