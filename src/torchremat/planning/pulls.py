@@ -16,6 +16,7 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor, UntypedStorage
 
+from torchremat.measuring.exhaustion import is_out_of_memory
 from torchremat.measuring.flops import FlopCounter
 from torchremat.measuring.runs import Subject
 from torchremat.measuring.step import run_backward
@@ -72,7 +73,9 @@ def plain_step(
         return Unseen(reason=_NO_ROOM)
     try:
         return _plain_step(subject, device, cost, forward_seconds)
-    except torch.OutOfMemoryError:
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
         return Unseen(reason=_NO_ROOM)
 
 
