@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, cast
@@ -53,7 +53,7 @@ _storage_uses = cast("Callable[[int], int]", private("_C._storage_Use_Count", ne
 
 
 @contextmanager
-def without_fakes() -> Iterator[None]:
+def without_fakes() -> Generator[None]:
     """Let operators compute in the block, where otherwise they would make fakes."""
     mode = unset_infrastructure_mode(_FAKE)
     try:

@@ -421,7 +421,7 @@ def _place(frame: FrameType | None) -> str:
     return "an unknown line" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-_WORDS = {
+_WORDS: dict[object, str] = {
     _ATEN._local_scalar_dense.default: "reads a value (`.item()`, `float(...)`, `if tensor:`)",
     _ATEN.equal.default: "compares values (`torch.equal`)",
 }

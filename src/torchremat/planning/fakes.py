@@ -152,7 +152,7 @@ class Fakes:
             keywords = {key: self.value(one) for key, one in partial.keywords.items()}
             return functools.partial(self.step(partial.func), *map(self.value, partial.args), **keywords)
         if isinstance(step, MethodType):
-            return MethodType(cast("Callable[..., object]", self.step(step.__func__)), self._owner(step.__self__))
+            return MethodType(self.step(step.__func__), self._owner(step.__self__))
         if isinstance(step, FunctionType):
             return self._function(step)
         return cast("Callable[..., object]", self._owner(step))
@@ -237,7 +237,7 @@ class _OnCuda(TorchFunctionMode):
                 args = (*args[:4], 0.0, *args[5:])
             named.pop("dropout_p", None)
         elif func is functional.dropout or func is torch.dropout:
-            return _dropout(*args, **named)
+            return cast("Callable[..., Tensor]", _dropout)(*args, **named)
         return func(*args, **named)
 
 
