@@ -241,7 +241,7 @@ class _OnCuda(TorchFunctionMode):
                 args = (*args[:4], 0.0, *args[5:])
             named.pop("dropout_p", None)
         elif func is functional.dropout or func is torch.dropout:
-            return _dropout(*cast("tuple[Any, ...]", args), **cast("dict[str, Any]", named))
+            return cast("Callable[..., Tensor]", _dropout)(*args, **named)
         return func(*args, **named)
 
 
