@@ -231,7 +231,7 @@ def _flops(node: Node) -> int:
     if formula is None:
         return 0
 
-    def stand_in(one: Node) -> object:
+    def stand_in(one: Node) -> Any:
         return one.meta.get("val")
 
     args = cast("tuple[object, ...]", map_arg(node.args, stand_in))

@@ -271,12 +271,6 @@ class _Tracer:
         return output
 
 
-class _NoFlops:
-    """Stands for a counter where compiled code is to run, which it does not under one."""
-
-    total = 0
-
-
 def named(name: str) -> str:
     """Return the words for a module in a message."""
     return f"`{name}`" if name else "the model"
