@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torchremat._compat.autograd import pop_saved_tensor_hooks, push_saved_tensor_hooks, retains_graph, set_grad_mode
 from torchremat._compat.compiled_autograd import in_compiled_backward
+from torchremat._compat.graphs import outside_graphs
 from torchremat.errors import MutationError, UnsupportedError, bug
 from torchremat.regions.choosing import Replay
 from torchremat.regions.differences import Difference, DivergedError, Kind
@@ -250,6 +251,7 @@ class Recompute:
                 raise MutationError(self._changed_input(call, number, place, error)) from None
         return links[source]
 
+    @outside_graphs  # code under dynamo calls it, compiled or not
     def pack(self, tensor: Tensor) -> object:
         """Take the next saved tensor: the hook of a recompute."""
         if self.is_stopped:
