@@ -15,13 +15,10 @@ cannot be seen with them is inside of kernels: temporaries and seconds. Both com
 from __future__ import annotations
 
 import math
-import os
-import sys
 import weakref
 from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from types import FrameType
 from typing import Protocol, Self, cast
 
 import numpy as np
@@ -40,6 +37,7 @@ from torchremat._compat.modes import EagerMode
 from torchremat.ambient.generators import states_watched
 from torchremat.errors import StepError, UnsupportedError
 from torchremat.measuring.allocator import AllocationTrace, Mark
+from torchremat.measuring.callers import asked_by_us, depends_on_data, place_of_user
 from torchremat.measuring.tracker import address_of, tensors_in
 
 _ATEN = torch.ops.aten
@@ -48,9 +46,6 @@ _LIFTED = (_ATEN.lift_fresh.default, _ATEN.lift_fresh_copy.default)
 _COPIES = (_ATEN.clone.default, _ATEN.detach.default, _ATEN.copy_.default)
 # Torch's schemas say nothing of the statistics that these write: their arguments 3 and 4, if 5 is True.
 _NORMS = (_ATEN.native_batch_norm.default, _ATEN.cudnn_batch_norm.default, _ATEN.miopen_batch_norm.default)
-_TORCH = os.path.dirname(torch.__file__) + os.sep
-_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-PACKAGES = (_TORCH, _OURS)  # whose files are not the user's
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,22 +221,22 @@ class Simulation(EagerMode):
         if func not in _LIFTED and not all(map(is_fake, tensors_in([*args, *named.values()]))):
             args = cast("tuple[object, ...]", self._with_fakes(args))
             named = {key: self._with_fakes(value) for key, value in named.items()}
-        if func is _ATEN.equal.default and _asked_by_us():
+        if func is _ATEN.equal.default and asked_by_us():
             return self._content(args[0]) == self._content(args[1])
         if func is _ATEN._local_scalar_dense.default:
             if self._scalar is not None:
                 return _number(cast("Tensor", args[0]), self._scalar)
-            if _asked_by_us():
+            if asked_by_us():
                 return _number(cast("Tensor", args[0]), 0.0)
         try:
             result = func(*args, **named)
         except DATA_DEPENDENT as error:
-            raise StepError(_depends_on_data(func)) from error
+            raise StepError(depends_on_data(func)) from error
         except RuntimeError as error:
             if not lacks_fake_kernel(error):
                 raise
             raise UnsupportedError(
-                f"{func} at {_place(_user_frame())} has no kernel for tensors without data, so it cannot be planned "
+                f"{func} at {place_of_user()} has no kernel for tensors without data, so it cannot be planned "
                 "without running it. If the operator is yours, give it one with `torch.library.register_fake`; else "
                 f"plan where it can run. Torch says: {error}"
             ) from error
@@ -392,51 +387,3 @@ def _number(tensor: Tensor, value: float) -> complex | float | bool:
     if tensor.dtype is torch.bool:
         return bool(value)
     return value if tensor.dtype.is_floating_point or tensor.dtype.is_complex else math.floor(value)
-
-
-def _callers() -> Generator[FrameType]:
-    """Yield the frames around an operator from the innermost, without torch's and those of modes."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        if code.co_filename != __file__ and code.co_name not in _OF_MODES and not code.co_filename.startswith(_TORCH):
-            yield frame
-        frame = frame.f_back
-
-
-_OF_MODES = ("__torch_dispatch__", "__torch_function__")
-
-
-def _asked_by_us() -> bool:
-    """Return whether the operator that is being run was called by a file of this package, not by a user's."""
-    return next((frame.f_code.co_filename.startswith(_OURS) for frame in _callers()), False)
-
-
-def _user_frame() -> FrameType | None:
-    """Return the innermost frame that is neither torch's nor ours."""
-    return next((frame for frame in _callers() if not frame.f_code.co_filename.startswith(_OURS)), None)
-
-
-def _place(frame: FrameType | None) -> str:
-    return "an unknown line" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
-
-
-_WORDS: dict[object, str] = {
-    _ATEN._local_scalar_dense.default: "reads a value (`.item()`, `float(...)`, `if tensor:`)",
-    _ATEN.equal.default: "compares values (`torch.equal`)",
-}
-
-
-def _depends_on_data(func: Callable[..., object]) -> str:
-    frame = _user_frame()
-    inside = "" if frame is None else f", in `{frame.f_code.co_name}`"
-    what = _WORDS.get(func, f"makes a result whose shape depends on values ({func})")
-    return reads_data(f"{_place(frame)}{inside}", what)
-
-
-def reads_data(place: str, what: str) -> str:
-    """Return the message for a step that does `what`, which needs values, at a place."""
-    return (
-        f"{place}: the step {what}, and without running it there are none. Take it out of the step for "
-        "planning, or plan where the step can run, without on='meta'."
-    )

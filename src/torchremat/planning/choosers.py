@@ -94,7 +94,7 @@ class Chooser:
         """The search at the largest shape learned."""
         grains = self.family.largest
         if self._search is None or self._search.grains is not grains:
-            self._search = Search(grains, self.cost_unit)
+            self._search = Search(grains, self.cost_unit, operators=False)  # options are of one shape
             self._rungs.clear()
             self._promising.clear()
         return self._search
@@ -112,6 +112,8 @@ class Chooser:
 
     def _down_from(self, plain: Candidate, limit_bytes: int) -> range:
         """The rungs to try: from a little more than this limit is of the plain step, down to nothing."""
+        if limit_bytes <= 0:
+            return range(0)
         share, first = limit_bytes / max(1, plain.prediction.peak_bytes), 0
         while _RUNG ** (first + 1) >= share:
             first += 1

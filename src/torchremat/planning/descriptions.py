@@ -1,6 +1,8 @@
-"""What a plan tells of the profile it was made from: its units, what they hold, inputs and the predicted step."""
+"""What planners tell: of a profile the units, what they hold, inputs and the predicted step; and that nothing fits."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from torchremat.planning.cargo import NO_LOADS, Loads
 from torchremat.planning.layout import HeldOperators
@@ -11,6 +13,10 @@ from torchremat.planning.prediction import chosen_options, over_bytes
 from torchremat.planning.reading import Profile
 from torchremat.planning.shapes import InputSizes
 from torchremat.schedules.chain import Tree
+from torchremat.tensors.sizes import format_bytes
+
+if TYPE_CHECKING:
+    from torchremat.planning.planner import Planner
 
 
 def planned_unit(own: Profile, unit: int) -> PlannedUnit:
@@ -69,3 +75,29 @@ def curve_of(own: Profile, tree: Tree, fixed_bytes: int, loads: Loads = NO_LOADS
         points.append(Point(seconds=now_s + running / 2, live_bytes=live + over_bytes(own, state), what=state.what))
         now_s += running
     return tuple(points)
+
+
+def nothing_fits(planner: Planner, size: int, budget: str, reserved_bytes: int) -> str:
+    """Return the message for a budget that no plan fits.
+
+    Args:
+        planner: What was asked.
+        size: The budget in bytes.
+        budget: The same as it was given.
+        reserved_bytes: What of it has to stay free.
+    """
+    floor, floor_bytes = planner.solver.floor, planner.floor_bytes + reserved_bytes
+    reserved = f", of which {format_bytes(reserved_bytes)} are set aside" if reserved_bytes else ""
+    optimizer_peak = planner.optimizer_peak_bytes or 0
+    if optimizer_peak > planner.fixed_bytes + floor.prediction.peak_bytes:
+        return (
+            f"the budget is {format_bytes(size)} ({budget}){reserved}, but optimizer.step() alone peaks at "
+            f"{format_bytes(optimizer_peak)}, which no recomputation lowers. Smallest budget that works: "
+            f"{optimizer_peak + reserved_bytes} bytes. An optimizer with foreach=False or fused=True needs less."
+        )
+    slowdown = 1 + (floor.prediction.seconds + floor.prediction.moving_s) / planner.profile.seconds
+    return (
+        f"no plan fits the budget of {format_bytes(size)} ({budget}){reserved}. Smallest budget that works: "
+        f"{floor_bytes} bytes ({format_bytes(floor_bytes)}), at {slowdown:.2f} x the plain time. "
+        f"{format_bytes(planner.fixed_bytes)} of it lie there before a step; a smaller batch lowers the rest."
+    )

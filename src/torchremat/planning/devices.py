@@ -221,14 +221,6 @@ _BUILT_IN: dict[str, Device] = dict(
             bandwidth=4800e9,
             host_bandwidth=64e9,
         ),
-        # NVIDIA HGX B200 data sheet (2025), per GPU: 2.25 PF bf16 dense, 75 TF fp32, 7.7 TB/s, 180 GB (decimal).
-        _nvidia(
-            "b200",
-            167,
-            {"bfloat16": 2250e12, "float16": 2250e12, "float32": 75e12},
-            bandwidth=7700e9,
-            host_bandwidth=64e9,
-        ),
     )
 )
 

@@ -27,8 +27,9 @@ from torch.overrides import TorchFunctionMode
 from torchremat._compat.fakes import fake_mode
 from torchremat.ambient.surroundings import acts
 from torchremat.errors import DeviceError, StepError, UnsupportedError
+from torchremat.measuring.callers import PACKAGES, reads_data
 from torchremat.measuring.runs import Subject, subject_of
-from torchremat.measuring.simulation import PACKAGES, SimulatedRecorder, Simulation, reads_data
+from torchremat.measuring.simulation import SimulatedRecorder, Simulation
 from torchremat.measuring.step import global_names
 from torchremat.measuring.tracker import address_of
 from torchremat.planning.devices import Device, device_of

@@ -21,7 +21,7 @@ from torchremat.planning.budgets import bytes_of, check_budget, free_on, margin_
 from torchremat.planning.calibration import device_here
 from torchremat.planning.certificates import claim_of
 from torchremat.planning.chains import Cost
-from torchremat.planning.descriptions import curve_of, held_of, input_sizes, planned_unit
+from torchremat.planning.descriptions import curve_of, held_of, input_sizes, nothing_fits, planned_unit
 from torchremat.planning.devices import Device, device_of
 from torchremat.planning.fakes import Elsewhere, placed, torch_device
 from torchremat.planning.frontiers import MOST_POINTS, Frontier, check_points, frontier_of
@@ -36,7 +36,6 @@ from torchremat.planning.solving import Candidate, Search
 from torchremat.planning.tracing import Step
 from torchremat.planning.weighing import check_stores, weighed
 from torchremat.tensors.handles import Store
-from torchremat.tensors.sizes import format_bytes
 
 _COSTS = ("seconds", "flops")
 
@@ -204,7 +203,7 @@ class Planner:
         with heap_set_aside():
             found = self.solver.solve(target - self.fixed_bytes) if target >= optimizer_peak else None
             if found is None:
-                raise BudgetError(self._nothing_fits(size, str(budget), margin_bytes + tighten_bytes))
+                raise BudgetError(nothing_fits(self, size, str(budget), margin_bytes + tighten_bytes))
             return self.plan_of(found, size, str(budget), plain=(plain_bytes, source), margin_bytes=margin_bytes)
 
     def frontier(self, *, points: int = MOST_POINTS) -> Frontier:
@@ -219,26 +218,6 @@ class Planner:
 
     def _known_plain(self) -> tuple[int, PlainSource]:
         return self._plain or (self.peak_of(self.solver.plain), "predicted")
-
-    def _nothing_fits(self, size: int, budget: str, reserved_bytes: int) -> str:
-        floor = self.solver.floor
-        reserved = f", of which {format_bytes(reserved_bytes)} are set aside" if reserved_bytes else ""
-        optimizer_peak = self.optimizer_peak_bytes or 0
-        if optimizer_peak > self.fixed_bytes + floor.prediction.peak_bytes:
-            return (
-                f"the budget is {format_bytes(size)} ({budget}){reserved}, but optimizer.step() alone peaks at "
-                f"{format_bytes(optimizer_peak)}, "
-                f"which no recomputation lowers. Smallest budget that works: {optimizer_peak + reserved_bytes} "
-                "bytes. An optimizer with "
-                "foreach=False or fused=True needs less."
-            )
-        slowdown = 1 + (floor.prediction.seconds + floor.prediction.moving_s) / self.profile.seconds
-        return (
-            f"no plan fits the budget of {format_bytes(size)} ({budget}){reserved}. Smallest budget that works: "
-            f"{self.floor_bytes + reserved_bytes} bytes ({format_bytes(self.floor_bytes + reserved_bytes)}), at "
-            f"{slowdown:.2f} x the plain time. "
-            f"{format_bytes(self.fixed_bytes)} of it lie there before a step; a smaller batch lowers the rest."
-        )
 
     @cached_property
     def plain_step(self) -> PlainStep | Unseen:

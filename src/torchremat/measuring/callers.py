@@ -1,0 +1,71 @@
+"""Who runs an operator: which line of the user's, for messages about steps that need values and have none."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Generator
+from types import FrameType
+
+import torch
+
+_ATEN = torch.ops.aten
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+PACKAGES = (_TORCH, _OURS)  # whose files are not the user's
+_SIMULATION = os.path.join(os.path.dirname(os.path.abspath(__file__)), "simulation.py")
+
+
+def _callers() -> Generator[FrameType]:
+    """Yield the frames around an operator from the innermost, without torch's and those of modes."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        file = code.co_filename
+        if file not in (__file__, _SIMULATION) and code.co_name not in _OF_MODES and not file.startswith(_TORCH):
+            yield frame
+        frame = frame.f_back
+
+
+_OF_MODES = ("__torch_dispatch__", "__torch_function__")
+
+
+def asked_by_us() -> bool:
+    """Return whether the operator that is being run was called by a file of this package, not by a user's."""
+    return next((frame.f_code.co_filename.startswith(_OURS) for frame in _callers()), False)
+
+
+def _user_frame() -> FrameType | None:
+    """Return the innermost frame that is neither torch's nor ours."""
+    return next((frame for frame in _callers() if not frame.f_code.co_filename.startswith(_OURS)), None)
+
+
+def place_of_user() -> str:
+    """Return file and line of the innermost frame that is neither torch's nor ours."""
+    return _place(_user_frame())
+
+
+def _place(frame: FrameType | None) -> str:
+    return "an unknown line" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+_WORDS: dict[object, str] = {
+    _ATEN._local_scalar_dense.default: "reads a value (`.item()`, `float(...)`, `if tensor:`)",
+    _ATEN.equal.default: "compares values (`torch.equal`)",
+}
+
+
+def depends_on_data(func: Callable[..., object]) -> str:
+    """Return the message for an operator whose result depends on values, with the line that runs it."""
+    frame = _user_frame()
+    inside = "" if frame is None else f", in `{frame.f_code.co_name}`"
+    what = _WORDS.get(func, f"makes a result whose shape depends on values ({func})")
+    return reads_data(f"{_place(frame)}{inside}", what)
+
+
+def reads_data(place: str, what: str) -> str:
+    """Return the message for a step that does `what`, which needs values, at a place."""
+    return (
+        f"{place}: the step {what}, and without running it there are none. Take it out of the step for "
+        "planning, or plan where the step can run, without on='meta'."
+    )
