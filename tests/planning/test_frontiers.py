@@ -46,7 +46,7 @@ def test_a_budget_of_the_frontier_gets_no_worse_plan(planner, frontier):
 
 
 def test_points_are_plans_without_another_profile(frontier, monkeypatch):
-    monkeypatch.setattr(planners, "profile_subject", None)
+    monkeypatch.setattr(planners, "profiled_together", None)
     point = frontier.points[2]
 
     plan = frontier.plan(point)
