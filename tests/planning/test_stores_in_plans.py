@@ -117,7 +117,7 @@ def test_predicted_is_measured_wherever_it_leaves_and_comes_back(name, kind):
         loads = random_loads(profile, offer, tree, rng)
         predicted = predict(profile, tree, loads).peak_bytes
         itinerary = Itinerary((store,), {unit: load.planned.trip for unit, load in loads.items()})
-        with installed(model, calls_of(profile.units), tree, Settings(), itinerary):
+        with installed(model, calls_of(profile.units), tree, Settings(), itinerary=itinerary):
             measured = traced_peak(model, step)
             found = outcome(model, step)
 
@@ -352,7 +352,7 @@ def test_nothing_is_left_behind(how):
         for unit in range(4)
     }
     itinerary = Itinerary((disk,), trips)
-    with installed(model, plan.calls, plan.tree, Settings(), itinerary):
+    with installed(model, plan.calls, plan.tree, Settings(), itinerary=itinerary):
         plain = outcome(model, step)
         if how == "dropped":
             step(model)

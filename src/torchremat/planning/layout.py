@@ -232,6 +232,7 @@ def installed(
     tree: Tree,
     settings: Settings,
     held: Iterable[HeldOperators] = (),
+    *,
     itinerary: Itinerary | None = None,
 ) -> Generator[None]:
     """Put a tree on the model for a block."""

@@ -71,13 +71,14 @@ class Search:
     """
 
     def __init__(self, grains: Grains, cost: Cost, offers: Sequence[Offer] = (), *, operators: bool = True) -> None:
+        # What is kept in part is not stored, so with stores whole units are sought.
+        self.offers = offers
+        self.storing = Storing(Solver(grains.coarse, cost), offers)
         if operators:
             grains = replace(grains, coarse=replace(grains.coarse, options=options_of(grains.coarse, cost)))
         self.grains = grains
         self.cost_unit: Cost = cost
         self.coarse = Solver(grains.coarse, cost)
-        self.offers = offers
-        self.storing = Storing(self.coarse, offers)
 
     @property
     def plain(self) -> Candidate:
