@@ -136,7 +136,7 @@ class ShapeWarning(UserWarning):
 
 
 class OrderWarning(UserWarning):
-    """A model that called its modules in another order than the plan was made for."""
+    """A model that called its modules, or ran operators, in another order than the plan was made for."""
 
 
 class StoreWarning(UserWarning):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import warnings
+from dataclasses import dataclass, field
 from typing import Any
 
-from torchremat.errors import PlanError
+from torchremat.errors import OrderWarning
 from torchremat.policies.policy import Policy
 from torchremat.regions.decisions import RECOMPUTE, SAVE, Decision, OperatorContext
 from torchremat.regions.naming import name
@@ -16,6 +17,7 @@ from torchremat.regions.traits import traits_of
 class _Ordinals(Policy):
     operators: tuple[str, ...]
     held: frozenset[int]
+    told: set[str | None] = field(default_factory=set[str | None], compare=False, repr=False)
 
     def __call__(self, ctx: OperatorContext, op: Any, /, *args: Any, **kwargs: Any) -> Decision:
         # Casts are not counted, see `regions.traits`.
@@ -24,13 +26,22 @@ class _Ordinals(Policy):
         ordinal = ctx.ordinal
         planned = self.operators[ordinal] if ordinal < len(self.operators) else "no operator any more"
         if planned != str(op):
-            raise PlanError(
-                f"{f'`{ctx.module}`' if ctx.module else 'a module of the plan'} runs {op} as its operator number "
-                f"{ordinal}, and was planned with {planned} there. A plan that holds single operators needs the same "
-                "ones in each step: plan again for what runs now (other shapes, dtypes, switches, train or eval), or "
-                "with operators=False."
-            )
+            # Whatever is decided is exact; what is no longer known is the memory, of which this takes least.
+            self._tell(ctx.module, f"runs {op} as its operator number {ordinal}, and was planned with {planned} there")
+            return RECOMPUTE
         return SAVE if ordinal in self.held else RECOMPUTE
+
+    def _tell(self, module: str | None, what: str) -> None:
+        if module in self.told:
+            return
+        self.told.add(module)
+        warnings.warn(
+            f"{f'`{module}`' if module else 'a module of the plan'} {what}; operators that the plan does not know are "
+            "recomputed. Gradients stay exact, the memory is no longer sure: plan again for what runs now (other "
+            "switches, dtypes, train or eval), or with operators=False if operators depend on the data.",
+            OrderWarning,
+            stacklevel=2,
+        )
 
     def __repr__(self) -> str:
         return f"save_ordinals({sorted(self.held)} of {len(self.operators)} operators)"
