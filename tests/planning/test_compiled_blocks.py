@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from compiled import MARKS, fresh, graph_breaks, graphs
 from torchremat import Planner, verify, wrap
 from torchremat.errors import WrapError
-from torchremat.planning.profiling import has_compiled
+from torchremat.measuring.modules import has_compiled
 from torchremat.regions.wrapping import is_wrapped
 
 pytestmark = MARKS

@@ -224,6 +224,14 @@ def test_asking_for_some_gradients_only_is_an_error(backward):
         backward(y, x)
 
 
+@pytest.fixture
+def _warning_each_time():
+    torch.set_warn_always(True)
+    yield
+    torch.set_warn_always(False)
+
+
+@pytest.mark.usefixtures("_warning_each_time")  # a warning that torch gives once in a process, maybe in another test
 def test_a_gradient_that_is_differentiated_again_is_an_error_and_not_zero():
     x = leaf(3)
     with pytest.warns(UserWarning, match="create a reference cycle"):
