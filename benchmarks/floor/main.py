@@ -22,7 +22,7 @@ MODELS: dict[str, Make] = {
 }
 TINY: dict[str, Make] = {
     "GPT, 8 blocks": lambda: models.gpt_step(width=32, context=32, vocabulary=64),
-    "48 equal small blocks": lambda: models.gpt_step(blocks=12, width=32, context=32, vocabulary=64),
+    "48 equal small blocks": lambda: models.gpt_step(blocks=6, width=32, context=32, vocabulary=64),
 }
 BARS = {"GPT, 8 blocks": 0.85, "48 equal small blocks": 0.40}
 # Of the peak of checkpointing every block, in what the step needs beside the bytes that lie there before it.

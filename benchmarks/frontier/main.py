@@ -28,8 +28,6 @@ MODELS: dict[str, Make] = {
     "ResNet": models.resnet_step,
 }
 TINY: dict[str, Make] = {
-    "GPT": lambda: models.gpt_step(blocks=4, width=32, context=32, vocabulary=64),
-    "U-Net": lambda: models.unet_step(batch=1, size=16, width=8),
     "ResNet": lambda: models.resnet_step(batch=2, size=16, width=8),
 }
 SLACK = 1.0  # of what the step needs beside the bytes that lie there before it

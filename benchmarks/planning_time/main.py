@@ -66,7 +66,7 @@ def planning_seconds(planner: torchremat.Planner) -> dict[str, float]:
 
 def run(smoke: bool) -> dict[str, object]:
     found: dict[str, object] = {"planning": {}, "profile": {}, "bars": []}
-    for blocks, most_s in ({6: 1.0} if smoke else BLOCKS).items():
+    for blocks, most_s in ({3: 1.0} if smoke else BLOCKS).items():
         model, step = models.gpt_step(blocks=blocks, width=64, context=64, vocabulary=64)
         planner = torchremat.Planner(model, step)
         each = [planning_seconds(planner) for _ in range(1 if smoke else REPEATS)]

@@ -34,7 +34,8 @@ def run(smoke: bool) -> dict[str, object]:
     for name, make in chosen.items():
         plain, values = take(*make()), computed(*make())
         planner = torchremat.Planner(*make())
-        budgets = [plain.before_bytes + int(share * plain.step_bytes) for share in SHARES]
+        shares = SHARES[:2] if smoke else SHARES
+        budgets = [plain.before_bytes + int(share * plain.step_bytes) for share in shares]
         rows = under_budgets(make, planner, budgets, values)
         found["models"][name] = {
             "plain": asdict(plain),

@@ -51,7 +51,7 @@ def floor():
 # ------------------------------------------------------------------------------------------------------ bit for bit
 
 
-@pytest.mark.parametrize("share", [0.1, 0.2, 0.6, 0.8, 0.99])
+@pytest.mark.parametrize("share", [0.1, 0.6, 0.99])
 def test_a_failure_anywhere_changes_nothing(share, expected):
     state_of_plain, operators = expected
     model = normed()
@@ -148,7 +148,7 @@ def test_gradients_that_are_there_stay_the_same_objects(expected):
     assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("share", [0.7, 0.85, 0.97])
+@pytest.mark.parametrize("share", [0.7, 0.97])
 def test_a_failure_in_the_second_of_two_backward_calls(share):
     def two(model, x):
         y = model(x)
