@@ -34,15 +34,28 @@ def in_pair(work: Work, smoke: bool) -> list[dict[str, object]]:
         return [json.loads((Path(folder) / f"{rank}").read_text()) for rank in range(WORLD)]
 
 
+def alone(work: Work) -> dict[str, object]:
+    """Return what a smoke run of `work` returns in a group of this process alone."""
+    with tempfile.TemporaryDirectory() as folder:
+        _join(folder, 0, 1)
+        found = work(True)
+        dist.destroy_process_group()
+    return found
+
+
 def _run(work: Work, smoke: bool, rank: int, folder: str) -> None:
     torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    store = f"file://{folder}/store"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=WORLD, timeout=_PATIENCE)
+    _join(folder, rank, WORLD)
     found = work(smoke)
     (Path(folder) / f"{rank}").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _join(folder: str, rank: int, world: int) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=_PATIENCE)
 
 
 def seconds_in_turn(steps: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:

@@ -18,6 +18,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+import decoders
+import mixtures
 import models
 
 Way = Callable[[nn.Module], None]
@@ -56,12 +58,7 @@ def sequential(segments: int) -> Way:
     """`checkpoint_sequential` over the model written as a sequence."""
 
     def way(model: nn.Module) -> None:
-        if isinstance(model, models.GPT):
-            model.forward = partial(_gpt_forward, model, segments)
-        elif isinstance(model, models.ResNet):
-            model.forward = partial(_resnet_forward, model, segments)
-        else:
-            model.forward = partial(_unet_forward, model, segments)
+        model.forward = partial(_SEQUENCES[type(model)], model, segments)
 
     return way
 
@@ -71,6 +68,19 @@ def _gpt_forward(model: models.GPT, segments: int, tokens_bt: Tensor) -> Tensor:
     x_btd = model.embed(tokens_bt) + model.position(places)
     x_btd = checkpoint_sequential(list(model.blocks), segments, x_btd, use_reentrant=False)
     return model.head(model.norm(x_btd))
+
+
+def _decoder_forward(model: decoders.Decoder, segments: int, tokens_bt: Tensor) -> Tensor:
+    x_btd = checkpoint_sequential(list(model.blocks), segments, model.embed(tokens_bt), use_reentrant=False)
+    return model.head(model.norm(x_btd))
+
+
+def _mixture_forward(model: mixtures.Mixture, segments: int, tokens_bt: Tensor) -> tuple[Tensor, Tensor]:
+    x_btd = model.embed(tokens_bt)
+    functions = [lambda state, block=block: block(*state) for block in model.blocks]
+    state = (x_btd, x_btd.new_zeros(()))
+    x_btd, balance = checkpoint_sequential(functions, segments, state, use_reentrant=False)
+    return model.head(model.norm(x_btd)), balance
 
 
 def _resnet_forward(model: models.ResNet, segments: int, x: Tensor) -> Tensor:
@@ -110,6 +120,14 @@ def _unet_forward(model: models.UNet, segments: int, x: Tensor) -> Tensor:
     ]
     return checkpoint_sequential(functions, segments, (x,), use_reentrant=False)[0]
 
+
+_SEQUENCES = {
+    models.GPT: _gpt_forward,
+    models.ResNet: _resnet_forward,
+    models.UNet: _unet_forward,
+    decoders.Decoder: _decoder_forward,
+    mixtures.Mixture: _mixture_forward,
+}
 
 _ATEN = torch.ops.aten
 MATMULS = frozenset({_ATEN.mm.default, _ATEN.addmm.default, _ATEN.bmm.default})

@@ -1,18 +1,19 @@
-"""What the tests of compiled autograd share: backends, a backward under it, and what dynamo counted."""
+"""What the tests of compiled code share: a block, backends, a backward under them, and what dynamo counted."""
 
 import contextlib
 import shutil
 
 import pytest
 import torch
+from torch import nn
 from torch._dynamo.utils import counters
+from torch.nn import functional as F
 
 from torchremat.measuring.allocator import record_allocations
 
 FAST = ["eager", "aot_eager"]
-INDUCTOR = pytest.param(
-    "inductor", marks=pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
-)
+NEEDS_COMPILER = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
+INDUCTOR = pytest.param("inductor", marks=NEEDS_COMPILER)
 
 MARKS = [
     # Of torch's own, when inductor is imported or autograd functions are traced.
@@ -21,6 +22,20 @@ MARKS = [
     # Of dynamo, which looks at every input of a graph.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
 ]
+
+
+class Block(nn.Module):
+    """A perceptron with a way around it."""
+
+    def __init__(self, width, dropout):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+        self.dropout = dropout
+
+    def forward(self, x):
+        return x + F.dropout(self.down(F.gelu(self.up(self.norm(x)))), self.dropout)
 
 
 def fresh():
@@ -68,3 +83,35 @@ def peak_tensors(run, nbytes, backend=None):
             loss.backward()
         after = recorder.mark("end")
     return recorder.trace.peak_bytes_between(before, after) / nbytes
+
+
+class Net(nn.Module):
+    def __init__(self, blocks=4, width=32, dropout=0.0):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width, dropout) for _ in range(blocks))
+        self.head = nn.Linear(width, 1)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).mean()
+
+
+def net(**sizes):
+    torch.manual_seed(0)
+    return Net(**sizes), torch.randn(32, 32, 32)
+
+
+def step(function, model, x):
+    """The measured peak of a step, parameters and inputs included, and its gradients."""
+    model.zero_grad()
+    torch.manual_seed(1)
+    with record_allocations(torch.device("cpu")) as recorder:
+        begin = recorder.mark("begin")
+        loss = function(x)
+        loss.backward()
+        end = recorder.mark("end")
+    tensors = [*model.parameters(), *model.buffers(), x]
+    beside = sum(one.untyped_storage().nbytes() for one in tensors)
+    peak = recorder.trace.peak_bytes_between(begin, end) + beside
+    return peak, [parameter.grad for parameter in model.parameters()]

@@ -1,5 +1,6 @@
 """What every test shares: one thread, no network, and CUDA tests skipped where there is no device."""
 
+import gc
 import os
 
 import pytest
@@ -23,6 +24,13 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _frozen():
+    """Leave what is there already out of collections: thousands of tests and all of torch take a second each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -1,5 +1,8 @@
 """The command line: what it prints, what it writes, and the exit codes for everything that can be wrong."""
 
+import functools
+import io
+import itertools
 import json
 import os
 import re
@@ -7,9 +10,11 @@ import subprocess
 import sys
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 import torchremat
+from torchremat import cli
 from torchremat.cli import app
 
 FACTORIES = """
@@ -103,6 +108,21 @@ def test_frontier_prints_writes_and_draws(folder):
     assert len(rows) == len(points) >= 3
     assert rows[0][2:] == ["100%", "0.00", "1.00"]
     assert (folder / "f.svg").read_text().startswith("<?xml")
+
+
+@pytest.mark.parametrize("arguments", [("plan", "--budget", "60%"), ("frontier", "--points", "3")])
+def test_a_terminal_shows_how_far_planning_is(monkeypatch, arguments):
+    command, *options = arguments
+    terminal = Console(file=io.StringIO(), force_terminal=True, width=120)
+    seconds = itertools.count()
+    quiet = run(command, "factories:build", *options, "--cost", "flops")
+    monkeypatch.setattr(cli, "_err", terminal)
+    monkeypatch.setattr(cli, "progress_bar", functools.partial(cli.progress_bar, clock=lambda: next(seconds)))
+    shown = run(command, "factories:build", *options, "--cost", "flops")
+
+    assert re.search(r"planning: (certificate|polish|candidates)", terminal.file.getvalue())
+    assert quiet.stderr == ""
+    assert "planning" not in quiet.stdout + shown.stdout
 
 
 def test_a_frontier_without_a_choice_says_so(folder):
@@ -308,6 +328,15 @@ def test_plan_without_running_for_a_device_that_is_described(folder):
     by_file = run(*arguments, "--on", "meta", "--device", "device.json")
     unknown = run(*arguments, "--on", "meta", "--device", "h10", code=1)
 
+    options = ("--cost", "flops", "--points", "3")
+    frontiers = [
+        [line.split()[:-1] for line in run("frontier", "factories:build", *options, *where).stdout.splitlines()]
+        for where in ((), ("--on", "meta", "--device", "device.json"))
+    ]
+    unknown_too = run("frontier", "factories:build", "--on", "meta", "--device", "h10", code=1)
+
     assert "on h100" in by_name.stdout
+    assert frontiers[0] == frontiers[1]  # all but the time
+    assert "Is 'h100' meant?" in unknown_too.stderr
     assert re.search(r"peak +(\S+ \S+)", by_file.stdout)[1] == re.search(r"peak +(\S+ \S+)", described.stdout)[1]
     assert "Is 'h100' meant?" in unknown.stderr

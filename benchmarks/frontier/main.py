@@ -15,17 +15,42 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 import _paths  # noqa: F401
 import torch
 import torch._functorch.config
-from _steps import Make, Step, computed, differing, ratio, seconds_in_turn, take, training_step
+from _steps import Make, Step, Taken, computed, differing, ratio, seconds_in_turn, take, training_step
 from _tables import bar, markdown, mflop, mib, publish, yes
 from _torch_ways import OFFSETS, SELECTIVE, WAYS, Way, blocks_of, evenly
+from torch.nn import functional as F
 
+import decoders
+import mixtures
 import models
 import torchremat
+
+SIZES = {"blocks": 8, "width": 256, "heads": 4, "key_heads": 2, "vocabulary": 1000}
+BATCH, CONTEXT = 4, 256
+
+
+def llama_step() -> tuple[torch.nn.Module, Step]:
+    torch.manual_seed(0)
+    model = decoders.Decoder(decoders.Config(**SIZES, hidden=704))
+    tokens_bt = torch.randint(SIZES["vocabulary"], (BATCH, CONTEXT + 1))
+    return model, lambda model: F.cross_entropy(model(tokens_bt[:, :-1]).flatten(0, 1), tokens_bt[:, 1:].flatten())
+
+
+def moe_step(seed: int = 0) -> tuple[torch.nn.Module, Step]:
+    """The model is always the same; what the tokens are, and so which experts they go to, is up to the seed."""
+    torch.manual_seed(0)
+    model = mixtures.Mixture(mixtures.MixtureConfig(**SIZES, hidden=384))
+    torch.manual_seed(seed)
+    tokens_bt = torch.randint(SIZES["vocabulary"], (BATCH, CONTEXT + 1))
+    return model, partial(mixtures.mixture_loss, tokens_bt=tokens_bt)
+
 
 MODELS: dict[str, Make] = {
     "GPT": lambda: models.gpt_step(vocabulary=1000),
     "U-Net": models.unet_step,
     "ResNet": models.resnet_step,
+    "Llama-style": llama_step,
+    "MoE": moe_step,
 }
 TINY: dict[str, Make] = {
     "ResNet": lambda: models.resnet_step(batch=2, size=16, width=8),
@@ -35,6 +60,8 @@ COMPILE_SLACK = 1.01
 SHARE = 0.4  # of what a plain step needs, at which blocks checkpointed evenly are compared
 FEWER = 2 / 3
 ROUNDS = 5
+BATCH_SHARES = (0.6, 0.4, 0.25)
+BATCHES = 4
 COMPILE_BUDGETS = (1.0, 0.5, 0.25, 0.1, 0.0)
 COMPILE_ROUNDS = 7
 
@@ -114,6 +141,7 @@ def compiled(make: Make, planner: torchremat.Planner) -> list[dict[str, object]]
 def run(smoke: bool, rounds: int = ROUNDS) -> dict[str, object]:
     found: dict[str, object] = {"models": {}, "compile": {} if smoke else earlier().get("compile", {}), "bars": []}
     for name, make in (TINY if smoke else MODELS).items():
+        start_s = time.process_time()
         planner = torchremat.Planner(*make(), cost="flops")
         plain = take(*make())
         ways = dict(list(WAYS.items())[::3]) if smoke else WAYS
@@ -124,9 +152,15 @@ def run(smoke: bool, rounds: int = ROUNDS) -> dict[str, object]:
             "offsets": [] if smoke else compare(make, OFFSETS, planner, 0),
             "selective": compare(make, SELECTIVE, planner, 0 if smoke else rounds),
             "evenly": compare(make, {} if smoke else evenly_placed(make, plain.step_bytes), planner, 0),
+            "at_share": at_share(make, plain, planner),
         }
+        result["processor_s"] = round(time.process_time() - start_s)
         found["models"][name] = result
         found["bars"] += [frontier_bar(name, result), *([] if smoke else [evenly_bar(name, result)])]
+        print(f"{name}: {result['processor_s']} s of the processor", file=sys.stderr)
+    if not smoke:
+        found["batches"] = other_batches()
+        found["bars"].append(batches_bar(found["batches"]))
     return found
 
 
@@ -136,6 +170,33 @@ def evenly_placed(make: Make, plain_bytes: int) -> dict[str, Way]:
     while count < blocks and take(*with_way(make, evenly(count))).step_bytes > SHARE * plain_bytes:
         count += 1
     return {f"checkpoint {count} of {blocks} blocks, evenly placed": evenly(count)}
+
+
+def at_share(make: Make, plain: Taken, planner: torchremat.Planner) -> dict[str, object] | None:
+    """Our plan at `SHARE` of what the plain step needs; None if there is no plan for that."""
+    budget = plain.before_bytes + int(SHARE * plain.step_bytes)
+    if budget < planner.floor_bytes:
+        return None
+    plan = planner.plan(budget)
+    differs = differing(computed(*with_plan(make, plan)), computed(*make()))
+    certificate = None if plan.certificate is None else plan.certificate.claim
+    return asdict(take(*with_plan(make, plan))) | {"differs": differs, "certificate": certificate}
+
+
+def other_batches() -> list[dict[str, object]]:
+    """Plans for one batch of the MoE, and steps on others: the tokens go to other experts."""
+    planner = torchremat.Planner(*moe_step(), cost="flops")
+    plain = take(*moe_step())
+    rows = []
+    for share in BATCH_SHARES:
+        plan = planner.plan(plain.before_bytes + int(share * plain.step_bytes))
+        for seed in range(BATCHES):
+            make = partial(moe_step, seed)
+            ours = take(*with_plan(make, plan))
+            differs = differing(computed(*with_plan(make, plan)), computed(*make()))
+            row = {"share": share, "batch": seed, "predicted_bytes": plan.peak_bytes, "budget_bytes": plan.budget_bytes}
+            rows.append(row | {"ours": asdict(ours) | {"differs": differs}})
+    return rows
 
 
 def earlier() -> dict[str, object]:
@@ -153,12 +214,29 @@ def with_compiled(names: list[str]) -> dict[str, object]:
 
 
 def evenly_bar(name: str, result: dict[str, object]) -> dict[str, object]:
-    row = result["evenly"][0]
-    torchs, ours = row["torch"]["recomputed_flops"], row["ours"]["recomputed_flops"]
+    """Blocks placed evenly, at `SHARE` or, where they do not get there, at the least they get to; ours gets as much."""
+    (row,) = result["evenly"]
     share = step_bytes(row["torch"]) / step_bytes(result["plain"])
-    claim = f"{name}: at {share:.0%} of the plain peak a third fewer recomputed flops than blocks checkpointed evenly"
-    met = ours <= FEWER * torchs and not row["ours"]["differs"]
-    return bar(claim, f"{mflop(ours)} of {mflop(torchs)} MFLOP", met)
+    is_there = share <= SHARE
+    ours = result["at_share"] if is_there else row["ours"]
+    recomputed, torchs = ours["recomputed_flops"], row["torch"]["recomputed_flops"]
+    at = f"{SHARE:.0%}" if is_there else f"{share:.0%} (blocks get no lower)"
+    claim = f"{name}: at {at} of the plain peak a third fewer recomputed flops than blocks checkpointed evenly"
+    figure = f"{mflop(recomputed)} of {mflop(torchs)} MFLOP, {fewer(recomputed, torchs)} fewer"
+    return bar(claim, figure, recomputed <= FEWER * torchs and not ours["differs"])
+
+
+def batches_bar(rows: list[dict[str, object]]) -> dict[str, object]:
+    planned = [row for row in rows if row["batch"] == 0]
+    exact = sum(not row["ours"]["differs"] for row in rows)
+    held = sum(row["ours"]["peak_bytes"] <= row["budget_bytes"] for row in planned)
+    claim = "MoE: gradients equal on any batch, and the budget held on the one planned for"
+    met = exact == len(rows) and held == len(planned)
+    return bar(claim, f"{exact} of {len(rows)} steps equal, {held} of {len(planned)} within the budget", met)
+
+
+def fewer(ours: float, theirs: float) -> str:
+    return f"{1 - ours / theirs:.0%}"
 
 
 def frontier_bar(name: str, result: dict[str, object]) -> dict[str, object]:
@@ -190,6 +268,17 @@ COMPILE_HEAD = (
     "time, ours",
     "compiling",
 )
+EVENLY_HEAD = (
+    "at 40%",
+    "peak asked for",
+    "torch's blocks",
+    "their peak",
+    "recomputed, torch",
+    "ours, at their peak",
+    "ours, at 40%",
+    "certificate at 40%",
+)
+BATCHES_HEAD = ("budget", "batch", "predicted", "measured", "off", "ours equal")
 HEAD = ("peak, torch", "peak, ours", "recomputed, torch", "recomputed, ours", "time, torch", "time, ours", "ours equal")
 TIMES = (5, 6)  # the columns of the tables that need an idle machine
 
@@ -206,6 +295,11 @@ def tables(results: dict[str, object]) -> dict[str, str]:
         is_timed = any("time" in row["torch"] for row in shown)
         head, *rest = [[cell for i, cell in enumerate(row) if is_timed or i not in TIMES] for row in rows]
         made[name] = markdown(head, rest)
+    full = {name: result for name, result in results["models"].items() if result["evenly"]}
+    if full:
+        made["evenly"] = markdown(EVENLY_HEAD, [_evenly_row(name, result) for name, result in full.items()])
+    if "batches" in results:
+        made["batches"] = markdown(BATCHES_HEAD, map(_batch_row, results["batches"]))
     rows = [
         [
             f"{name}, {row['way']}",
@@ -222,6 +316,35 @@ def tables(results: dict[str, object]) -> dict[str, str]:
     if rows:
         made["compile"] = markdown(COMPILE_HEAD, rows)
     return made
+
+
+def _evenly_row(name: str, result: dict[str, object]) -> list[object]:
+    (row,) = result["evenly"]
+    torchs, ours, at = row["torch"], row["ours"], result["at_share"]
+    plain = step_bytes(result["plain"])
+    there = ["no plan", ""] if at is None else [mflop(at["recomputed_flops"]), at["certificate"] or "unknown"]
+    return [
+        name,
+        mib(SHARE * plain),
+        row["way"],
+        f"{mib(step_bytes(torchs))}, {step_bytes(torchs) / plain:.0%}",
+        mflop(torchs["recomputed_flops"]),
+        f"{mflop(ours['recomputed_flops'])}, {fewer(ours['recomputed_flops'], torchs['recomputed_flops'])} fewer",
+        *there,
+    ]
+
+
+def _batch_row(row: dict[str, object]) -> list[object]:
+    ours = row["ours"]
+    off = (ours["peak_bytes"] - row["predicted_bytes"]) / (row["predicted_bytes"] - ours["before_bytes"])
+    return [
+        f"{row['share']:.0%}",
+        "planned for" if row["batch"] == 0 else f"another, {row['batch']}",
+        mib(row["predicted_bytes"] - ours["before_bytes"]),
+        mib(step_bytes(ours)),
+        f"{off:+.2%}",
+        yes(not ours["differs"]),
+    ]
 
 
 def _row(row: dict[str, object]) -> list[object]:

@@ -41,6 +41,9 @@ def plan(blocks: int, batch: int, context: int) -> dict[str, object]:
         "budget_bytes": found.budget_bytes,
         "recomputed_share": found.recomputed_flops / found.flops,
         "slowdown": found.slowdown,
+        "units": len(found.units),
+        "in_part": sum(len(one.units) for one in found.held),
+        "gap": found.certificate.gap,
     }
 
 

@@ -58,7 +58,7 @@ def planned_apart(sizes: tuple[int, int, int]) -> dict[str, object]:
 
 def compared(model, step) -> dict[str, object]:
     """Compare plans of a real profile with those made on fakes, with and without a table of measured kernels."""
-    real = Planner(model, step, cost="flops", operators=False)
+    real = Planner(model, step, cost="flops")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "device.json"
         real.save_device(path)
@@ -77,7 +77,9 @@ def compared(model, step) -> dict[str, object]:
         "floor_bytes": floor - before,
         "plans": len(each),
         "equal_peaks": sum(a.peak_bytes == b.peak_bytes for a, b in each),
-        "equal_trees": sum(a.tree == b.tree for a, b in each),
+        "equal_trees": sum((a.tree, a.held) == (b.tree, b.held) for a, b in each),
+        "in_part": sum(bool(a.held) for a, _ in each),
+        "equal_bounds": sum(a.certificate.bound_all == b.certificate.bound_all for a, b in each),
         "plain_error_bytes": own_bytes(meta) - own_bytes(real),
         "floor_error_bytes": meta.floor_bytes - floor,
         "plain_error_without_kernels": own_bytes(blind) / own_bytes(real) - 1,
@@ -112,6 +114,8 @@ def tables(results: dict[str, object]) -> dict[str, str]:
             f"{one['peak_bytes'] / GIB:.2f} of {one['budget_bytes'] / GIB:.2f}",
             f"{one['recomputed_share']:.0%}",
             f"{one['slowdown']:.2f}",
+            f"{one['in_part']} of {one['units']}",
+            f"{one['gap']:.1%}",
         ]
         for name, one in results["large"].items()
     ]
@@ -122,6 +126,8 @@ def tables(results: dict[str, object]) -> dict[str, str]:
             mib(one["floor_bytes"]),
             f"{one['equal_peaks']} of {one['plans']}",
             f"{one['equal_trees']} of {one['plans']}",
+            f"{one['in_part']}",
+            f"{one['equal_bounds']} of {one['plans']}",
             f"{one['plain_error_without_kernels']:+.2%}",
             f"{one['floor_error_without_kernels']:+.2%}",
         ]
@@ -140,11 +146,24 @@ def tables(results: dict[str, object]) -> dict[str, str]:
                 "plan",
                 "recomputed",
                 "time",
+                "in part",
+                "above the best",
             ],
             large,
         ),
         "equal": markdown(
-            ["", "plain", "smallest", "equal peaks", "equal plans", "plain, no kernels", "smallest, no kernels"], equal
+            [
+                "",
+                "plain",
+                "smallest",
+                "equal peaks",
+                "equal plans",
+                "in part",
+                "equal bounds",
+                "plain, no kernels",
+                "smallest, no kernels",
+            ],
+            equal,
         ),
     }
 

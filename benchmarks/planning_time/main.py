@@ -1,11 +1,15 @@
-"""What planning costs: seconds of the solver by number of blocks, and the profile in plain steps."""
+"""What planning costs: seconds of one core for plans, frontiers and certificates, and the profile in plain steps."""
 
 from __future__ import annotations
 
+import argparse
+import json
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
@@ -18,11 +22,30 @@ from _tables import bar, markdown, publish
 import models
 import torchremat
 import zoo
-from torchremat.planning.solving import Search
+from torchremat.planning.profiles.operators import Run
+from torchremat.planning.profiles.profiling import Grains
+from torchremat.planning.searches.flows import flow_of
+from torchremat.planning.searches.solving import Search
+from torchremat.schedules.closures import select
 
-BLOCKS = {48: 1.0, 200: 10.0}
-SHARES = (0.7, 0.3)  # of what the plain step needs beside the bytes that lie there before it
-REPEATS = 1
+
+def small_gpt(blocks: int) -> Make:
+    return lambda: models.gpt_step(blocks=blocks, width=64, context=64, vocabulary=64)
+
+
+# What is planned, and for how many seconds of one core the first plan, a frontier and a certificate may take.
+PLANNED: dict[str, tuple[Make, tuple[float, float, float]]] = {
+    "GPT": (models.gpt_step, (2.0, 5.0, 5.0)),
+    "U-Net": (models.unet_step, (2.0, 5.0, 5.0)),
+    "ResNet": (models.resnet_step, (2.0, 10.0, 5.0)),
+    "48 small blocks": (small_gpt(48), (2.0, 5.0, 5.0)),
+    "200 small blocks": (small_gpt(200), (10.0, 30.0, 30.0)),
+}
+TINY = {"3 small blocks": (small_gpt(3), (2.0, 5.0, 5.0))}
+COSTS = ("flops", "seconds")
+SHARES = (0.7, 0.5, 0.3)  # of what the plain step needs beside the bytes that lie there before it
+POINTS = 24
+MOST_PROGRAM_S = 0.5
 
 PROFILED: dict[str, Make] = {
     "GPT of the demo": lambda: models.gpt_step(blocks=12, batch=12),
@@ -30,58 +53,97 @@ PROFILED: dict[str, Make] = {
     "U-Net": models.unet_step,
     "ResNet": models.resnet_step,
     **{name: lambda make=make: make() for name, make in zoo.ZOO.items()},
-    "48 equal small blocks": lambda: models.gpt_step(blocks=48, width=64, context=64, vocabulary=64),
+    "48 equal small blocks": small_gpt(48),
 }
 ROUNDS = 5
 MOST_STEPS = 8
 
 
-def planning_seconds(planner: torchremat.Planner) -> dict[str, float]:
-    """Forget all that the planner has worked out, and time its first plan; then the same in parts."""
-    found: dict[str, float] = {}
+def timed(work: Callable[[], object]) -> float:
+    """Return seconds of CPU time."""
+    start_s = time.process_time()
+    work()
+    return time.process_time() - start_s
+
+
+def planning_seconds(make: Make, cost: str) -> dict[str, object]:
+    """Profile a step, and time its first plan, the certificate of it, a later plan, and a frontier from the start."""
+    planner = torchremat.Planner(*make(), cost=cost)
     before, plain = planner.fixed_bytes, planner.peak_of(planner.solver.plain)
+    grains = planner.solver.grains
+    plans: list[torchremat.Plan] = []
 
-    def timed(name: str, work) -> object:
-        start_s = time.process_time()
-        result = work()
-        found[name] = time.process_time() - start_s
-        return result
+    def anew() -> None:
+        planner.solver = Search(grains, cost)
 
-    def budget_of(share: float) -> int:
-        return before + int(share * (plain - before))
+    def plan(share: float) -> None:
+        plans.append(planner.plan(max(planner.floor_bytes, before + int(share * (plain - before)))))
 
-    planner.solver = Search(planner.solver.grains, planner.solver.cost_unit)
-    timed("first plan", lambda: planner.plan(budget_of(SHARES[0])))
-    planner.solver = Search(planner.solver.grains, planner.solver.cost_unit)
-    timed("mixtures", lambda: planner.solver.solvers)
-    timed("tables", lambda: [solver.table for solver in planner.solver.solvers])
-    timed("uniform plans", lambda: [solver.uniform for solver in planner.solver.solvers])
-    floor = timed("floor", lambda: planner.floor_bytes)
-    for share in SHARES:
-        budget = max(floor, budget_of(share))
-        timed(f"plan at {share:.0%}", lambda budget=budget: planner.plan(budget))
-    timed("plan at the floor", lambda: planner.plan(floor))
-    return found
+    seconds = {"operators": timed(anew)}
+    # One more step under a log, which shows what backward reads: for the certificates of all plans.
+    seconds["logged step"] = timed(lambda: planner.plain_step)
+    seconds["search"] = timed(lambda: plan(SHARES[0]))
+    seconds["first plan"] = sum(seconds.values())
+    seconds["certificate"] = timed(lambda: plans[0].certificate)
+    seconds["second plan"] = timed(lambda: plan(SHARES[2]))
+    anew()
+    seconds[f"frontier of {POINTS}"] = timed(lambda: planner.frontier(points=POINTS))
+    return {"units": len(planner.profile.units.units), "operators": len(grains_runs(grains)), "seconds": seconds}
 
 
-def run(smoke: bool) -> dict[str, object]:
-    found: dict[str, object] = {"planning": {}, "profile": {}, "bars": []}
-    for blocks, most_s in ({3: 1.0} if smoke else BLOCKS).items():
-        model, step = models.gpt_step(blocks=blocks, width=64, context=64, vocabulary=64)
-        planner = torchremat.Planner(model, step)
-        each = [planning_seconds(planner) for _ in range(1 if smoke else REPEATS)]
-        seconds = {part: statistics.median(one[part] for one in each) for part in each[0]}
-        found["planning"][str(blocks)] = {"units": len(planner.profile.units.units), "seconds": seconds}
-        figure = f"{seconds['first plan']:.2f} s"
-        claim = f"planning {blocks} blocks after the profile takes at most {most_s:.0f} s"
-        found["bars"].append(bar(claim, figure, seconds["first plan"] <= most_s))
-    found["profile"] = {
-        name: profile_steps(make, 1 if smoke else ROUNDS)
-        for name, make in PROFILED.items()
-        if not smoke or name == "vit"
+def grains_runs(grains: Grains) -> list[Run]:
+    return grains.coarse.units.trace.operators.runs
+
+
+def program_seconds(make: Make) -> dict[str, object]:
+    """Solve the program that chooses operators for all of a forward at once, as if it were one block."""
+    flow = flow_of(torchremat.Planner(*make(), cost="flops").profile, "flops")
+    total = sum(value.size_bytes for value in flow.values if value.needed)
+    seconds = {f"{share:.0%}": timed(lambda share=share: select(flow, int(share * total))) for share in SHARES}
+    return {"operators": len(flow.operators), "seconds": seconds}
+
+
+def run(smoke: bool, *, profiles: bool = True) -> dict[str, object]:
+    planned = TINY if smoke else PLANNED
+    found: dict[str, object] = {
+        "planning": {
+            name: {cost: planning_seconds(make, cost) for cost in COSTS[: 1 if smoke else 2]}
+            for name, (make, _) in planned.items()
+        },
+        "program": program_seconds(small_gpt(3 if smoke else 48)),
+        "profile": {} if profiles else earlier().get("profile", {}),
+        "bars": [],
     }
+    if profiles:
+        found["profile"] = {
+            name: profile_steps(make, 1 if smoke else ROUNDS)
+            for name, make in PROFILED.items()
+            if not smoke or name == "vit"
+        }
+    found["bars"] += [program_bar(found["program"]), *planning_bars(found["planning"], planned)]
     found["bars"] += profile_bars(found["profile"])
     return found
+
+
+def earlier() -> dict[str, object]:
+    """What is on disk: the seconds of planning need no idle machine, and the ratios of the profile do."""
+    path = Path(__file__).with_name("results.json")
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def program_bar(program: dict[str, object]) -> dict[str, object]:
+    longest = max(program["seconds"].values())
+    claim = f"choosing among {program['operators']} operators takes at most {MOST_PROGRAM_S} s"
+    return bar(claim, f"{longest:.2f} s", longest <= MOST_PROGRAM_S)
+
+
+def planning_bars(planning: dict[str, dict[str, object]], planned: dict[str, object]) -> list[dict[str, object]]:
+    bars = []
+    for name, (_, most) in planned.items():
+        for part, most_s in zip(("first plan", f"frontier of {POINTS}", "certificate"), most, strict=True):
+            longest = max(one["seconds"][part] for one in planning[name].values())
+            bars.append(bar(f"{name}: {part}, at most {most_s:.0f} s", f"{longest:.2f} s", longest <= most_s))
+    return bars
 
 
 def profile_bars(profiles: dict[str, dict[str, object]]) -> list[dict[str, object]]:
@@ -119,21 +181,33 @@ def spread(steps: dict[str, float]) -> str:
 
 
 def tables(results: dict[str, object]) -> dict[str, str]:
-    planning = results["planning"]
-    parts = list(next(iter(planning.values()))["seconds"])
     rows = [
-        [f"{blocks} blocks, {one['units']} units", *(f"{one['seconds'][part]:.2f}" for part in parts)]
-        for blocks, one in planning.items()
+        [
+            f"{name}, in {cost}",
+            one["units"],
+            one["operators"],
+            *(f"{seconds:.2f}" for seconds in one["seconds"].values()),
+        ]
+        for name, costs in results["planning"].items()
+        for cost, one in costs.items()
     ]
+    first = next(iter(next(iter(results["planning"].values())).values()))
+    head = ["", "units", "operators", *("options" if part == "operators" else part for part in first["seconds"])]
+    program = results["program"]
+    solved = [[f"{program['operators']} operators", *(f"{seconds:.2f}" for seconds in program["seconds"].values())]]
     profiled = [
         [name, f"{1e3 * one['plain_s']:.0f} ms", spread(one["steps"]), spread(one["steps_with_optimizer"])]
         for name, one in results["profile"].items()
     ]
     return {
-        "planning": markdown(["seconds", *parts], rows),
+        "planning": markdown(head, rows),
+        "program": markdown(["seconds", *(f"{share} of the bytes" for share in program["seconds"])], solved),
         "profile": markdown(["", "plain step", "profile, in plain steps", "with AdamW, in plain steps"], profiled),
     }
 
 
 if __name__ == "__main__":
-    sys.exit(publish(Path(__file__).parent, run, tables))
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--without-profiles", action="store_true")
+    own, rest = parser.parse_known_args()
+    sys.exit(publish(Path(__file__).parent, partial(run, profiles=not own.without_profiles), tables, rest))

@@ -34,17 +34,18 @@ from torchremat.measuring.keeping import saved
 from torchremat.measuring.measurement import Measurement, measure
 from torchremat.measuring.saved_report import Saved, SavedReport
 from torchremat.pipeline.pipe import Pipe
-from torchremat.planning.adaptive import Adaptive
-from torchremat.planning.certificates import Certificate
-from torchremat.planning.compilation import Compiled, compiled
-from torchremat.planning.devices import Device
+from torchremat.planning.bounds.certificates import Certificate
+from torchremat.planning.compiling.compilation import Compiled, compiled
+from torchremat.planning.compiling.partitioning import PeakPartitioner
+from torchremat.planning.elsewhere.devices import Device
 from torchremat.planning.fitting import fit
 from torchremat.planning.frontiers import Frontier, FrontierPoint
 from torchremat.planning.guarding.attempts import Attempt
 from torchremat.planning.guarding.steps import GuardedStep, guard
-from torchremat.planning.partitioning import PeakPartitioner
 from torchremat.planning.planner import Planner, frontier, plan
 from torchremat.planning.plans import Plan
+from torchremat.planning.searches.progress import Progress
+from torchremat.planning.shapes.adaptive import Adaptive
 from torchremat.planning.verification import Report, verify
 from torchremat.regions.functions import checkpoint, checkpointed
 from torchremat.regions.inside import frozen, is_checkpointing, is_recomputing, run_once
@@ -97,6 +98,7 @@ __all__ = [
     "PlanError",
     "Planner",
     "PolicyError",
+    "Progress",
     "Report",
     "Saved",
     "SavedReport",

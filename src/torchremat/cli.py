@@ -28,15 +28,17 @@ from torchremat.measuring.keeping import saved
 from torchremat.measuring.measurement import measure
 from torchremat.measuring.step import loss_of, run_backward
 from torchremat.planning.budgets import margin_of, percentage_of
-from torchremat.planning.chains import Cost
-from torchremat.planning.devices import device_of
+from torchremat.planning.elsewhere.devices import device_of
 from torchremat.planning.fitting import fit_with
 from torchremat.planning.frontiers import MOST_POINTS
-from torchremat.planning.optimizers import step_alone
-from torchremat.planning.planner import Planner, frontier
+from torchremat.planning.planner import Planner
 from torchremat.planning.plans import Plan
-from torchremat.planning.tracing import Step
+from torchremat.planning.profiles.optimizers import step_alone
+from torchremat.planning.profiles.tracing import Step
+from torchremat.planning.searches.chains import Cost
+from torchremat.planning.searches.progress import Observer
 from torchremat.planning.verification import Report, verify
+from torchremat.reports.bars import progress_bar
 from torchremat.reports.tables import frontier_table
 from torchremat.stores.disk import Disk
 from torchremat.stores.host import Host
@@ -146,10 +148,16 @@ def _described(made: object) -> str:
 
 @contextmanager
 def _working(doing: str) -> Generator[None]:
-    """Say what is being done, and turn errors into a message and an exit code; what user code raises goes through."""
+    """Say what is being done, and what is wrong."""
+    with _saying_errors(), _err.status(doing):
+        yield
+
+
+@contextmanager
+def _saying_errors() -> Generator[None]:
+    """Turn errors into a message and an exit code; what user code raises goes through."""
     try:
-        with _err.status(doing):
-            yield
+        yield
     except TorchrematError as error:
         _say(f"{type(error).__name__}: {error}")
         raise typer.Exit(1) from error
@@ -232,32 +240,29 @@ def plan_command(
     store: Stores = None,
 ) -> None:
     """Print the fastest plan found that is predicted to stay within a budget."""
-    with _working("planning"):
+    with _saying_errors(), progress_bar(_err) as progress:
         _check_files(out, plot, save_device)
         size, free = _budget(budget), margin_of(_number(margin))
-        described = device if on == "meta" else _device(device)
-        if on == "meta":
-            device_of(described)  # before a model is made
-        own = load(target)
-        planner = _planner(own, described, cost, on, _stores(store))
+        planner = _planner(target, device, cost, on, progress, _stores(store))
         found = planner.plan(size, margin=free)
+        text = str(found)  # works the certificate out
         if save_device is not None:
             planner.save_device(save_device)
-    _show(found)
+    _show(text)
     _keep(found, out, plot)
 
 
 def _planner(
-    own: Subject,
-    device: torch.device | str | None,
-    cost: Cost,
-    on: Literal["meta"] | None,
-    stores: Sequence[Store],
+    target: str, device: str | None, cost: Cost, on: On, show: Observer, stores: Sequence[Store] = ()
 ) -> Planner:
     """Return a planner; what it warns of is said in one line."""
+    place = _device(device) if on is None else device_of(device)  # what is wrong with it is said before a model is made
+    own = load(target)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", DeviceWarning)
-        planner = Planner(own.model, own.step, optimizer=own.optimizer, device=device, cost=cost, stores=stores, on=on)
+        planner = Planner(
+            own.model, own.step, optimizer=own.optimizer, device=place, cost=cost, stores=stores, on=on, progress=show
+        )
     for one in caught:
         _say(f"{one.category.__name__}: {one.message}")
     return planner
@@ -270,16 +275,16 @@ def frontier_command(
     out: Annotated[Path | None, typer.Option(help="File to write the points to, as JSON.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Image to draw: peak against time.")] = None,
     cost: Costs = "seconds",
-    device: Device = None,
+    device: Described = None,
+    on: On = None,
 ) -> None:
     """Print peak against time over all budgets, with the budget to pass for each point."""
-    with _working("planning"):
+    with _saying_errors(), progress_bar(_err) as progress:
         _check_files(out, plot)
-        own, place = load(target), _device(device)
-        found = frontier(own.model, own.step, optimizer=own.optimizer, device=place, cost=cost, points=points)
+        found = _planner(target, device, cost, on, progress).frontier(points=points)
     _out.print(frontier_table(found))
-    if not found.is_choice:
-        _show(found.no_choice)
+    for remark in found.remarks:
+        _show(remark)
     with _working("writing"):
         _write(out, found.save)
         _write(plot, found.plot)
@@ -360,9 +365,7 @@ def _check_files(*paths: Path | None) -> None:
     """Raise before any work is done if a file could not be written after it."""
     for path in paths:
         if path is not None and (path.is_dir() or not path.parent.is_dir()):
-            raise TargetError(
-                f"{path} cannot be written: {path.parent} is no folder, or there is a folder of that name."
-            )
+            raise TargetError(f"{path} cannot be written: {path.parent} is no folder, or it is one itself.")
 
 
 def _keep(found: Plan, out: Path | None, plot: Path | None) -> None:

@@ -128,7 +128,7 @@ class DeviceWarning(UserWarning):
 
 
 class CompileWarning(UserWarning):
-    """A compiler that cannot be told which peak to keep to, so that it splits the step as it does without a budget."""
+    """A compiled step that may need more than its budget: the compiler is not told of it, or not of all that runs."""
 
 
 class ShapeWarning(UserWarning):

@@ -15,6 +15,7 @@ class Knot:
 
 @pytest.fixture(autouse=True)
 def nothing_frozen():
+    gc.unfreeze()
     gc.collect()
     yield
     gc.unfreeze()

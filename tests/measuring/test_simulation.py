@@ -7,7 +7,7 @@ from torch import nn
 from torchremat._compat.fakes import is_dense
 from torchremat.measuring.allocator import record_allocations
 from torchremat.measuring.simulation import Kernel, Simulation
-from torchremat.planning.fakes import Fakes
+from torchremat.planning.elsewhere.fakes import Fakes
 
 CPU = torch.device("cpu")
 

@@ -9,9 +9,9 @@ import torch
 from torchremat.measuring.runs import run_counted, run_traced, subject_of
 from torchremat.planning.descriptions import held_of
 from torchremat.planning.layout import calls_of, installed
-from torchremat.planning.mixing import divisible, mixed
-from torchremat.planning.profiling import profile
-from torchremat.planning.solving import fitted
+from torchremat.planning.profiles.profiling import profile
+from torchremat.planning.searches.mixing import divisible, mixed
+from torchremat.planning.searches.solving import fitted
 from torchremat.regions.settings import Settings
 from torchremat.schedules.chain import Keep, Region
 

@@ -17,12 +17,12 @@ from planning.steps import CPU, fingerprint
 from torchremat import Adaptive, BudgetError, BudgetWarning, PlanError, StepError, UnsupportedError, wrap
 from torchremat.measuring.allocator import record_allocations
 from torchremat.measuring.before import bytes_before
-from torchremat.planning import gauges
-from torchremat.planning.figures import figures_of, form_of, with_figures
-from torchremat.planning.fits import cover
-from torchremat.planning.prediction import predict
-from torchremat.planning.profiling import profile
-from torchremat.planning.watching import every_unit
+from torchremat.planning.profiles.profiling import profile
+from torchremat.planning.profiles.watching import every_unit
+from torchremat.planning.shapes import gauges
+from torchremat.planning.shapes.figures import figures_of, form_of, with_figures
+from torchremat.planning.shapes.fits import cover
+from torchremat.planning.walks.prediction import predict
 
 BATCH = 2
 
@@ -518,7 +518,7 @@ def test_a_step_above_the_budget_is_told_and_the_next_plans_leave_more(monkeypat
     assert loose.recomputed_flops == 0
     assert loose.measured_bytes > budget
     adaptive(tokens(150))
-    tight = next(one for one in adaptive.plans if one.recomputed_flops)
+    tight = next(one for one in adaptive.plans if one.recomputed_calls > loose.recomputed_calls)
     assert tight.peak_bytes < loose.peak_bytes
 
 
@@ -572,6 +572,13 @@ def test_bad_options(options, said):
 @pytest.mark.parametrize("bad", [None, 3])
 def test_a_step_that_is_none(bad):
     with pytest.raises(StepError, match="step"):
+        Adaptive(gpt(blocks=2, width=16), bad, budget="1GiB")
+
+
+@pytest.mark.parametrize("bad", [lambda model: None, lambda model, batch, targets: None])
+def test_a_step_of_other_arguments(bad):
+    # It was a bare TypeError, of the first batch.
+    with pytest.raises(StepError, match=r"it is called as `step\(model, batch\)`, which .* does not take"):
         Adaptive(gpt(blocks=2, width=16), bad, budget="1GiB")
 
 

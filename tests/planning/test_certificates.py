@@ -1,6 +1,7 @@
 """How far a plan can be from the best: what the bounds are made from, and what they say."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,10 +11,10 @@ import models
 import torchremat
 from planning.steps import CPU, mixtures, random_tree
 from torchremat.measuring.runs import subject_of
-from torchremat.planning import pulls
-from torchremat.planning.prediction import predict
-from torchremat.planning.pulls import Unseen, plain_step
-from torchremat.planning.underestimates import underestimate
+from torchremat.planning.bounds.pulls import Unseen, plain_step
+from torchremat.planning.bounds.underestimates import underestimate
+from torchremat.planning.elsewhere.machines import Here
+from torchremat.planning.walks.prediction import predict
 from torchremat.schedules.bounds import lower_bound
 from torchremat.schedules.interpreter import interpret
 
@@ -34,7 +35,7 @@ def step_bytes(planner):
 
 
 def seen(step, model, cost="flops"):
-    return plain_step(subject_of(step, model, None), CPU, cost, forward_seconds=1.0, peak_bytes=0)
+    return plain_step(subject_of(step, model, None), Here(CPU), cost, forward_seconds=1.0, peak_bytes=0)
 
 
 # ------------------------------------------------------------------------------------------- the plain step
@@ -81,9 +82,10 @@ def test_seconds_are_those_of_the_forward():
 
 
 def test_a_step_that_does_not_fit_is_not_run(monkeypatch):
-    monkeypatch.setattr(pulls, "free_on", lambda device: 10)
+    machine = Here(CPU)
+    monkeypatch.setattr(machine, "free_bytes", lambda: 10)
     found = plain_step(
-        subject_of(lambda model: 1 / 0, nn.Linear(2, 2), None), CPU, "flops", forward_seconds=1, peak_bytes=11
+        subject_of(lambda model: 1 / 0, nn.Linear(2, 2), None), machine, "flops", forward_seconds=1, peak_bytes=11
     )
 
     assert isinstance(found, Unseen) and "does not fit into memory" in found.reason
@@ -153,8 +155,8 @@ def test_a_certificate_is_printed_and_kept(planner, step_bytes, tmp_path):
 
 
 def test_what_is_not_known_is_said(monkeypatch):
-    monkeypatch.setattr(pulls, "free_on", lambda device: 0)
     planner = torchremat.Planner(*tiny(blocks=2), cost="flops")
+    monkeypatch.setattr(planner._machine, "free_bytes", lambda: 0)
     found = planner.plan(planner.floor_bytes).certificate
 
     assert found.bound_all is None and found.gap is None
@@ -177,3 +179,14 @@ def test_shares_are_rounded_up():
 
     assert found.gap == pytest.approx(0.002001)
     assert found.claim == "at most 0.3% of a step above the best of all schedules, in seconds"
+
+
+def test_with_stores_only_a_plan_that_costs_nothing_is_known_to_be_the_best(planner):
+    # Plans with stores had no certificate at all, though nobody recomputes less than nothing.
+    claim = replace(planner.plan("60%")._claim, stores=True)
+
+    found, free = claim.certificate(), replace(claim, cost=0.0).certificate()
+
+    assert (found.gap, found.gap_persistent) == (None, None)
+    assert found.claim.startswith("not known: tensors wait in stores")
+    assert (free.gap, free.missing) == (0.0, ())

@@ -3,27 +3,14 @@
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
-from compiled import MARKS, fresh, graph_breaks, graphs
+from compiled import MARKS, Block, fresh, graph_breaks, graphs
 from torchremat import Planner, verify, wrap
 from torchremat.errors import WrapError
 from torchremat.measuring.modules import has_compiled
 from torchremat.regions.wrapping import is_wrapped
 
 pytestmark = MARKS
-
-
-class Block(nn.Module):
-    def __init__(self, width, dropout):
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 4 * width)
-        self.down = nn.Linear(4 * width, width)
-        self.dropout = dropout
-
-    def forward(self, x):
-        return x + F.dropout(self.down(F.gelu(self.up(self.norm(x)))), self.dropout)
 
 
 class Net(nn.Module):

@@ -18,7 +18,8 @@ import torchremat
 from planning.kinds import KINDS
 from planning.steps import fingerprint, traced_peak
 from torchremat import Device, DeviceWarning, StepError, UnsupportedError
-from torchremat.planning.devices import MeasuredKernel, device_of
+from torchremat.planning.elsewhere.devices import MeasuredKernel, device_of
+from torchremat.planning.profiles.overheads import Overheads
 
 ADAM = functools.partial(torch.optim.AdamW, lr=1e-3)
 MODELS = {
@@ -55,7 +56,7 @@ def pair(tmp_path_factory):
         make, make_optimizer = MODELS[name]
         model, step = make()
         optimizer = None if make_optimizer is None else make_optimizer(model.parameters())
-        real = torchremat.Planner(model, step, optimizer=optimizer, cost="flops", operators=False)
+        real = torchremat.Planner(model, step, optimizer=optimizer, cost="flops")
         path = tmp_path_factory.mktemp("devices") / "device.json"
         real.save_device(path)
         before = fingerprint(model, optimizer=optimizer)
@@ -76,24 +77,83 @@ def test_bytes_are_those_of_a_real_profile(pair, name):
     assert both.meta.optimizer_peak_bytes == both.real.optimizer_peak_bytes
     for share in (0.0, 0.5):
         a, b = (planner.plan(both.budget(share)) for planner in (both.real, both.meta))
-        assert (b.tree, b.peak_bytes, b.kept_bytes) == (a.tree, a.peak_bytes, a.kept_bytes)
+        assert (b.tree, b.held, b.peak_bytes, b.kept_bytes) == (a.tree, a.held, a.peak_bytes, a.kept_bytes)
         assert (b.flops, b.recomputed_flops, b.before_bytes) == (a.flops, a.recomputed_flops, a.before_bytes)
 
 
 @pytest.mark.parametrize("name", ["gpt", "u-net", "resnet"])
 def test_a_plan_made_without_running_holds_its_budget_on_the_real_model(pair, name):
     both = pair(name)
-    plan = both.meta.plan(both.budget(0.3))
+    plan = both.meta.plan(both.budget(0.1))
 
     plan.apply(both.model)
     measured = both.meta.fixed_bytes + traced_peak(both.model, both.step)
     report = torchremat.verify(both.model, both.step)
     plan.remove(both.model)
 
-    assert plan.recomputed_flops > 0
-    assert measured == plan.step_peak_bytes
+    assert plan.recompute_seconds > 0
+    # Where units are kept in part, a recompute may begin in the middle of a backward, and is predicted before it.
+    assert measured <= plan.step_peak_bytes <= 1.001 * measured
     assert plan.peak_bytes <= plan.budget_bytes
     assert report.is_exact
+
+
+def test_parts_of_a_module_are_held_without_running_as_well(pair):
+    # Their bytes come from the simulated allocator's events between marks around each operator. There were none once,
+    # and plans without running were worse than real ones.
+    both = pair("gpt")
+    ours, theirs = (planner.solver.coarse.profile.options for planner in (both.meta, both.real))
+
+    assert any(option.kept_bytes for unit in theirs for option in unit)
+    assert [[bytes_of(one) for one in unit] for unit in ours] == [[bytes_of(one) for one in unit] for unit in theirs]
+    assert both.meta.plan(both.budget(0.5)).held
+
+
+def bytes_of(option):
+    return (
+        option.kept, option.kept_bytes, option.forward_peak_bytes, option.recompute_peak_bytes, option.flops,
+        option.ordinals, option.operators,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["gpt", "u-net"])
+def test_a_bound_over_all_schedules_needs_no_run(pair, name):
+    both = pair(name)
+
+    assert both.meta.plain_step == both.real.plain_step
+    ours, theirs = (planner.plan(both.budget(0.1)).certificate for planner in (both.meta, both.real))
+    assert (ours.bound_all, ours.bound_persistent) == (theirs.bound_all, theirs.bound_persistent)
+    assert ours.bound_all is not None
+
+
+def test_a_frontier_is_that_of_a_real_profile(pair):
+    ours, theirs = (planner.frontier(points=4) for planner in (pair("gpt").meta, pair("gpt").real))
+
+    assert [(one.budget_bytes, one.recomputed_flops) for one in ours.points] == [
+        (one.budget_bytes, one.recomputed_flops) for one in theirs.points
+    ]
+    assert len(ours.points) >= 3
+    lowest = ours.plan(ours.points[-1].budget_bytes)
+    assert (lowest.device, lowest.peak_bytes) == (ours.device, ours.points[-1].peak_bytes)
+
+
+def test_a_frontier_for_a_device_that_is_not_here():
+    x = torch.randn(32, 16)
+    found = torchremat.frontier(tiny(), lambda model: model(x).square().mean(), points=4, on="meta", device="h100")
+
+    assert found.device == found.plan(found.points[0]).device == "h100"
+    with pytest.raises(torchremat.BudgetError, match=r"but h100 has 80\.00 GiB"):
+        found.plan("100GB")
+
+
+def test_what_the_executor_takes_is_described(pair):
+    # Once it was measured where the plan is made, so that a slow laptop had other plans than the device.
+    meta, x = pair("gpt").meta, torch.randn(32, 16)
+    slow = dataclasses.replace(device_of("h100"), overheads=Overheads(region_s=1.0, collected_s=1e-3, replayed_s=1e-3))
+
+    assert meta.profile.overheads == meta._machine.description.overheads
+    plans = [planned(tiny(), lambda model: model(x).sum(), budget="95%", device=one) for one in (slow, "h100")]
+    assert plans[0].recompute_seconds > 1 > plans[1].recompute_seconds > 0
 
 
 def test_seconds_are_those_of_the_measured_kernels(pair):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from torchremat.planning.fits import cover, rounded
+from torchremat.planning.shapes.fits import cover, rounded
 
 
 def fitted(points, figure, shape):

@@ -52,7 +52,6 @@ def test_the_table():
         recomputed_calls=4,
         flops=5_000_000_000,
         floor_bytes=600 * 1024,
-        _claim=None,
     )
 
     assert str(made) == (

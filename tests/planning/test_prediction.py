@@ -24,10 +24,10 @@ from planning.steps import (
     under,
 )
 from torchremat.errors import UnsupportedError
-from torchremat.planning import profiling
-from torchremat.planning.mixing import divisible, mixed
-from torchremat.planning.prediction import predict
-from torchremat.planning.watching import every_unit
+from torchremat.planning.profiles import profiling
+from torchremat.planning.profiles.watching import every_unit
+from torchremat.planning.searches.mixing import divisible, mixed
+from torchremat.planning.walks.prediction import predict
 from torchremat.schedules.chain import Keep, Region
 
 

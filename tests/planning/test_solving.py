@@ -11,9 +11,10 @@ from torch.nn import functional as F
 import models
 from planning.kinds import KINDS, inputs, linear, square
 from planning.steps import coarse, text, traced_peak, under
-from torchremat.planning.prediction import predict
-from torchremat.planning.profiling import profile
-from torchremat.planning.solving import Search, Solver, fitted
+from torchremat.planning.profiles.profiling import profile
+from torchremat.planning.searches.pace import Pace
+from torchremat.planning.searches.solving import Search, Solver, fitted
+from torchremat.planning.walks.prediction import predict
 from torchremat.schedules.chain import Keep, Region
 
 
@@ -242,3 +243,38 @@ def test_one_unit():
     assert text(solver.plain.tree) == "0"
     assert solver.floor.prediction.peak_bytes <= solver.plain.prediction.peak_bytes
     assert solver.solve(solver.plain.prediction.peak_bytes).cost == 0
+
+
+class Ticking(Pace):
+    """Time that goes by with each look at the clock."""
+
+    def __init__(self, looks):
+        super().__init__()
+        self.looks = looks
+
+    @property
+    def left_s(self):
+        self.looks -= 1
+        return max(0.0, float(self.looks))
+
+
+@pytest.mark.parametrize("looks", [0, 1, 2, 4, 8, 16])
+def test_a_search_without_time_still_has_a_plan_that_fits(looks):
+    model, step = uneven(0, 8)
+    grains = profile(model, step)
+    limit = Search(grains, "flops").plain.prediction.peak_bytes * 6 // 10
+
+    found = Search(grains, "flops", pace=Ticking(looks)).solve(limit)
+
+    assert found.prediction.peak_bytes <= limit
+
+
+def test_time_that_runs_out_ends_the_search():
+    grains = profile(*uneven(0, 8))
+    pace = Ticking(0)
+    search = Search(grains, "flops", pace=pace)
+
+    search.solve(search.plain.prediction.peak_bytes * 6 // 10)
+
+    assert not search.coarse.profile.options[0]
+    assert len(search.coarse._known) <= 5

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from planning.kinds import KINDS, Loop, block, inputs, linear, square
 from planning.steps import fingerprint
 from torchremat.errors import StepError
-from torchremat.planning.tracing import trace
+from torchremat.planning.profiles.tracing import trace
 
 
 def called(model, step):
@@ -140,9 +140,10 @@ def test_lifetimes_are_those_of_the_locals():
 
     a, b, c, d = (found.calls[index] for index in found.children(0))
     early, middle = a.outputs[0].storage, b.outputs[0].storage
-    # The last time at which it was there: what is reassigned after a call was there when that call ended.
+    # The last time at which it was there. What is reassigned after a call was there while that ran, and goes before
+    # anything else runs: to count it until then was 2% too much after a head under autocast, which saves its cast.
     assert found.died[early] == d.left
-    assert found.died[middle] == c.left
+    assert found.died[middle] == c.left - 1
     assert found.born[early] == found.calls[4].left  # the last call in `a`
 
 

@@ -8,8 +8,8 @@ import models
 import zoo
 from planning.kinds import KINDS, Loop, block, inputs, square
 from torchremat.errors import StepError
-from torchremat.planning.tracing import trace
-from torchremat.planning.units import find_units
+from torchremat.planning.profiles.tracing import trace
+from torchremat.planning.profiles.units import find_units
 
 
 def units_of(model, step):

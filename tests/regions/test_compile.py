@@ -243,12 +243,7 @@ def test_without_grad_there_is_no_operator():
 
 @pytest.mark.parametrize(
     ("way", "backend"),
-    [
-        ("in place", "aot_eager"),
-        ("compile", "eager"),
-        ("compile", "aot_eager"),
-        pytest.param("compile", "inductor", marks=BACKENDS[2].marks),
-    ],
+    [("in place", "aot_eager"), ("compile", "eager"), ("compile", "aot_eager")],
 )
 def test_wrapped_modules_in_a_compiled_model(backend, way):
     def run(wrapped):

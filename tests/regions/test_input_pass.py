@@ -3,10 +3,12 @@
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from llama import Llama
+from regions.comparing import Counted
 from regions.test_split_backward import KINDS, WIDTH, Recomputed, Step, all_equal, counting
-from torchremat import Session, checkpoint
+from torchremat import Session, checkpoint, checkpointed, session
 
 OVERLAPPING = "F0 F1 F2 I0 F3 I1 W0 I2 W1 I3 W3 W2"
 
@@ -128,3 +130,62 @@ def test_between_two_uses_of_a_weight_the_region_is_recomputed_once_more():
 
     assert calls() == [3] and passes.mistakes == 1
     assert all_equal(ours, plain)
+
+
+def saving(*operators):
+    """A policy that saves the outputs of operators, and the storages that it has saved."""
+    saved = []
+
+    def policy(ctx, op, *args, **kwargs):
+        chosen = op.overloadpacket.__name__ in operators
+        if chosen:
+            saved.append(StorageWeakRef(ctx.op_output.untyped_storage()))
+        return chosen
+
+    return policy, lambda: [not one.expired() for one in saved]
+
+
+def test_what_a_policy_holds_and_no_weight_needs_goes_in_the_input_pass():
+    step = Step([Gated()])
+    plain = step.run(lambda layer, h: layer(h), "F0 I0 W0")
+    # What exp and tanh return is needed by their own backward alone; that of the sigmoid by the product's as well,
+    # which has a weight.
+    policy, alive = saving("exp", "tanh", "sigmoid")
+    found = []
+
+    passes = Passes(step)
+    ours = passes.run(
+        lambda layer, h: checkpointed(layer, policy=policy)(h), "F0 I0 W0", lambda phase: found.append(alive())
+    )
+
+    assert found == [[True, True, True], [False, False, True], [False, False, False]]
+    assert all_equal(ours, plain) and passes.mistakes == 0
+
+
+def test_what_a_policy_held_between_two_uses_of_a_weight_is_recomputed():
+    step = Step([Tied()])
+    plain = step.run(lambda layer, h: layer(h), "F0 I0 W0")
+    counted = Counted(step.layers[0])
+    policy, _ = saving("sin", "exp")
+    passes = Passes(step)
+
+    ours = passes.run(lambda _, h: checkpointed(counted, policy=policy)(h), "F0 I0 W0")
+
+    # All that autograd saves is held but the first product, so the input pass recomputes that. The other one asks for
+    # what was dropped, and recomputes all.
+    assert counted.calls == 3 and passes.mistakes == 1
+    assert all_equal(ours, plain)
+
+
+@pytest.mark.parametrize(("passes", "left"), [(1, [False]), (None, [True])])
+def test_what_a_policy_holds_goes_in_the_recompute_for_a_single_pass(passes, left):
+    x = torch.randn(4, WIDTH, requires_grad=True)
+    # What sin returns is saved by no node: the recompute of the exponential begins from it.
+    policy, alive = saving("sin")
+
+    with session(passes):
+        loss = checkpointed(lambda x: (x.sin() + 1).exp(), policy=policy)(x).sum()
+        assert alive() == [True]
+        loss.backward(retain_graph=True)
+
+        assert alive() == left

@@ -12,16 +12,21 @@ from torchremat.schedules.joint import Joint, is_possible, split
 from torchremat.schedules.saving import Saver
 
 
-def chain(sizes, costs, *, skips=()):
+def chain(sizes, costs, *, skips=(), workspaces=None):
     """A chain of operators, and a backward that reads the values in the opposite order.
 
     Value 0 is the input, i + 1 the result of operator i; each backward operator reads one, and the gradient before.
-    `skips` are (from, to): operator `to` reads value `from` as well.
+    `skips` are (from, to): operator `to` reads value `from` as well. `workspaces` are of the operators of the forward.
     """
     steps = len(sizes)
+    beside = workspaces or [0] * steps
     forward = [
         Operator(
-            name=f"f{i}", inputs=(i, *(value for value, to in skips if to == i)), outputs=(i + 1,), cost=float(costs[i])
+            name=f"f{i}",
+            inputs=(i, *(value for value, to in skips if to == i)),
+            outputs=(i + 1,),
+            cost=float(costs[i]),
+            workspace_bytes=beside[i],
         )
         for i in range(steps)
     ]
@@ -65,6 +70,14 @@ def test_the_peak_of_a_split_by_hand():
     assert split(joint, {4}).saved == {4}
 
 
+def test_workspace_is_live_while_its_operator_runs():
+    joint = chain([4, 4, 4, 4], [1, 1, 1, 1], workspaces=[0, 0, 10, 0])
+
+    # f2 in the forward: values 1 to 3 and its own. Made again for b2: values 2, 3 and 4, two gradients, and its own.
+    assert split(joint, {1, 2, 3, 4}).peak_bytes == 12 + 10
+    assert (split(joint, {2, 4}).peak_bytes, split(joint, {2, 4}).where) == (12 + 2 + 10, "f2")
+
+
 def test_what_needs_a_gradient_cannot_be_saved():
     joint = chain([1, 1], [1, 1])
 
@@ -90,7 +103,8 @@ def test_the_choice_against_all_choices(seed):
     steps = 8
     skips = [(random.randrange(1, 4), random.randrange(5, 8))] if seed % 2 else []
     sizes, costs = ([random.randrange(1, 9) for _ in range(steps)] for _ in range(2))
-    joint = chain(sizes, costs, skips=skips)
+    workspaces = [random.randrange(9) for _ in range(steps)] if seed % 3 == 0 else None
+    joint = chain(sizes, costs, skips=skips, workspaces=workspaces)
     saver = Saver(joint)
     plain, floor = saver.plain.peak_bytes, saver.floor.peak_bytes
     total = sum(operator.cost for operator in joint.operators[:steps])
@@ -101,6 +115,7 @@ def test_the_choice_against_all_choices(seed):
 
         assert found.peak_bytes <= limit
         assert least <= found.cost <= least + 0.2 * total
+        assert saver.bound(limit) <= least + 1e-6
     assert saver.solve(floor - 1) is None
 
 
@@ -114,6 +129,14 @@ def test_a_lower_limit_costs_more():
     # Segments of five: a boundary of each, and all of one. Saving nothing but the end would need all at once.
     assert splits[0].peak_bytes < saver.plain.peak_bytes / 2
     assert split(joint, {24}).peak_bytes >= saver.plain.peak_bytes - 4
+
+
+def test_the_bound_of_a_chain_of_equals():
+    # Nothing of the 24 values of 4 bytes is there but the last, unless it is saved; 40 bytes are room for 10 of them.
+    joint = chain([4] * 24, [1] * 24)
+
+    assert Saver(joint).bound(40) == pytest.approx(24 - 10)
+    assert Saver(joint).bound(24 * 4) == 0
 
 
 def test_what_must_not_run_again_is_saved():

@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -49,3 +50,33 @@ def test_rows_fall_with_memory():
             low = first_finite(row)
             assert (row[:low] == INFINITE).all()
             assert (row[low:-1] >= row[low + 1 :]).all()
+
+
+def test_equal_stretches_have_equal_tables():
+    # The blocks of the second chain differ in their cost by less than the tables can tell, so none of them is taken
+    # for another one.
+    period = random_chain(1, 3, 2).stages
+    same = Chain(stages=period * 4, tail_bytes=2)
+    costs = [stage.forward * (1 + number * 1e-12) for number, stage in enumerate(same.stages)]
+    unlike = replace(same, stages=tuple(replace(s, forward=c) for s, c in zip(same.stages, costs, strict=True)))
+    assert len(set(same.stages)) == 3
+    assert len(set(unlike.stages)) == 12
+
+    found, expected = (Tables(chain, slot_bytes=1, slots=60) for chain in (same, unlike))
+
+    assert (found.top == expected.top).all()
+    assert all((a == b).all() for a, b in zip(found.v, expected.v, strict=True))
+    assert all((a == b).all() for a, b in zip(found.w, expected.w, strict=True))
+
+
+def test_tables_without_time_know_no_regions():
+    # What is left are trees that keep every stage.
+    chain = random_chain(3, 6, 2)
+    full = Tables(chain, slot_bytes=1, slots=120)
+
+    cut = Tables(chain, slot_bytes=1, slots=120, most_seconds=-1.0)
+
+    least = sum(min(option.cost for option in stage.options) for stage in chain.stages)
+    assert cut.top[0, -1] == full.top[0, -1] == least
+    assert first_finite(cut.top[0]) > first_finite(full.top[0])
+    assert all((rows == INFINITE).all() for rows in (*cut.v, *cut.w))

@@ -89,3 +89,10 @@ def workers():
 
 def threads():
     return [thread.name for thread in workers()]
+
+
+def left():
+    """The threads that do not end by themselves."""
+    for thread in workers():
+        thread.join(timeout=10)
+    return threads()

@@ -1,6 +1,8 @@
 """Every store does what is asked of a store."""
 
+import copy
 import gc
+import pickle
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -314,6 +316,20 @@ def test_a_store_and_its_handles_may_be_dropped_in_any_order(name):
     del store
 
     assert gone() is None
+    assert same(handle.get(), filled((100,), torch.float32))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_copy_is_the_store_itself_and_another_process_makes_one_like_it(name):
+    store = STORES[name]()
+    handle = store.put(filled((100,), torch.float32))
+
+    assert copy.deepcopy({"store": store})["store"] is copy.copy(store) is store
+    there = pickle.loads(pickle.dumps(store))
+    assert type(there) is type(store)
+    assert repr(there) == repr(store)
+    assert there.statistics.stored_bytes == 0
+    assert same(there.put(filled((7,), torch.float32)).get(), filled((7,), torch.float32))
     assert same(handle.get(), filled((100,), torch.float32))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
-from functools import cache
+from functools import cache, wraps
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -45,6 +45,39 @@ _NO_FAKE_KERNEL = cast(
 def lacks_fake_kernel(error: Exception) -> bool:
     """Return whether an error says that an operator has no kernel for fakes; custom ones raise a plain one."""
     return isinstance(error, _NO_FAKE_KERNEL) or "no fake impl" in str(error)
+
+
+#: Lets operators in the block run as if autograd had been there already, and those that it takes apart as they are.
+below_autograd = cast(
+    "Callable[[], AbstractContextManager[object]]", private("_C._AutoDispatchBelowAutograd", needed_for=_FAKES)
+)
+
+
+@contextmanager
+def autocast_of_cuda() -> Generator[None]:
+    """Let `torch.autocast("cuda")` in the block be that of the CPU, where fakes are.
+
+    Without CUDA torch would switch it off. One that was made before, as by a decorator, is what it was made as.
+    """
+    own = torch.autocast.__init__
+
+    @wraps(own)
+    def made(
+        self: torch.autocast,
+        device_type: str,
+        dtype: torch.dtype | None = None,
+        enabled: bool = True,
+        cache_enabled: bool | None = None,
+    ) -> None:
+        if device_type == "cuda":
+            device_type, dtype = "cpu", torch.get_autocast_dtype("cuda") if dtype is None else dtype
+        own(self, device_type, dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
+
+    torch.autocast.__init__ = made
+    try:
+        yield
+    finally:
+        torch.autocast.__init__ = own
 
 
 _current_node = cast("Callable[[], object]", private("_C._current_autograd_node", needed_for=_FAKES))

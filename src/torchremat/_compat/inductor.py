@@ -5,14 +5,15 @@ Nothing is bound before it is needed: to import dynamo or Inductor takes seconds
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any, cast
 
 import torch
 from torch.fx import GraphModule, Node
 
-from torchremat.errors import TorchrematError, VersionError
+from torchremat.errors import BudgetError, TorchrematError, VersionError
 
 # (joint graph, its inputs, num_fwd_outputs=..., ...) -> (forward, backward)
 PartitionFunction = Callable[..., tuple[GraphModule, GraphModule]]
@@ -88,6 +89,17 @@ def known(size: object) -> int:
     return int(cast("int", size if hint is None else hint))
 
 
+def never_larger(joint: GraphModule) -> None:
+    """Let the graphs that are made of a joint one not be used where a size is larger than it was made for.
+
+    To compare a symbol makes a guard of what was found, and dynamo makes another graph where that does not hold.
+    """
+    for node in joint.graph.find_nodes(op="placeholder"):
+        size = node.meta.get("val")
+        if isinstance(size, torch.SymInt):
+            bool(size <= known(size))
+
+
 # NOTE [ Where a partitioner can be put in ]
 #
 #     backend               by
@@ -114,9 +126,7 @@ def compile_arguments(backend: object, partition: PartitionFunction, key: Callab
     bound("torch._functorch.compile_utils", "raise_getitems")
     if backend == "inductor":
         bound("torch._inductor.config", "custom_partitioner_fn")
-        base = bound("torch._inductor.custom_graph_pass", "CustomPartitionerFn")
-        methods = {"__call__": lambda _, *args, **options: partition(*args, **options), "uuid": lambda _: key()}
-        return {"backend": "inductor", "options": {"custom_partitioner_fn": type("PeakPartition", (base,), methods)()}}
+        return {"backend": "inductor", "options": {"custom_partitioner_fn": partitioner_for_inductor(partition, key)}}
     made = bound("torch._dynamo.backends.common", "AotAutograd")
     if isinstance(backend, made):
         return {"backend": made(**{**cast("Any", backend).kwargs, "partition_fn": partition})}
@@ -134,6 +144,44 @@ def compile_arguments(backend: object, partition: PartitionFunction, key: Callab
         f"the backend {backend!r} has no hook for a partitioner; `inductor`, `aot_eager` and what "
         "`torch._dynamo.backends.common.aot_autograd` makes have one."
     )
+
+
+def partitioner_for_inductor(partition: PartitionFunction, key: Callable[[], object]) -> object:
+    """Return a partition function as Inductor takes it. Its caches pickle it with all other options."""
+    base = bound("torch._inductor.custom_graph_pass", "CustomPartitionerFn")
+    methods = {
+        "__call__": lambda _, *args, **options: partition(*args, **options),
+        "uuid": lambda _: key(),
+        "__reduce__": lambda _: (partitioner_for_inductor, (partition, key)),
+        # A copy of the options is for the same function, which remembers what it has split.
+        "__deepcopy__": lambda self, _: self,
+    }
+    return type("PeakPartition", (base,), methods)()
+
+
+def graphs_compiled() -> int:
+    """Return how many graphs dynamo has given to backends, or taken from caches, in this process."""
+    return bound("torch._dynamo.utils", "counters")["stats"]["unique_graphs"]
+
+
+@contextmanager
+def never_uncompiled() -> Generator[None]:
+    """Raise an error in the block where dynamo would give up and run a function as it is: after too many versions.
+
+    Raises:
+        BudgetError: It would have.
+    """
+    limit = bound("torch._dynamo.exc", "FailOnRecompileLimitHit")
+    config = bound("torch._dynamo", "config")
+    try:
+        with config.patch(fail_on_recompile_limit_hit=True):
+            yield
+    except limit:
+        raise BudgetError(
+            f"dynamo has compiled {config.recompile_limit} versions of one function, and would run the next as it is, "
+            "without a budget. Give it its largest inputs first, compile with dynamic=True, or raise "
+            "`torch._dynamo.config.recompile_limit`. The log of TORCH_LOGS=recompiles says what each was for."
+        ) from None
 
 
 def own_error(error: BaseException) -> TorchrematError | None:

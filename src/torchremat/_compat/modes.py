@@ -52,6 +52,12 @@ def dispatch_modes() -> list[object]:
     return [mode for mode in modes if id(mode) not in kept_apart]
 
 
+def innermost_dispatch_mode() -> object | None:
+    """Return the dispatch mode that sees operators first, None if there is none."""
+    count = _count_dispatch_modes()
+    return _dispatch_mode(count - 1) if count else None
+
+
 def take_dispatch_mode(kind: type) -> object | None:
     """Take the innermost dispatch mode off and return it if it is of a class; else None."""
     count = _count_dispatch_modes()

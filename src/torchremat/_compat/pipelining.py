@@ -10,6 +10,8 @@ That package takes a while to import, so nothing here imports it: who has a sche
     `_wait_batch_p2p`                    the loop of GPipe and 1F1B      receive posted, not yet waited for
     `bwd_recv_ops`, `fwd_recv_ops`       the other schedules             the same
     `pipeline_order_with_comms`          the other schedules             what follows what
+    `dw_builder`                         stage                           which part is a whole backward
+    `stage_backward_input`, `..._weight` module of both parts            to run them for one microbatch
 """
 
 from __future__ import annotations
@@ -17,14 +19,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FunctionType
-from typing import Any, Protocol, cast
+from typing import Any, Literal, Protocol, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from torchremat.errors import UnsupportedError, VersionError
 
 _MODULE = "torch.distributed.pipelining.schedules"
+_PARTS = "torch.distributed.pipelining._backward"
 
 SINGLE = ("ScheduleGPipe", "Schedule1F1B")
 RUNTIME = (
@@ -151,6 +154,62 @@ class TorchAction(Protocol):
 def orders_of(schedule: object) -> Mapping[int, Sequence[TorchAction]]:
     """Return the actions of each process, for a schedule that has them as data."""
     return cast("Any", schedule).pipeline_order_with_comms
+
+
+def whole_part_of(stage: Stage) -> Literal["input", "weight"] | None:
+    """Return in which of two parts all of autograd's backward runs; None if it is split between both.
+
+    With a `dw_builder` it is the input part, and the other one is the user's. Of the first stage it is the weight part:
+    nobody waits for the gradients of its inputs.
+    """
+    if getattr(stage, "dw_builder", None):
+        return "input"
+    return "weight" if stage.stage_index == 0 else None
+
+
+def run_input_part(
+    roots: Sequence[Tensor],
+    grads: Sequence[Tensor] | None,
+    inputs: Sequence[object],
+    outputs: Sequence[Tensor],
+    module: nn.Module,
+) -> object:
+    """Run the input part of a backward, and return what the weight part begins from.
+
+    Args:
+        roots: The outputs of the module, or the loss.
+        grads: Their gradients; None for a loss.
+        inputs: Of the module; those that require grad get their gradients.
+        outputs: Of the module. Afterwards they are in no graph.
+        module: Whose parameters get theirs in the weight part.
+
+    Raises:
+        VersionError: This torch has no such part.
+    """
+    _, groups = _part("stage_backward_input")(list(roots), grads, list(inputs), module.parameters())
+    for output in outputs:
+        if not output._is_view():
+            output.detach_()
+    return groups
+
+
+def run_weight_part(groups: object, module: nn.Module) -> None:
+    """Run the weight part of a backward.
+
+    Raises:
+        VersionError: This torch has no such part.
+    """
+    _part("stage_backward_weight")(module.parameters(), groups)
+
+
+def _part(name: str) -> Callable[..., Any]:
+    found = getattr(sys.modules.get(_PARTS), name, None)
+    if found is None:
+        raise VersionError(
+            f"torch {torch.__version__} has no {_PARTS}.{name}: plans for schedules that split the backward need it. "
+            "torchremat supports torch 2.11 to 2.13; install one of these."
+        )
+    return found
 
 
 def looping(schedule: object, wait: Callable[[list[Work], Callable[[list[Work]], None]], None]) -> FunctionType:

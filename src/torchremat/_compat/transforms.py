@@ -124,6 +124,20 @@ def check_transform_inside(error: BaseException) -> None:
         ) from None
 
 
+def check_transform_traced(error: BaseException, where: str) -> None:
+    """Raise an UnsupportedError in the place of a transform's own, if it ran in a step that is traced for a plan.
+
+    Raises:
+        UnsupportedError: It did; the message names the module.
+    """
+    if type(error) is RuntimeError and is_of_transform(str(error)):
+        raise UnsupportedError(
+            f"{where} runs a reverse-mode transform of torch.func (grad, vjp, jacrev, hessian). Torch shows nobody "
+            "what autograd saves inside of these, so no plan can be made. `wrap` the other modules by hand, or use "
+            "`jvp`, `jacfwd` or `vmap`, which can be planned."
+        ) from None
+
+
 @contextmanager
 def hooks_under_transforms() -> Generator[None]:
     """Let saved-tensor hooks be set where a transform of torch.func has disabled them, and nobody else."""

@@ -34,11 +34,12 @@ from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import cast
+from typing import Protocol, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import UntypedStorage
 
 from torchremat.errors import UnsupportedError
 from torchremat.measuring.bindings import (
@@ -113,6 +114,27 @@ class AllocationTrace:
         return int(self._live_bytes[begin : end + 1].max())
 
 
+class Recorder(Protocol):
+    """Takes marks while a block runs, has the `trace` afterwards; of this machine, or simulated."""
+
+    def mark(self, label: str) -> int:
+        """Mark this moment and return the mark's id: 0, 1, 2, ..."""
+        ...
+
+    def seconds(self) -> float:
+        """Return the time now."""
+        ...
+
+    def pointer_of(self, storage: UntypedStorage) -> int:
+        """Return the address that a storage has in the trace."""
+        ...
+
+    @property
+    def trace(self) -> AllocationTrace:
+        """The events of the block."""
+        ...
+
+
 class AllocationRecorder:
     """Takes marks while the block runs, has the `trace` afterwards. Made by `record_allocations`."""
 
@@ -132,6 +154,14 @@ class AllocationRecorder:
         self._marked[mark] = (label, time.time_ns())
         _emit(mark)
         return mark
+
+    def seconds(self) -> float:
+        """See `Recorder`."""
+        return time.perf_counter()
+
+    def pointer_of(self, storage: UntypedStorage) -> int:
+        """See `Recorder`; 0 for a storage without memory."""
+        return 0 if storage.device.type == "meta" else storage.data_ptr()
 
     @property
     def trace(self) -> AllocationTrace:

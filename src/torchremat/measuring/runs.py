@@ -19,7 +19,14 @@ from torchremat.measuring.allocator import record_allocations
 from torchremat.measuring.before import BytesBefore, bytes_before
 from torchremat.measuring.flops import FlopCounter
 from torchremat.measuring.modules import module_stack
-from torchremat.measuring.step import check_arguments, check_materialised, holdings_of, loss_of, run_backward
+from torchremat.measuring.step import (
+    check_arguments,
+    check_materialised,
+    check_steps_on,
+    holdings_of,
+    loss_of,
+    run_backward,
+)
 from torchremat.measuring.timeline import Change, Timeline, timeline_of
 from torchremat.measuring.tracker import StorageTracker
 from torchremat.measuring.untouched import gradient_leaves, untouched
@@ -104,6 +111,8 @@ def subject_of(
     models = {id(root): root for root in (*(() if model is None else (model,)), *holdings.modules)}
     for root in models.values():
         check_materialised(root, needs_values=needs_values)
+    if model is not None and optimizer is not None:
+        check_steps_on(optimizer, (*holdings.tensors, *(one for root in models.values() for one in root.parameters())))
     return Subject(step=step, model=model, models=tuple(models.values()), inputs=holdings.tensors, optimizer=optimizer)
 
 

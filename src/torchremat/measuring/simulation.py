@@ -114,6 +114,14 @@ class SimulatedRecorder:
         self._marks.append(Mark(id=number, label=label, time_ns=time_ns, position=position))
         return number
 
+    def seconds(self) -> float:
+        """Return the simulated time."""
+        return self._owner.now_ns * 1e-9
+
+    def pointer_of(self, storage: UntypedStorage) -> int:
+        """Return the address that a storage has in the trace; -1 for one from before."""
+        return self._owner.pointer_of(storage)
+
     @property
     def trace(self) -> AllocationTrace:
         """The events of the block.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import CodeType, FunctionType, MethodType
 from typing import cast
@@ -151,15 +151,20 @@ def _held_by_object(owner: object) -> Iterator[object]:
         yield from getattr(owner, "__dict__", {}).values()
 
 
-def global_names(code: CodeType) -> Iterator[str]:
-    """Yield the names of the globals that a function's own code reads, those of lambdas written inside it too."""
+@functools.lru_cache(maxsize=256)
+def global_names(code: CodeType) -> tuple[str, ...]:
+    """Return the names of the globals that a function's own code reads, those of lambdas written inside it too."""
+    return tuple(dict.fromkeys(_global_names(code)))
+
+
+def _global_names(code: CodeType) -> Iterator[str]:
     # Not `co_names`: that lists attributes too, and the `x` of `self.x` is not the global `x`.
     for instruction in dis.get_instructions(code):
         if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
             yield cast(str, instruction.argval)
     for constant in code.co_consts:  # lambdas and comprehensions written inside the step
         if isinstance(constant, CodeType):
-            yield from global_names(constant)
+            yield from _global_names(constant)
 
 
 def check_arguments(step: object, model: object, optimizer: object, *, needs_model: bool) -> None:
@@ -169,14 +174,30 @@ def check_arguments(step: object, model: object, optimizer: object, *, needs_mod
         StepError: The step cannot be called with the model, or without arguments if there is none.
     """
     check_kinds(step, model, optimizer, needs_model=needs_model)
+    if model is None:
+        check_takes(step, "step()")
+    else:
+        check_takes(step, "step(model)", model)
+
+
+def check_takes(step: object, call: str, *args: object) -> None:
+    """Raise where a step cannot be called with some arguments.
+
+    Args:
+        step: The step.
+        call: The words for the call, for the message.
+        args: The arguments.
+
+    Raises:
+        StepError: It cannot.
+    """
     try:
         signature = inspect.signature(cast("Callable[..., object]", step))
     except (TypeError, ValueError):  # some callables of C have none
         return
     try:
-        signature.bind(*(() if model is None else (model,)))
+        signature.bind(*args)
     except TypeError as error:
-        call = "step()" if model is None else "step(model)"
         raise StepError(f"step: it is called as `{call}`, which {step!r:.80} does not take: {error}.") from error
 
 
@@ -192,6 +213,21 @@ def check_kinds(step: object, model: object, optimizer: object, *, needs_model: 
         raise StepError(f"step: a function that returns the loss is needed, got {type(step).__name__}.")
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise StepError(f"optimizer: a torch.optim.Optimizer is needed, got {type(optimizer).__name__}.")
+
+
+def check_steps_on(optimizer: torch.optim.Optimizer, tensors: Iterable[Tensor]) -> None:
+    """Raise where an optimizer has none of the tensors that it should step on.
+
+    Raises:
+        StepError: It has none of them.
+    """
+    steps_on = [one for group in optimizer.param_groups for one in cast("list[Tensor]", group["params"])]
+    if {id(one) for one in steps_on}.isdisjoint(map(id, tensors)):
+        raise StepError(
+            f"optimizer: none of its {len(steps_on)} parameters is one of the model's, so it would step on nothing "
+            "that this step trains. Give the model's own; make it after whatever replaces the parameters, such as "
+            "`fully_shard`."
+        )
 
 
 def check_materialised(model: nn.Module, *, needs_values: bool = True) -> None:

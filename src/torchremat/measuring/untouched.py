@@ -112,6 +112,10 @@ class Buffers:
         kept = [buffer for key, buffer in buffers.items() if key not in known]
         self._copies = [(buffer, buffer.detach().clone(), _version(buffer)) for buffer in kept]
 
+    def held_bytes(self, device: torch.device) -> int:
+        """Return the bytes of the copies on a device."""
+        return sum(copy.untyped_storage().nbytes() for _, copy, _ in self._copies if copy.device == device)
+
     def written(self) -> list[Tensor]:
         """Return those of the watched buffers that were written nevertheless."""
         return [buffer for buffer, version in self._watched if _version(buffer) != version]
@@ -182,6 +186,12 @@ class RandomNumbers:
         self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
         self._python = random.getstate()
         self._numpy = np.random.get_state()
+
+    def held_bytes(self, device: torch.device) -> int:
+        """Return the bytes of the states of torch's generators, which lie on the host."""
+        if device.type != "cpu":
+            return 0
+        return self._cpu.nbytes + sum(state.nbytes for state in self._cuda or ())
 
     def put_back(self) -> None:
         """Give the generators these states."""

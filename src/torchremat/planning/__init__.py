@@ -1,16 +1,16 @@
 """Planning: from a traced and a watched step to the tree of regions that fits a budget.
 
-tracing, units          the calls of a forward, and those that are planned
-watching, profiling     what each needs, measured in one step
-memory, prediction      the exact interpreter, and what it says of a tree
-cargo, weighing, speeds what of a unit can go into a store, and what that takes, measured
-away                    what is in stores while the interpreter walks
-storing                 candidates with stores
-chains, mixing, solving candidates, judged
-plans, files, planner   a plan as data, and how it is made
-verification, fitting   one real step
-batches, figures, fits  figures at shapes that nobody has run
-families, choosers      which shapes are alike, and the tree for each
-classes                 the trees that are kept
-gauges, adaptive        steps of changing shapes, measured
+profiles/                what a step does and needs, measured in one run of it
+elsewhere/               the same for a device that is not here, without running the step
+walks/                   the exact interpreter: what is live at every moment under a tree of regions
+searches/                trees, operators and stores, sought and judged
+bounds/                  how far the best tree found can be from the best possible
+budgets, layout, inputs  what a plan is for, and how a tree is put on a model
+plans, files             a plan as data
+planner, descriptions    `plan`, and what it tells
+frontiers, staircases    peak against time over all budgets
+verification, fitting    one real step
+shapes/                  steps of changing shapes
+guarding/                a step that is run again when memory runs out
+compiling/               `torch.compile` with a budget
 """

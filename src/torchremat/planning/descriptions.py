@@ -1,18 +1,21 @@
-"""What planners tell: of a profile the units, what they hold, inputs and the predicted step; and that nothing fits."""
+"""What planners tell: plans, with units, what they hold, inputs and the predicted step; and that nothing fits."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torchremat.planning.cargo import NO_LOADS, Loads
-from torchremat.planning.layout import HeldOperators
-from torchremat.planning.memory import Walk
-from torchremat.planning.moments import Live, Moment
-from torchremat.planning.plans import PlannedUnit, Point
-from torchremat.planning.prediction import chosen_options, over_bytes
-from torchremat.planning.reading import Profile
-from torchremat.planning.shapes import InputSizes
+from torchremat.planning.bounds.certificates import claim_of
+from torchremat.planning.inputs import InputSizes
+from torchremat.planning.layout import HeldOperators, calls_of
+from torchremat.planning.plans import PlainSource, Plan, PlannedUnit, Point, claimed
+from torchremat.planning.profiles.reading import Profile
+from torchremat.planning.searches.solving import Candidate
+from torchremat.planning.walks.cargo import NO_LOADS, Loads
+from torchremat.planning.walks.memory import Walk
+from torchremat.planning.walks.moments import Live, Moment
+from torchremat.planning.walks.prediction import chosen_options, over_bytes
 from torchremat.schedules.chain import Tree
+from torchremat.tensors.handles import Store
 from torchremat.tensors.sizes import format_bytes
 
 if TYPE_CHECKING:
@@ -75,6 +78,86 @@ def curve_of(own: Profile, tree: Tree, fixed_bytes: int, loads: Loads = NO_LOADS
         points.append(Point(seconds=now_s + running / 2, live_bytes=live + over_bytes(own, state), what=state.what))
         now_s += running
     return tuple(points)
+
+
+def made_plan(
+    planner: Planner,
+    found: Candidate,
+    size: int,
+    budget: str,
+    *,
+    plain: tuple[int, PlainSource],
+    margin_bytes: int,
+    parameters: dict[str, tuple[int, ...]],
+    stores: tuple[Store, ...],
+) -> Plan:
+    """Return a candidate as a plan.
+
+    Args:
+        planner: Which found it.
+        found: The candidate.
+        size: The budget in bytes.
+        budget: The same as it was given.
+        plain: The peak of a plain step, and where it is known from.
+        margin_bytes: What of the budget has to stay free.
+        parameters: Shapes of the model's parameters, by name.
+        stores: Those that were offered.
+    """
+    own, before = found.profile, planner.profile.before
+    state = own.optimizer.state_bytes if own.optimizer is not None else 0
+    made = Plan(
+        budget_bytes=size,
+        budget=budget,
+        device=planner.device,
+        cost=planner.solver.cost_unit,
+        tree=found.tree,
+        held=held_of(own, found.tree),
+        units=tuple(planned_unit(own, unit) for unit in range(len(own.units.units))),
+        calls=calls_of(own.units),
+        peak_bytes=planner.peak_of(found),
+        step_peak_bytes=planner.fixed_bytes + found.prediction.peak_bytes,
+        optimizer_peak_bytes=planner.optimizer_peak_bytes,
+        optimizer_state_bytes=state,
+        before_bytes={
+            "parameters": before.parameter_bytes,
+            "gradients": before.gradient_bytes,
+            "buffers": before.buffer_bytes,
+            "optimizer": before.optimizer_bytes + state,
+            "inputs": before.input_bytes,
+            **({"communication": before.communication_bytes} if before.communication_bytes else {}),
+        },
+        kept_bytes=found.prediction.kept_bytes,
+        where=found.prediction.where,
+        plain_peak_bytes=plain[0],
+        plain_source=plain[1],
+        plain_seconds=own.seconds,
+        recompute_seconds=found.prediction.seconds,
+        recomputed_flops=found.prediction.flops,
+        recomputed_calls=found.prediction.calls,
+        flops=own.units.trace.flops,
+        # A search whose time was over may know no lower peak than that of the plan.
+        floor_bytes=min(planner.floor_bytes, planner.budget_for(planner.peak_of(found))),
+        parameters=parameters,
+        inputs=input_sizes(own),
+        curve=curve_of(own, found.tree, planner.fixed_bytes, found.loads),
+        plain_curve=curve_of(planner.profile, planner.solver.plain.tree, planner.fixed_bytes),
+        moving_seconds=found.prediction.moving_s,
+        stored=tuple(load.planned for load in found.loads.values()),
+        stores=tuple(map(repr, stores)),
+        speeds=tuple(offer.speed for offer in planner.solver.offers),
+        given_stores=stores,
+        ran_out=planner.solver.pace.ran_out,
+    )
+    claim = claim_of(
+        own,
+        found.tree,
+        found.prediction,
+        unit=planner.solver.cost_unit,
+        step=planner.plain_step,
+        limit_bytes=size - margin_bytes - planner.fixed_bytes,
+        stores=bool(found.loads),
+    )
+    return claimed(made, claim)
 
 
 def nothing_fits(planner: Planner, size: int, budget: str, reserved_bytes: int) -> str:

@@ -11,11 +11,11 @@ from torch import nn
 from torchremat.errors import BudgetError, bug
 from torchremat.measuring.runs import run_traced, subject_of
 from torchremat.planning.budgets import check_budget, margin_of
-from torchremat.planning.chains import Cost
-from torchremat.planning.peers import peers_of
 from torchremat.planning.planner import Planner
 from torchremat.planning.plans import Plan
-from torchremat.planning.tracing import Step
+from torchremat.planning.profiles.peers import peers_of
+from torchremat.planning.profiles.tracing import Step
+from torchremat.planning.searches.chains import Cost
 from torchremat.tensors.handles import Store
 from torchremat.tensors.sizes import format_bytes
 

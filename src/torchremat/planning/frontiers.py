@@ -8,14 +8,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from torchremat.errors import BudgetError
 from torchremat.measuring.heap import heap_set_aside
-from torchremat.planning.budgets import bytes_of, percentage_of
-from torchremat.planning.chains import Cost
+from torchremat.planning.budgets import percentage_of
 from torchremat.planning.plans import Plan
-from torchremat.planning.solving import Candidate
+from torchremat.planning.searches.chains import Cost
+from torchremat.planning.searches.pace import TIME_IS_OVER
+from torchremat.planning.searches.solving import Candidate
 from torchremat.planning.staircases import Staircase, draw
 from torchremat.tensors.sizes import format_bytes
 
@@ -23,6 +22,9 @@ if TYPE_CHECKING:
     from torchremat.planning.planner import Planner
 
 MOST_POINTS = 24
+
+# How much of the search is told to be done after the lowest peak; tables are made there for all limits.
+_FLOOR_SHARE = 0.25
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,12 +57,14 @@ class Frontier:
     Attributes:
         points: From the plain step, which recomputes nothing, to the lowest peak that was found.
         cost: What was minimised beside the peak.
-        device: The device that the bytes are on.
+        device: The device that the bytes are on; without running the name of the one that is described.
+        ran_out: Whether the search ended because its time was over, so that better points may have been left out.
     """
 
     points: tuple[FrontierPoint, ...]
     cost: Cost
     device: str
+    ran_out: bool
     _planner: Planner = field(repr=False)
     _candidates: tuple[Candidate, ...] = field(repr=False)
 
@@ -85,7 +89,7 @@ class Frontier:
         else:
             percent = percentage_of(budget)
             plain_bytes = self.points[0].peak_bytes
-            size = bytes_of(budget, torch.device(self.device)) if percent is None else int(plain_bytes * percent / 100)
+            size = self._planner.bytes_of(budget) if percent is None else int(plain_bytes * percent / 100)
             name, place = str(budget), self._cheapest(size)
             if place is None:
                 lowest = self.points[-1]
@@ -128,7 +132,13 @@ class Frontier:
                 f"{format_bytes(point.budget_bytes):>11} {format_bytes(point.peak_bytes):>11} {share:>9} "
                 f"{point.slowdown:>5.2f} x {point.recomputed_flops / 1e9:>8.2f} GFLOP"
             )
-        return "\n".join([*rows, *([] if self.is_choice else [self.no_choice])])
+        return "\n".join([*rows, *self.remarks])
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What is to be said beside the points: that there is only one, or that the time did not suffice."""
+        found = () if self.is_choice else (self.no_choice,)
+        return (*found, TIME_IS_OVER) if self.ran_out else found
 
     @property
     def no_choice(self) -> str:
@@ -138,22 +148,25 @@ class Frontier:
 
 def check_points(points: int) -> None:
     """Raise a BudgetError where a number of points is none."""
-    if points < 2:
-        raise BudgetError(f"points={points}: at least 2 are needed, the plain step and the lowest peak.")
+    if type(points) is not int or points < 2:
+        raise BudgetError(f"points={points!r}: an int of at least 2 is needed, for the plain step and the lowest peak.")
 
 
 def frontier_of(planner: Planner, points: int) -> Frontier:
     """Return the frontier of a planner, which has its profile already; see `frontier`."""
     search = planner.solver
-    with heap_set_aside():
-        lowest, plain = search.floor.prediction.peak_bytes, search.plain.prediction.peak_bytes
+    with heap_set_aside(), search.pace.running():
+        with search.pace.part(0.0, _FLOOR_SHARE):
+            lowest, plain = search.floor.prediction.peak_bytes, search.plain.prediction.peak_bytes
         limits = [lowest + (plain - lowest) * place // (points - 1) for place in range(points)]
-        solved = [found for limit in limits if (found := search.solve(limit)) is not None]
+        with search.pace.part(_FLOOR_SHARE, 1.0):
+            solved = [found for limit in search.pace.parts(limits) if (found := search.solve(limit)) is not None]
     chosen = _undominated(planner, [search.plain, *solved, search.floor])
     return Frontier(
         points=tuple(_point(planner, found) for found in chosen),
         cost=search.cost_unit,
-        device=str(planner.profile.device),
+        device=planner.device,
+        ran_out=search.pace.ran_out,
         _planner=planner,
         _candidates=chosen,
     )
@@ -176,5 +189,5 @@ def _point(planner: Planner, found: Candidate) -> FrontierPoint:
         step_bytes=prediction.peak_bytes,
         recompute_seconds=prediction.seconds,
         recomputed_flops=prediction.flops,
-        slowdown=1 + prediction.seconds / found.profile.seconds if found.profile.seconds else 1.0,
+        slowdown=found.slowdown,
     )

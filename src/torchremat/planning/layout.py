@@ -10,8 +10,8 @@ from torch import nn
 
 from torchremat.errors import PlanError
 from torchremat.measuring.interrupts import uninterrupted
-from torchremat.planning.shapes import InputSizes
-from torchremat.planning.units import Units
+from torchremat.planning.inputs import InputSizes
+from torchremat.planning.profiles.units import Units
 from torchremat.policies.ordinals import save_ordinals
 from torchremat.regions.calls import Body
 from torchremat.regions.decisions import Policy
@@ -39,11 +39,12 @@ class PlannedCall:
 
 @dataclass(frozen=True, kw_only=True)
 class Calls:
-    """The calls of all units, those between the units, and the names of the roots that make them."""
+    """The calls of all units, those between the units, the names of the roots, and the calls that units lie in."""
 
     units: tuple[tuple[PlannedCall, ...], ...]
     others: tuple[PlannedCall, ...]
     roots: tuple[str, ...]
+    opened: tuple[PlannedCall, ...] = ()
 
 
 def calls_of(units: Units) -> Calls:
@@ -54,10 +55,13 @@ def calls_of(units: Units) -> Calls:
         inside = frozenset(trace.calls[inner].name for inner in trace.descendants(call))
         return PlannedCall(name=key[0], number=key[1], inside=inside)
 
+    # One that was taken apart is counted only where another call of the same module was not.
+    whole = {name for unit in units.units for name, _ in unit.keys}
     return Calls(
         units=tuple(tuple(map(planned, unit.calls, unit.keys)) for unit in units.units),
         others=tuple(planned(call, key) for call, key in units.others),
         roots=tuple(dict.fromkeys(trace.calls[root].name for root in units.roots)),
+        opened=tuple(planned(call, key) for call, key in units.opened if key[0] in whole),
     )
 
 
@@ -67,7 +71,7 @@ class HeldOperators:
 
     Attributes:
         units: The units, by number.
-        operators: The names of all operators that each of them runs, as torch has them, without casts.
+        operators: The names of all operators that each of them runs, as torch has them, without casts and views.
         held: The numbers of those whose outputs are held.
     """
 
@@ -104,6 +108,9 @@ def choices_of(
     for call in (*(call for unit in kept for call in calls.units[unit]), *calls.others):
         if call.inside & names:
             choices.setdefault((call.name, call.number), Choice())
+    for call in calls.opened:
+        if call.name in names:
+            choices[call.name, call.number] = Choice(is_open=True)
     return choices
 
 
@@ -142,6 +149,7 @@ class PlannedScope(Scope):
     root: str = ""
     inputs: InputSizes | None = None
     rise_bytes: int | None = None
+    slowdown: float | None = None
 
     def run(self, body: Body, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Run `body` with the scope open."""
@@ -160,6 +168,7 @@ def install(
     inputs: InputSizes | None = None,
     rise_bytes: int | None = None,
     itinerary: Itinerary | None = None,
+    slowdown: float | None = None,
 ) -> None:
     """Make the calls of a model regions as a tree says; on an error nothing has changed."""
     choices = choices_of(calls, tree, settings, held, frozenset() if itinerary is None else itinerary.stops)
@@ -176,7 +185,7 @@ def install(
             scope = (
                 None
                 if name in names
-                else PlannedScope(choices, settings, name, inputs, rise_bytes, itinerary=itinerary)
+                else PlannedScope(choices, settings, name, inputs, rise_bytes, slowdown, itinerary=itinerary)
             )
             set_forward(module, name, own, scope, called_attribute(module))
             done.append(module)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
@@ -16,25 +16,25 @@ from torchremat.errors import BudgetError, DeviceError, DeviceWarning, Unsupport
 from torchremat.measuring.exhaustion import is_out_of_memory
 from torchremat.measuring.heap import heap_set_aside
 from torchremat.measuring.runs import run_traced, subject_of
-from torchremat.planning.agreement import profiled_together
+from torchremat.planning.bounds.pulls import PlainStep, Unseen, plain_step
 from torchremat.planning.budgets import bytes_of, check_budget, free_on, margin_of, percentage_of
-from torchremat.planning.calibration import device_here
-from torchremat.planning.certificates import claim_of
-from torchremat.planning.chains import Cost
-from torchremat.planning.descriptions import curve_of, held_of, input_sizes, nothing_fits, planned_unit
-from torchremat.planning.devices import Device, device_of
-from torchremat.planning.fakes import Elsewhere, placed, torch_device
+from torchremat.planning.descriptions import made_plan, nothing_fits
+from torchremat.planning.elsewhere.calibration import device_here
+from torchremat.planning.elsewhere.devices import Device, device_of
+from torchremat.planning.elsewhere.fakes import placed, torch_device
+from torchremat.planning.elsewhere.machines import Here
 from torchremat.planning.frontiers import MOST_POINTS, Frontier, check_points, frontier_of
-from torchremat.planning.kernels import notice
-from torchremat.planning.layout import bare, calls_of
-from torchremat.planning.machines import Here
-from torchremat.planning.peers import peers_of
+from torchremat.planning.layout import bare
 from torchremat.planning.plans import PlainSource, Plan
-from torchremat.planning.pulls import PlainStep, Unseen, plain_step
-from torchremat.planning.reading import Profile
-from torchremat.planning.solving import Candidate, Search
-from torchremat.planning.tracing import Step
-from torchremat.planning.weighing import check_stores, weighed
+from torchremat.planning.profiles.agreement import profiled_together
+from torchremat.planning.profiles.peers import peers_of
+from torchremat.planning.profiles.reading import Profile
+from torchremat.planning.profiles.tracing import Step
+from torchremat.planning.profiles.weighing import check_stores, weighed
+from torchremat.planning.searches.chains import Cost
+from torchremat.planning.searches.pace import Pace
+from torchremat.planning.searches.progress import Progress, checked
+from torchremat.planning.searches.solving import Candidate, Search
 from torchremat.tensors.handles import Store
 
 _COSTS = ("seconds", "flops")
@@ -43,6 +43,9 @@ _COSTS = ("seconds", "flops")
 # So much of a budget is left free for that: bytes, or this share if it is more.
 _ROOM_BYTES = 4096
 _ROOM_SHARE = 4096
+
+# How much of the search is told to be done when the plan is found, and only the lowest peak is sought.
+_SOLVING_SHARE = 0.75
 
 
 class Planner:
@@ -59,12 +62,15 @@ class Planner:
         stores: Where saved tensors may go instead of being recomputed; see `plan`.
         allow_lossy: Whether stores may lose digits.
         on: `"meta"` to run nothing: the step is profiled on tensors without data, for a device that need not be here.
-            Model and batch may be real, on the meta device, or fakes. Operators are not offered then.
+            Model and batch may be real, on the meta device, or fakes.
+        progress: Called with how far planning is, here and later; what it raises ends planning. `progress_bar` of
+            `torchremat.reports.bars` makes one.
 
     Raises:
         StepError: See `profile`; with `on="meta"` also where the step reads a value of a tensor.
         DeviceError: With `on="meta"`: the device is not known, or its description lacks something.
-        UnsupportedError: One of the stores is none, or loses digits and that is not allowed, or they are not here.
+        UnsupportedError: One of the stores is none, or loses digits and that is not allowed, or they are not here; or
+            `progress` is no function.
     """
 
     def __init__(
@@ -79,9 +85,11 @@ class Planner:
         stores: Sequence[Store] = (),
         allow_lossy: bool = False,
         on: Literal["meta"] | None = None,
+        progress: Callable[[Progress], None] | None = None,
     ) -> None:
         if cost not in _COSTS:
             raise BudgetError(f"cost={cost!r}: allowed are 'seconds' and 'flops'.")
+        pace = Pace(observer=checked(progress))
         self._stores = check_stores(stores, allow_lossy=allow_lossy)
         if self._stores and on is not None:
             raise UnsupportedError(
@@ -95,13 +103,13 @@ class Planner:
                 "stores are measured by each process for itself, and processes that train one model need one plan: "
                 "leave out stores."
             )
+        pace.tell("profiling", None)
         grains = profiled_together(self._peers, profiled, self._subject, self._machine)
-        if isinstance(self._machine, Elsewhere) and self._machine.kernels.unknown:
-            text = notice(self._machine.description, self._machine.kernels.unknown)
-            warnings.warn(text, DeviceWarning, stacklevel=_outside())
+        if self._machine.notice:
+            warnings.warn(self._machine.notice, DeviceWarning, stacklevel=_outside())
         self.profile: Profile = grains.coarse
         offers = weighed(model, self._subject, grains, self._stores)
-        self.solver = Search(grains, cost, offers, operators=operators and self._machine.is_here)
+        self.solver = Search(grains, cost, offers, operators=operators, pace=pace)
         self._model = model
         self._parameters = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         self._plain: tuple[int, PlainSource] | None = None
@@ -144,15 +152,14 @@ class Planner:
             DeviceError: The planner itself plans for a device that is not here.
         """
         if not isinstance(self._machine, Here):
-            raise DeviceError(
-                f"{self._machine.name} is not here, so there is nothing to measure. Make a planner there."
-            )
+            raise DeviceError(f"{self.device} is not here, so there is nothing to measure. Make a planner there.")
         with bare(self._model), heap_set_aside():
             device_here(self._subject, self._machine.device).save(path)
 
     def plain_peak(self) -> tuple[int, PlainSource]:
         """Return the peak of a plain training step, measured if it fits, else predicted."""
         if self._plain is None:
+            self.solver.pace.tell("profiling", None)
             measured = self._peers.all(self._measured_plain)
             fitting = [one for one in measured if one is not None]
             if len(fitting) == len(measured):
@@ -194,14 +201,19 @@ class Planner:
 
     def _planned(self, budget: int | str, percent: float | None, margin: int | str, tighten_bytes: int) -> Plan:
         plain_bytes, source = self._known_plain()
-        size = int(plain_bytes * percent / 100) if percent is not None else self._bytes_of(budget)
+        size = int(plain_bytes * percent / 100) if percent is not None else self.bytes_of(budget)
         margin_bytes = margin_of(margin)
         target = size - margin_bytes - tighten_bytes
         optimizer_peak = self.optimizer_peak_bytes or 0
         if self.peak_of(self.solver.plain) > target:
             target -= max(_ROOM_BYTES, size // _ROOM_SHARE)
+        pace = self.solver.pace
         with heap_set_aside():
-            found = self.solver.solve(target - self.fixed_bytes) if target >= optimizer_peak else None
+            with pace.running():
+                with pace.part(0.0, _SOLVING_SHARE):
+                    found = self.solver.solve(target - self.fixed_bytes) if target >= optimizer_peak else None
+                with pace.part(_SOLVING_SHARE, 1.0):
+                    _ = self.solver.floor  # which the plan tells, and the error
             if found is None:
                 raise BudgetError(nothing_fits(self, size, str(budget), margin_bytes + tighten_bytes))
             return self.plan_of(found, size, str(budget), plain=(plain_bytes, source), margin_bytes=margin_bytes)
@@ -211,10 +223,18 @@ class Planner:
         check_points(points)
         return frontier_of(self, points)
 
-    def _bytes_of(self, budget: int | str) -> int:
-        if self._machine.is_here:
-            return bytes_of(budget, self._machine.device)
-        return bytes_of(budget, self._machine.name, self._machine.capacity_bytes())
+    @property
+    def device(self) -> str:
+        """Whose bytes count, by name."""
+        return self._machine.name
+
+    def bytes_of(self, budget: int | str) -> int:
+        """Return a budget that is no percentage in bytes.
+
+        Raises:
+            BudgetError: It is no size, or more than the device has.
+        """
+        return bytes_of(budget, self.device, self._machine.capacity_bytes())
 
     def _known_plain(self) -> tuple[int, PlainSource]:
         return self._plain or (self.peak_of(self.solver.plain), "predicted")
@@ -222,12 +242,10 @@ class Planner:
     @cached_property
     def plain_step(self) -> PlainStep | Unseen:
         """The operators of a plain step, which certificates are made from."""
-        if not self._machine.is_here:
-            return Unseen(reason="the plan was made without running the step, so its operators were not timed")
         with bare(self._model):
             return plain_step(
                 self._subject,
-                self.profile.device,
+                self._machine,
                 self.solver.cost_unit,
                 forward_seconds=self.profile.forward_seconds,
                 peak_bytes=self.solver.plain.prediction.peak_bytes,
@@ -243,58 +261,16 @@ class Planner:
         margin_bytes: int = 0,
     ) -> Plan:
         """Return a candidate of the solver as a plan for a budget."""
-        plain = plain or self._known_plain()
-        own, before = found.profile, self.profile.before
-        state = own.optimizer.state_bytes if own.optimizer is not None else 0
-        return Plan(
-            budget_bytes=size,
-            budget=budget,
-            device=self._machine.name,
-            cost=self.solver.cost_unit,
-            tree=found.tree,
-            held=held_of(own, found.tree),
-            units=tuple(planned_unit(own, unit) for unit in range(len(own.units.units))),
-            calls=calls_of(own.units),
-            peak_bytes=self.peak_of(found),
-            step_peak_bytes=self.fixed_bytes + found.prediction.peak_bytes,
-            optimizer_peak_bytes=self.optimizer_peak_bytes,
-            optimizer_state_bytes=state,
-            before_bytes={
-                "parameters": before.parameter_bytes,
-                "gradients": before.gradient_bytes,
-                "buffers": before.buffer_bytes,
-                "optimizer": before.optimizer_bytes + state,
-                "inputs": before.input_bytes,
-                **({"communication": before.communication_bytes} if before.communication_bytes else {}),
-            },
-            kept_bytes=found.prediction.kept_bytes,
-            where=found.prediction.where,
-            plain_peak_bytes=plain[0],
-            plain_source=plain[1],
-            plain_seconds=own.seconds,
-            recompute_seconds=found.prediction.seconds,
-            recomputed_flops=found.prediction.flops,
-            recomputed_calls=found.prediction.calls,
-            flops=own.units.trace.flops,
-            floor_bytes=self.floor_bytes,
+        self.solver.pace.tell("certificate", None)
+        return made_plan(
+            self,
+            found,
+            size,
+            budget,
+            plain=plain or self._known_plain(),
+            margin_bytes=margin_bytes,
             parameters=self._parameters,
-            inputs=input_sizes(own),
-            curve=curve_of(own, found.tree, self.fixed_bytes, found.loads),
-            plain_curve=curve_of(self.profile, self.solver.plain.tree, self.fixed_bytes),
-            _claim=claim_of(
-                own,
-                found.tree,
-                found.prediction,
-                unit=self.solver.cost_unit,
-                step=self.plain_step,
-                limit_bytes=size - margin_bytes - self.fixed_bytes,
-            )
-            if not found.loads  # the bounds know of no stores
-            else None,
-            moving_seconds=found.prediction.moving_s,
-            stored=tuple(load.planned for load in found.loads.values()),
-            stores=tuple(map(repr, self._stores)),
-            given_stores=self._stores,
+            stores=self._stores,
         )
 
 
@@ -311,6 +287,7 @@ def plan(
     stores: Sequence[Store] = (),
     allow_lossy: bool = False,
     on: Literal["meta"] | None = None,
+    progress: Callable[[Progress], None] | None = None,
 ) -> Plan:
     """Return the fastest plan found under which a training step stays within a budget; nothing is applied.
 
@@ -331,6 +308,7 @@ def plan(
             it is given here. How fast each is, is measured.
         allow_lossy: Whether stores may lose digits, so that gradients are not those of the plain run.
         on: `"meta"` to plan without running anything, for a device that need not be here; see `Planner`.
+        progress: Called with how far planning is; see `Planner`.
 
     Raises:
         BudgetError: The budget is no size, or no plan fits it.
@@ -355,6 +333,7 @@ def plan(
         stores=stores,
         allow_lossy=allow_lossy,
         on=on,
+        progress=progress,
     )
     return planner.plan(budget, margin=margin)
 
@@ -364,9 +343,11 @@ def frontier(
     step: Step,
     *,
     optimizer: torch.optim.Optimizer | None = None,
-    device: torch.device | str | None = None,
+    device: torch.device | str | Path | Device | None = None,
     cost: Cost = "seconds",
     points: int = MOST_POINTS,
+    on: Literal["meta"] | None = None,
+    progress: Callable[[Progress], None] | None = None,
 ) -> Frontier:
     """Return what a step takes under the best plan for each budget, from the plain step to the lowest peak.
 
@@ -378,16 +359,19 @@ def frontier(
         optimizer: As for `plan`.
         device: As for `plan`.
         cost: What to minimise, `"seconds"` or `"flops"`.
-        points: For how many budgets plans are sought, evenly spread, at least 2; those that are no better than another
-            in peak or time are left out.
+        points: For how many budgets plans are sought, at least 2; those no better than another are left out.
+        on: As for `plan`.
+        progress: As for `plan`.
 
     Raises:
         BudgetError: `points` is below 2.
+        DeviceError: See `plan`.
         StepError: See `plan`.
         UnsupportedError: See `plan`.
     """
     check_points(points)
-    return Planner(model, step, optimizer=optimizer, device=device, cost=cost).frontier(points=points)
+    planner = Planner(model, step, optimizer=optimizer, device=device, cost=cost, on=on, progress=progress)
+    return planner.frontier(points=points)
 
 
 def _outside() -> int:

@@ -13,12 +13,14 @@ from torch import nn
 
 from torchremat.errors import PlanError
 from torchremat.measuring.curves import Curve, Phase, draw
-from torchremat.planning.cargo import StoredUnit
-from torchremat.planning.certificates import Certificate, Claim
-from torchremat.planning.chains import Cost
+from torchremat.planning.bounds.certificates import Certificate, Claim
 from torchremat.planning.files import from_json, to_json
+from torchremat.planning.inputs import InputSizes
 from torchremat.planning.layout import Calls, HeldOperators, check_bare, install, uninstall
-from torchremat.planning.shapes import InputSizes
+from torchremat.planning.profiles.weighing import check_stores
+from torchremat.planning.searches.chains import Cost
+from torchremat.planning.searches.pace import TIME_IS_OVER
+from torchremat.planning.walks.cargo import Speed, StoredUnit
 from torchremat.regions.journeys import Itinerary
 from torchremat.regions.settings import Settings
 from torchremat.schedules.chain import Keep, Region, Tree
@@ -96,7 +98,9 @@ class Plan:
         moving_seconds: Seconds that copies into stores and back add, estimated.
         stored: The kept units whose saved tensors wait in a store.
         stores: The stores that were offered, in words.
+        speeds: How fast each of them was when the plan was made, which `moving_seconds` follows from.
         given_stores: The stores themselves, for `apply`; a plan that was loaded has none.
+        ran_out: Whether the search ended because its time was over, so that a better plan may have been left out.
     """
 
     budget_bytes: int
@@ -127,11 +131,14 @@ class Plan:
     plain_curve: tuple[Point, ...]
     held: tuple[HeldOperators, ...] = ()
     certified: Certificate | None = field(default=None, compare=False)
-    _claim: Claim | None = field(default=None, compare=False, repr=False)
+    # Of this plan and of no other: `dataclasses.replace` leaves it behind. See `claimed`.
+    _claim: Claim | None = field(default=None, init=False, compare=False, repr=False)
     moving_seconds: float = 0.0
     stored: tuple[StoredUnit, ...] = ()
     stores: tuple[str, ...] = ()
+    speeds: tuple[Speed, ...] = ()
     given_stores: tuple[Store, ...] = field(default=(), compare=False, repr=False, metadata={"written": False})
+    ran_out: bool = field(default=False, compare=False)
 
     @property
     def slowdown(self) -> float:
@@ -149,21 +156,24 @@ class Plan:
         """How many bytes go to stores in a step, and come back."""
         return sum(one.stored_bytes for one in self.stored)
 
-    def apply(self, model: nn.Module, *, stores: Sequence[Store] = ()) -> None:
+    def apply(self, model: nn.Module, *, stores: Sequence[Store] = (), allow_lossy: bool = False) -> None:
         """Put the plan on a model: the calls that it names become regions, or go to a store. Runs nothing.
 
         Args:
             model: The model.
             stores: Those to use, in the order in which they were offered; by default the very ones, which a plan that
                 comes out of a file does not have.
+            allow_lossy: Whether these may lose digits.
 
         Raises:
             PlanError: The plan was made for another model (all differences are listed), or one is applied already, or
                 the plan needs stores and these are not they.
+            UnsupportedError: One of the stores is none, or loses digits and that is not allowed.
         """
+        given = check_stores(stores, allow_lossy=allow_lossy)
         self.check(model)
         check_bare(model)
-        itinerary = self._itinerary(tuple(stores) or self.given_stores)
+        itinerary = self._itinerary(given or self.given_stores)
         install(
             model,
             self.calls,
@@ -173,6 +183,8 @@ class Plan:
             inputs=self.inputs,
             rise_bytes=self.step_peak_bytes - sum(self.before_bytes.values()),
             itinerary=itinerary,
+            # Stores are measured where they are, while the seconds of recomputes may be those of a device elsewhere.
+            slowdown=self.slowdown if self.stored else None,
         )
 
     def _itinerary(self, stores: tuple[Store, ...]) -> Itinerary | None:
@@ -258,6 +270,8 @@ class Plan:
             f"{self.recomputed_calls} calls, {100 * self.recomputed_flops / max(1, self.flops):.0f}% of a forward",
             f"floor      {format_bytes(self.floor_bytes)} is the smallest budget found to work",
         ]
+        if self.ran_out:
+            lines.append(f"search     {TIME_IS_OVER}")
         if self.certificate is not None:
             lines.append(f"optimal    {self.certificate.claim}")
         if self.stored:
@@ -266,6 +280,7 @@ class Plan:
                 f"stored     {format_bytes(self.stored_bytes)} of {len(self.stored)} units in "
                 f"{', '.join(self.stores[place] for place in places)}, {1e3 * self.moving_seconds:.1f} ms added"
             )
+            lines += [f"speed      {self.stores[place]}: {self.speeds[place]}" for place in places if self.speeds]
         parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in self.before_bytes.items() if size)
         lines.append(f"before     {format_bytes(sum(self.before_bytes.values()))} lie there before a step: {parts}")
         if self.optimizer_peak_bytes is None:
@@ -289,6 +304,12 @@ class Plan:
                 f"{unit.seconds * 1e3:>6.2f} ms  {words}{parts.get(place, '')}"
             )
         return rows
+
+
+def claimed(plan: Plan, claim: Claim | None) -> Plan:
+    """Return the plan, which from now on knows what its certificate is worked out from."""
+    object.__setattr__(plan, "_claim", claim)
+    return plan
 
 
 def _drawn(points: tuple[Point, ...], *, name: str, before_bytes: int, budget_bytes: int) -> Curve:

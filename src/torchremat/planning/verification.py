@@ -14,15 +14,17 @@ from torchremat.measuring.exhaustion import is_out_of_memory
 from torchremat.measuring.runs import Subject, run_counted, run_plain, run_traced, subject_of
 from torchremat.measuring.step import run_backward
 from torchremat.measuring.untouched import gradient_leaves
+from torchremat.planning.elsewhere.machines import Here
 from torchremat.planning.layout import applied_scopes, bare
-from torchremat.planning.machines import Here
-from torchremat.planning.optimizers import measure_optimizer
-from torchremat.planning.peers import peers_of
-from torchremat.planning.tracing import Step
+from torchremat.planning.profiles.optimizers import measure_optimizer
+from torchremat.planning.profiles.peers import peers_of
+from torchremat.planning.profiles.tracing import Step
 from torchremat.regions.wrapping import is_wrapped
 from torchremat.tensors.sizes import format_bytes
 
 _TIMED_RUNS = 3
+# A step that takes by more than this share longer than predicted is called slow.
+_SLOW_SHARE = 0.1
 
 N = TypeVar("N", int, float)
 
@@ -44,6 +46,8 @@ class Report:
         recomputed_flops: Recomputed with the regions.
         regions: Wrapped modules that a plan or `wrap` put there.
         no_effect: Why the regions save nothing, or "" if they do.
+        predicted_slowdown: Seconds with the regions over those without, as the applied plan predicted them; None for a
+            plan without stores, whose seconds may be those of another device.
     """
 
     is_exact: bool | None
@@ -58,6 +62,14 @@ class Report:
     recomputed_flops: int
     regions: int
     no_effect: str
+    predicted_slowdown: float | None = None
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether the step took by more than 10% longer than the applied plan predicted."""
+        if self.predicted_slowdown is None or not self.plain_seconds:
+            return False
+        return self.seconds / self.plain_seconds > (1 + _SLOW_SHARE) * self.predicted_slowdown
 
     def __str__(self) -> str:
         exact = {
@@ -76,10 +88,16 @@ class Report:
             off = 100 * (self.peak_bytes - self.predicted_bytes) / self.predicted_bytes
             rows.append(f"predicted  {format_bytes(self.predicted_bytes)}, measured {off:+.2f}%")
         if self.plain_seconds:
+            told = "" if self.predicted_slowdown is None else f", {self.predicted_slowdown:.2f} x predicted"
             rows.append(
                 f"time       {self.seconds / self.plain_seconds:.2f} x plain ({self.plain_seconds * 1e3:.0f} ms, "
-                "medians)"
+                f"medians){told}"
             )
+            if self.is_slow:
+                rows.append(
+                    f"slow       by more than {100 * _SLOW_SHARE:.0f}% above what was predicted: the stores are slower "
+                    "than when they were measured, or something else runs. Plan again, or without stores"
+                )
         rows.append(f"recomputed {self.recomputed_flops / 1e9:.2f} GFLOP, {self.regions} wrapped modules")
         if self.no_effect:
             rows.append(f"no effect because {self.no_effect}")
@@ -169,6 +187,7 @@ def _verified(
         recomputed_flops=run_counted(subject, place).recomputed_flops,
         regions=regions,
         no_effect=_why_not(model, with_regions, plain, regions),
+        predicted_slowdown=next((s for scope in applied_scopes(model) if (s := scope.slowdown) is not None), None),
     )
 
 

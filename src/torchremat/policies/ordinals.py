@@ -20,8 +20,7 @@ class _Ordinals(Policy):
     told: set[str | None] = field(default_factory=set[str | None], compare=False, repr=False)
 
     def __call__(self, ctx: OperatorContext, op: Any, /, *args: Any, **kwargs: Any) -> Decision:
-        # Casts are not counted, see `regions.traits`.
-        if op is name or traits_of(op).is_cast:
+        if op is name or not traits_of(op).is_counted:
             return RECOMPUTE
         ordinal = ctx.ordinal
         planned = self.operators[ordinal] if ordinal < len(self.operators) else "no operator any more"
@@ -51,7 +50,7 @@ def save_ordinals(operators: tuple[str, ...], held: frozenset[int]) -> Policy:
     """Return the policy that keeps the outputs of operators by their numbers in a call.
 
     Args:
-        operators: The names of all operators that a call runs, as torch has them, without casts.
+        operators: The names of all operators that a call runs, as torch has them, without casts and views.
         held: The numbers of those whose outputs are kept.
     """
     return _Ordinals(operators, held)

@@ -42,7 +42,7 @@ class OperatorContext(SelectiveCheckpointContext):
     Attributes:
         op_output: What the operator returned. Do not keep it.
         is_recompute: False, as policies are asked in the forward alone.
-        ordinal: How many operators have run in the call before, without casts.
+        ordinal: How many operators have run in the call before, without casts and views.
     """
 
     def __init__(self, names: ModuleNames) -> None:

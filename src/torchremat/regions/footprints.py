@@ -16,14 +16,19 @@ def footprint_bytes(region: Region, key: Key) -> int:
     given = [held.kept for held in region.held]
     given += [one for call in region.made for one in call.modules.parameters()]
     here = {_address(one.untyped_storage()) for one in given if isinstance(one, Tensor)}
-    found: dict[int, int] = {}
+    return sum(one.nbytes() for one in waiting_storages(region, key) if _address(one) not in here)
+
+
+def waiting_storages(region: Region, key: Key) -> list[UntypedStorage]:
+    """Return the storages that wait in a region for a session, each once."""
+    found: dict[int, UntypedStorage] = {}
     for alive in region.slots:
         slot = alive()
         waiting = None if slot is None or slot.others is None else slot.others.get(key)
         if waiting is not None:
             storage = waiting[0].untyped_storage()
-            found[_address(storage)] = storage.nbytes()
-    return sum(size for address, size in found.items() if address not in here)
+            found[_address(storage)] = storage
+    return list(found.values())
 
 
 def _address(storage: UntypedStorage) -> int:

@@ -16,6 +16,7 @@ from torchremat.regions.choosing import Replay
 from torchremat.regions.differences import Difference, DivergedError, Kind
 from torchremat.regions.guards import WrittenObjectError
 from torchremat.regions.modules import ChangedStateError
+from torchremat.regions.sessions import Session
 from torchremat.regions.slots import waits, written_since
 from torchremat.regions.threads import thread
 from torchremat.regions.values import ValueCheck
@@ -208,7 +209,9 @@ class Recompute:
             run, pack = partial(self.log.run, run, call.body), self._pack_logged
         replay = None
         if call.selection is not None and self.checks:
-            takes = self.task is not None and self.only is None and not call.is_running
+            # What an input pass recomputes serves the weight passes after it. See NOTE [ Selective recompute ], 5
+            is_last = self.task is not None or (isinstance(self.key, Session) and self.key.recomputes_once)
+            takes = is_last and self.only is None and not call.is_running
             replay = Replay(call.selection, takes=takes, is_running=call.is_running)
             run, pack = partial(replay.run, run), replay.hook(pack)
         else:

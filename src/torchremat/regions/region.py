@@ -18,7 +18,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 from weakref import ReferenceType, ref
 
 from torch import Tensor, nn
@@ -42,15 +41,12 @@ from torchremat.regions.recompute import Recompute
 from torchremat.regions.selecting import SeenBy, unseen
 from torchremat.regions.sessions import UNPACKED_ONCE, Session, active_session, open_sessions
 from torchremat.regions.settings import Settings
-from torchremat.regions.slots import LOST, Key, Slot, pin, served, unpack, waits
+from torchremat.regions.slots import GONE, LOST, Key, Slot, noted, pin, served, unpack, waits
 from torchremat.regions.threads import thread
 from torchremat.regions.values import Fingerprints
 from torchremat.tensors.held import HeldTensor, holding
 from torchremat.tensors.metadata import Metadata, metadata_of, version_of
 from torchremat.tensors.structure import split, split_call
-
-if TYPE_CHECKING:
-    from torchremat._compat.autograd import Pack
 
 
 class Region:
@@ -161,11 +157,11 @@ class Region:
         pack = self._pack if self.fingerprints is None else self._pack_with_values
         if observer is not None:
             observer.began(self, number, tensors)
-            pack = partial(_noted, partial(observer.saved, self, number), pack)
+            pack = partial(noted, partial(observer.saved, self, number), pack)
         run = body
         if self.settings.debug:
             call.log = log_of(self, call)
-            pack = partial(_noted, call.log.save, pack)
+            pack = partial(noted, call.log.save, pack)
             run = partial(call.log.run, body, body)
         choosing = None
         if choose is not None:
@@ -262,6 +258,8 @@ class Region:
             self.runs_backward = self.runs_backward or self.made[-1].is_running
             tensor = unseen(served, slot.value)
             if tensor is not None:
+                if open_sessions and self._is_done_with(slot):
+                    slot.value = GONE
                 return tensor
             slot.value = None  # it was written in place since; the recompute finds out what that means
         if self.kept_for is not None:
@@ -279,6 +277,10 @@ class Region:
                 if slot.task == key and not thread.recomputing:
                     return slot.tensor  # see `unpack` in slots.py; most regions are asked for the first time here
             return slot.take(key, keep=self._is_needed_again(slot, session, task))
+
+    def _is_done_with(self, slot: Slot) -> bool:
+        session = active_session()
+        return session is not None and session.drops and self._is_last_pass(session, current_graph_task(), slot.index)
 
     def _is_needed_again(self, slot: Slot, session: Session | None, task: int) -> bool:
         # The node holds the tensor while it runs; nobody else needs it. See Rule 4
@@ -386,12 +388,6 @@ class Region:
         if self.label is not None:
             return f"region {self.label}"
         return f"region of {self.made[call].name}"
-
-
-@outside_graphs
-def _noted(note: Callable[[Tensor], object], pack: Pack, tensor: Tensor) -> object:
-    note(tensor)
-    return pack(tensor)
 
 
 def _forget(region: ReferenceType[Region], key: Key) -> None:

@@ -59,11 +59,15 @@ class Place:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Choice:
-    """What becomes of one call: the regions around it, outermost first, the scope for the calls inside it, its stop."""
+    """What becomes of one call: the regions around it, outermost first, the scope for the calls inside it, its stop.
+
+    One that `is_open` is only counted, and the calls inside it belong to the scope that it is made in.
+    """
 
     places: tuple[Place, ...] = ()
     inside: Scope | None = None
     stop: Stop | None = None
+    is_open: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,6 +201,8 @@ def run_choice(
     kwargs: dict[str, object],
 ) -> object:
     """Run a call as chosen, in the regions that are open for it."""
+    if choice.is_open:
+        return function(*args, **kwargs)
     opened = cast("_Opened", thread.scopes[-1])
     body = partial(call_plainly, function)
     # The calls inside have a scope of their own, or none: never the one that this call is made in.

@@ -16,7 +16,7 @@ from torch import Tensor, UntypedStorage
 from torchremat._compat.autograd import is_accumulating
 from torchremat._compat.modes import (
     EagerMode,
-    dispatch_modes,
+    innermost_dispatch_mode,
     push_dispatch_mode,
     take_dispatch_mode,
 )
@@ -55,6 +55,7 @@ class Collecting:
         preserve_rng: bool,
     ) -> None:
         self.selection = selection
+        self.mode: object = None  # the one that shows it the operators
         self._policy = policy
         self._decisions = decisions if getattr(policy, "by_operator", False) else None
         self._context = OperatorContext(names)
@@ -72,12 +73,13 @@ class Collecting:
         selection = self.selection
         operators = selection.operators
         if decision is RECOMPUTE and traits.is_plain and self._produced is None:
-            operators.append(traits)  # as below, at less cost
+            if traits.is_counted:
+                operators.append(traits)  # as below, at less cost
             return traits.run(*args, **kwargs)
         if traits.is_ignored or (traits.accumulates and is_accumulating()):
             return traits.run(*args, **kwargs)
         index = len(operators)
-        if not traits.is_cast:
+        if traits.is_counted:
             operators.append(traits)
         written = ()
         if traits.writes:
@@ -174,6 +176,7 @@ class Replaying:
 
     def __init__(self, selection: Selection, *, takes: bool, is_running: bool = False) -> None:
         self.selection = selection
+        self.mode: object = None  # the one that shows it the operators
         self._operators = selection.operators
         self._kept = selection.kept
         self._takes = takes
@@ -191,8 +194,7 @@ class Replaying:
             traits = traits_of(operator)
             if not (
                 self.difference
-                or traits.is_ignored
-                or traits.is_cast
+                or not traits.is_counted
                 or (self._is_running and index >= len(operators))
                 or (traits.accumulates and is_accumulating())
             ):
@@ -221,13 +223,23 @@ class Replaying:
             raise CheckpointError(
                 f"{region}: {self.difference}. Outputs are kept by a policy, and would have been given to the wrong "
                 "operators. The function does not do the same twice: look for a branch on data or on state that has "
-                "changed, a cache that the forward filled, or remove the policy."
+                "changed, a cache that the forward filled, a hook on modules that was not there in both, or remove the "
+                "policy."
             )
+
+
+# NOTE [ Modes and policies ]
+#
+# A mode of the user's may run other operators in place of one, as torch's counter of flops does. Around the forward
+# alone, or in a region and around one inside of it, it would let the forward of a region see others than its recompute,
+# which has the modes that act and not those that watch. So the mode of a region sees operators first: it is the
+# innermost where the region begins, and those of regions around it look away meanwhile. What the user enters in the
+# region itself comes before it, in a recompute as in the forward.
 
 
 @only_watches
 class _Mode(EagerMode):
-    """The mode that shows each operator to whoever collects or replays now; there is one at a time in a thread."""
+    """The mode that shows each operator to whoever collects or replays now. See NOTE [ Modes and policies ]."""
 
     def __torch_dispatch__(
         self,
@@ -237,7 +249,7 @@ class _Mode(EagerMode):
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
         run = thread.selecting
-        if run is None or hidden.now:
+        if run is None or run.mode is not self or hidden.now:
             return func(*args, **(kwargs or {}))
         return run.operator(func, args, kwargs or {})
 
@@ -253,10 +265,13 @@ class SeenBy(AbstractContextManager[None]):
 
     def __enter__(self) -> None:
         self._had = thread.selecting
-        # A backward in a region runs with the region's modes, in whatever thread.
-        if self._run is not None and not any(type(mode) is _Mode for mode in dispatch_modes()):
-            self._mode = _Mode()
-            self._mode.__enter__()
+        if self._run is not None:
+            # A backward in a region runs with the region's modes, in whatever thread.
+            mode = innermost_dispatch_mode()
+            if type(mode) is not _Mode:
+                mode = self._mode = _Mode()
+                mode.__enter__()
+            self._run.mode = mode
         thread.selecting = self._run
 
     def __exit__(self, *error: object) -> None:

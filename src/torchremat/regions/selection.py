@@ -12,8 +12,9 @@ NOTE [ Selective recompute ]
    its slot has it.
 4. What is kept and about to be written in place, by the region itself, is copied first. What was written later, by
    somebody else, is known by its version: the operator runs again.
-5. A recompute for a graph that is not retained takes what it gets: nobody comes a second time. If somebody does, for
-   another part of the graph, the operator runs again.
+5. A recompute for a graph that is not retained takes what it gets: nobody comes a second time. Nor does anybody after
+   the only pass of a session, or after its input pass, which also drops what slots have and no weight pass needs. If
+   somebody does come, for another part of the graph, the operator runs again.
 6. A kept operator that draws random numbers leaves the generator as it would have left it, for the draws after it in
    the same recompute. Afterwards the generator is where it was, even if nobody else looks after it.
 7. An operator in a nested region belongs to the innermost region alone, as a saved tensor does. A region without a
@@ -327,6 +328,8 @@ def has_tensors(output: object) -> bool:
 
 def memory_of(tensor: Tensor) -> UntypedStorage | None:
     """Return the memory of a tensor; None if it is of a kind that has none to show."""
+    if tensor._is_zerotensor():  # the tangents of forward mode that are zero: a storage with a size and no memory
+        return None
     try:
         return tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):

@@ -113,6 +113,11 @@ class Session:
         self._left = 0  # the regions before this one have not been recomputed ahead
         self._recomputed: WeakSet[Region] = WeakSet()
 
+    @property
+    def recomputes_once(self) -> bool:
+        """Whether what is recomputed now serves all backward calls that are to come."""
+        return self.drops or self.passes == 1
+
     def created(self, region: Region) -> None:
         """Remember a region that was made inside the session."""
         if not self.unpacks_once:  # such a session outlives its block, and nobody asks it to recompute ahead

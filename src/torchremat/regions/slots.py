@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol, cast
 from weakref import ref
 
@@ -11,6 +11,7 @@ from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from torchremat._compat.autograd import current_graph_task, current_node, python_node
+from torchremat._compat.graphs import outside_graphs
 from torchremat.errors import MutationError, UnsupportedError
 from torchremat.regions.sessions import Session
 from torchremat.regions.threads import thread
@@ -18,6 +19,7 @@ from torchremat.tensors.metadata import Metadata
 from torchremat.tensors.packed import Owner, Packed, unpacked_in_graphs
 
 if TYPE_CHECKING:
+    from torchremat._compat.autograd import Pack
     from torchremat.regions.region import Region
 
 
@@ -165,6 +167,16 @@ class ServedSlot(Slot):
         self.value: Served | None = value
 
 
+class _Gone:
+    """In the place of what a slot has had: an input pass has dropped it."""
+
+    def get(self) -> None:
+        """Return None: whoever asks all the same has it recomputed."""
+
+
+GONE = _Gone()
+
+
 def served(value: Served) -> Tensor | None:
     """Return the tensor that a slot has, None if it was written in place since."""
     return value.get()
@@ -182,6 +194,13 @@ def written_since(region: Region, tensor: Tensor, version: int, index: int) -> M
 def waits(slot: Slot | None) -> bool:
     """Return whether a slot is alive and has no tensor of its own."""
     return slot is not None and slot.value is None
+
+
+@outside_graphs
+def noted(note: Callable[[Tensor], object], pack: Pack, tensor: Tensor) -> object:
+    """Pack a tensor after telling somebody of it."""
+    note(tensor)
+    return pack(tensor)
 
 
 @unpacked_in_graphs(Slot, "unpack_of_region")

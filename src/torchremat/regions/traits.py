@@ -21,12 +21,23 @@ from torchremat._compat.operators import entry_of
 #   in-place          they write to a tensor of the recompute; batch normalisation does so without saying it
 #   without values    `empty`, `zeros` and the like: what is written into them is what counts, and a kernel that torch
 #                     does not see would write once more into what is kept
-#   casts             autocast keeps those of leaves: a forward may find one where its recompute has to cast, and a
-#                     recompute, to which inputs are leaves, where its forward had to. So they are not even counted,
-#                     nor is what a backward inside adds to gradients of leaves.
+#   casts             autocast keeps those of leaves, and an input is a leaf to a recompute alone
 #
 # What a policy says of these is still of use: a tensor with that memory which autograd saves stays where it is, and is
 # not recomputed for autograd's sake.
+
+# NOTE [ What is not counted ]
+#
+# To a recompute the inputs of its region are leaves, and its gradients are its own. So there are operators that run in
+# one of forward and recompute alone, though the function does the same twice:
+#
+#   casts             a forward may find one that autocast kept where its recompute has to cast, and the other way round
+#   views             whoever asks a leaf for its node, to be told of its gradient, gets it through a view. The hooks of
+#                     `FlopCounterMode` ask so for the inputs of every module, wherever the counter is on
+#   additions         what a backward inside adds to gradients of leaves
+#
+# None of them is ever kept, so they have no number and no place in the order that a recompute is held to. A view that
+# is another one is found all the same where autograd saves what comes of it: by its shape and strides.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,6 +48,7 @@ class Traits:
         operator: An `OpOverload`, or a higher-order operator.
         is_ignored: Whether it computes nothing and runs now and then, so that nobody is asked about it.
         is_cast: Whether it is a cast.
+        is_counted: Whether it has a number, and a place in the order. See NOTE [ What is not counted ].
         is_kept: Whether its outputs can be. See NOTE [ What is never kept ].
         is_random: Whether it draws random numbers.
         accumulates: Whether it is one of those that add a gradient to what is there.
@@ -48,6 +60,7 @@ class Traits:
     operator: Callable[..., object]
     is_ignored: bool
     is_cast: bool = False
+    is_counted: bool = True
     is_kept: bool = False
     is_random: bool = False
     accumulates: bool = False
@@ -94,6 +107,7 @@ def _traits_of(operator: Any) -> Traits:
         operator,
         ignored,
         is_cast=cast,
+        is_counted=not (ignored or cast or (aliases and not writes)),
         is_kept=not (ignored or aliases or writes or empty or cast),
         accumulates=name.startswith(_ACCUMULATING),
         is_random=torch.Tag.nondeterministic_seeded in getattr(operator, "tags", ()),

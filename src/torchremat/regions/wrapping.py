@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
+from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, TypeVar, cast
 from weakref import ref
 
@@ -79,8 +80,8 @@ class WrappedForward:
         self.own = own
 
     def __call__(self, *args: object, **kwargs: object) -> object:
-        """Run the forward, as a region if grad mode is on."""
-        if not torch.is_grad_enabled():
+        """Run the forward, as a region if grad mode is on and it is not exported."""
+        if not torch.is_grad_enabled() or torch.compiler.is_exporting():
             return self.function(*args, **kwargs)
         if torch.compiler.is_dynamo_compiling():
             if isinstance(self.settings, Offload):
@@ -114,6 +115,10 @@ class WrappedForward:
     @property
     def __wrapped__(self) -> Callable[..., object]:
         return self.function
+
+    @property
+    def __code__(self) -> CodeType:  # torch.export reads the name and the line of a forward from it
+        return cast("FunctionType", self.function).__code__
 
     def __reduce__(self) -> tuple[object, ...]:
         return (WrappedForward, (self.module, self.name, self.settings, self.scope, self.own))

@@ -12,6 +12,7 @@ what lies between, hold what it leads to.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import cast
@@ -38,6 +39,8 @@ from torchremat.schedules.dataflow import Dataflow
 
 _GAP = 1e-4
 _CAP_S = 60.0
+# HiGHS stops within a millionth of the best as well, which is a hundredth of the bytes where all that costs is held.
+_ABOVE_GAP = 1e3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,24 +126,40 @@ def select(
     return _Program(flow, overhead).solve(limit_bytes, peak_bytes, cap_s)
 
 
-def choices(flow: Dataflow, *, points: int = 8, overhead: float = 0.0) -> tuple[Selection, ...]:
+def choices(
+    flow: Dataflow,
+    *,
+    points: int = 8,
+    overhead: float = 0.0,
+    most_bytes: int | None = None,
+    most_seconds: float = _CAP_S,
+) -> tuple[Selection, ...]:
     """Return selections between holding all that spares cost and holding nothing, most bytes first.
 
     None of them has another one that costs no more and holds no more; nor has it holding nothing at all.
 
     Args:
         flow: The operators of a region.
-        points: At most so many.
+        points: At most so many between the two.
         overhead: See `evaluate`.
+        most_bytes: The most that those between hold, if what is above that is known to be worth little.
+        most_seconds: After so many the best ones found are returned.
     """
+    ends_s = time.perf_counter() + most_seconds
     program = _Program(flow, overhead)
-    most = program.solve(sum(value.size_bytes for value in flow.values), None, _CAP_S)
+    most = program.solve(sum(value.size_bytes for value in flow.values), None, min(_CAP_S, most_seconds))
     nothing = evaluate(flow, (), overhead=overhead)
     if most is None or not most.held:
         return ()
     found = [most]
-    for point in range(points - 1, 0, -1):
-        one = program.solve(most.held_bytes * point // points, None, _CAP_S)
+    limits = [most.held_bytes * point // points for point in range(points - 1, 0, -1)]
+    if most_bytes is not None and most_bytes < most.held_bytes:
+        limits = [most_bytes * point // points for point in range(points, 0, -1)]
+    for limit in limits:
+        left_s = ends_s - time.perf_counter()
+        if left_s <= 0:
+            break
+        one = program.solve(limit, None, min(_CAP_S, left_s))
         if one is not None and one.held:
             found.append(one)
     return tuple(dict.fromkeys(one for one in found if not any(_beats(other, one) for other in (*found, nothing))))
@@ -256,7 +275,7 @@ class _Program:
         data, where = _sparse(self.rows)
         closure = csr_array((data, where), shape=(len(self.rows), self.count))
         result = milp(
-            weights,
+            weights * _ABOVE_GAP,
             # With `s` the others are whole by themselves; told so, HiGHS need not solve for them once more.
             integrality=np.ones(self.count, np.int64),
             bounds=_bounds(self.upper),
@@ -272,7 +291,7 @@ class _Program:
         found = evaluate(self.flow, chosen, overhead=self.overhead)
         bound = found.cost
         if not result.success:
-            bound = min(found.cost, max(0.0, float(result.mip_dual_bound) * largest))
+            bound = min(found.cost, max(0.0, float(result.mip_dual_bound) * largest / _ABOVE_GAP))
         return Selection(
             held=_useful(self.flow, found), held_bytes=found.held_bytes, cost=found.cost, ends=found.ends, bound=bound
         )

@@ -41,6 +41,8 @@ class Operator:
         cost: Of running it again, in any one unit, seconds or flops; infinite if it must not run again.
         replaceable: Whether what holds its outputs spares it. If not, it runs whenever what is after it does: a view,
             or a write in place.
+        workspace_bytes: What it needs while it runs, beside its inputs and outputs. Counted where the live bytes of a
+            list are walked; selections of what to hold have no moments inside of operators.
     """
 
     name: str
@@ -48,6 +50,7 @@ class Operator:
     outputs: tuple[int, ...]
     cost: float
     replaceable: bool = True
+    workspace_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

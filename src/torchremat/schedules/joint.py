@@ -185,7 +185,7 @@ def walk(
             if value not in there:
                 there.add(value)
                 live += size_bytes[value]
-        yield live, operator.name
+        yield live + operator.workspace_bytes, operator.name
         for value in {*operator.outputs, *operator.inputs}:
             if last[value] == index and value in there and value not in stays:
                 there.remove(value)

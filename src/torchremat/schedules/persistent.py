@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
 from torchremat.errors import BudgetError, bug
 from torchremat.schedules.chain import Chain, Keep, Region, Tree
@@ -35,9 +37,12 @@ class Persistent:
         limit_bytes: The highest limit that will be asked for.
         slot_bytes: Granularity of memory: sizes are rounded up to multiples, limits down. With 1 the result is optimal.
             By default chosen so that rounding loses little, with fewer slots for more stages.
+        most_seconds: After so many the tables know no regions that begin at the stages that are left, the first ones.
     """
 
-    def __init__(self, chain: Chain, limit_bytes: int, slot_bytes: int | None = None) -> None:
+    def __init__(
+        self, chain: Chain, limit_bytes: int, slot_bytes: int | None = None, *, most_seconds: float = math.inf
+    ) -> None:
         if limit_bytes < 0 or (slot_bytes is not None and slot_bytes < 1):
             raise BudgetError(f"limit_bytes={limit_bytes} must be at least 0 and slot_bytes={slot_bytes} at least 1")
         self.chain = chain
@@ -49,9 +54,12 @@ class Persistent:
         # See `_search`. With slots of one byte nothing is rounded.
         self._spare = len(chain.stages) if self.slot_bytes > 1 else 0
         self._slots = useful_bytes // self.slot_bytes + self._spare
-        self._tables = Tables(chain, slot_bytes=self.slot_bytes, slots=self._slots)
+        self._tables = Tables(chain, slot_bytes=self.slot_bytes, slots=self._slots, most_seconds=most_seconds)
         self._lowest = first_finite(self._tables.top[0])
         self._trees: dict[int, _Found] = {}
+        # Choices made before: most trees differ in few of them.
+        self._chosen_top: dict[tuple[int, int], _Choice | None] = {}
+        self._chosen: dict[tuple[int, int, int, bool], _Choice | None] = {}
 
     def solve(self, limit_bytes: int) -> Tree | None:
         """Return the cheapest tree whose peak is at most the limit, or None if there is none.
@@ -85,6 +93,11 @@ class Persistent:
         return lowest_bytes
 
     @property
+    def is_whole(self) -> bool:
+        """Whether the tables know all regions, since `most_seconds` sufficed."""
+        return self._tables.are_whole
+
+    @property
     def lowest_slots(self) -> int:
         """The fewest slots for which the tables have a tree; more than `most_slots` if they have none."""
         return self._lowest
@@ -93,6 +106,13 @@ class Persistent:
     def most_slots(self) -> int:
         """The most slots that the tables reach."""
         return self._slots
+
+    @cached_property
+    def levels(self) -> NDArray[np.int64]:
+        """The numbers of slots from which on the cheapest tree costs less, in order: one for each cost."""
+        costs = self._tables.top[0]
+        falls = np.flatnonzero(costs[1:] < costs[:-1]) + 1
+        return np.unique(np.append(falls, self._lowest)) if self._lowest <= self._slots else np.zeros(0, np.int64)
 
     def tree_at(self, slots: int) -> Tree:
         """Return the cheapest tree for a number of slots between `lowest_slots` and `most_slots`.
@@ -143,7 +163,7 @@ class Persistent:
                     return tuple(run.nodes)
                 runs[-1].nodes.append(Region(tuple(run.nodes)))
                 continue
-            choice = self._top_choice(run.next, run.m) if len(runs) == 1 else self._choice(run)
+            choice = self._next(run, is_top=len(runs) == 1)
             if choice is None:
                 raise bug(f"no tree for stages {run.next} to {run.last} in {run.m} slots of {self.slot_bytes} bytes")
             begin, run.next, run.m = run.next, choice.last + 1, run.m - choice.held
@@ -151,6 +171,17 @@ class Persistent:
                 runs.append(_Run(first=begin, last=choice.last, next=begin, m=run.m, nodes=[]))
             else:
                 run.nodes.append(Keep(begin, choice.option))
+
+    def _next(self, run: _Run, *, is_top: bool) -> _Choice | None:
+        if is_top:
+            asked = run.next, run.m
+            if asked not in self._chosen_top:
+                self._chosen_top[asked] = self._top_choice(*asked)
+            return self._chosen_top[asked]
+        within = run.next, run.last, run.m, run.next > run.first
+        if within not in self._chosen:
+            self._chosen[within] = self._choice(*within)
+        return self._chosen[within]
 
     def _top_choice(self, s: int, m: int) -> _Choice | None:
         """Return how the cheapest tree of s..n-1 begins with m slots free: the term of T(s, m) that is least."""
@@ -172,17 +203,17 @@ class Persistent:
                 choice = _Choice(last=s + cut, held=int(regions.held[cut]), option=None)
         return choice
 
-    def _choice(self, run: _Run) -> _Choice | None:
-        """Return how the cheapest end of a region goes on: the term of V(s, t, m) or W(s, t, m) that is least."""
-        tables, sizes, s, t, m = self._tables, self._tables.sizes, run.next, run.last, run.m
+    def _choice(self, s: int, t: int, m: int, pays: bool) -> _Choice | None:
+        """Return how the cheapest end of a region goes on: the term of V(s, t, m) or, if it pays, W(s, t, m)."""
+        tables, sizes = self._tables, self._tables.sizes
         base = int(sizes.backward_base[t])
         best, choice = INFINITE, None
-        for option, term in enumerate(sizes.terms(s, linked=s > run.first, again=True)):
+        for option, term in enumerate(sizes.terms(s, linked=pays, again=True)):
             if m >= sizes.kept_need(term, base + (term.stopped_bytes if s == t else term.full_bytes)):
                 cost = term.stopped_cost if s == t else term.cost + tables.w[t][s + 1, m - term.held]
                 if cost < best:
                     best, choice = cost, _Choice(last=s, held=term.held, option=option)
-        held = sizes.up(self.chain.stages[s].linked_bytes) if s > run.first else 0
+        held = sizes.up(self.chain.stages[s].linked_bytes) if pays else 0
         needs = sizes.up_all(np.maximum.accumulate(sizes.drops(s, t)) + base)
         count = int(np.count_nonzero(needs <= m - held))
         if count:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import TypeVar
 
@@ -56,6 +57,7 @@ class Rounding:
         self.forward_base: Bytes = np.array([stage.forward_base_bytes for stage in stages], np.int64)
         self.backward_base: Bytes = np.array([stage.backward_base_bytes for stage in stages], np.int64)
         self.external: Bytes = np.array([stage.external_bytes for stage in stages], np.int64)
+        self._terms: dict[tuple[int, bool, bool, bool], list[Term]] = {}
         self._first_drop: Bytes = np.array([max(stage.drop_peak_bytes, stage.output_bytes) for stage in stages])
         self._later_drop: Bytes = np.array(
             [max(stage.linked_bytes + stage.drop_peak_bytes, stage.output_bytes) for stage in stages]
@@ -92,24 +94,26 @@ class Rounding:
             external: The same for its external inputs.
             again: Whether its forward is a recompute, which costs.
         """
+        key = stage, linked, external, again
+        if key not in self._terms:
+            self._terms[key] = list(self._made(*key))
+        return self._terms[key]
+
+    def _made(self, stage: int, linked: bool, external: bool, again: bool) -> Iterator[Term]:
         one = self.chain.stages[stage]
         linked_bytes, external_bytes = one.linked_bytes * linked, one.external_bytes * external
-        terms: list[Term] = []
         for option in one.options:
             held_bytes = option.saved_bytes + linked_bytes * option.saves_input + external_bytes * option.saves_external
             inputs_bytes = linked_bytes + external_bytes
             never = math.inf if again and not option.nests else 0.0
-            terms.append(
-                Term(
-                    cost=np.float32(option.cost + one.forward * again + never),
-                    stopped_cost=np.float32(option.cost + one.truncated * again + never),
-                    held=self.up(held_bytes),
-                    backward=self.up(held_bytes + one.backward_base_bytes + option.backward_peak_bytes),
-                    full_bytes=inputs_bytes + option.forward_peak_bytes,
-                    stopped_bytes=inputs_bytes + option.truncated_peak_bytes,
-                )
+            yield Term(
+                cost=np.float32(option.cost + one.forward * again + never),
+                stopped_cost=np.float32(option.cost + one.truncated * again + never),
+                held=self.up(held_bytes),
+                backward=self.up(held_bytes + one.backward_base_bytes + option.backward_peak_bytes),
+                full_bytes=inputs_bytes + option.forward_peak_bytes,
+                stopped_bytes=inputs_bytes + option.truncated_peak_bytes,
             )
-        return terms
 
 
 def default_slot(chain: Chain, limit_bytes: int) -> int:

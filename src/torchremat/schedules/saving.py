@@ -22,6 +22,7 @@ Missing on purpose: values that are made more than twice, so that a chain needs 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 
@@ -35,7 +36,10 @@ from torchremat.schedules.stretches import Choice, Stretches
 _MOST_PRICES = 7
 _MOST_TRIES = 8
 _MOST_ROWS = 60
-_SOLVER_S = 2.0
+_CAP_S = 60.0
+# A good cover is found at once, and its proof may take half a minute: `bound` says what it could be worth.
+_PROGRAM_S = 2.0
+_LEAST_S = 0.05  # for one program, where no time is left
 _GAP = 5e-3
 _MOST_POLISHED = 60
 
@@ -46,10 +50,13 @@ class Saver:
     Args:
         joint: The list.
         more: Splits that are known otherwise; they are candidates like the rest.
+        cap_s: Seconds for one limit, after which the best split found so far is taken.
     """
 
-    def __init__(self, joint: Joint, more: Iterable[Iterable[int]] = ()) -> None:
+    def __init__(self, joint: Joint, more: Iterable[Iterable[int]] = (), *, cap_s: float = _CAP_S) -> None:
         self.joint = joint
+        self._cap_s = cap_s
+        self._until_s = 0.0  # on the clock
         self.plain = split(joint, joint.asked)
         found = (split(joint, saved) for saved in (*more, *self._hull))
         self._known = [self.plain, *(one for one in found if is_possible(one))]
@@ -57,6 +64,7 @@ class Saver:
     @cached_property
     def floor(self) -> Split:
         """The split with the smallest peak that is found."""
+        self._until_s = time.monotonic() + self._cap_s
         saved = self._cover(None)
         found = [*self._known, *([] if saved is None else [split(self.joint, saved)])]
         return min(filter(is_possible, found), key=lambda one: (one.peak_bytes, one.cost))
@@ -67,6 +75,7 @@ class Saver:
             return self.plain
         fitting = [one for one in self._known if one.peak_bytes <= limit_bytes]
         target = limit_bytes
+        self._until_s = time.monotonic() + self._cap_s
         for _ in range(_MOST_TRIES):
             saved = self._cover(target)
             if saved is None:
@@ -81,6 +90,29 @@ class Saver:
         if not fitting:
             return None
         return self._polished(min(fitting, key=lambda one: (one.cost, one.peak_bytes)), limit_bytes)
+
+    def bound(self, limit_bytes: int) -> float:
+        """Return a cost below which nothing has a peak within a limit, whatever it makes again, and however often.
+
+        When the backward begins, what is saved is there beside what is there all the time. So for each price of a
+        byte the least of cost and price, less the price of what room there is, is a bound. The best price is where
+        what is saved begins to fit.
+        """
+        room = limit_bytes - self.joint.fixed_bytes
+        saved = [self._program.figures(one) for one in self._hull]
+        above = min((one for one in saved if one[1] > room), key=lambda one: one[1], default=None)
+        below = max((one for one in saved if one[1] <= room), key=lambda one: one[1], default=None)
+        best = 0.0
+        for _ in range(_MOST_PRICES):
+            if above is None or below is None or above[0] >= below[0]:
+                break
+            price = (below[0] - above[0]) / (above[1] - below[1])
+            cost, size = self._program.figures(self._program.solve(price))
+            best = max(best, cost + price * (size - room))
+            if (cost, size) in (above, below):
+                break
+            above, below = ((cost, size), below) if size > room else (above, (cost, size))
+        return best
 
     def _polished(self, best: Split, limit_bytes: int) -> Split:
         """Save more as long as there is room: what would cost most to make again, for its bytes, comes first."""
@@ -103,9 +135,13 @@ class Saver:
         return frozenset(value for operator in self.joint.operators for value in operator.inputs)
 
     @cached_property
+    def _program(self) -> _Program:
+        return _Program(self.joint)
+
+    @cached_property
     def _hull(self) -> list[frozenset[int]]:
         """What is saved at each of some prices per byte, from cheap to dear."""
-        program = _Program(self.joint)
+        program = self._program
         cheap, dear = program.solve(1e-9), program.solve(1e9)
         found = {cheap: program.figures(cheap), dear: program.figures(dear)}
         spans = [(cheap, dear)]
@@ -150,12 +186,13 @@ class Saver:
             else:
                 objective, upper, extra = costs / scale, (limit_bytes - base[times]) / peak_scale, 0
             balance = np.hstack([flow[0].toarray(), np.zeros((flow[0].shape[0], extra))])
+            left_s = self._until_s - time.monotonic()
             solved = milp(
                 objective,
                 constraints=[LinearConstraint(rows, -np.inf, upper), LinearConstraint(balance, flow[1], flow[1])],
                 integrality=np.array([1] * count + [0] * extra),
                 bounds=Bounds(0, np.append(np.ones(count), np.full(extra, np.inf))),
-                options={"time_limit": _SOLVER_S, "mip_rel_gap": _GAP},
+                options={"time_limit": min(_PROGRAM_S, max(_LEAST_S, left_s)), "mip_rel_gap": _GAP},
             )
             if solved.x is None:
                 return None

@@ -161,7 +161,10 @@ class Stretches:
             for value in joint.operators[index].outputs:
                 deltas[at[index]] += sizes[value]
                 deltas[end if value in gradients else reads.get(value, at[index]) + 1] -= sizes[value]
-        return np.cumsum(deltas)[:end]
+        base = np.cumsum(deltas)[:end]
+        for time, index in enumerate([*self.order, *self.late]):
+            base[time] += joint.operators[index].workspace_bytes
+        return base
 
     def _of(self, first: int, last: int, ways: Sequence[frozenset[int]]) -> list[Choice]:
         begin, end = self.cuts[first], self.cuts[last]
@@ -227,7 +230,8 @@ class Stretches:
                 deltas[again.used[value] + 1] -= sizes[value]
             made = [self.joint.operators[index] for index in sorted(indices)]
             most = max(live for live, _ in walk(made, sizes, begin=(), keep=stays, beside_bytes=0))
-            result = sum(sizes[value] for value in self.joint.operators[self.late[time - steps]].outputs)
+            then = self.joint.operators[self.late[time - steps]]
+            result = sum(sizes[value] for value in then.outputs) + then.workspace_bytes
             extra[time] = max(0, most - result - sum(sizes[value] for value in stays))
         curve = np.cumsum(deltas)[:-1]
         for time, size in extra.items():

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import time
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from torchremat.schedules.chain import Chain
+from torchremat.schedules.chain import Chain, Stage
 from torchremat.schedules.rounding import Rounding, Slots, Term
 
 Costs = NDArray[np.float32]
@@ -59,13 +61,21 @@ class TopRegions:
 
 
 class Tables:
-    """V, W and T of one chain, for 0 to `slots` free slots. See NOTE [ Tables of the persistent solver ]."""
+    """V, W and T of one chain, for 0 to `slots` free slots. See NOTE [ Tables of the persistent solver ].
 
-    def __init__(self, chain: Chain, *, slot_bytes: int, slots: int) -> None:
+    Regions that begin at the first stages are left out if they are not done after `most_seconds`; the tables are whole
+    if none is.
+    """
+
+    def __init__(self, chain: Chain, *, slot_bytes: int, slots: int, most_seconds: float = math.inf) -> None:
+        self._ends_s = time.perf_counter() + most_seconds
+        self.are_whole = True
         self.chain = chain
         self.sizes = Rounding(chain, slot_bytes=slot_bytes, slots=slots)
         n = len(chain.stages)
         self._width = slots + 1
+        self._alike = _alike(chain)
+        self._top_regions: dict[int, TopRegions] = {}
         self.v: list[Costs] = [np.empty((self.end(s) - s, self._width), np.float32) for s in range(n)]
         self.w: list[Costs] = [np.empty((t + 1, self._width), np.float32) for t in range(n)]
         self.top: Costs = np.full((n + 1, self._width), INFINITE)
@@ -79,10 +89,14 @@ class Tables:
 
     def top_regions(self, s: int) -> TopRegions:
         """Return the regions of the top level that begin at s; none if s cannot be recomputed."""
-        sizes, end = self.sizes, self.end(s)
-        held = self.chain.stages[s].linked_bytes + np.cumsum(sizes.external[s:end])
-        peaks = np.maximum.accumulate(sizes.forward_base[s:end] + sizes.drops(s, end))
-        return TopRegions(held=sizes.up_all(held), need=sizes.up_all(held + peaks), forwards=sizes.forwards(s, end))
+        if s not in self._top_regions:
+            sizes, end = self.sizes, self.end(s)
+            held = self.chain.stages[s].linked_bytes + np.cumsum(sizes.external[s:end])
+            peaks = np.maximum.accumulate(sizes.forward_base[s:end] + sizes.drops(s, end))
+            self._top_regions[s] = TopRegions(
+                held=sizes.up_all(held), need=sizes.up_all(held + peaks), forwards=sizes.forwards(s, end)
+            )
+        return self._top_regions[s]
 
     def _fill_regions(self) -> None:
         sizes, stages, n = self.sizes, self.chain.stages, len(self.chain.stages)
@@ -93,14 +107,25 @@ class Tables:
             end = self.end(s)
             if end == s:
                 continue
+            if time.perf_counter() > self._ends_s:
+                self._leave_out(s)
+                continue
+            alike, known = self._alike[s]
+            known = min(known, end - s)  # no region goes beyond
+            self.v[s][:known] = self.v[alike][:known]
+            for length in range(known):
+                t = s + length
+                self.w[t][s] = self.w[alike + length][alike]
+                lowest_v[s, t], lowest_w[t, s] = lowest_v[alike, alike + length], lowest_w[alike + length, alike]
             own, paid = sizes.terms(s, again=True), sizes.terms(s, linked=True, again=True)
             bound[s, s] = min(term.stopped_cost for term in own)
             bound[s, s + 1 : end] = bound[s + 1, s + 1 : end] + min(term.cost for term in own)
-            v_rows, w_rows = self._kept_rows(own, s, end), self._kept_rows(paid, s, end)
+            first = s + known
+            v_rows, w_rows = self._kept_rows(own, s, first, end), self._kept_rows(paid, s, first, end)
             linked = sizes.up(stages[s].linked_bytes)
             forwards, drops = sizes.forwards(s, end), np.maximum.accumulate(sizes.drops(s, end))
-            for t in range(s, end):
-                v, w = v_rows[t - s], w_rows[t - s]
+            for t in range(first, end):
+                v, w = v_rows[t - first], w_rows[t - first]
                 if t > s:
                     needs = sizes.up_all(drops[: t - s] + sizes.backward_base[t])
                     lowest = np.maximum(lowest_v[s, s:t], lowest_w[t, s + 1 : t + 1])
@@ -111,22 +136,31 @@ class Tables:
                 self.w[t][s] = w
                 lowest_v[s, t], lowest_w[t, s] = first_finite(v), first_finite(w)
 
-    def _kept_rows(self, terms: list[Term], s: int, end: int) -> Costs:
-        """Return the least costs if s is kept: one row for each t in s..end-1."""
+    def _leave_out(self, s: int) -> None:
+        """Know nothing of regions, and ends of regions, that begin at s."""
+        self.are_whole = False
+        self.v[s].fill(INFINITE)
+        for t in range(s, self.end(s)):
+            self.w[t][s] = INFINITE
+
+    def _kept_rows(self, terms: list[Term], s: int, first: int, end: int) -> Costs:
+        """Return the least costs if s is kept: one row for each t in first..end-1."""
         sizes = self.sizes
-        rows: Costs = np.full((end - s, self._width), INFINITE)
-        for term in terms:
-            alone = sizes.kept_need(term, int(sizes.backward_base[s]) + term.stopped_bytes)
-            np.minimum(rows[0, alone:], term.stopped_cost, out=rows[0, alone:])
-        if end == s + 1:
+        rows: Costs = np.full((end - first, self._width), INFINITE)
+        if first == end:
             return rows
-        rests: Costs = np.stack([self.w[t][s + 1] for t in range(s + 1, end)])
-        for term in terms:
-            needs = np.maximum(sizes.up_all(sizes.backward_base[s + 1 : end] + term.full_bytes), term.backward)
-            free = np.arange(term.held, self._width)
-            costs = np.where(free < needs[:, None], INFINITE, term.cost)
-            costs += rests[:, : len(free)]
-            np.minimum(rows[1:, term.held :], costs, out=rows[1:, term.held :])
+        if first == s:
+            for term in terms:
+                alone = sizes.kept_need(term, int(sizes.backward_base[s]) + term.stopped_bytes)
+                np.minimum(rows[0, alone:], term.stopped_cost, out=rows[0, alone:])
+        for t in range(max(first, s + 1), end):
+            row, rest = rows[t - first], self.w[t][s + 1]
+            for term in terms:
+                need = sizes.kept_need(term, int(sizes.backward_base[t]) + term.full_bytes)
+                low = max(need, term.held)
+                if low < self._width and np.isfinite(term.cost):
+                    costs = rest[low - term.held : self._width - term.held] + term.cost
+                    np.minimum(row[low:], costs, out=row[low:])
         return rows
 
     def _add_cuts(
@@ -162,6 +196,25 @@ class Tables:
                 free = slice(low - held, self._width - held)
                 costs = inside[free] - regions.forwards[index] + self.top[s + index + 1, free]
                 np.minimum(row[low:], costs, out=row[low:])
+
+
+def _alike(chain: Chain) -> list[tuple[int, int]]:
+    """Return for each stage a later one with the longest run of stages equal to those from it on, and how long it is.
+
+    What the tables have for such a run does not depend on where it lies, so equal blocks are solved once.
+    """
+    numbers: dict[Stage, int] = {}
+    kinds = np.array([numbers.setdefault(stage, len(numbers)) for stage in chain.stages])
+    n = len(kinds)
+    result = [(s, 0) for s in range(n)]
+    runs: NDArray[np.int64] = np.zeros(n + 1, np.int64)  # from s on and from each other stage on
+    for s in reversed(range(n)):
+        runs[:-1] = np.where(kinds == kinds[s], runs[1:] + 1, 0)
+        later = runs[s + 1 : n]
+        if later.any():
+            found = int(later.argmax())
+            result[s] = s + 1 + found, int(later[found])
+    return result
 
 
 def first_finite(costs: Costs) -> int:

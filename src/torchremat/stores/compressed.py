@@ -11,13 +11,14 @@ from torchremat.stores.codecs.codec import Codec, Form, LossyCodec
 from torchremat.stores.codecs.lossless import MaskBits, NarrowIndices, TwoValues
 from torchremat.stores.keep import Keep
 from torchremat.stores.landing import settle
+from torchremat.stores.remade import Remade
 from torchremat.stores.statistics import StoreStatistics
 from torchremat.tensors.handles import Handle, Store
 
 _LOSSLESS: tuple[Codec, ...] = (MaskBits(), NarrowIndices(), TwoValues())
 
 
-class Compressed:
+class Compressed(Remade):
     """A store that encodes a tensor and hands the result to another store.
 
     Masks, indices, and floats of two values are held in fewer bytes and come back bit for bit. Other floats are handed

@@ -15,6 +15,7 @@ from torch import Tensor
 from torchremat.errors import StoreError, StoreWarning, UnsupportedError
 from torchremat.stores.contents import Content, content_of, written_since
 from torchremat.stores.extents import Extent
+from torchremat.stores.remade import Remade
 from torchremat.stores.slab import Slab
 from torchremat.stores.spool import Entry, Spool, State
 from torchremat.stores.statistics import Ledger, StoreStatistics, bytes_of, filled, limit_of
@@ -24,7 +25,7 @@ from torchremat.tensors.sizes import format_bytes
 _HOST = torch.device("cpu")
 
 
-class Disk:
+class Disk(Remade):
     """A store in one temporary file, which has no name: nothing is left of it, however the process ends.
 
     Threads write behind the forward and read ahead of the backward. Each tensor has a checksum: what comes back is what

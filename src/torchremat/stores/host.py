@@ -9,13 +9,14 @@ from torch import Tensor
 from torchremat.errors import MutationError, StoreError
 from torchremat.stores.contents import Content, content_of, written_since
 from torchremat.stores.pinned import Pool
+from torchremat.stores.remade import Remade
 from torchremat.stores.statistics import Ledger, StoreStatistics, bytes_of, filled, limit_of
 from torchremat.stores.transfers import TransferHandle, Transfers
 from torchremat.tensors.held import version_of
 from torchremat.tensors.sizes import format_bytes
 
 
-class Host:
+class Host(Remade):
     """A store in memory of the host.
 
     Tensors of CUDA devices go to pinned memory and come back on streams of their own, beside what the device computes;

@@ -5,11 +5,12 @@ from __future__ import annotations
 from torch import Tensor
 
 from torchremat.stores.contents import check_version
+from torchremat.stores.remade import Remade
 from torchremat.stores.statistics import Ledger, StoreStatistics
 from torchremat.tensors.held import version_of
 
 
-class Keep:
+class Keep(Remade):
     """A store that copies nothing: the tensor stays where it is.
 
     What it adds to autograd without hooks is nothing, and that is the point: with hooks autograd no longer checks that

@@ -60,9 +60,10 @@ class Shared:
             self.totals.refused_bytes += tensor.nbytes
             warns, self._has_warned = not self._has_warned, True
         if warns:
+            told = "The peak may be above that of the plan." if self.by_storage else "`refused_bytes` counts them."
             warnings.warn(
                 f"{type(self.store).__name__} has no room for a saved tensor of {tensor.nbytes} bytes, which stays "
-                "where it is until backward, and so will others. `refused_bytes` counts them.",
+                f"where it is until backward, and so will others. {told}",
                 StoreWarning,
                 stacklevel=2,
             )

@@ -95,6 +95,10 @@ class Slab:
             checksum.advance(done)
         return checksum.number()
 
+    def __reduce__(self) -> str:
+        # The default would copy the number of the open file, and with the copy the original's file would be closed.
+        raise TypeError("a file without a name cannot be copied, nor go to another process.")
+
     def __del__(self) -> None:
         descriptor = getattr(self, "_descriptor", None)
         if descriptor is not None:

@@ -9,13 +9,14 @@ from torch import Tensor
 
 from torchremat.errors import StoreError, UnsupportedError
 from torchremat.stores.contents import content_of
+from torchremat.stores.remade import Remade
 from torchremat.stores.statistics import StoreStatistics, filled
 
 if TYPE_CHECKING:
     from torchremat.tensors.handles import Handle, Store
 
 
-class Tiers:
+class Tiers(Remade):
     """Several stores in order: the first that has room takes a tensor.
 
     Each has its own limit: `Tiers(Host("1GiB"), Disk(limit="100GiB"))`. What none of them has room for stays where it

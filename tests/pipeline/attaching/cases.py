@@ -2,7 +2,7 @@
 
 import gc
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from importlib import import_module
 
@@ -25,6 +25,7 @@ from pipeline.attaching.models import (
 )
 from regions.comparing import live_regions
 from torchremat import Planner, UnsupportedError, wrap
+from torchremat.measuring.allocator import record_allocations
 from torchremat.pipeline import attach, detach, in_flight, microbatch_budget
 from torchremat.policies import save_matmuls
 
@@ -75,6 +76,52 @@ def selective(name):
 
     assert program.calls == [TWICE] * BLOCKS * len(program.stages)
     assert equal(ours, plain(name))
+
+
+class Shifted(nn.Module):
+    """Has products that no node saves: what is held of them is of use to the recompute alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.linears = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+        self.calls = Counter()
+
+    def forward(self, x):
+        for linear in self.linears:
+            x = (linear(x) + 1).sin()
+        return x
+
+
+def rises(name, piece, attached):
+    """By how many bytes the calls of a piece of the first stage here exceed what is live at their beginning."""
+    program = Program(name, partial(wrapped, policy=save_matmuls), build=partial(Stage, block=Shifted))
+    run, marks = getattr(program.stages[0], piece), []
+
+    def marked(*args, **kwargs):
+        marks.append(recorder.mark("begin"))
+        done = run(*args, **kwargs)
+        marks.append(recorder.mark("end"))
+        return done
+
+    setattr(program.stages[0], piece, marked)
+    with attach(program.schedule, lookahead=False) if attached else nullcontext():
+        for _ in range(2):  # the first step also infers shapes, by calls of its own
+            marks.clear()
+            with record_allocations(torch.device("cpu")) as recorder:
+                program.step()
+    live = [0, *recorder.trace.live_bytes().tolist()]
+    places = [recorder.trace.marks[mark].position for mark in marks]
+    return [max(live[begin : end + 1]) - live[begin] for begin, end in zip(places[::2], places[1::2], strict=True)]
+
+
+def whole_backwards(name, piece):
+    # A session once kept what a policy holds until the end of a backward after which none comes.
+    # Without sessions each call of the engine lets go by itself, and in a whole backward there is one.
+    ours, theirs = (rises(name, piece, attached=attached) for attached in (True, False))
+
+    # Of the schedule in a V, the first stage here is the first of all in one process alone, and split in the other.
+    if name in SINGLE or dist.get_rank() == 0:
+        assert len(ours) == MICROBATCHES and ours == theirs, (ours, theirs)
 
 
 class Tied(nn.Module):
@@ -431,6 +478,8 @@ CASES = {
     "one recompute without a look-ahead": partial(one_recompute, "ScheduleZBVZeroBubble", lookahead=False),
     "many recomputes without": many_recomputes_without,
     **{f"selective, {name}": partial(selective, name) for name in ZERO_BUBBLE},
+    "whole backwards, Schedule1F1B": partial(whole_backwards, "Schedule1F1B", "backward_one_chunk"),
+    "whole backwards, stage 0": partial(whole_backwards, "ScheduleZBVZeroBubble", "backward_weight_one_chunk"),
     "tied weights": tied_weights,
     "detach restores, Schedule1F1B": partial(detach_restores, "Schedule1F1B"),
     "detach restores, ScheduleZBVZeroBubble": partial(detach_restores, "ScheduleZBVZeroBubble"),

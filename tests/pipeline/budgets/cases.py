@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
+from pipeline.budgets.blocks import Block
 from torchremat import BudgetError, PipelineError, PlanError, UnsupportedError, unwrap, wrap
 from torchremat.measuring.allocator import record_allocations
 from torchremat.pipeline import StagePlanner, attach, plan_stages
@@ -16,31 +17,19 @@ WIDTH, BLOCKS, MICROBATCHES, ROWS = 32, 4, 4, 32
 CPU = torch.device("cpu")
 
 
-class Block(nn.Module):
-    """Counts its calls."""
-
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-        self.calls = 0
-
-    def forward(self, x):
-        self.calls += 1
-        return x + self.down(functional.gelu(self.up(x)))
-
-
 class Program:
-    """A schedule with two stages, one in each process, or four, two in each."""
+    """A schedule with two stages, one in each process, or four, two in each: looped, or back again as in a V."""
 
     def __init__(self, name):
         pipelining = import_module("torch.distributed.pipelining")
         rank = dist.get_rank()
         is_single = name in ("ScheduleGPipe", "Schedule1F1B")
-        here, count = ([rank], 2) if is_single else ([rank, rank + 2], 4)
+        second = 3 - rank if name in ("ScheduleZBVZeroBubble", "ScheduleDualPipeV") else rank + 2
+        here, count = ([rank], 2) if is_single else ([rank, second], 4)
         self.modules = []
         for number in here:
             torch.manual_seed(number)
-            self.modules.append(nn.Sequential(*(Block() for _ in range(BLOCKS))))
+            self.modules.append(nn.Sequential(*(Block(WIDTH) for _ in range(BLOCKS))))
         self.stages = [
             pipelining.PipelineStage(module, number, count, CPU)
             for module, number in zip(self.modules, here, strict=True)
@@ -79,7 +68,7 @@ def equal(ours, theirs):
     return len(ours) == len(theirs) > 0 and all(map(torch.equal, ours, theirs))
 
 
-def planned(name, budget, least):
+def planned(name, budget):
     program = Program(name)
     expected = [one.clone() for one in program.gradients()]
     plans = StagePlanner(program.schedule, program.step, cost="flops").plan(budget)
@@ -95,7 +84,7 @@ def planned(name, budget, least):
     assert equal(ours, expected)
     chosen = [plans[stage].plan for stage in mine.stages]
     assert recomputed == [MICROBATCHES * one.recomputed_calls if one else 0 for one in chosen]
-    assert least * mine.peak_bytes <= peak_bytes <= mine.peak_bytes <= mine.budget_bytes, (peak_bytes, mine)
+    assert 0.999 * mine.peak_bytes <= peak_bytes <= mine.peak_bytes <= mine.budget_bytes, (peak_bytes, mine)
     everywhere = [None] * 2
     dist.all_gather_object(everywhere, plans)
     assert everywhere[0] == everywhere[1]
@@ -103,7 +92,7 @@ def planned(name, budget, least):
 
 
 def gpipe():
-    plans = planned("ScheduleGPipe", "75%", 0.98)
+    plans = planned("ScheduleGPipe", "75%")
 
     assert [one.in_flight for one in plans] == [MICROBATCHES, MICROBATCHES]
 
@@ -113,7 +102,7 @@ def one_forward_one_backward():
     fits = StagePlanner(program.schedule, program.step).plan("100%").devices[1].peak_bytes
 
     # What the last stage needs plainly is too little for the first, which holds two.
-    plans = planned("Schedule1F1B", fits, 0.95)
+    plans = planned("Schedule1F1B", fits)
 
     assert [one.in_flight for one in plans] == [2, 1]
     assert plans[0].plan is not None
@@ -122,9 +111,23 @@ def one_forward_one_backward():
 
 
 def interleaved():
-    plans = planned("ScheduleInterleaved1F1B", "80%", 0.9)
+    plans = planned("ScheduleInterleaved1F1B", "80%")
 
     assert [one.in_flight for one in plans] == [4, 3, 2, 1]
+
+
+def zero_bubble():
+    plans = planned("ScheduleInterleavedZeroBubble", "85%")
+
+    assert [one.in_flight for one in plans] == [4, 4, 2, 2]
+
+
+def zero_bubble_in_a_v():
+    planned("ScheduleZBVZeroBubble", "95%")
+
+
+def two_directions():
+    planned("ScheduleDualPipeV", "80%")
 
 
 def errors():
@@ -155,5 +158,15 @@ def plans_need_all_their_regions():
 
 
 CASES = {
-    case.__name__: case for case in (gpipe, one_forward_one_backward, interleaved, errors, plans_need_all_their_regions)
+    case.__name__: case
+    for case in (
+        gpipe,
+        one_forward_one_backward,
+        interleaved,
+        zero_bubble,
+        zero_bubble_in_a_v,
+        two_directions,
+        errors,
+        plans_need_all_their_regions,
+    )
 }

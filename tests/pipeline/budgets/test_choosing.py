@@ -7,13 +7,13 @@ import pytest
 
 from torchremat.pipeline.budgets.choosing import Choices
 from torchremat.pipeline.budgets.loads import Load, loads_of
-from torchremat.planning.microbatches import Share
+from torchremat.planning.walks.microbatches import Share
 from torchremat.schedules.pipelines import parse
 
 ORDER = parse(["F0.0 F0.1 F1.0 F1.1 B1.0 I0.0 F0.2 W0.0 F1.2 B1.1 B0.1 B1.2 B0.2"])[0]
 
 
-def share(kept_bytes, forward_bytes, backward_bytes, cost):
+def share(kept_bytes, forward_bytes, backward_bytes, cost, parts=(0, 0, 0)):
     return Share(
         candidate=None,
         kept_bytes=kept_bytes,
@@ -21,16 +21,25 @@ def share(kept_bytes, forward_bytes, backward_bytes, cost):
         backward_bytes=backward_bytes,
         first_bytes=backward_bytes,
         cost=cost,
+        input_bytes=parts[0],
+        between_bytes=parts[1],
+        weight_bytes=parts[2],
     )
 
 
 def some(random):
     """A share that keeps everything, and others that keep less."""
     others = [
-        share(random.randint(1, 90), random.randint(20, 120), random.randint(60, 150), random.randint(1, 20))
+        share(
+            random.randint(1, 90),
+            random.randint(20, 120),
+            random.randint(60, 150),
+            random.randint(1, 20),
+            [random.randint(80, 160) for _ in range(3)],
+        )
         for _ in range(5)
     ]
-    return [share(100, 120, 140, 0), *others]
+    return [share(100, 120, 140, 0, (150, 110, 130)), *others]
 
 
 def brute_force(shares, loads, limit):
@@ -38,14 +47,13 @@ def brute_force(shares, loads, limit):
     found = [
         sum(one.cost for one in picked)
         for picked in product(*shares.values())
-        if max(peak(load, dict(zip(shares, picked, strict=True)), shares) for load in loads) <= limit
+        if max(peak(load, dict(zip(shares, picked, strict=True))) for load in loads) <= limit
     ]
     return min(found, default=None)
 
 
-def peak(load, picked, shares):
-    plain = {stage: found[0] for stage, found in shares.items()}
-    return load.fixed_bytes(plain) + sum(load.bytes_of(stage, one, plain[stage]) for stage, one in picked.items())
+def peak(load, picked):
+    return load.beside_bytes + sum(load.bytes_of(stage, one) for stage, one in picked.items())
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -19,14 +19,27 @@ def test_the_first_stage_of_1f1b_holds_two_and_the_last_one():
 
 
 def test_what_lies_between_the_parts_of_a_backward_is_counted_apart():
-    (actions,) = parse(["F0.0 F0.1 I0.0 W0.0 I0.1 W0.1"])
+    (actions,) = parse(["F1.0 F1.1 I1.0 W1.0 I1.1 W1.1"])
 
-    assert most_held(actions) == {0: 2}
-    assert loads_of(actions, {}) == [
-        Load(0, "forward", ()),
-        Load(0, "forward", ((0, 1),)),
-        Load(0, "split", ((0, 1),)),
-        Load(0, "split", ()),
+    assert most_held(actions) == {1: 2}
+    assert loads_of(actions, {1: 8}) == [
+        Load(1, "forward", ()),
+        Load(1, "forward", ((1, 1),)),
+        Load(1, "input", ((1, 1),)),
+        Load(1, "weight", ((1, 1),)),
+        Load(1, "input", (), beside_bytes=8),
+        Load(1, "weight", (), beside_bytes=8),
+    ]
+
+
+def test_between_the_parts_of_two_microbatches():
+    (actions,) = parse(["F1.0 F1.1 I1.0 I1.1 W1.0 W1.1"])
+
+    assert loads_of(actions, {})[2:] == [
+        Load(1, "input", ((1, 1),)),
+        Load(1, "input", (), ((1, 1),)),
+        Load(1, "weight", (), ((1, 1),)),
+        Load(1, "weight", ()),
     ]
 
 
@@ -53,3 +66,10 @@ def test_each_device_of_a_pipe_holds_all_microbatches():
         Load(0, "first", ((0, 1),), beside_bytes=8),
         Load(0, "backward", (), beside_bytes=100),
     ]
+
+
+def test_outputs_are_held_while_a_whole_backward_runs():
+    (actions,) = parse(["F0.0 B0.0 F0.1 I0.1 W0.1"])
+
+    # Whoever calls a whole backward has them until its end. Of a backward in parts they are let go of in the first.
+    assert [load.beside_bytes for load in loads_of(actions, {0: 8}, {0: 100})] == [0, 100, 8, 8, 8]

@@ -1,12 +1,14 @@
 """Plans for the stages of a `Pipe`."""
 
 import re
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
+from torch.utils.flop_counter import FlopCounterMode
 
+from pipeline.budgets.blocks import Block
 from pipeline.inline import cells_inline
 from torchremat import BudgetError, Pipe, PipelineError, PlanError, StepError
 from torchremat.measuring.allocator import record_allocations
@@ -17,22 +19,9 @@ WIDTH, CHUNKS = 16, 4
 X = torch.randn(128, WIDTH, generator=torch.Generator().manual_seed(0))
 
 
-class Block(nn.Module):
-    """Counts its calls."""
-
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-        self.calls = 0
-
-    def forward(self, x):
-        self.calls += 1
-        return x + self.down(functional.gelu(self.up(x)))
-
-
 def made(checkpoint="never", stages=2):
     torch.manual_seed(0)
-    blocks = nn.Sequential(*(Block() for _ in range(8)))
+    blocks = nn.Sequential(*(Block(WIDTH) for _ in range(8)))
     return Pipe(blocks, [8 // stages] * stages, devices=["cpu"] * stages, chunks=CHUNKS, checkpoint=checkpoint)
 
 
@@ -183,7 +172,7 @@ class Pop(Block):
 def test_skips():
     def skipping(checkpoint="never"):
         torch.manual_seed(0)
-        blocks = nn.Sequential(Block(), Stash(), Block(), Block(), Pop(), Block())
+        blocks = nn.Sequential(Block(WIDTH), Stash(WIDTH), Block(WIDTH), Block(WIDTH), Pop(WIDTH), Block(WIDTH))
         return Pipe(blocks, [2, 2, 2], devices=["cpu"] * 3, chunks=CHUNKS, checkpoint=checkpoint)
 
     plans = plan_stages(skipping(), step, budget="60%", cost="flops")
@@ -191,3 +180,22 @@ def test_skips():
     assert isinstance(plans, StagePlans)
     assert any(one.plan for one in plans)
     assert all(map(torch.equal, trained(skipping(plans))[0], trained(skipping())[0]))
+
+
+@pytest.mark.parametrize("around", ["both", "forward", "backward"])
+def test_a_flop_counter_around_a_step(planner, around):
+    # See test_policies_under_modes: recomputes in parts once failed where its hooks were on. They are on all threads.
+    plans = planner.plan("80%")
+    assert any(one.plan.held for one in plans if one.plan)
+    pipe = made(plans)
+
+    with FlopCounterMode(display=False) if around != "backward" else nullcontext():
+        loss = step(pipe)
+        if around == "both":
+            loss.backward()
+    with FlopCounterMode(display=False) if around == "backward" else nullcontext():
+        if around != "both":
+            loss.backward()
+
+    expected = trained(made())[0]
+    assert all(torch.equal(one.grad, other) for one, other in zip(pipe.parameters(), expected, strict=True))

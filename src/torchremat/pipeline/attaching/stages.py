@@ -2,10 +2,12 @@
 
     piece of a microbatch         what torch calls                             the session
     F   forward                   `forward_one_chunk`                          made
-    B   whole backward            `backward_one_chunk`                         closed after it
+    B   whole backward            `backward_one_chunk`                         drops all as it goes; closed after it
     I   input pass                `backward_one_chunk(full_backward=False)`    drops what no weight pass needs
     W   weight passes             `backward_weight_one_chunk`                  closed after it
         the step ends, or raises  `step` of the schedule                       closed
+
+Some stages run all of it in one of both parts, which is a whole backward then: see `whole_part_of`.
 
 The stage has what is here, by the attributes that are replaced; nothing here has the stage.
 """
@@ -19,7 +21,7 @@ from weakref import ref
 
 import torch
 
-from torchremat._compat.pipelining import BACKWARD, FORWARD, WEIGHT, Stage
+from torchremat._compat.pipelining import BACKWARD, FORWARD, WEIGHT, Stage, whole_part_of
 from torchremat.pipeline.attaching.patches import Patch
 from torchremat.pipeline.recorder import Recorder
 from torchremat.regions.footprints import footprint_bytes
@@ -49,6 +51,7 @@ class SessionsOfStage:
         self._plain = plain
         self._weighs = weighs
         self._own = {name: vars(stage).get(name) for name in (FORWARD, BACKWARD, WEIGHT)}
+        self._whole = whole_part_of(stage)
         self._open: dict[int, Session] = {}
         self._drops = True  # until a weight pass was found to need what an input pass had dropped
         self.index = stage.stage_index
@@ -102,7 +105,9 @@ class SessionsOfStage:
         if session is None:
             return call(microbatch, *args, **kwargs)
         with self._recorder.event(self.index, microbatch, kind), session.active(), ExitStack() as stack:
-            if kind == "input" and self._drops:
+            if kind in ("backward", self._whole):
+                session.passes = 1  # so what is recomputed, or held by a policy, goes as it is used
+            elif kind == "input" and self._drops:
                 stack.enter_context(session.input_pass())
             return call(microbatch, *args, **kwargs)
 

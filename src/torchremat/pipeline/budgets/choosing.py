@@ -19,7 +19,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 
 from torchremat.errors import bug
 from torchremat.pipeline.budgets.loads import Load
-from torchremat.planning.microbatches import Share
+from torchremat.planning.walks.microbatches import Share
 
 # The solver works in floats, with a tolerance. So bytes are counted in parts, rounded up, of which there are this many.
 _PARTS = 1 << 20
@@ -50,7 +50,6 @@ class Choices:
 
     def __init__(self, shares: Mapping[int, Sequence[Share]], loads: Sequence[Load]) -> None:
         self._shares = shares
-        self._plain = {stage: found[0] for stage, found in shares.items()}
         self._loads = loads
 
     @cached_property
@@ -81,16 +80,12 @@ class Choices:
         """What each tree of each stage adds at each load, and what is there beside; in parts, rounded up."""
         rows = np.array(
             [
-                [
-                    load.bytes_of(stage, one, self._plain[stage])
-                    for stage, found in self._shares.items()
-                    for one in found
-                ]
+                [load.bytes_of(stage, one) for stage, found in self._shares.items() for one in found]
                 for load in self._loads
             ],
             dtype=np.float64,
         )
-        fixed = np.array([load.fixed_bytes(self._plain) for load in self._loads], dtype=np.float64)
+        fixed = np.array([load.beside_bytes for load in self._loads], dtype=np.float64)
         above = [place for place in range(len(rows)) if not _is_below_another(rows, fixed, place)]
         return np.ceil(rows[above] / self._part_bytes), np.ceil(fixed[above] / self._part_bytes)
 
@@ -131,8 +126,7 @@ class Choices:
         shares = {stage: found[picks[stage]] for stage, found in self._shares.items()}
 
         def bytes_at(load: Load) -> int:
-            parts = (load.bytes_of(stage, share, self._plain[stage]) for stage, share in shares.items())
-            return load.fixed_bytes(self._plain) + sum(parts)
+            return load.beside_bytes + sum(load.bytes_of(stage, share) for stage, share in shares.items())
 
         highest = max(self._loads, key=bytes_at)
         return Chosen(shares=shares, peak_bytes=bytes_at(highest), highest=highest)

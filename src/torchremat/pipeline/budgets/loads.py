@@ -1,12 +1,10 @@
 """How many microbatches a device holds at each of its actions, read off the order in which it runs them.
 
-    action    runs                                       afterwards
-    F         the forward of a microbatch                it is held, with what its tree keeps
-    B         its backward                               it is gone
-    I         the input part of its backward             it is held, with all that its stage saves: recomputes are done
-    W         the weight part                            it is gone
-
-What a stage holds after an input part is less than all that it saves, by what no weight needs: an upper bound.
+action    runs                                       afterwards
+F         the forward of a microbatch                it is held, with what its tree keeps
+B         its backward                               it is gone
+I         the input part of its backward             it is held, with what is left between both parts
+W         the weight part                            it is gone
 """
 
 from __future__ import annotations
@@ -17,10 +15,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from torchremat.errors import bug
-from torchremat.planning.microbatches import Share
+from torchremat.planning.walks.microbatches import Share
 from torchremat.schedules.pipelines import Action
 
-Phase = Literal["forward", "backward", "first", "split", "loss"]
+Phase = Literal["forward", "backward", "first", "input", "weight", "loss"]
 
 
 @dataclass(frozen=True)
@@ -31,24 +29,21 @@ class Load:
         running: The stage that runs; None while the loss of a batch does.
         phase: What of it: the forward, the whole backward, that of the first microbatch of several in one backward, a
             part of it, or the loss between both.
-        held: How many microbatches each stage holds beside the one that runs, as its tree says.
-        split: How many each stage holds between the two parts of their backward.
+        held: How many microbatches each stage holds beside the one that runs, before their backward.
+        between: How many each stage holds between the two parts of their backward.
         beside_bytes: What is there beside them: of the loss, or between stages.
     """
 
     running: int | None
     phase: Phase
     held: tuple[tuple[int, int], ...]
-    split: tuple[tuple[int, int], ...] = ()
+    between: tuple[tuple[int, int], ...] = ()
     beside_bytes: int = 0
 
-    def fixed_bytes(self, plain: Mapping[int, Share]) -> int:
-        """What is there whatever the trees are, if `plain` keeps everything."""
-        return self.beside_bytes + sum(count * plain[stage].kept_bytes for stage, count in self.split)
-
-    def bytes_of(self, stage: int, share: Share, plain: Share) -> int:
+    def bytes_of(self, stage: int, share: Share) -> int:
         """What a stage adds under a tree."""
         held = dict(self.held).get(stage, 0) * share.kept_bytes
+        held += dict(self.between).get(stage, 0) * share.between_bytes
         if stage != self.running:
             return held
         match self.phase:
@@ -58,27 +53,32 @@ class Load:
                 return held + share.backward_bytes
             case "first":
                 return held + share.first_bytes
-            case "split":
-                return held + max(share.backward_bytes, plain.backward_bytes)
+            case "input":
+                return held + share.input_bytes
+            case "weight":
+                return held + share.weight_bytes
             case "loss":
                 return held
 
 
-def loads_of(actions: Sequence[Action], left_bytes: Mapping[int, int]) -> list[Load]:
+def loads_of(
+    actions: Sequence[Action], left_bytes: Mapping[int, int], output_bytes: Mapping[int, int] | None = None
+) -> list[Load]:
     """Return the loads of a device, each once.
 
     Args:
         actions: What the device runs: forwards and backwards, whole or in two parts.
         left_bytes: By stage, what a microbatch leaves there when its backward has ended.
+        output_bytes: By stage, the outputs of a microbatch, which whoever calls its whole backward holds meanwhile.
     """
-    return list(dict.fromkeys(_loads(actions, left_bytes)))
+    return list(dict.fromkeys(_loads(actions, left_bytes, output_bytes or {})))
 
 
-def _loads(actions: Sequence[Action], left_bytes: Mapping[int, int]) -> Iterator[Load]:
-    held, split, left = Counter[int](), Counter[int](), 0
+def _loads(actions: Sequence[Action], left_bytes: Mapping[int, int], output_bytes: Mapping[int, int]) -> Iterator[Load]:
+    held, between, left = Counter[int](), Counter[int](), 0
 
-    def load(stage: int, phase: Phase) -> Load:
-        return Load(stage, phase, counted(held), counted(split), beside_bytes=left)
+    def load(stage: int, phase: Phase, own_bytes: int = 0) -> Load:
+        return Load(stage, phase, counted(held), counted(between), beside_bytes=left + own_bytes)
 
     for action in actions:
         stage = action.stage
@@ -88,15 +88,15 @@ def _loads(actions: Sequence[Action], left_bytes: Mapping[int, int]) -> Iterator
                 held[stage] += 1
             case "backward":
                 held[stage] -= 1
-                yield load(stage, "backward")
+                yield load(stage, "backward", output_bytes.get(stage, 0))
                 left += left_bytes.get(stage, 0)
             case "input":
                 held[stage] -= 1
-                yield load(stage, "split")
-                split[stage] += 1
+                yield load(stage, "input")
+                between[stage] += 1
             case "weight":
-                split[stage] -= 1
-                yield load(stage, "split")
+                between[stage] -= 1
+                yield load(stage, "weight")
                 left += left_bytes.get(stage, 0)
             case "recompute" | "copy" | "wait":
                 raise bug(f"an order with {action}, which is no part of one")

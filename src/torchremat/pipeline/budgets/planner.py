@@ -12,17 +12,18 @@ from torchremat._compat.pipelining import group_of
 from torchremat.errors import BudgetError, PipelineError, StepError
 from torchremat.measuring.heap import heap_set_aside
 from torchremat.pipeline.budgets.choosing import Choices, Chosen
+from torchremat.pipeline.budgets.parts import Parts
 from torchremat.pipeline.budgets.pipes import sites_of_pipe
 from torchremat.pipeline.budgets.plans import DevicePlan, StagePlan, StagePlans, stages_in
 from torchremat.pipeline.budgets.samples import Sample, Site
 from torchremat.pipeline.budgets.schedules import site_of_schedule
 from torchremat.pipeline.pipe import Pipe
 from torchremat.planning.budgets import bytes_of, margin_of, percentage_of
-from torchremat.planning.chains import Cost
 from torchremat.planning.layout import check_bare
-from torchremat.planning.microbatches import Share, shares
-from torchremat.planning.peers import gathered
 from torchremat.planning.planner import Planner
+from torchremat.planning.profiles.peers import gathered
+from torchremat.planning.searches.chains import Cost
+from torchremat.planning.walks.microbatches import Share, shares
 from torchremat.tensors.sizes import format_bytes
 
 T = TypeVar("T")
@@ -104,12 +105,20 @@ class _Planned:
     def __init__(self, site: Site, cost: Cost) -> None:
         self.site = site
         self._planners = {sample.stage: _planner(sample, site, cost) for sample in site.samples}
+        self._parts = {
+            one.stage: Parts(one.module, one.ends, self._planners[one.stage].solver.grains).predict
+            for one in site.samples
+            if one.ends is not None
+        }
         self.microbatches = site.microbatches
 
     @cached_property
     def _shares(self) -> dict[int, tuple[Share, ...]]:
         with heap_set_aside():
-            return {one.stage: shares(self._planners[one.stage].solver, _weights(one)) for one in self.site.samples}
+            return {
+                one.stage: shares(self._planners[one.stage].solver, _weights(one), self._parts.get(one.stage))
+                for one in self.site.samples
+            }
 
     @cached_property
     def _choices(self) -> Choices:
@@ -194,8 +203,10 @@ def _words(chosen: Chosen) -> str:
     match chosen.highest.phase:
         case "forward":
             return f"forward of stage {chosen.highest.running}"
-        case "backward" | "first" | "split":
+        case "backward" | "first":
             return f"backward of stage {chosen.highest.running}"
+        case "input" | "weight":
+            return f"{chosen.highest.phase} part of the backward of stage {chosen.highest.running}"
         case "loss":
             return "the loss, between forward and backward"
 
@@ -217,7 +228,8 @@ def plan_stages(
         + microbatches held x what each keeps + the peak of the one that runs    is at most the budget.
 
     The step is run once for this, and one microbatch of each stage a few times by itself. An optimizer is not counted:
-    leave room for its state by `margin`.
+    leave room for its state by `margin`. Neither is what `attach` recomputes ahead: say `lookahead=False`, or leave
+    room for about what a microbatch of a stage keeps plainly.
 
     Args:
         pipeline: A `Pipe` made with a mode, not with plans; or a schedule that `attach` knows, and then all processes

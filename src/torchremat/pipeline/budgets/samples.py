@@ -22,11 +22,30 @@ class Sample:
         stage: The number of the stage.
         module: Its layers.
         step: Called with them, runs the microbatch from its input and returns what backward begins from.
+        ends: The same for a backward in two parts; None if there is none.
     """
 
     stage: int
     module: nn.Module
     step: Callable[[nn.Module], object]
+    ends: Callable[[nn.Module], Ends] | None = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Ends:
+    """What the backward of a microbatch begins from, and where it ends.
+
+    Attributes:
+        roots: The outputs of the stage, or the loss.
+        grads: Their gradients; None for a loss.
+        inputs: Of the stage.
+        outputs: Of the stage; they live until the weight part has ended.
+    """
+
+    roots: Sequence[Tensor]
+    grads: Sequence[Tensor] | None
+    inputs: Sequence[Tensor]
+    outputs: Sequence[Tensor]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -6,16 +6,17 @@ A step runs once with every stage as a region, in all processes, so that each mi
     inputs, in buffers that are made once (of the first stage: parts of the batch)     microbatches
     gradients of outputs, in buffers that are made once; not of the last stage         microbatches
     targets of the last stage                                                          microbatches
-    its outputs, which are there until the end of a step                               microbatches that are done
-    gradients that were sent: the process group may let go of them late                microbatches that are done
-    gradients and outputs that are being sent, or are in their backward                2
+    its outputs and losses, which are there until the end of a step                    microbatches that are done
+    outputs of a stage whose whole backward runs                                       1
+    gradients that were sent: of 1F1B the last one, which the others wait for later    microbatches that are done
+    outputs that were sent: likewise; GPipe waits for them before the first backward   microbatches that are done
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import cast
 
@@ -23,15 +24,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchremat._compat.pipelining import LOSS, Stage, group_of, loss_function_of, microbatches_of, stages_of
+from torchremat._compat.pipelining import (
+    LOSS,
+    Stage,
+    group_of,
+    loss_function_of,
+    microbatches_of,
+    name_of,
+    stages_of,
+    whole_part_of,
+)
 from torchremat.errors import StepError
+from torchremat.measuring.step import loss_of
 from torchremat.measuring.untouched import untouched
 from torchremat.pipeline.attaching.orders import order_of
 from torchremat.pipeline.attaching.patches import Patch
 from torchremat.pipeline.budgets.loads import loads_of, most_held
-from torchremat.pipeline.budgets.samples import Sample, Site, Taken, bytes_of, holding, received, taken
+from torchremat.pipeline.budgets.samples import Ends, Sample, Site, Taken, bytes_of, holding, received, taken
 from torchremat.pipeline.microbatch import Microbatch
 from torchremat.regions.wrapping import unwrap, wrap
+from torchremat.schedules.pipelines import Action
 
 
 def site_of_schedule(schedule: object, step: Callable[[object], object]) -> Site:
@@ -53,30 +65,47 @@ def site_of_schedule(schedule: object, step: Callable[[object], object]) -> Site
     rank = dist.get_rank(cast("dist.ProcessGroup | None", group_of(schedule)))
     samples: list[Sample] = []
     left_bytes: dict[int, int] = {}
+    output_bytes: dict[int, int] = {}
     boundary_bytes = 0
+    actions = list(_as_run(order_of(schedule)[rank], stages))
+    waits = name_of(schedule) == "Schedule1F1B"
+    split = {action.stage for action in actions if action.kind == "input"}
     for stage in stages:
         found = seen[stage.stage_index]
         is_first, is_last = stage.stage_index == 0, stage.stage_index == stage.num_stages - 1
         run = _Run(seen=found, loss=loss if is_last else None)
-        samples.append(Sample(stage=stage.stage_index, module=stage.submod, step=run))
+        ends = run.ends if stage.stage_index in split else None
+        samples.append(Sample(stage=stage.stage_index, module=stage.submod, step=run, ends=ends))
         inputs, outputs = bytes_of(found.taken.given.tensors), bytes_of(found.output)
-        left_bytes[stage.stage_index] = (0 if is_first else inputs) + (outputs if is_last else 0)
-        boundary_bytes += microbatches * inputs + (0 if is_first else 2 * inputs)
+        output_bytes[stage.stage_index] = outputs
+        sent = (0 if is_first else inputs) + (0 if is_last or name_of(schedule) == "ScheduleGPipe" else outputs)
+        left_bytes[stage.stage_index] = (outputs + found.loss_bytes if is_last else 0) + (0 if waits else sent)
+        boundary_bytes += microbatches * inputs + (sent if waits else 0)
         if is_last:
             boundary_bytes += microbatches * sum(one.nbytes for one in Microbatch.of(found.target).tensors)
         else:
-            boundary_bytes += (microbatches + 2) * outputs
+            boundary_bytes += microbatches * outputs
     device = next((one.device for stage in stages for one in stage.submod.parameters()), torch.device("cpu"))
-    actions = order_of(schedule)[rank]
     return Site(
         name=f"process {rank} ({device})",
         device=device,
-        loads=loads_of(actions, left_bytes),
+        loads=loads_of(actions, left_bytes, output_bytes),
         in_flight=most_held(actions),
         microbatches=microbatches,
         samples=samples,
         boundary_bytes=boundary_bytes,
     )
+
+
+def _as_run(actions: Sequence[Action], stages: Sequence[Stage]) -> Iterator[Action]:
+    """Yield the actions as torch runs them: not all that are in two parts in the order are in the stage."""
+    whole = {stage.stage_index: whole_part_of(stage) for stage in stages}
+    for action in actions:
+        part = whole[action.stage]
+        if part is None or action.kind not in ("input", "weight"):
+            yield action
+        elif action.kind == part:
+            yield replace(action, kind="backward")
 
 
 @dataclass
@@ -86,6 +115,7 @@ class _Seen:
     taken: Taken
     output: list[Tensor] = field(default_factory=list[Tensor])
     target: object = None
+    loss_bytes: int = 0  # a loss may have the memory of what it is the mean of
 
 
 def _seen(schedule: object, step: Callable[[object], object]) -> dict[int, _Seen]:
@@ -103,10 +133,12 @@ def _seen(schedule: object, step: Callable[[object], object]) -> dict[int, _Seen
     own = loss_function_of(schedule)
 
     def loss(output: object, target: object, **others: object) -> object:
+        found = cast("Callable[..., object]", own)(output, target, **others)
         for stage in stages:
             if stage.stage_index == stage.num_stages - 1 and stage.stage_index in seen:
                 seen[stage.stage_index].target = target
-        return cast("Callable[..., object]", own)(output, target, **others)
+                seen[stage.stage_index].loss_bytes = bytes_of([found]) if isinstance(found, Tensor) else 0
+        return found
 
     with ExitStack() as stack:
         stack.enter_context(untouched([stage.submod for stage in stages]))
@@ -142,3 +174,13 @@ class _Run:
             loss = self.loss(output, self.seen.target)
             return holding(loss, output) if isinstance(loss, Tensor) else loss  # the latter is told by the profile
         return received(output, held=True, grads=self.seen.output)
+
+    def ends(self, module: nn.Module) -> Ends:
+        """Run the forward, for a backward in two parts."""
+        args, kwargs = cast("tuple[tuple[object, ...], dict[str, object]]", self.seen.taken.leaves(new=False))
+        output = module(*args, **kwargs)
+        inputs, outputs = Microbatch.of((args, kwargs)).tensors, Microbatch.of(output).tensors
+        if self.loss is not None:
+            loss = loss_of(self.loss(output, self.seen.target))
+            return Ends(roots=[loss], grads=None, inputs=inputs, outputs=outputs)
+        return Ends(roots=outputs, grads=self.seen.output, inputs=inputs, outputs=outputs)

@@ -9,6 +9,7 @@
 #     arguments, `guard`    lists, dicts, attributes inside, to any depth                  the same objects in them
 #     registered state      `extend.register`                                              restored
 #     gradients             see NOTE [ Gradients of a step that is run again ]             left out
+#     optimizer's state     the same tensors at the same versions                          changed: not run again
 #     parameters, batch     their versions are watched                                     moved: not run again
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 from weakref import ReferenceType
 
+import torch
 from torch import Tensor, nn
 
 from torchremat.ambient.hidden import hiding
@@ -25,6 +27,7 @@ from torchremat.ambient.registry import Captured
 from torchremat.measuring.interrupts import uninterrupted
 from torchremat.measuring.untouched import Buffers, RandomNumbers
 from torchremat.planning.guarding.gradients import Gradients
+from torchremat.planning.guarding.sources import OptimizerState
 from torchremat.regions.contents import MUTABLE, Attributes, copied, make
 from torchremat.regions.guards import Objects
 from torchremat.tensors.metadata import version_of
@@ -45,6 +48,7 @@ class Before:
         tensors: The batch, and what else the step only reads.
         objects: The arguments that are no tensors.
         guard: Further objects, as `checkpoint(guard=...)` takes them.
+        optimizers: All that the step can reach.
         watched: Large buffers that no earlier step has written, see `Buffers`.
     """
 
@@ -56,9 +60,11 @@ class Before:
         tensors: Iterable[Tensor],
         objects: list[object],
         guard: Sequence[object],
+        optimizers: Sequence[torch.optim.Optimizer],
         watched: Mapping[int, ReferenceType[Tensor]],
     ) -> None:
         self.gradients = Gradients(leaves)
+        self.optimizers = OptimizerState(optimizers)
         with hiding():
             self.buffers = Buffers(modules, watched)
         self._random = RandomNumbers()
@@ -70,6 +76,14 @@ class Before:
         named = {id(tensor) for tensor, _ in self._objects.named()}
         read = {id(one): one for one in (*leaves, *tensors, *self._objects.tensors())}
         self._read = [(one, version_of(one)) for key, one in read.items() if key not in named]
+
+    def held_bytes(self, device: torch.device) -> int:
+        """Return the bytes of the copies that lie on a device until the step is done."""
+        return (
+            self.buffers.held_bytes(device)
+            + self._random.held_bytes(device)
+            + sum(clone.nbytes for _, clone in self._objects.named() if clone.device == device)
+        )
 
     @contextmanager
     def watched(self) -> Generator[None]:

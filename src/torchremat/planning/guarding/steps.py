@@ -27,14 +27,15 @@ from torchremat.measuring.exhaustion import is_out_of_memory, let_go
 from torchremat.measuring.heap import free_unused
 from torchremat.measuring.step import check_kinds, check_materialised, holdings_of, loss_of, run_backward
 from torchremat.measuring.untouched import gradient_leaves
-from torchremat.planning.budgets import check_budget
-from torchremat.planning.chains import Cost
+from torchremat.planning.budgets import check_budget, margin_of
 from torchremat.planning.guarding.agreement import Outcome, agreed, check_alone, check_no_sync
 from torchremat.planning.guarding.attempts import Attempt, attempt_of
 from torchremat.planning.guarding.gradients import hooked_after, lent
 from torchremat.planning.guarding.snapshots import Before
+from torchremat.planning.guarding.sources import check_no_iterators, optimizers_of
 from torchremat.planning.guarding.tightening import Applied, BoundStep, Room, Tightening, first_plan
 from torchremat.planning.plans import Plan
+from torchremat.planning.searches.chains import Cost
 from torchremat.regions.guards import check_named
 from torchremat.tensors.structure import split
 
@@ -66,6 +67,8 @@ class GuardedStep(Generic[P, R]):
 
     Attributes:
         attempts: All attempts that have failed so far, of all calls.
+        held_bytes: What was copied before the last step, on the model's device, and lay there until its end: buffers,
+            named tensors, and on the CPU the states of generators. With `budget` it counts.
     """
 
     def __init__(
@@ -77,6 +80,7 @@ class GuardedStep(Generic[P, R]):
         settings: _Settings,
     ) -> None:
         self.attempts: tuple[Attempt, ...] = ()
+        self.held_bytes = 0
         self._model = model
         self._step = step
         self._backward = backward
@@ -98,7 +102,8 @@ class GuardedStep(Generic[P, R]):
 
         Raises:
             GuardError: It could not be finished; model, buffers, generators and parameters are as before the call.
-            UnsupportedError: It is running already, or a hook runs an optimizer within the backward.
+            UnsupportedError: It is running already, a hook runs an optimizer within the backward, or the step takes
+                from an iterator, of which the next attempt would get the next batch.
         """
         if self._state != "ready":
             raise UnsupportedError(f"guard: the guarded step {self._state}, so it cannot be called.")
@@ -108,10 +113,11 @@ class GuardedStep(Generic[P, R]):
         tensors: list[Tensor] = []
         objects: list[object] = []
         split((args, kwargs), tensors, objects)
+        check_no_iterators(self._step, objects)
         tensors += held.tensors
         # One walk through the modules: torch's own takes longer than the rest of what is done before a step.
         modules = list(dict.fromkeys(one for root in (self._model, *held.modules) for one in root.modules()))
-        parameters = [one for module in modules for one in module.parameters(recurse=False)]
+        parameters = [one for module in modules for one in module._parameters.values() if one is not None]
         leaves = gradient_leaves((), self._optimizer, [*parameters, *tensors])
         self._check_hooks(leaves)
         before = Before(
@@ -120,8 +126,11 @@ class GuardedStep(Generic[P, R]):
             tensors=tensors,
             objects=[*objects, args, kwargs],
             guard=self._settings.guard,
+            optimizers=optimizers_of(self._optimizer, self._step, self._backward),
             watched=self._watched,
         )
+        device = leaves[0].device if leaves else torch.device("cpu")
+        self.held_bytes = before.held_bytes(device)
         bound = BoundStep(
             step=self._step,
             args=args,
@@ -141,7 +150,12 @@ class GuardedStep(Generic[P, R]):
         if budget is not None and not self._is_planned:
             own = self._settings
             plan = first_plan(
-                self._model, bound, budget=budget, optimizer=self._optimizer, margin=own.margin, cost=own.cost
+                self._model,
+                bound,
+                budget=budget,
+                optimizer=self._optimizer,
+                margin=margin_of(own.margin) + self.held_bytes,  # what is copied lies there as well
+                cost=own.cost,
             )
             before.put_back()
             self._applied.replace(plan)
@@ -232,6 +246,11 @@ class GuardedStep(Generic[P, R]):
     def _why_not(self, before: Before, *, is_last: bool) -> str:
         """Return why the step is not run again, "" if it is."""
         written = before.written()
+        if before.optimizers.is_written():
+            return (
+                "it cannot be run again, since it had written to the state of an optimizer (call `optimizer.step()` "
+                "after the guarded step, not in it)"
+            )
         if written:
             shown = ", ".join(words.format(self._names([tensor])) for words, tensor in written[:3])
             return (
@@ -250,7 +269,7 @@ class GuardedStep(Generic[P, R]):
         begun = before.gradients.begun()
         if begun:
             state = f"The gradients of {self._names(begun)} hold a part of it: zero them before going on. "
-        elif before.written():
+        elif before.written() or before.optimizers.is_written():
             state = ""
         else:
             state = "All is as before it, gradients included: the batch can be left out, or be cut in two. "
@@ -295,8 +314,7 @@ def guard(
     result is bit for bit that of a step that never failed, and so are the gradients, which accumulate as ever. The
     smaller plan stays for the batches that follow, until the block ends.
 
-    Any other error passes through, and nothing is repeated for it. What a step prints, sends, or takes from an iterator
-    happens again.
+    Any other error passes through, and nothing is repeated for it. What a step prints or sends happens again.
 
     Args:
         model: The model. With a plan or regions of your own on it, these are put back at the end of the block.

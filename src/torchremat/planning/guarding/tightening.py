@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from torchremat.errors import TorchrematError
 from torchremat.measuring.exhaustion import is_out_of_memory, let_go
-from torchremat.planning.chains import Cost
 from torchremat.planning.layout import bare, uninstall
 from torchremat.planning.planner import Planner
 from torchremat.planning.plans import Plan
+from torchremat.planning.searches.chains import Cost
 from torchremat.regions.wrapping import is_wrapped
 from torchremat.tensors.sizes import format_bytes
 

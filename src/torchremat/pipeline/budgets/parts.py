@@ -1,0 +1,223 @@
+"""A microbatch whose backward runs in two parts, watched: what stays between them, and the peaks of both.
+
+As in a profile every unit is a region, in a session, so that no more is held than any plan has to hold. What stays for
+the weights is read out of the session, and gradients that wait for the weight part are live beside it.
+
+    marks    forward     input part of each unit               weight part
+    read                 recomputed: what its recompute made   highest bytes over those at its beginning
+                         next one: what of that is gone
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from torchremat._compat.pipelining import run_input_part, run_weight_part
+from torchremat.measuring.allocator import AllocationTrace
+from torchremat.measuring.heap import heap_set_aside
+from torchremat.measuring.runs import Subject, subject_of
+from torchremat.measuring.tracker import address_of
+from torchremat.pipeline.budgets.samples import Ends
+from torchremat.planning.elsewhere.machines import Here
+from torchremat.planning.layout import calls_of, installed
+from torchremat.planning.profiles.profiling import Grains
+from torchremat.planning.profiles.reading import Profile, intervals_of, without_copies
+from torchremat.planning.profiles.watching import Watcher, every_unit
+from torchremat.planning.searches.mixing import aligned, mixed
+from torchremat.planning.searches.solving import Candidate
+from torchremat.planning.walks.moments import Key, Lifetimes, Live, Moment
+from torchremat.planning.walks.parts import PartBytes, PartsPrediction, PartsWalk, input_part
+from torchremat.regions.footprints import footprint_bytes, waiting_storages
+from torchremat.regions.region import Region
+from torchremat.regions.sessions import Session
+from torchremat.regions.settings import Settings
+
+Bytes = NDArray[np.int64]
+
+
+class Parts:
+    """Predicts what the two parts need, for trees over the units of a profile or of a mixture of its grains.
+
+    Args:
+        module: The stage.
+        step: Runs its forward.
+        grains: Its profile.
+
+    Raises:
+        VersionError: This torch has no such parts.
+    """
+
+    def __init__(self, module: nn.Module, step: Callable[[nn.Module], Ends], grains: Grains) -> None:
+        subject = subject_of(step, module, None, needs_model=True)
+        with heap_set_aside():
+            runs = [_Run(module, step, subject, one) for one in (grains.coarse, grains.fine) if one is not None]
+        self._whole = grains.coarse
+        grains = Grains(coarse=runs[0].profile(), fine=runs[1].profile() if len(runs) > 1 else None)
+        self._grains = aligned(grains, stays=True)
+        self._mixtures: dict[int, tuple[Profile, Profile]] = {}
+        self._weight_rise_bytes = max(run.weight_rise_bytes for run in runs)
+
+    def predict(self, candidate: Candidate) -> PartsPrediction:
+        """Return what both need under a tree."""
+        own = self._of(candidate.profile)
+        walk = PartsWalk(
+            own.units, own.sizes, own.order, own.lifetimes, candidate.tree, candidate.profile.options, candidate.loads
+        )
+        highest, between = input_part(own, walk, kept_bytes=candidate.prediction.kept_bytes)
+        return PartsPrediction(
+            input_bytes=highest, between_bytes=between, weight_bytes=between + self._weight_rise_bytes
+        )
+
+    def _of(self, profile: Profile) -> Profile:
+        """Return the profile of a backward in parts that has the units of a profile."""
+        if id(profile) not in self._mixtures:
+            whole = {call for unit in profile.units.units for call in unit.calls}
+            split = {call for unit in self._whole.units.units for call in unit.calls if call not in whole}
+            self._mixtures[id(profile)] = profile, mixed(self._grains, frozenset(split), stays=True)
+        return self._mixtures[id(profile)][1]
+
+
+class _Unneeded:
+    """Watches a session for what weights asked for after it was dropped."""
+
+    def __init__(self) -> None:
+        self.was_needed = False
+
+    def recomputing(self, number: int) -> None:
+        """See `Watch`."""
+
+    def recomputed(self, number: int, region: Region) -> None:
+        """See `Watch`."""
+
+    def dropped_too_early(self) -> None:
+        """See `Watch`."""
+        self.was_needed = True
+
+
+class _Run:
+    """One microbatch with every unit of a profile as a region, its backward in two parts."""
+
+    def __init__(self, module: nn.Module, step: Callable[[nn.Module], Ends], subject: Subject, whole: Profile) -> None:
+        self.whole = whole
+        self.tree = every_unit(whole.units)
+        if not self._watch(module, step, subject, drops=True):
+            self._watch(module, step, subject, drops=False)
+
+    def _watch(self, module: nn.Module, step: Callable[[nn.Module], Ends], subject: Subject, *, drops: bool) -> bool:
+        """Run it, and return whether what was dropped was needed by no weight; as sessions of stages do."""
+        units, machine, watch = self.whole.units, Here(self.whole.device), _Unneeded()
+        fixed = [*module.parameters(), *module.buffers()]
+        with subject.untouched(), machine.record() as recorder, closing(Session(watch=watch)) as session:
+            self.watcher = watcher = Watcher(units, recorder.mark, recorder.pointer_of, fixed)
+            with installed(module, calls_of(units), self.tree, Settings(observer=watcher)):
+                with session.active():
+                    ends = step(module)
+                self.forward = recorder.mark("forward")
+                with session.active():
+                    if drops:
+                        with session.input_pass():
+                            groups = run_input_part(ends.roots, ends.grads, ends.inputs, ends.outputs, module)
+                    else:
+                        groups = run_input_part(ends.roots, ends.grads, ends.inputs, ends.outputs, module)
+                self.between = recorder.mark("between")
+                self.left = [own.region is None or own.region() is None for own in watcher.watched]
+                self.needs = [self._needs(unit, session) for unit in range(len(units.units))]
+                self.outputs = self._numbers(ends.outputs)
+                with session.active():
+                    run_weight_part(groups, module)
+                self.ends = recorder.mark("end")
+            del ends, groups
+        self._trace = recorder.trace
+        return not watch.was_needed
+
+    def _needs(self, unit: int, session: Session) -> tuple[frozenset[int], int]:
+        """Return the inputs of a unit that weights need, and the bytes of all else that they need of it."""
+        own = self.watcher.watched[unit]
+        region = None if own.region is None else own.region()
+        if region is None:
+            return frozenset(), 0
+        waiting = {address_of(storage) for storage in waiting_storages(region, session)}
+        inputs = {number for address, number in own.inputs.items() if address in waiting}
+        return frozenset(inputs & self.whole.sizes[unit].saved), footprint_bytes(region, session)
+
+    def _numbers(self, tensors: Sequence[Tensor]) -> set[int]:
+        """Return which storages of the trace those of the stage's outputs are."""
+        known = {address: number for own in self.watcher.watched for address, number in own.outputs.items()}
+        addresses = (address_of(tensor.untyped_storage()) for tensor in tensors)
+        return {known[address] for address in addresses if address in known}
+
+    @property
+    def weight_rise_bytes(self) -> int:
+        """Highest bytes in the weight part over those at its beginning."""
+        live, begin, end = self._live(self._trace), self._position(self.between), self._position(self.ends)
+        return int(live[begin : end + 1].max() - live[begin])
+
+    def profile(self) -> Profile:
+        """Return the profile of this backward, in which the stage's outputs live until its end."""
+        watched, whole = self.watcher.watched, self.whole
+        intervals = intervals_of(self._trace)
+        live = self._live(without_copies(self._trace, intervals, self.watcher.copying))
+        order = [unit for unit in self.watcher.order if watched[unit].recompute < self.between]
+        starts = [self._position(watched[unit].recompute) for unit in order] + [self._position(self.between)]
+        stays = self._stays(order, intervals)
+        sizes = tuple(
+            PartBytes(
+                **vars(size),
+                needed=needed,
+                needed_bytes=needed_bytes,
+                stays_peak_bytes=stays.get(unit, 0),
+                is_left=self.left[unit],
+            )
+            for unit, (size, (needed, needed_bytes)) in enumerate(zip(whole.sizes, self.needs, strict=True))
+        )
+        begin = self._position(self.forward)
+        after: dict[Key, int] = {(Moment.END, 0): int(live[begin : starts[0] + 1].max() - live[begin])}
+        at: dict[Key, int] = {}
+        for unit, start, end in zip(order, starts, starts[1:], strict=False):
+            middle = self._position(watched[unit].recomputed)
+            at[Moment.RECOMPUTE, unit], at[Moment.BACKWARD, unit] = int(live[start]), int(live[middle])
+            at[Moment.RELEASED, unit] = int(live[end])
+            after[Moment.BACKWARD, unit] = int(live[middle : end + 1].max() - live[middle])
+            after[Moment.RECOMPUTE, unit] = after[Moment.RELEASED, unit] = 0
+        died = {storage: time for storage, time in whole.units.trace.died.items() if storage not in self.outputs}
+        units = replace(whole.units, trace=replace(whole.units.trace, died=died))
+        lifetimes = Lifetimes(units, sizes, whole.lifetimes.boundary)
+        walk = PartsWalk(units, sizes, tuple(order), lifetimes, self.tree)
+        extra = {state.key: at[state.key] - state.held_bytes for state in walk.input_part() if isinstance(state, Live)}
+        return replace(
+            whole,
+            units=units,
+            sizes=sizes,
+            lifetimes=lifetimes,
+            order=tuple(order),
+            extra_bytes=whole.extra_bytes | extra,
+            after_bytes=whole.after_bytes | after,
+        )
+
+    def _stays(self, order: Sequence[int], intervals: dict[int, list[tuple[int, int]]]) -> dict[int, int]:
+        """For each unit the highest bytes of its backward if nothing goes that its recompute has made."""
+        live, watched, found = self._live(self._trace), self.watcher.watched, dict[int, int]()
+        allocated_at = {freed: allocated for those in intervals.values() for allocated, freed in those}
+        ends = [self._position(watched[unit].recompute) for unit in order[1:]] + [self._position(self.between)]
+        for unit, end in zip(order, ends, strict=True):
+            begin, middle = self._position(watched[unit].recompute), self._position(watched[unit].recomputed)
+            stays = live[middle : end + 1] - live[middle]
+            for freed in range(middle, end):
+                allocated = allocated_at.get(freed, -1)
+                if begin <= allocated < middle:
+                    stays[freed - middle + 1 :] += int(self._trace.delta_bytes[allocated])
+            found[unit] = int(stays.max())
+        return found
+
+    def _position(self, mark: int) -> int:
+        return self._trace.marks[mark].position
+
+    @staticmethod
+    def _live(trace: AllocationTrace) -> Bytes:
+        return np.concatenate([[0], trace.live_bytes()])

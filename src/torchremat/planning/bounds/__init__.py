@@ -1,0 +1,6 @@
+"""How far a plan can be from the best possible.
+
+underestimates.py  a profile as a chain that takes no more than it does
+pulls.py           what a plain step computes and reads back, operator by operator
+certificates.py    two lower bounds, and the words for what they rest on
+"""

@@ -1,0 +1,202 @@
+"""How far a plan can be from the best possible: two lower bounds, and the words for what they rest on."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+
+from torchremat.planning.bounds.pulls import PlainStep, Unseen
+from torchremat.planning.bounds.underestimates import Underestimate, underestimate
+from torchremat.planning.profiles.reading import Profile
+from torchremat.planning.searches.chains import Cost
+from torchremat.planning.walks.prediction import Prediction
+from torchremat.schedules.bounds import lower_bound
+from torchremat.schedules.chain import Tree, kept
+from torchremat.schedules.interpreter import interpret
+from torchremat.schedules.persistent import least_cost
+
+_ALL = (
+    "every operator of the forward runs with the same kernels and costs as in one plain step, alone or again",
+    "a tensor is held as its whole storage or not at all, and comes back by recomputing alone",
+    "backward runs the operators that it runs in a plain step, in their order",
+)
+_PERSISTENT = "nested regions span whole calls of those that the plan is over, and take the bytes of the solver's chain"
+_NO_BOUND = "what was seen of a plain step does not fit the budget, though the plan does"
+_STORED = "tensors wait in stores, and the bounds are of schedules that recompute all that they do not hold"
+_NO_CHAIN = "nested regions: the calls of this step make no chain"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Certificate:
+    """How far a plan can be from the best possible under its budget.
+
+    With stores, a plan that recomputes nothing, and whose copies cost nothing, is the best there is. Of others nothing
+    is known, since what comes back from a store is not recomputed.
+
+    Attributes:
+        unit: Of the costs: what the plan minimises.
+        cost: What the plan's recomputes take, and the copies to stores and back, if it minimises seconds.
+        step_cost: What a plain step takes, forward and backward.
+        bound_all: What recomputing takes at least in any schedule; None if that is not known.
+        bound_persistent: The same for all nested regions over the calls that the plan chooses among; None as above.
+        seconds: That the bounds took.
+        assumptions: What the bounds rest on, in words.
+        missing: Why a bound is None, in words.
+    """
+
+    unit: Cost
+    cost: float
+    step_cost: float
+    bound_all: float | None
+    bound_persistent: float | None
+    seconds: float
+    assumptions: tuple[str, ...]
+    missing: tuple[str, ...] = ()
+
+    @property
+    def gap(self) -> float | None:
+        """How much longer a step under the plan takes than under any schedule, at most, as a share of a plain step."""
+        return self._share(self.bound_all)
+
+    @property
+    def gap_persistent(self) -> float | None:
+        """The same against nested regions alone."""
+        return self._share(self.bound_persistent)
+
+    def _share(self, bound: float | None) -> float | None:
+        if bound is None:
+            return None
+        return (self.cost - bound) / self.step_cost if self.step_cost else 0.0
+
+    @property
+    def claim(self) -> str:
+        """The certificate in one line."""
+        words: list[str] = []
+        if self.gap is not None:
+            words.append(f"at most {_percent(self.gap)} of a step above the best of all schedules")
+        if self.gap_persistent is not None:
+            words.append(f"at most {_percent(self.gap_persistent)} above the best of nested regions")
+        found = ", ".join(words) or "not known: " + "; ".join(self.missing)
+        return f"{found}, in {self.unit}" if words else found
+
+    def __str__(self) -> str:
+        lines = [self.claim, "", f"plan        {self._costs(self.cost)}"]
+        lines.append(f"all         {self._costs(self.bound_all)}")
+        lines.append(f"persistent  {self._costs(self.bound_persistent)}")
+        lines += ["", *(f"if {one}" for one in self.assumptions)]
+        lines += [f"missing: {one}" for one in self.missing]
+        return "\n".join(lines)
+
+    def _costs(self, cost: float | None) -> str:
+        if cost is None:
+            return "not known"
+        share = _percent(cost / self.step_cost if self.step_cost else 0.0)
+        amount = f"{cost / 1e9:.3f} GFLOP" if self.unit == "flops" else f"{1e3 * cost:.2f} ms"
+        return f"{amount} recomputed, {share} of a step"
+
+
+def _percent(share: float) -> str:
+    # Rounded up: "at most" has to hold for what is printed.
+    return f"{math.ceil(1000 * share - 1e-6) / 10:.1f}%"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Claim:
+    """All that a certificate is worked out from, without the model; working it out takes a second or so.
+
+    Attributes:
+        unit: Of the costs.
+        cost: Of the plan's recomputes.
+        step_cost: Of a plain step.
+        limit_bytes: The budget without what lies there before a step.
+        step: The plain step.
+        nested: The calls that the plan chooses among; None if they make no chain.
+        stores: Whether tensors wait in stores.
+    """
+
+    unit: Cost
+    cost: float
+    step_cost: float
+    limit_bytes: int
+    step: PlainStep | Unseen
+    nested: Underestimate | None
+    stores: bool = False
+
+    def certificate(self, *, most_seconds: float = 4.0) -> Certificate:
+        """Work the bounds out.
+
+        Args:
+            most_seconds: For the bound over all schedules; see `lower_bound`.
+        """
+        missing: list[str] = []
+        start_s = time.perf_counter()
+        everything, persistent = None, None
+        if not self.cost:
+            everything = persistent = 0.0
+        elif self.stores:
+            missing.append(_STORED)
+        else:
+            if isinstance(self.step, Unseen):
+                missing.append(self.step.reason)
+            else:
+                limit_bytes = self.limit_bytes
+                everything = lower_bound(self.step.flow, self.step.pulls, limit_bytes, most_seconds=most_seconds).cost
+                if math.isinf(everything):
+                    everything = None
+                    missing.append(_NO_BOUND)
+            if self.nested is None:
+                missing.append(_NO_CHAIN)
+            else:
+                persistent = least_cost(self.nested.chain, self.limit_bytes + self.nested.slack_bytes)
+        return Certificate(
+            unit=self.unit,
+            cost=self.cost,
+            step_cost=self.step_cost,
+            # Seconds of operators and of calls were measured apart, so a bound may come out above the plan.
+            bound_all=None if everything is None else min(everything, self.cost),
+            bound_persistent=None if persistent is None else min(persistent, self.cost),
+            seconds=time.perf_counter() - start_s,
+            assumptions=(*(_ALL if everything is not None else ()), *([_PERSISTENT] if persistent is not None else ())),
+            missing=tuple(missing),
+        )
+
+
+def claim_of(
+    profile: Profile,
+    tree: Tree,
+    prediction: Prediction,
+    *,
+    unit: Cost,
+    step: PlainStep | Unseen,
+    limit_bytes: int,
+    stores: bool = False,
+) -> Claim:
+    """Return what the certificate of a tree is worked out from.
+
+    Args:
+        profile: What the tree is over.
+        tree: The tree.
+        prediction: What it needs.
+        unit: Of the costs.
+        step: The plain step.
+        limit_bytes: The budget without what lies there before a step.
+        stores: Whether tensors wait in stores.
+    """
+    cost = prediction.seconds + prediction.moving_s if unit == "seconds" else float(prediction.flops)
+    flops = 3 * profile.units.trace.flops if isinstance(step, Unseen) else step.flops
+    nested = underestimate(profile, unit)
+    if nested is not None and not any(keep.option for keep in kept(tree)):
+        # Of most models it is no more than what it stands for; where this tree tells otherwise, it says nothing.
+        found = interpret(nested.chain, tree)
+        if found.peak_bytes > prediction.peak_bytes + nested.slack_bytes or found.cost > cost * (1 + 1e-6):
+            nested = None
+    return Claim(
+        unit=unit,
+        cost=cost,
+        step_cost=profile.seconds if unit == "seconds" else float(flops),
+        limit_bytes=limit_bytes,
+        step=step,
+        nested=nested,
+        stores=stores,
+    )

@@ -1,0 +1,191 @@
+"""What a plain step computes and reads back, operator by operator: what a bound over all schedules is made from.
+
+One plain step runs under a log. In its forward the log notes operators and values, as in a profile's trace; in its
+backward it notes for each operator which of those values it reads, and how many bytes of what backward itself has made
+are live then. Those are gradients: when they come and go is up to autograd alone, so they lie there in every schedule.
+
+What was there before the step counts nothing, whatever is written to it: parameters, gradients, buffers, inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from weakref import ReferenceType, ref
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from torchremat.measuring.allocator import Recorder
+from torchremat.measuring.exhaustion import is_out_of_memory
+from torchremat.measuring.flops import FlopCounter
+from torchremat.measuring.runs import Subject
+from torchremat.measuring.step import run_backward
+from torchremat.measuring.tracker import address_of
+from torchremat.planning.elsewhere.machines import Machine
+from torchremat.planning.profiles.operators import OperatorLog, OperatorTrace
+from torchremat.planning.searches.chains import Cost
+from torchremat.planning.searches.flows import pooled_seconds
+from torchremat.regions.selection import memory_of
+from torchremat.schedules.bounds import Pull
+from torchremat.schedules.dataflow import Dataflow, Operator, Value
+from torchremat.tensors.structure import tensors_in
+
+_DEVICE = torch.ops.prim.device.default  # that fakes are asked for their device is no operator of a step
+_NO_ROOM = "a step without any recompute, which shows what backward reads, does not fit into memory"
+_COMPILED = "the step runs compiled code, of which no operators are seen"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlainStep:
+    """A plain step as data.
+
+    Attributes:
+        flow: The operators of its forward.
+        pulls: The operators of its backward, in order.
+        flops: Of forward and backward.
+    """
+
+    flow: Dataflow
+    pulls: tuple[Pull, ...]
+    flops: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unseen:
+    """No plain step, and why."""
+
+    reason: str
+
+
+def plain_step(
+    subject: Subject, machine: Machine, cost: Cost, *, forward_seconds: float, peak_bytes: int
+) -> PlainStep | Unseen:
+    """Run a plain step, which leaves no trace, and return what it did.
+
+    Args:
+        subject: The step; nothing of its models may be wrapped.
+        machine: Where it runs.
+        cost: The unit of the costs.
+        forward_seconds: Of the forward when nothing watches it; the seconds of operators are scaled to that.
+        peak_bytes: What the step will need, beside what lies there; it is not run where that is not free.
+    """
+    free_bytes = machine.free_bytes()
+    if free_bytes is not None and free_bytes < peak_bytes:
+        return Unseen(reason=_NO_ROOM)
+    try:
+        return _plain_step(subject, machine, cost, forward_seconds)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return Unseen(reason=_NO_ROOM)
+
+
+def _plain_step(subject: Subject, machine: Machine, cost: Cost, forward_seconds: float) -> PlainStep | Unseen:
+    with (
+        machine.clocked() as clock,
+        subject.untouched(),
+        FlopCounter() as flops,
+        _StepLog(flops, machine.device, clock) as log,
+    ):
+        try:
+            loss = subject.forward()
+            log.in_backward = True
+            run_backward(loss)
+            del loss
+        finally:
+            log.close()
+    if any(run.is_compiled for run in log.trace.runs):
+        # It runs eagerly under a log, so what is seen of it is not what a training step runs.
+        return Unseen(reason=_COMPILED)
+    costs = _costs(log.trace, cost, forward_seconds)
+    return PlainStep(flow=log.flow(costs), pulls=tuple(log.pulls), flops=flops.total)
+
+
+def _costs(trace: OperatorTrace, cost: Cost, forward_seconds: float) -> list[float]:
+    if cost == "flops":
+        return [float(run.flops) for run in trace.runs]
+    seconds = pooled_seconds(trace.runs)
+    factor = forward_seconds / max(sum(seconds), 1e-12)
+    return [one * factor for one in seconds]
+
+
+class _StepLog(OperatorLog):
+    """Logs the operators of a forward, and of the backward after it what they read.
+
+    Attributes:
+        in_backward: Whether the backward has begun; whoever begins it sets it.
+        pulls: The operators of the backward so far.
+    """
+
+    def __init__(self, flops: FlopCounter, device: torch.device, clock: Recorder | None) -> None:
+        super().__init__(flops, clock)
+        self.in_backward = False
+        self.pulls: list[Pull] = []
+        self._device = device
+        self._elsewhere: set[int] = set()  # storages on other devices
+        self._gradients: dict[int, ReferenceType[UntypedStorage]] = {}
+        self._gradient_bytes = 0
+
+    def close(self) -> None:
+        """Forget the storages that are alive."""
+        super().close()
+        self._gradients.clear()
+
+    def _new(self, memory: UntypedStorage, tensor: Tensor) -> int:
+        value = super()._new(memory, tensor)
+        if not self._counts(tensor):
+            self._elsewhere.add(self.trace.values[value].storage)
+        return value
+
+    def _counts(self, tensor: Tensor) -> bool:
+        # Not the device of the memory, which fakes have on none. "cuda" without an index means any.
+        return tensor.device.type == self._device.type and self._device.index in (None, tensor.device.index)
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., object],
+        types: tuple[type, ...],
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        if not self.in_backward or func is _DEVICE:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        named = kwargs or {}
+        memories = [memory_of(tensor) for tensor in tensors_in((args, dict(named)))]
+        given = {address_of(memory) for memory in memories if memory is not None}
+        reads = tuple(sorted(self._storages[address][2] for address in given & self._storages.keys()))
+        result = func(*args, **named)
+        for tensor in tensors_in(result):
+            memory = memory_of(tensor)
+            # What it was given and returns, a `.grad` that it adds to, was there before.
+            if memory is not None and address_of(memory) not in given and self._counts(tensor):
+                self._add(memory)
+        self.pulls.append(Pull(reads=reads, beside_bytes=self._gradient_bytes))
+        return result
+
+    def _add(self, memory: UntypedStorage) -> None:
+        address, size = address_of(memory), memory.nbytes()
+        if address in self._storages or address in self._gradients:
+            return
+
+        def dies(_: object) -> None:
+            if self._gradients.pop(address, None) is not None:
+                self._gradient_bytes -= size
+
+        self._gradients[address] = ref(memory, dies)
+        self._gradient_bytes += size
+
+    def flow(self, costs: list[float]) -> Dataflow:
+        """Return the forward with these costs."""
+        made = {value for run in self.trace.runs for value in run.makes}
+        values = self.trace.values
+        outside = {value.storage for number, value in enumerate(values) if number not in made}
+        free = outside | self._elsewhere
+        return Dataflow(
+            operators=tuple(
+                Operator(name=run.name, inputs=run.reads, outputs=run.makes, cost=cost)
+                for run, cost in zip(self.trace.runs, costs, strict=True)
+            ),
+            values=tuple(Value(size_bytes=0 if value.storage in free else value.size_bytes) for value in values),
+        )

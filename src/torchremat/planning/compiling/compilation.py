@@ -1,0 +1,155 @@
+"""`compiled`: `torch.compile` with a budget for the peak of the step.
+
+What a partitioner cannot see from one graph is looked for around each call, and told as a warning:
+
+    no hook         a backend or a torch that takes no partitioner compiles as it does without a budget
+    nothing         dynamo gave up on the function, and ran it as it is
+    several graphs  each is held to the budget, but what the first ones save lies there while the later ones run
+
+Where dynamo has compiled too many versions of a function, it runs the next one as it is: that is an error here.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Generic, ParamSpec, TypeVar, cast
+
+import torch
+
+from torchremat._compat.inductor import compile_arguments, graphs_compiled, never_uncompiled, own_error
+from torchremat._compat.modes import has_modes
+from torchremat.errors import CompileWarning, VersionError
+from torchremat.planning.compiling.partitioning import Partition, PeakPartitioner
+from torchremat.planning.searches.chains import Cost
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Compiled(Generic[P, R]):
+    """A compiled model or function. Called like the original, which stays as it was and has the parameters.
+
+    Attributes:
+        original: The model or function.
+        reason: Why there is no budget, or "" if there is one.
+    """
+
+    def __init__(
+        self,
+        original: Callable[P, R],
+        function: Callable[P, R],
+        partitioner: PeakPartitioner,
+        reason: str,
+    ) -> None:
+        self.original = original
+        self.reason = reason
+        self._function = function
+        self._partitioner = partitioner
+        self._was_compiled = bool(reason)  # nothing more is to be said then
+
+    @property
+    def partitions(self) -> tuple[Partition, ...]:
+        """How each graph with a backward was split, in the order in which they were compiled.
+
+        Empty before the first call, and where a compiler took all graphs from its cache.
+        """
+        return tuple(self._partitioner.partitions)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run it, compiled first if that is due.
+
+        Raises:
+            BudgetError: It was compiled, and no split of a graph fits the budget; or it was compiled for so many kinds
+                of inputs that dynamo would not compile it again.
+        """
+        splits, graphs = len(self.partitions), graphs_compiled()
+        try:
+            with never_uncompiled():
+                result = self._function(*args, **kwargs)
+        except Exception as error:  # the compiler wraps whatever a partitioner raises
+            own = own_error(error)
+            if own is None or own is error:
+                raise
+            raise own from None
+        self._check(self.partitions[splits:], has_compiled=graphs_compiled() != graphs)
+        return result
+
+    def _check(self, made: tuple[Partition, ...], *, has_compiled: bool) -> None:
+        """Warn if what a call has compiled cannot keep the budget. Under a mode compiled code runs eagerly."""
+        if len(made) > 1:
+            warnings.warn(
+                f"{self._name} broke into {len(made)} graphs with a backward. Each is held to the budget by itself, "
+                "but what the first ones save lies there while the later ones run, so that together they may need "
+                "more. fullgraph=True says where it breaks.",
+                CompileWarning,
+                stacklevel=3,
+            )
+        if not (self._was_compiled or has_compiled or has_modes()):
+            warnings.warn(
+                f"nothing of {self._name} was compiled: dynamo runs it as it is, without a budget. A break inside of a "
+                "loop does that, and fullgraph=True says where it is.",
+                CompileWarning,
+                stacklevel=3,
+            )
+        self._was_compiled |= has_compiled or not has_modes()
+
+    @property
+    def _name(self) -> str:
+        return getattr(self.original, "__qualname__", type(self.original).__qualname__)
+
+    def __str__(self) -> str:
+        if self.reason:
+            return f"no budget: {self.reason}"
+        if not self.partitions:
+            return "not compiled yet"
+        many = len(self.partitions) > 1
+        return "\n".join(
+            (f"graph {number}\n" if many else "") + str(partition) for number, partition in enumerate(self.partitions)
+        )
+
+
+def compiled(
+    model: Callable[P, R],
+    *,
+    budget: int | str,
+    backend: object = "inductor",
+    margin: int | str = 0,
+    cost: Cost = "seconds",
+    dynamic: bool | None = None,
+    fullgraph: bool = False,
+) -> Compiled[P, R]:
+    """Return a model or function compiled so that the peak of a training step stays within a budget.
+
+    What is saved between forward and backward, and what the backward makes again, is chosen by the peak of both. If a
+    function breaks into several graphs, each is held to the budget by itself.
+
+    Args:
+        model: A module, or a function. What it returns is held as long as its backward runs.
+        budget: Peak bytes of forward and backward, with parameters, inputs, and the gradients that the backward makes:
+            an int, `"6GiB"`, or `"60%"` of the peak if nothing was made again.
+        backend: `"inductor"`, `"aot_eager"`, or what `aot_autograd` of `torch._dynamo.backends.common` makes. With
+            another one, or if this torch has no hook, the backend splits as it does without a budget, with a warning.
+        margin: Bytes of the budget to leave free for what is in no graph, such as an optimizer's state.
+        cost: What is made again as little as possible: estimated `"seconds"`, or `"flops"`.
+        dynamic: As for `torch.compile`. A graph is used for the sizes with which it was made, and for smaller ones.
+        fullgraph: As for `torch.compile`.
+
+    Raises:
+        BudgetError: The budget is no size. The first call raises it if no split fits, with the least that works.
+    """
+    partitioner = PeakPartitioner(budget, margin=margin, cost=cost)
+    reason = ""
+    try:
+        arguments = compile_arguments(backend, partitioner, partitioner.uuid)
+    except VersionError as error:
+        reason = str(error)
+        arguments = {"backend": backend}
+        warnings.warn(
+            f"budget={budget!r} cannot be kept: {reason} The backend splits the step as it does without a budget.",
+            CompileWarning,
+            stacklevel=2,
+        )
+    compile_ = cast("Callable[..., Callable[P, R]]", torch.compile)
+    function = compile_(model, dynamic=dynamic, fullgraph=fullgraph, **arguments)
+    return Compiled(model, function, partitioner, reason)

@@ -1,0 +1,275 @@
+"""The joint graph of a forward and its backward, as AOTAutograd makes it, read as data.
+
+Bytes are those of the storages that the graph's stand-ins for tensors have: a view has none of its own. What kernels
+allocate beside their results is as measured. Costs are a roofline in bytes: what an operator reads and writes, or its
+flops at so many for each byte, whichever takes longer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+from torch.utils.checkpoint import CheckpointPolicy
+
+from torchremat._compat.inductor import is_incoming, known, must_be_in_backward
+from torchremat._compat.operators import is_operator, name_of
+from torchremat.measuring.flops import formula_of
+from torchremat.measuring.tracker import address_of
+from torchremat.planning.compiling.workspaces import Workspaces, measured_workspaces
+from torchremat.planning.searches.chains import Cost
+from torchremat.schedules.dataflow import Operator
+from torchremat.schedules.joint import Joint, walk
+from torchremat.tensors.structure import tensors_in
+
+# How many flops take as long as one byte; matrix units of accelerators are further ahead of their memory.
+_FLOPS_PER_BYTE = {"cpu": 10.0}
+_FLOPS_PER_BYTE_ELSEWHERE = 100.0
+# Allocators of accelerators give blocks of a multiple of this.
+_BLOCK_BYTES = {"cpu": 1}
+_BLOCK_BYTES_ELSEWHERE = 512
+# Operators that contain others, whatever those do, and collectives.
+_NEVER_AGAIN = ("higher_order", "_c10d_functional")
+# What a byte counts in flops where flops decide.
+_TIE = 1e-3
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Reading:
+    """A joint graph, read.
+
+    Attributes:
+        joint: Its operators and values.
+        nodes: For each value the first node that is a tensor of it; absent where there is none.
+        flops: By operator.
+        device: Whose bytes count: the one that has most of them.
+        numbers: The values by the addresses of their storages.
+        workspaces: What kernels allocate beside their results.
+    """
+
+    joint: Joint
+    nodes: dict[int, Node]
+    flops: tuple[int, ...]
+    device: torch.device
+    numbers: dict[int, int]
+    workspaces: Workspaces
+
+    def peak_bytes(self, forward: Graph, backward: Graph) -> int:
+        """Return the peak of two graphs that were made of the joint one, as they are."""
+        joint = self.joint
+        there = set(joint.outputs) & joint.maker.keys()
+        sizes = joint.size_bytes
+        first, kept = self._operators(forward)
+        second, gradients = self._operators(backward)
+        begin = {value for value in kept if value in joint.maker}
+        beside = joint.fixed_bytes + sum(sizes[value] for value in joint.incoming)
+        beside += sum(sizes[value] for value in there)
+        live = [
+            *walk(first, sizes, begin=(), keep=begin, beside_bytes=joint.fixed_bytes),
+            *walk(second, sizes, begin=begin - there, keep=gradients, beside_bytes=beside),
+        ]
+        return max((size for size, _ in live), default=joint.fixed_bytes)
+
+    def saved(self, forward: Graph, num_fwd_outputs: int) -> frozenset[int]:
+        """Return the values that a forward graph returns beside its own outputs."""
+        output = next(iter(forward.find_nodes(op="output")))
+        returned = [node for node in _flat(output.args) if isinstance(node, Node)][num_fwd_outputs:]
+        return frozenset(value for node in returned for value in self._values(node) if value in self.joint.maker)
+
+    def _values(self, node: Node) -> list[int]:
+        return [self.numbers[address] for address in _addresses(node) if address in self.numbers]
+
+    def _operators(self, graph: Graph) -> tuple[list[Operator], set[int]]:
+        """Return the operators of a graph, and the values that it returns."""
+        there = {value for node in graph.find_nodes(op="placeholder") for value in self._values(node)}
+        operators: list[Operator] = []
+        for node in graph.nodes:
+            if node.op != "call_function":
+                continue
+            inputs = tuple(dict.fromkeys(value for one in node.all_input_nodes for value in self._values(one)))
+            made = tuple(dict.fromkeys(value for value in self._values(node) if value not in there))
+            there.update(made)
+            beside = self.workspaces.of(node, sum(self.joint.size_bytes[value] for value in made))
+            operators.append(Operator(name=node.name, inputs=inputs, outputs=made, cost=0.0, workspace_bytes=beside))
+        output = next(iter(graph.find_nodes(op="output")))
+        return operators, {value for node in output.all_input_nodes for value in self._values(node)}
+
+
+def read_graph(graph: Graph, num_fwd_outputs: int, cost: Cost = "seconds", *, copies_layouts: bool = False) -> Reading:
+    """Return a joint graph as data.
+
+    Args:
+        graph: The graph; its nodes have stand-ins for their results.
+        num_fwd_outputs: How many of its outputs are the forward's.
+        cost: What operators cost: `"seconds"` by the roofline, or `"flops"`; bytes then only break ties.
+        copies_layouts: Whether inputs that convolutions read are copied to another layout, and the copies kept.
+    """
+    device = _device_of(graph)
+    workspaces = measured_workspaces(graph, device)
+    block_bytes = _BLOCK_BYTES.get(device.type, _BLOCK_BYTES_ELSEWHERE)
+    numbers: dict[int, int] = {}
+    sizes: list[int] = []
+    nodes: dict[int, Node] = {}
+    incoming: list[int] = []
+    operators: list[Operator] = []
+    flops: list[int] = []
+    effects: tuple[list[int], list[int]] = ([], [])
+
+    def number(tensor: Tensor, size: int) -> int:
+        found = numbers.setdefault(address_of(tensor.untyped_storage()), len(sizes))
+        if found == len(sizes):
+            sizes.append(-(-size // block_bytes) * block_bytes if tensor.device == device else 0)
+        return found
+
+    def numbered(node: Node) -> list[int]:
+        tensors = _tensors(node)
+        return [number(*one) for one in zip(tensors, workspaces.made_by(node, tensors), strict=True)]
+
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            values = numbered(node)
+            incoming += values if is_incoming(node) else []
+        elif node.op == "call_function":
+            before = len(sizes)
+            values = numbered(node)
+            made = tuple(dict.fromkeys(value for value in values if value >= before))
+            written = _writes(node)
+            if written:  # it has to run, though nobody may read what it makes
+                made = (*made, len(sizes))
+                effects[must_be_in_backward(node)].append(len(sizes))
+                sizes.append(0)
+            if made:
+                inputs = [value for one in node.all_input_nodes for value in numbered(one)]
+                count = _flops(node)
+                flops.append(count)
+                moved = sum(sizes[value] for value in {*inputs, *made})
+                again = _cost(count, moved, device, cost) if _may_run_again(node) and not written else math.inf
+                operators.append(
+                    Operator(
+                        name=node.name,
+                        inputs=tuple(dict.fromkeys(inputs)),
+                        outputs=made,
+                        cost=again,
+                        workspace_bytes=workspaces.of(node, sum(sizes[value] for value in made)),
+                    )
+                )
+        else:
+            continue
+        if isinstance(node.meta.get("val"), Tensor):
+            for value in values:
+                nodes.setdefault(value, node)
+    if copies_layouts:
+        for value in _read_by_convolutions(graph, numbers):
+            sizes[value] *= 2
+    output = next(iter(graph.find_nodes(op="output")))
+    returned = _flat(output.args)
+    given = set(incoming)
+    begins = next((i for i, one in enumerate(operators) if not given.isdisjoint(one.inputs)), len(operators))
+    joint = Joint(
+        operators=tuple(operators),
+        size_bytes=tuple(sizes),
+        outputs=(*_numbered(returned[:num_fwd_outputs], numbers), *effects[0]),
+        gradients=(*_numbered(returned[num_fwd_outputs:], numbers), *effects[1]),
+        incoming=tuple(dict.fromkeys(incoming)),
+        begins=begins,
+    )
+    return Reading(
+        joint=joint,
+        nodes=nodes,
+        flops=tuple(flops),
+        device=device,
+        numbers=numbers,
+        workspaces=workspaces,
+    )
+
+
+def _cost(flops: int, moved_bytes: int, device: torch.device, cost: Cost) -> float:
+    if cost == "flops":
+        return flops + moved_bytes * _TIE
+    return max(float(moved_bytes), flops / _FLOPS_PER_BYTE.get(device.type, _FLOPS_PER_BYTE_ELSEWHERE))
+
+
+def _numbered(returned: Sequence[object], numbers: dict[int, int]) -> tuple[int, ...]:
+    found = [address for node in returned if isinstance(node, Node) for address in _addresses(node)]
+    return tuple(dict.fromkeys(numbers[address] for address in found))
+
+
+def _read_by_convolutions(graph: Graph, numbers: dict[int, int]) -> set[int]:
+    """The inputs of a graph that convolutions read."""
+    readers = (node for node in graph.nodes if "convolution" in str(node.target))
+    read = {address for node in readers for one in node.all_input_nodes[:2] for address in _addresses(one)}
+    given = {address for node in graph.find_nodes(op="placeholder") for address in _addresses(node)}
+    return {numbers[address] for address in read & given}
+
+
+def _flat(arguments: object) -> list[object]:
+    if isinstance(arguments, Iterable) and not isinstance(arguments, str):
+        return [leaf for one in arguments for leaf in _flat(one)]
+    return [arguments]
+
+
+def _tensors(node: Node) -> list[Tensor]:
+    return [tensor for tensor in tensors_in(node.meta.get("val")) if _has_storage(tensor)]
+
+
+def _has_storage(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided
+
+
+def _addresses(node: Node) -> Iterator[int]:
+    for tensor in _tensors(node):
+        yield address_of(tensor.untyped_storage())
+
+
+def _device_of(graph: Graph) -> torch.device:
+    """The device that has most of the bytes."""
+    total: dict[torch.device, int] = {}
+    for node in graph.nodes:
+        for tensor in _tensors(node):
+            total[tensor.device] = total.get(tensor.device, 0) + known(tensor.untyped_storage().nbytes())
+    return max(total, key=lambda device: total[device], default=torch.device("cpu"))
+
+
+def _may_run_again(node: Node) -> bool:
+    """Whether an operator would do the same again, and nothing else."""
+    if not is_operator(node.target) or node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE:
+        return False
+    return name_of(node.target).namespace not in _NEVER_AGAIN and not _draws(node)
+
+
+def _draws(node: Node) -> bool:
+    """Whether an operator draws random numbers; attention does only if it drops something."""
+    target = cast("Any", node.target)
+    if torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    arguments = target._schema.arguments
+    names = [argument.name for argument in arguments]
+    if "dropout_p" not in names:
+        return True
+    place = names.index("dropout_p")
+    given = node.args[place] if place < len(node.args) else node.kwargs.get("dropout_p", arguments[place].default_value)
+    return bool(given != 0.0)
+
+
+def _writes(node: Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return bool(getattr(schema, "is_mutable", False))
+
+
+def _flops(node: Node) -> int:
+    formula = formula_of(node.target)  # pyright: ignore[reportArgumentType]: that of a call is callable
+    if formula is None:
+        return 0
+
+    def stand_in(one: Node) -> Any:
+        return one.meta.get("val")
+
+    args = cast("tuple[object, ...]", map_arg(node.args, stand_in))
+    kwargs = cast("dict[str, object]", map_arg(node.kwargs, stand_in))
+    return known(formula(*args, **kwargs, out_val=node.meta.get("val")))

@@ -1,0 +1,200 @@
+"""`PeakPartitioner`: splits the joint graph that a compiler has of a forward and its backward, for a peak.
+
+torch's own partitioner bounds what is saved between the two, and when little is saved, the backward begins by making
+all of the forward again. Ours chooses what to save by the peak of both graphs, in the order in which they run.
+
+    1  torch splits the graph as it does without a budget: a candidate, and the graph is tidied
+    2  `Saver` chooses, on the graph read as data
+    3  torch's own functions make the two graphs of what is to be saved, with what is made again as late as it can be
+    4  the peak of these graphs is the prediction
+
+Missing on purpose: values that are made again twice. Kernels that a compiler fuses need less than is predicted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import get_args
+
+from torch.fx import GraphModule
+
+from torchremat._compat.inductor import never_larger, optimizes_kernels, partition_saving, torch_partition
+from torchremat.errors import BudgetError, CompileWarning
+from torchremat.planning.budgets import bytes_of, margin_of, percentage_of
+from torchremat.planning.compiling.graphs import Reading, read_graph
+from torchremat.planning.searches.chains import Cost
+from torchremat.schedules.joint import Split, split
+from torchremat.schedules.saving import Saver
+from torchremat.tensors.sizes import format_bytes, parse_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Partition:
+    """How one joint graph was split.
+
+    Attributes:
+        budget_bytes: The most that its forward and backward may need together with parameters and inputs.
+        peak_bytes: What they need, by prediction.
+        plain_peak_bytes: What they would need if nothing ran twice.
+        saved_bytes: What the forward leaves for the backward, without parameters and inputs.
+        fixed_bytes: Parameters and inputs.
+        recomputed_operators: How many run in both.
+        recomputed_flops: Those of them.
+        flops: Of the forward.
+        excess: How much more is made again than the least that any schedule needs within the budget, at most: as a
+            share of the forward's cost.
+        is_torchs: Whether torch's own split without a budget was the best.
+    """
+
+    budget_bytes: int
+    peak_bytes: int
+    plain_peak_bytes: int
+    saved_bytes: int
+    fixed_bytes: int
+    recomputed_operators: int
+    recomputed_flops: int
+    flops: int
+    excess: float
+    is_torchs: bool
+
+    def __str__(self) -> str:
+        share = f", {100 * self.recomputed_flops / self.flops:.0f}% of the forward's" if self.flops else ""
+        return "\n".join(
+            [
+                f"peak        {format_bytes(self.peak_bytes)} of {format_bytes(self.budget_bytes)} "
+                f"(plain: {format_bytes(self.plain_peak_bytes)})",
+                f"saved       {format_bytes(self.saved_bytes)}, beside {format_bytes(self.fixed_bytes)} "
+                "of parameters and inputs",
+                f"recomputed  {self.recomputed_operators} operators, {self.recomputed_flops / 1e9:.2f} GFLOP{share}"
+                + ("; torch's own split" if self.is_torchs else ""),
+                f"excess      at most {100 * self.excess:.1f}% of the forward over what any schedule needs",
+            ]
+        )
+
+
+class PeakPartitioner:
+    """A partition function for AOTAutograd and Inductor that bounds the peak of a step.
+
+    `compiled` puts it in where the backend has a hook for it. A backend of one's own takes it as
+    `aot_autograd(partition_fn=PeakPartitioner("2GiB"), ...)`.
+
+    Args:
+        budget: Peak bytes of forward and backward, parameters, inputs and gradients included: an int, `"6GiB"`, or
+            `"60%"` of the peak that they have if nothing is made again. Each graph is held to it by itself.
+        margin: Bytes of the budget to leave free for what is in no graph: an optimizer's state, say.
+        cost: What is made again as little as possible: estimated `"seconds"`, or `"flops"`.
+
+    Attributes:
+        partitions: What became of each graph that was split, in order.
+
+    Raises:
+        BudgetError: The budget is no size; when a graph is split, also if no split fits.
+    """
+
+    def __init__(self, budget: int | str, *, margin: int | str = 0, cost: Cost = "seconds") -> None:
+        if percentage_of(budget) is None:
+            parse_bytes(budget)
+        if cost not in get_args(Cost):
+            raise BudgetError(f"cost={cost!r}: allowed are 'seconds' and 'flops'.")
+        self.budget = budget
+        self.cost: Cost = cost
+        self.margin_bytes = margin_of(margin)
+        self.partitions: list[Partition] = []
+
+    def __call__(
+        self, joint: GraphModule, inputs: Sequence[object], *, num_fwd_outputs: int, **options: object
+    ) -> tuple[GraphModule, GraphModule]:
+        """Split a joint graph into a forward and a backward.
+
+        Args:
+            joint: The joint graph, which is tidied in place.
+            inputs: Its inputs.
+            num_fwd_outputs: How many of its outputs are the forward's.
+            options: What torch's own partitioner is given beside these.
+
+        Raises:
+            BudgetError: No split fits the budget.
+        """
+        forward, backward = torch_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **options)
+        fuses = optimizes_kernels(options)
+        reading = read_graph(joint.graph, num_fwd_outputs, self.cost, copies_layouts=fuses)
+        never_larger(joint)
+        if reading.workspaces.unknown:
+            warnings.warn(_not_counted(reading.workspaces.unknown), CompileWarning, stacklevel=2)
+        theirs = reading.saved(forward.graph, num_fwd_outputs)
+        theirs_peak = reading.peak_bytes(forward.graph, backward.graph)
+        saver = Saver(reading.joint, [theirs])
+        plain_bytes = saver.plain.peak_bytes
+        budget = self._bytes(reading, plain_bytes)
+        limit = budget - self.margin_bytes
+        # What Inductor makes again it fuses with what reads it, and its own split is made for that.
+        if fuses and theirs_peak <= limit:
+            found = split(reading.joint, theirs)
+            self._note(reading, saver, found, budget, theirs_peak, is_torchs=True)
+            return forward, backward
+        found = saver.solve(limit)
+        if found is None:
+            raise BudgetError(self._nothing_fits(budget, saver.floor.peak_bytes, reading.joint.fixed_bytes))
+        nodes = [reading.nodes[value] for value in sorted(found.saved) if value in reading.nodes]
+        forward, backward = partition_saving(joint, nodes, num_fwd_outputs)
+        peak = reading.peak_bytes(forward.graph, backward.graph)
+        self._note(reading, saver, found, budget, peak, is_torchs=False)
+        return forward, backward
+
+    def __reduce__(self) -> tuple[Callable[[int | str], PeakPartitioner], tuple[int | str]]:
+        """Return what makes one like it, with nothing split so far: caches of compilers pickle it as a key."""
+        return partial(PeakPartitioner, margin=self.margin_bytes, cost=self.cost), (self.budget,)
+
+    def uuid(self) -> object:
+        """Return what tells this partitioner from others, for the caches of compilers."""
+        files = sorted(Path(__file__).parent.glob("*.py")) + sorted(Path(__file__).parents[1].glob("schedules/*.py"))
+        code = hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
+        return f"torchremat {code} {self.budget} {self.margin_bytes} {self.cost}"
+
+    def _bytes(self, reading: Reading, plain_bytes: int) -> int:
+        percent = percentage_of(self.budget)
+        return bytes_of(self.budget, reading.device) if percent is None else int(plain_bytes * percent / 100)
+
+    def _nothing_fits(self, budget: int, floor: int, fixed: int) -> str:
+        least = floor + self.margin_bytes
+        reserved = f", of which {format_bytes(self.margin_bytes)} are set aside" if self.margin_bytes else ""
+        return (
+            f"no split of the compiled graph fits the budget of {format_bytes(budget)} ({self.budget}){reserved}. "
+            f"Smallest budget that works: {least} bytes ({format_bytes(least)}). {format_bytes(fixed)} of it are "
+            "parameters and inputs; a smaller batch lowers the rest."
+        )
+
+    def _note(self, reading: Reading, saver: Saver, found: Split, budget: int, peak: int, *, is_torchs: bool) -> None:
+        joint = reading.joint
+        costs = (joint.operators[index].cost for index in joint.of_forward)
+        forward_cost = sum(cost for cost in costs if math.isfinite(cost))
+        more = found.cost - saver.bound(budget - self.margin_bytes)
+        again = [index for index in set(found.forward) & set(found.backward) if joint.operators[index].cost > 0]
+        self.partitions.append(
+            Partition(
+                budget_bytes=budget,
+                peak_bytes=peak,
+                plain_peak_bytes=saver.plain.peak_bytes,
+                saved_bytes=sum(joint.size_bytes[value] for value in found.saved),
+                fixed_bytes=joint.fixed_bytes,
+                recomputed_operators=len(again),
+                recomputed_flops=sum(reading.flops[index] for index in again),
+                flops=sum(reading.flops[index] for index in joint.of_forward),
+                excess=max(0.0, more / forward_cost) if forward_cost else 0.0,
+                is_torchs=is_torchs,
+            )
+        )
+
+
+def _not_counted(unknown: Mapping[str, str]) -> str:
+    operators = "; ".join(f"{name}: {reason}" for name, reason in sorted(unknown.items()))
+    return (
+        f"what kernels allocate beside their results is not known of some operators, and not counted ({operators}). "
+        "A real peak may be above the predicted one: leave a margin."
+    )

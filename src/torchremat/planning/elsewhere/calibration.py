@@ -1,0 +1,181 @@
+"""This machine as a `Device`: each operator of a step measured where it runs, its seconds and what its kernel takes.
+
+The allocator's events between two marks around an operator say how high it went over what it left. From the operators
+also follow the rates of the device: the best that any of them has reached.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from torchremat._compat.modes import EagerMode
+from torchremat.measuring.allocator import AllocationTrace, check_no_profiler, record_allocations
+from torchremat.measuring.runs import Subject
+from torchremat.measuring.step import run_backward
+from torchremat.measuring.tracker import address_of, tensors_in
+from torchremat.planning.budgets import capacity_of
+from torchremat.planning.elsewhere.devices import Device, MeasuredKernel
+from torchremat.planning.elsewhere.kernels import intensity, is_mutable, signature
+from torchremat.planning.profiles.optimizers import stepped_and_undone
+from torchremat.planning.profiles.overheads import overheads
+
+_FLOPS_OF_NOTE = 10_000  # below, an operator's seconds tell nothing of the rates of a device
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """One operator that ran: the marks around it, and what it made."""
+
+    signature: str
+    first: int
+    last: int
+    storage_bytes: tuple[int, ...]
+    seconds: float
+    flops: int
+    touched_bytes: int
+    dtype: torch.dtype
+
+
+class _Kernels(EagerMode):
+    """Takes marks and times around each operator that computes something."""
+
+    def __init__(self, mark: Callable[[str], int], device: torch.device) -> None:
+        super().__init__()
+        self.runs: list[_Run] = []
+        self._mark = mark
+        self._device = device
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., object],
+        types: tuple[type, ...],
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        named = kwargs or {}
+        first = self._mark("operator")
+        self._wait()
+        start_s = time.perf_counter()
+        result = func(*args, **named)
+        self._wait()
+        seconds = time.perf_counter() - start_s
+        last = self._mark("done")
+        made = _made(args, named, result)
+        if made or is_mutable(func):
+            flops, touched_bytes, dtype = intensity(func, args, named, result, made)
+            self.runs.append(
+                _Run(
+                    signature=signature(func, args, named),
+                    first=first,
+                    last=last,
+                    storage_bytes=tuple(one.untyped_storage().nbytes() for one in made),
+                    seconds=seconds,
+                    flops=flops,
+                    touched_bytes=touched_bytes,
+                    dtype=dtype,
+                )
+            )
+        return result
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def _made(args: tuple[object, ...], kwargs: Mapping[str, object], result: object) -> list[Tensor]:
+    """Return those of the results, one for each storage, that lie in none of the arguments'."""
+    given = {address_of(one.untyped_storage()) for one in tensors_in([*args, *kwargs.values()])}
+    made: list[Tensor] = []
+    for tensor in tensors_in(result):
+        address = address_of(tensor.untyped_storage())
+        if address not in given:
+            given.add(address)
+            made.append(tensor)
+    return made
+
+
+def device_here(subject: Subject, device: torch.device) -> Device:
+    """Return the description of a device of this machine, with the kernels of a step.
+
+    The step is run as it is, and must fit.
+
+    Raises:
+        UnsupportedError: A profiler is active.
+    """
+    check_no_profiler()
+    runs: list[_Run] = []
+    table: dict[str, list[MeasuredKernel]] = {}
+    with subject.untouched():
+        with record_allocations(device) as recorder, _Kernels(recorder.mark, device) as kernels:
+            loss = subject.forward()
+            run_backward(loss)
+            del loss
+        runs += _note(table, kernels.runs, recorder.trace)
+    if subject.optimizer is not None:
+        with stepped_and_undone(subject, subject.optimizer) as step:
+            with record_allocations(device) as recorder, _Kernels(recorder.mark, device) as kernels:
+                step()
+            runs += _note(table, kernels.runs, recorder.trace)
+    return _described(device, runs, table)
+
+
+def _note(table: dict[str, list[MeasuredKernel]], runs: list[_Run], trace: AllocationTrace) -> list[_Run]:
+    for run in runs:
+        over = trace.peak_bytes_between(run.first, run.last) - trace.live_bytes_at(run.first)
+        kernel = MeasuredKernel(
+            seconds=run.seconds,
+            workspace_bytes=max(0, over - sum(run.storage_bytes)),
+            storage_bytes=run.storage_bytes,
+        )
+        table.setdefault(run.signature, []).append(kernel)
+    return runs
+
+
+def _described(device: torch.device, runs: list[_Run], table: dict[str, list[MeasuredKernel]]) -> Device:
+    flops: dict[str, float] = {}
+    for run in runs:
+        if run.flops > _FLOPS_OF_NOTE:
+            name = str(run.dtype).removeprefix("torch.")
+            flops[name] = max(flops.get(name, 0.0), run.flops / run.seconds)
+    bandwidth = max((run.touched_bytes / run.seconds for run in runs), default=1e9)
+    is_cuda = device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if is_cuda else f"{platform.machine()} CPU"
+    return Device(
+        name=name,
+        type="cuda" if is_cuda else "cpu",
+        memory_bytes=capacity_of(device) or 1 << 40,
+        # A step without a matrix product says nothing of their rate.
+        flops=flops or {"float32": bandwidth},
+        bandwidth=bandwidth,
+        latency_s=min((run.seconds for run in runs), default=1e-6),
+        host_bandwidth=_host_bandwidth(device) if is_cuda else bandwidth,
+        efficiency=1.0,
+        block_bytes=512 if is_cuda else 1,
+        overheads=overheads(),
+        kernels={
+            name: MeasuredKernel(
+                seconds=median(one.seconds for one in found),
+                workspace_bytes=max(one.workspace_bytes for one in found),
+                storage_bytes=found[0].storage_bytes,
+            )
+            for name, found in table.items()
+        },
+    )
+
+
+def _host_bandwidth(device: torch.device) -> float:
+    """Return the bytes per second of a copy of 64 MiB from pinned memory."""
+    host = torch.empty(1 << 26, dtype=torch.uint8, pin_memory=True)
+    host.to(device)
+    torch.cuda.synchronize(device)
+    start_s = time.perf_counter()
+    host.to(device, non_blocking=True)
+    torch.cuda.synchronize(device)
+    return host.nbytes / (time.perf_counter() - start_s)

@@ -1,0 +1,262 @@
+"""`Device`: what a device that is not here can do, as data. From a table of published figures, or saved by a machine.
+
+`Planner.save_device` writes one with the kernels that were measured; those of the table have none, so what their
+kernels take beside tensors is not known, and seconds are those of a roofline.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from types import MappingProxyType
+from typing import Literal, cast
+
+from torchremat.errors import DeviceError
+from torchremat.planning.profiles.overheads import NOMINAL, Overheads
+
+_FORMAT = "torchremat device"
+_VERSION = 1
+
+DeviceType = Literal["cpu", "cuda"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredKernel:
+    """One operator with arguments of certain shapes, as it ran on a device.
+
+    Attributes:
+        seconds: Median over its runs.
+        workspace_bytes: Highest live bytes inside of it, over what it returned.
+        storage_bytes: Bytes of each storage that it made and returned.
+    """
+
+    seconds: float
+    workspace_bytes: int
+    storage_bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """A device, described.
+
+    Attributes:
+        name: What it is called in plans.
+        type: `"cuda"` or `"cpu"`.
+        memory_bytes: What it has; no budget is larger.
+        flops: Flops per second of matrix products by the name of the dtype, like `{"bfloat16": 989e12}`. A dtype that
+            is not there is taken to be as fast as the slowest that is.
+        bandwidth: Bytes per second of its memory.
+        latency_s: Seconds that the smallest kernel takes.
+        host_bandwidth: Bytes per second between it and the host's memory, in one direction.
+        efficiency: The share of flops and bandwidth that real kernels reach.
+        block_bytes: What its allocator rounds sizes up to.
+        overheads: Seconds that torchremat itself takes beside the kernels: for a region, and for each operator of
+            one that is kept in part.
+        kernels: Measured kernels by signature.
+    """
+
+    name: str
+    type: DeviceType
+    memory_bytes: int
+    flops: Mapping[str, float]
+    bandwidth: float
+    latency_s: float
+    host_bandwidth: float
+    efficiency: float = 0.7
+    block_bytes: int = 512
+    overheads: Overheads = NOMINAL
+    kernels: Mapping[str, MeasuredKernel] = field(default_factory=dict[str, MeasuredKernel], repr=False)
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"{name} is {getattr(self, name)!r}, a number above 0 is needed"
+            for name in _NUMBERS
+            if not _is_positive(getattr(self, name))
+        ]
+        if self.type not in ("cpu", "cuda"):
+            problems.append(f"type is {self.type!r}, 'cpu' or 'cuda' is needed")
+        if not self.flops or not all(map(_is_positive, self.flops.values())):
+            problems.append(f"flops is {dict(self.flops)!r}, at least one dtype with a number above 0 is needed")
+        if problems:
+            raise DeviceError(f"device {self.name!r}: {'; '.join(problems)}.")
+
+    def save(self, path: str | Path) -> None:
+        """Write the description to a JSON file."""
+        content: dict[str, object] = {"format": _FORMAT, "version": _VERSION}
+        content |= {one.name: getattr(self, one.name) for one in fields(self)}
+        content["flops"] = dict(self.flops)
+        content["overheads"] = asdict(self.overheads)
+        content["kernels"] = {
+            name: [kernel.seconds, kernel.workspace_bytes, *kernel.storage_bytes]
+            for name, kernel in sorted(self.kernels.items())
+        }
+        Path(path).write_text(json.dumps(content, indent=1) + "\n")
+
+    @staticmethod
+    def load(path: str | Path) -> Device:
+        """Return the description in a file.
+
+        Raises:
+            DeviceError: The file is no description; all fields that are missing or wrong are named.
+        """
+        try:
+            content: object = json.loads(Path(path).read_text())
+        except (OSError, ValueError) as error:
+            raise DeviceError(f"{path}: cannot be read as the description of a device: {error}.") from error
+        if not isinstance(content, dict):
+            raise DeviceError(
+                f"{path}: an object with {', '.join(_REQUIRED)} is needed, not a {type(content).__name__}."
+            )
+        found = cast("dict[str, object]", content)
+        if found.get("version", _VERSION) != _VERSION or found.get("format", _FORMAT) != _FORMAT:
+            raise DeviceError(
+                f"{path}: format {found.get('format')!r} version {found.get('version')!r}; this torchremat reads "
+                f"{_FORMAT!r} version {_VERSION}."
+            )
+        return _read({key: value for key, value in found.items() if key not in ("format", "version")}, str(path))
+
+
+_REQUIRED = ("name", "type", "memory_bytes", "flops", "bandwidth", "latency_s", "host_bandwidth")
+_OPTIONAL = ("efficiency", "block_bytes", "overheads", "kernels")
+_NUMBERS = ("memory_bytes", "bandwidth", "latency_s", "host_bandwidth", "efficiency", "block_bytes")
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+def _read(content: dict[str, object], source: str) -> Device:
+    missing = [name for name in _REQUIRED if name not in content]
+    unknown = [name for name in content if name not in (*_REQUIRED, *_OPTIONAL)]
+    problems = [f"misses {', '.join(missing)}"] if missing else []
+    problems += [f"has {', '.join(unknown)}, which no device has"] if unknown else []
+    problems += [
+        f"{name} is {content[name]!r:.40}, an int is needed"
+        for name in ("memory_bytes", "block_bytes")
+        if not isinstance(content.get(name, 0), int)
+    ]
+    if not isinstance(content.get("flops", {}), dict):
+        problems.append("flops is no object of dtypes")
+    overheads, parts = content.get("overheads", asdict(NOMINAL)), [one.name for one in fields(Overheads)]
+    if not _is_table(overheads, parts):
+        problems.append(f"overheads is {overheads!r:.40}, an object with {', '.join(parts)} in seconds is needed")
+    kernels = content.get("kernels", {})
+    if not isinstance(kernels, dict):
+        problems.append("kernels is no object of signatures")
+    else:
+        table = cast("dict[str, object]", kernels)
+        wrong = [name for name, numbers in table.items() if not _is_kernel(numbers)]
+        problems += [f"kernels[{wrong[0]!r}] is no list of seconds and bytes"] if wrong else []
+    if problems:
+        raise DeviceError(f"{source}: the description of the device {'; it '.join(problems)}.")
+    read = {
+        name: MeasuredKernel(
+            seconds=float(numbers[0]), workspace_bytes=int(numbers[1]), storage_bytes=tuple(map(int, numbers[2:]))
+        )
+        for name, numbers in cast("dict[str, list[float]]", kernels).items()
+    }
+    own = Overheads(**cast("dict[str, float]", overheads))
+    return Device(**{**content, "overheads": own, "kernels": MappingProxyType(read)})  # pyright: ignore[reportArgumentType]  checked there
+
+
+def _is_table(value: object, names: list[str]) -> bool:
+    if not isinstance(value, dict):
+        return False
+    table = cast("dict[str, object]", value)
+    return sorted(table) == sorted(names) and all(isinstance(one, int | float) and one >= 0 for one in table.values())
+
+
+def _is_kernel(numbers: object) -> bool:
+    if not isinstance(numbers, list) or len(cast("list[object]", numbers)) < 2:
+        return False
+    seconds, *sizes = cast("list[object]", numbers)
+    return isinstance(seconds, int | float) and seconds >= 0 and all(isinstance(one, int) and one >= 0 for one in sizes)
+
+
+def _nvidia(
+    name: str, memory_gib: int, flops: dict[str, float], *, bandwidth: float, host_bandwidth: float
+) -> tuple[str, Device]:
+    return name, Device(
+        name=name,
+        type="cuda",
+        memory_bytes=memory_gib << 30,
+        flops=MappingProxyType(flops),
+        bandwidth=bandwidth,
+        latency_s=4e-6,
+        host_bandwidth=host_bandwidth,
+    )
+
+
+# Dense tensor-core rates, no sparsity; `float32` is the rate without TF32, which is PyTorch's default. Memory is what
+# is sold; a driver keeps some of it. Host bandwidth is that of the bus in one direction.
+_BUILT_IN: dict[str, Device] = dict(
+    (
+        # NVIDIA V100 data sheet (2020), SXM2: 125 TF fp16, 15.7 TF fp32, 900 GB/s, PCIe 3.0 x16. No bfloat16.
+        _nvidia("v100", 32, {"float16": 125e12, "float32": 15.7e12}, bandwidth=900e9, host_bandwidth=16e9),
+        # NVIDIA A100 data sheet (2021), SXM 80 GB: 312 TF bf16 and fp16, 19.5 TF fp32, 2039 GB/s, PCIe 4.0 x16.
+        _nvidia(
+            "a100",
+            80,
+            {"bfloat16": 312e12, "float16": 312e12, "float32": 19.5e12},
+            bandwidth=2039e9,
+            host_bandwidth=32e9,
+        ),
+        # NVIDIA A10 data sheet (2021): 125 TF bf16 and fp16, 31.2 TF fp32, 600 GB/s, 24 GB, PCIe 4.0 x16.
+        _nvidia(
+            "a10",
+            24,
+            {"bfloat16": 125e12, "float16": 125e12, "float32": 31.2e12},
+            bandwidth=600e9,
+            host_bandwidth=32e9,
+        ),
+        # NVIDIA L4 data sheet (2023): 121 TF bf16 and fp16 (242 with sparsity), 30.3 TF fp32, 300 GB/s, 24 GB.
+        _nvidia(
+            "l4",
+            24,
+            {"bfloat16": 121e12, "float16": 121e12, "float32": 30.3e12},
+            bandwidth=300e9,
+            host_bandwidth=32e9,
+        ),
+        # NVIDIA H100 data sheet (2023), SXM: 1979 TF bf16 with sparsity, so 989 dense; 67 TF fp32, 3.35 TB/s, PCIe 5.0.
+        _nvidia(
+            "h100",
+            80,
+            {"bfloat16": 989e12, "float16": 989e12, "float32": 67e12},
+            bandwidth=3350e9,
+            host_bandwidth=64e9,
+        ),
+        # NVIDIA H200 data sheet (2024), SXM: as the H100, with 141 GB (decimal, so 131 GiB) and 4.8 TB/s.
+        _nvidia(
+            "h200",
+            131,
+            {"bfloat16": 989e12, "float16": 989e12, "float32": 67e12},
+            bandwidth=4800e9,
+            host_bandwidth=64e9,
+        ),
+    )
+)
+
+
+def device_of(device: object) -> Device:
+    """Return a description: one that is given, that of a name in the table, or that in a file.
+
+    Raises:
+        DeviceError: It is none of these.
+    """
+    names = ", ".join(_BUILT_IN)
+    allowed = f"Give one of {names}, a file that `Planner.save_device` has written, or a `torchremat.Device`"
+    if isinstance(device, Device):
+        return device
+    if isinstance(device, str) and device.lower() in _BUILT_IN:
+        return _BUILT_IN[device.lower()]
+    if isinstance(device, Path) or (isinstance(device, str) and (device.endswith(".json") or Path(device).is_file())):
+        return Device.load(device)
+    if device is None:
+        raise DeviceError(f"on='meta' plans for a device that is not here, so it has to know which. {allowed}.")
+    near = difflib.get_close_matches(str(device).lower(), _BUILT_IN, 1)
+    hint = f" Is {near[0]!r} meant?" if near else ""
+    raise DeviceError(f"device={device!r} is no device that is known here.{hint} {allowed}.")

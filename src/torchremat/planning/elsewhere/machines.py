@@ -1,0 +1,126 @@
+"""The machine that a step is profiled on: this one, or one that is only described.
+
+Whoever profiles asks the machine to record allocations, and for nothing else that depends on whether tensors are real.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+import torch
+
+from torchremat.measuring.allocator import Recorder, check_no_profiler, record_allocations
+from torchremat.measuring.modules import has_compiled
+from torchremat.measuring.runs import Subject
+from torchremat.planning.budgets import capacity_of, free_on
+from torchremat.planning.profiles.overheads import Overheads, overheads
+from torchremat.planning.profiles.tracing import nothing_kept
+
+
+class Machine(Protocol):
+    """Where steps run.
+
+    Attributes:
+        device: The device that tensors say they are on.
+        name: What plans call it.
+        is_here: Whether steps can really run.
+        generator_bytes: Of the state of a generator, where these lie on the device.
+    """
+
+    device: torch.device
+    name: str
+    is_here: bool
+    generator_bytes: int
+
+    @property
+    def notice(self) -> str:
+        """What is to be said of its figures, if anything."""
+        ...
+
+    def entered(self) -> AbstractContextManager[object]:
+        """Return the context that all runs of one profile share."""
+        ...
+
+    def record(self) -> AbstractContextManager[Recorder]:
+        """Record what the allocator does during a block."""
+        ...
+
+    def clocked(self) -> AbstractContextManager[Recorder | None]:
+        """Return the context for a step whose operators are timed; its recorder has the time, unless a clock has it."""
+        ...
+
+    def stepping(self) -> AbstractContextManager[object]:
+        """Return the context for the step of an optimizer."""
+        ...
+
+    def capacity_bytes(self) -> int | None:
+        """Return the bytes that it has in all; None if nobody knows."""
+        ...
+
+    def free_bytes(self) -> int | None:
+        """Return the bytes that are free for a profile now; None if nobody knows."""
+        ...
+
+    def forward_seconds(self, subject: Subject) -> float | None:
+        """Return the seconds of a forward that nothing watches; None if only kernels take time."""
+        ...
+
+    def overheads(self) -> Overheads:
+        """Return what the executor takes by itself."""
+        ...
+
+
+class Here:
+    """This machine, with one of its devices."""
+
+    is_here = True
+    notice = ""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.name = str(device)
+        self.generator_bytes = torch.get_rng_state().nbytes if device.type == "cpu" else 0
+
+    def entered(self) -> AbstractContextManager[object]:
+        """See `Machine`."""
+        check_no_profiler()
+        return nullcontext()
+
+    def record(self) -> AbstractContextManager[Recorder]:
+        """See `Machine`."""
+        return record_allocations(self.device)
+
+    def clocked(self) -> AbstractContextManager[Recorder | None]:
+        """See `Machine`."""
+        return nullcontext()
+
+    def stepping(self) -> AbstractContextManager[object]:
+        """See `Machine`."""
+        return nullcontext()
+
+    def capacity_bytes(self) -> int | None:
+        """See `Machine`."""
+        return capacity_of(self.device)
+
+    def free_bytes(self) -> int | None:
+        """See `Machine`."""
+        return free_on(self.device)
+
+    def forward_seconds(self, subject: Subject) -> float | None:
+        """See `Machine`."""
+        # Without grad, compiled modules would run other code, and compile it first.
+        compiled = any(map(has_compiled, subject.models))
+        with subject.untouched(), nothing_kept() if compiled else torch.no_grad():
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            start_s = time.perf_counter()
+            subject.run()
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            return time.perf_counter() - start_s
+
+    def overheads(self) -> Overheads:
+        """See `Machine`."""
+        return overheads()

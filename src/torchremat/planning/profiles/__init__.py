@@ -1,0 +1,16 @@
+"""What a step does and needs: one forward traced, one step watched.
+
+interception.py  the forward of every module, routed through one function
+tracing.py       the calls of a forward, and what they save
+operators.py     the operators of each call
+units.py         the flat order of calls that a plan chooses among
+watching.py      the step in which every unit is a region
+reading.py       figures, read out of the allocator's events
+optimizers.py    what the optimizer needs
+overheads.py     what the executor takes by itself
+profiling.py     all of it: a profile
+weighing.py      what stores take from each unit
+speeds.py        how fast stores are
+peers.py         the processes that train one model together
+agreement.py     one profile of all of theirs
+"""

@@ -1,0 +1,157 @@
+"""One profile of those of several processes: the most bytes of any, the mean of the seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TypeVar
+
+from torch import nn
+
+from torchremat.errors import StepError
+from torchremat.measuring.before import BytesBefore
+from torchremat.measuring.communication import reduced_bytes
+from torchremat.measuring.runs import Subject
+from torchremat.planning.elsewhere.machines import Machine
+from torchremat.planning.profiles.optimizers import OptimizerBytes
+from torchremat.planning.profiles.peers import Peers
+from torchremat.planning.profiles.profiling import Grains, profile_subject
+from torchremat.planning.profiles.reading import Profile, UnitCosts
+from torchremat.planning.profiles.tracing import trace
+from torchremat.planning.profiles.units import find_units
+from torchremat.planning.walks.moments import Key, Moment, UnitBytes
+
+T = TypeVar("T", UnitBytes, UnitCosts, BytesBefore, OptimizerBytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figures:
+    """What processes tell each other of a profile."""
+
+    names: tuple[str, ...]
+    order: tuple[int, ...]
+    storage_bytes: tuple[int, ...]
+    sizes: tuple[UnitBytes, ...]
+    costs: tuple[UnitCosts, ...]
+    extra_bytes: dict[Key, int]
+    after_bytes: dict[Key, int]
+    start_bytes: int
+    seconds: float
+    forward_seconds: float
+    before: BytesBefore
+    optimizer: OptimizerBytes | None
+
+
+def profiled_together(peers: Peers, model: nn.Module, subject: Subject, machine: Machine) -> Grains:
+    """Return the profile of a step, with the figures of all processes that train the model.
+
+    Raises:
+        StepError: See `profile`; or the processes do not run the same step.
+    """
+    found: list[Grains] = []
+    if peers.are_several:
+        # Before any backward: a process that has stopped takes no part in its reductions, and others would wait.
+        peers.all(lambda: _check_forward(model, subject))
+
+    def figures() -> tuple[Figures, Figures | None]:
+        found.append(beside(profile_subject(model, subject, machine), reduced_bytes(model, machine.device)))
+        fine = found[0].fine
+        return figures_of(found[0].coarse), None if fine is None else figures_of(fine)
+
+    told = peers.all(figures)
+    return found[0] if len(told) == 1 else agreed_grains(found[0], told)
+
+
+def _check_forward(model: nn.Module, subject: Subject) -> None:
+    """Run the forward alone, and raise what is wrong with it."""
+    with subject.untouched():
+        find_units(trace(model, subject.step))
+
+
+def figures_of(profile: Profile) -> Figures:
+    """Return what there is to tell of a profile."""
+    return Figures(
+        names=tuple(unit.name for unit in profile.units.units),
+        order=profile.order,
+        storage_bytes=tuple(profile.units.trace.storage_bytes.values()),
+        sizes=profile.sizes,
+        costs=profile.costs,
+        extra_bytes=profile.extra_bytes,
+        after_bytes=profile.after_bytes,
+        start_bytes=profile.start_bytes,
+        seconds=profile.seconds,
+        forward_seconds=profile.forward_seconds,
+        before=profile.before,
+        optimizer=profile.optimizer,
+    )
+
+
+def beside(grains: Grains, waiting_bytes: int) -> Grains:
+    """Return the profile of a step in whose backward so many bytes may lie beside what was measured."""
+    fine = None if grains.fine is None else _beside(grains.fine, waiting_bytes)
+    return Grains(coarse=_beside(grains.coarse, waiting_bytes), fine=fine)
+
+
+def _beside(profile: Profile, waiting_bytes: int) -> Profile:
+    if not waiting_bytes:
+        return profile
+    forward = (Moment.FORWARD, Moment.LEFT, Moment.END)
+    extra = {key: size + waiting_bytes * (key[0] not in forward) for key, size in profile.extra_bytes.items()}
+    return replace(profile, extra_bytes=extra)
+
+
+def agreed_grains(grains: Grains, told: Sequence[tuple[Figures, Figures | None]]) -> Grains:
+    """Return the profile of a process with the figures of all.
+
+    Raises:
+        StepError: A process called other modules than the first one.
+    """
+    coarse = _agreed(grains.coarse, [one for one, _ in told])
+    fine = [one for _, one in told if one is not None]
+    if grains.fine is None or len(fine) < len(told):
+        return Grains(coarse=coarse, fine=None)
+    return Grains(coarse=coarse, fine=_agreed(grains.fine, fine))
+
+
+def _agreed(profile: Profile, told: Sequence[Figures]) -> Profile:
+    first = told[0]
+    for rank, one in enumerate(told):
+        if (one.names, one.order, len(one.storage_bytes)) != (first.names, first.order, len(first.storage_bytes)):
+            raise StepError(
+                f"process {rank} called other modules in the step than process 0: {', '.join(one.names)}, in backward "
+                f"in the order {one.order}, against {', '.join(first.names)} in the order {first.order}. Processes "
+                "that share their parameters need the same plan, so give them batches of the same kind."
+            )
+    storages = dict(enumerate(max(sizes) for sizes in zip(*(one.storage_bytes for one in told), strict=True)))
+    units = replace(profile.units, trace=replace(profile.units.trace, storage_bytes=storages))
+    optimizers = [one.optimizer for one in told if one.optimizer is not None]
+    return replace(
+        profile,
+        units=units,
+        sizes=tuple(_most(of_unit) for of_unit in zip(*(one.sizes for one in told), strict=True)),
+        costs=tuple(_mean(of_unit) for of_unit in zip(*(one.costs for one in told), strict=True)),
+        extra_bytes=_highest([one.extra_bytes for one in told]),
+        after_bytes=_highest([one.after_bytes for one in told]),
+        start_bytes=max(one.start_bytes for one in told),
+        seconds=sum(one.seconds for one in told) / len(told),
+        forward_seconds=sum(one.forward_seconds for one in told) / len(told),
+        before=_most([one.before for one in told]),
+        optimizer=_most(optimizers) if optimizers else None,
+    )
+
+
+def _highest(told: Sequence[Mapping[Key, int]]) -> dict[Key, int]:
+    return {key: max(one.get(key, value) for one in told) for key, value in told[0].items()}
+
+
+def _most(told: Sequence[T]) -> T:
+    """Return the highest number of each field; what is no number is that of the first process."""
+    first = told[0]
+    numbers = {one.name for one in fields(first) if type(getattr(first, one.name)) is int}
+    return replace(first, **{name: max(getattr(one, name) for one in told) for name in numbers})
+
+
+def _mean(told: Sequence[UnitCosts]) -> UnitCosts:
+    """Return the mean of each field that is in seconds."""
+    names = {one.name for one in fields(told[0]) if one.name.startswith("seconds")}
+    return replace(told[0], **{name: sum(getattr(one, name) for one in told) / len(told) for name in names})

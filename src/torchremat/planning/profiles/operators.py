@@ -1,0 +1,294 @@
+"""The operators of a traced forward: which values each reads and makes, how long it takes, and what autograd saves.
+
+A dispatch mode sees them below autograd, as the policy of a region does, and counts them as that does: operators that
+compute nothing are no operators, see `regions.traits`.
+
+A value is a storage between two writes to it. What compiled code runs, runs eagerly under a mode, so its operators are
+not those of a later step; they are marked.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+from weakref import ReferenceType, ref
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from torchremat._compat.compiled_code import runs_compiled_code
+from torchremat._compat.modes import EagerMode
+from torchremat._compat.sharding import is_dtensor
+from torchremat.measuring.tracker import address_of
+from torchremat.regions.selection import memory_of, written_by
+from torchremat.regions.traits import Traits, traits_of
+from torchremat.tensors.structure import tensors_in
+
+if TYPE_CHECKING:
+    from torchremat.measuring.allocator import Recorder
+    from torchremat.measuring.flops import FlopCounter
+
+
+@dataclass(slots=True, kw_only=True)
+class Run:
+    """An operator that ran.
+
+    Attributes:
+        traits: What is known of the operator.
+        call: Index of the innermost call that was open; -1 for the step's own code.
+        reads: Values, each once.
+        makes: Values: new storages, and those that it has written to.
+        flops: Of it.
+        seconds: Of it, this once.
+        signature: What operators of equal cost have in common.
+        begins: The mark before it; -1 if no allocations were recorded.
+        ends: The mark after it.
+        is_compiled: Whether compiled code ran it.
+    """
+
+    traits: Traits
+    call: int
+    reads: tuple[int, ...]
+    makes: tuple[int, ...]
+    flops: int
+    seconds: float
+    signature: tuple[object, ...]
+    begins: int
+    ends: int
+    is_compiled: bool
+
+    @property
+    def name(self) -> str:
+        """As torch has it: `aten.mul.Tensor`."""
+        return str(self.traits.operator)
+
+
+@dataclass(slots=True, kw_only=True)
+class SeenValue:
+    """A storage between two writes to it.
+
+    Attributes:
+        size_bytes: Of the storage.
+        pointer: Where its memory began.
+        storage: A number for the storage.
+        is_overwritten: Whether it was written to afterwards.
+        is_leaf: Whether it is the memory of a leaf that requires grad, as parameters are.
+    """
+
+    size_bytes: int
+    pointer: int
+    storage: int
+    is_overwritten: bool = False
+    is_leaf: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """A value that autograd saved.
+
+    Attributes:
+        value: Which.
+        position: How many operators had begun before.
+        call: Index of the innermost call that was open; -1 for the step's own code.
+    """
+
+    value: int
+    position: int
+    call: int
+
+
+@dataclass(kw_only=True)
+class OperatorTrace:
+    """The operators of a forward.
+
+    Attributes:
+        runs: In order.
+        values: By number.
+        saves: In order; what has no memory to show is left out.
+        storages: For the number of a storage here its number in the trace of the calls, if that knows it.
+    """
+
+    runs: list[Run] = field(default_factory=list[Run])
+    values: list[SeenValue] = field(default_factory=list[SeenValue])
+    saves: list[Save] = field(default_factory=list[Save])
+    storages: dict[int, int] = field(default_factory=dict[int, int])
+
+
+# What makes an operator take time that has no flops: the bytes that it moves, and that it is called.
+_BYTES_PER_S = 1e10
+_CALL_S = 5e-6
+
+
+def nominal_seconds(log: OperatorTrace, run: Run) -> float:
+    """Return the seconds of an operator on a device of no name, for plans that have to be the same everywhere."""
+    moved = sum(log.values[value].size_bytes for value in (*run.reads, *run.makes))
+    return moved / _BYTES_PER_S + _CALL_S
+
+
+# NOTE [ Casts in a recompute ]
+#
+# Autocast keeps the casts of leaves until the outermost autocast ends, for whoever casts the same leaf again. When
+# backward recomputes, that is over, so a recompute casts for itself, and it keeps its casts until it ends:
+#
+#   cast in the unit          the cast is left with autocast, and a recompute makes a new one
+#   found made by another     likewise: the recompute makes one that the traced forward does not show (`recast_bytes`)
+
+
+def casts_of_leaves(log: OperatorTrace) -> frozenset[int]:
+    """Return the values that autocast keeps."""
+    casts = (run for run in log.runs if run.traits.is_cast and run.reads)
+    return frozenset(one for run in casts if all(log.values[v].is_leaf for v in run.reads) for one in run.makes)
+
+
+def numbers_of(log: OperatorTrace, values: Iterable[int]) -> frozenset[int]:
+    """Return the numbers that the trace of the calls has for the storages of values, of those that it knows."""
+    storages = (log.values[value].storage for value in values)
+    return frozenset(log.storages[storage] for storage in storages if storage in log.storages)
+
+
+class OperatorLog(EagerMode):
+    """Logs the operators that run while it is entered, under a `FlopCounter`.
+
+    Args:
+        flops: Counts what they do.
+        recorder: Takes marks around each; None if no allocations are recorded.
+
+    Attributes:
+        trace: What ran so far.
+        call: Index of the innermost call that is open; whoever follows the calls sets it.
+    """
+
+    def __init__(self, flops: FlopCounter, recorder: Recorder | None) -> None:
+        super().__init__()
+        self.trace = OperatorTrace()
+        self.call = -1
+        self._flops = flops
+        self._recorder = recorder
+        self._seconds = time.perf_counter if recorder is None else recorder.seconds
+        # By address: number, weak reference, value. An address cannot come back before the callback has taken it away.
+        self._storages: dict[int, tuple[int, ReferenceType[UntypedStorage], int]] = {}
+        self._count = 0
+
+    def close(self) -> None:
+        """Forget the storages that are alive."""
+        self._storages.clear()
+
+    def mark(self) -> int:
+        """Mark this moment among the allocations; -1 if none are recorded."""
+        return -1 if self._recorder is None else self._recorder.mark("operator")
+
+    def save(self, tensor: Tensor) -> None:
+        """Note that autograd saves a tensor."""
+        value = self.value(tensor)
+        if value is not None:
+            self.trace.saves.append(Save(value, len(self.trace.runs), self.call))
+
+    def also_known_as(self, tensor: Tensor, number: int) -> None:
+        """Note the number that the trace of the calls gives to the storage of a tensor."""
+        value = self.value(tensor)
+        if value is not None:
+            self.trace.storages[self.trace.values[value].storage] = number
+
+    def value(self, tensor: Tensor) -> int | None:
+        """Return the number of the value that a tensor has now; None if it has no memory to show."""
+        # A sharded tensor has a storage, and no memory in it: its part of this process is a tensor of its own.
+        memory = None if is_dtensor(tensor) else memory_of(tensor)
+        if memory is None:
+            return None
+        known = self._storages.get(address_of(memory))
+        if known is None:
+            return self._new(memory, tensor)
+        if tensor.is_leaf and tensor.requires_grad:
+            self.trace.values[known[2]].is_leaf = True
+        return known[2]
+
+    def _new(self, memory: UntypedStorage, tensor: Tensor) -> int:
+        address = address_of(memory)
+        number, self._count = self._count, self._count + 1
+        value = len(self.trace.values)
+        # A hook gets a view of a parameter, whose base is the leaf.
+        base = tensor if tensor._base is None else tensor._base
+        self.trace.values.append(
+            SeenValue(
+                size_bytes=memory.nbytes(),
+                pointer=self._pointer_of(memory),
+                storage=number,
+                is_leaf=base.is_leaf and base.requires_grad,
+            )
+        )
+        self._storages[address] = (number, ref(memory, lambda _: self._storages.pop(address, None)), value)
+        return value
+
+    def _pointer_of(self, memory: UntypedStorage) -> int:
+        """Return where a storage begins among the allocations; 0 if none are recorded."""
+        return 0 if self._recorder is None else self._recorder.pointer_of(memory)
+
+    def _written(self, tensor: Tensor) -> int | None:
+        """Return the new value of a tensor that was written."""
+        memory = None if is_dtensor(tensor) else memory_of(tensor)
+        if memory is None:
+            return None
+        address = address_of(memory)
+        known = self._storages.get(address)
+        if known is None:
+            return self._new(memory, tensor)
+        number, alive, old = known
+        values = self.trace.values
+        values[old].is_overwritten = True
+        values.append(SeenValue(size_bytes=memory.nbytes(), pointer=self._pointer_of(memory), storage=number))
+        self._storages[address] = (number, alive, len(values) - 1)
+        return len(values) - 1
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., object],
+        types: tuple[type, ...],
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        named = kwargs or {}
+        traits = traits_of(func)
+        if traits.is_ignored:
+            return func(*args, **named)
+        tensors = tensors_in((args, dict(named)))
+        reads = dict.fromkeys(value for tensor in tensors if (value := self.value(tensor)) is not None)
+        flops, call, storages = self._flops.total, self.call, self._count
+        begins = self.mark()
+        start_s = self._seconds()
+        result = func(*args, **named)
+        seconds = self._seconds() - start_s
+        ends = self.mark()
+        makes: dict[int, None] = {}
+        for tensor in written_by(traits.writes, args, named):
+            value = self._written(tensor)
+            if value is not None:
+                makes[value] = None
+        for tensor in tensors_in(result):
+            value = self.value(tensor)
+            if value is not None and self.trace.values[value].storage >= storages:
+                makes[value] = None
+        self.trace.runs.append(
+            Run(
+                traits=traits,
+                call=call,
+                reads=tuple(reads),
+                makes=tuple(makes),
+                flops=self._flops.total - flops,
+                seconds=seconds,
+                signature=_signature(traits, tensors, args, named),
+                begins=begins,
+                ends=ends,
+                is_compiled=runs_compiled_code(),
+            )
+        )
+        return result
+
+
+def _signature(
+    traits: Traits, tensors: list[Tensor], args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> tuple[object, ...]:
+    shapes = tuple((tuple(one.shape), one.dtype, one.device.type) for one in tensors)
+    numbers = tuple(one for one in (*args, *kwargs.values()) if isinstance(one, bool | int | float | str | torch.dtype))
+    return (id(traits), shapes, numbers)

@@ -1,0 +1,383 @@
+"""Reads a profile out of the allocator's events of a watched step.
+
+what a unit needs                          its forward's events
+if it saves nothing                        as they are
+if what it saves stays                     without the frees of that
+if it ends at its last save                cut there
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from torchremat.errors import StepError
+from torchremat.measuring.allocator import AllocationTrace
+from torchremat.measuring.before import BytesBefore
+from torchremat.planning.profiles.operators import casts_of_leaves, nominal_seconds, numbers_of
+from torchremat.planning.profiles.optimizers import OptimizerBytes
+from torchremat.planning.profiles.overheads import NOMINAL, Overheads
+from torchremat.planning.profiles.tracing import named
+from torchremat.planning.profiles.units import Units
+from torchremat.planning.profiles.watching import Save, Watched, Watcher
+from torchremat.planning.walks.memory import Options, Walk
+from torchremat.planning.walks.moments import Key, Lifetimes, Live, Moment, UnitBytes
+from torchremat.schedules.chain import Tree
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitCosts:
+    """What running a unit's forward once more costs, and what its backward takes.
+
+    Attributes:
+        seconds: Of the whole forward.
+        seconds_truncated: Of a recompute that ends at the unit's last save, what the region itself takes included.
+        seconds_backward: Of its backward.
+        flops: Of the whole forward.
+        flops_truncated: Of the forward up to its last save.
+    """
+
+    seconds: float
+    seconds_truncated: float
+    seconds_backward: float
+    flops: int
+    flops_truncated: int
+
+    def slower(self, factor: float) -> UnitCosts:
+        """Return the same with `factor` times the seconds."""
+        return replace(
+            self,
+            seconds=self.seconds * factor,
+            seconds_truncated=self.seconds_truncated * factor,
+            seconds_backward=self.seconds_backward * factor,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """What a plan is made from.
+
+    Attributes:
+        units: The units, with the trace.
+        sizes: Bytes, by unit.
+        lifetimes: What lives whatever the plan is.
+        costs: Seconds and flops, by unit.
+        order: Units in the order in which backward comes to them.
+        extra_bytes: Bytes live at each moment that do not depend on the plan, relative to the start of the step.
+        after_bytes: Highest live bytes between a moment and the next one, over those live at the moment.
+        start_bytes: Highest live bytes before the first unit is entered.
+        seconds: Of a step without any recompute, estimated.
+        forward_seconds: Of a forward.
+        before: What lies in memory before the step, gradients included.
+        device: Whose bytes these are.
+        optimizer: What `optimizer.step()` needs; None if no optimizer was given.
+        options: For each unit the ways of keeping it beside keeping all, see `options`.
+        overheads: What the executor takes by itself.
+        generator_bytes: Of the state of a generator, where these lie on the device.
+    """
+
+    units: Units
+    sizes: tuple[UnitBytes, ...]
+    lifetimes: Lifetimes
+    costs: tuple[UnitCosts, ...]
+    order: tuple[int, ...]
+    extra_bytes: dict[Key, int]
+    after_bytes: dict[Key, int]
+    start_bytes: int
+    seconds: float
+    forward_seconds: float
+    before: BytesBefore
+    device: torch.device
+    optimizer: OptimizerBytes | None = None
+    options: Options = ()
+    overheads: Overheads = NOMINAL
+    generator_bytes: int = 0
+
+    @cached_property
+    def nominal_s(self) -> tuple[tuple[float, float], ...]:
+        """For each unit the seconds of its forward on a device of no name: in full, and up to its last save."""
+        log, found = self.units.trace.operators, list[tuple[float, float]]()
+        for unit in self.units.units:
+            calls = {inner for call in unit.calls for inner in self.units.trace.descendants(call)}
+            ends = max((save.position for save in log.saves if save.call in calls), default=0)
+            operators = [index for call in unit.calls for index in self.units.trace.calls[call].operators]
+            seconds = [(index, nominal_seconds(log, log.runs[index])) for index in operators]
+            found.append((sum(s for _, s in seconds), sum(s for index, s in seconds if index < ends)))
+        return tuple(found)
+
+    @cached_property
+    def nominal_forward_s(self) -> float:
+        """The same of the whole forward, code between the units included."""
+        log = self.units.trace.operators
+        return sum(nominal_seconds(log, run) for run in log.runs)
+
+
+def read_profile(
+    units: Units,
+    tree: Tree,
+    watcher: Watcher,
+    trace: AllocationTrace,
+    before: BytesBefore,
+    *,
+    marks: tuple[int, int, int],
+) -> Profile:
+    """Return the profile of a watched step.
+
+    Args:
+        units: The units.
+        tree: The tree that the step ran under.
+        watcher: What it noted.
+        trace: The allocator's events.
+        before: What lay in memory before.
+        marks: The ids of those at the step's beginning, at the end of its forward, and at its end.
+
+    Raises:
+        StepError: A unit was not called.
+    """
+    return _Reader(units, tree, watcher, trace, marks).profile(before)
+
+
+class _Reader:
+    """Reads the profile out of the allocator's events."""
+
+    def __init__(
+        self, units: Units, tree: Tree, watcher: Watcher, trace: AllocationTrace, marks: tuple[int, int, int]
+    ) -> None:
+        self.units = units
+        self.tree = tree
+        self.watcher = watcher
+        self.begins, self.forward, self.ends = marks
+        self.freed_at = intervals_of(trace)
+        self.trace = without_copies(trace, self.freed_at, watcher.copying)
+        self.marks: dict[Key, tuple[int, int]] = {}
+        self.live = np.concatenate([[0], self.trace.live_bytes()])
+        self.position = [mark.position for mark in self.trace.marks]
+        for own in watcher.watched:
+            if own.released >= 0:
+                self.position[own.released] = self.freed_after(own.released)
+        self.live_with_copies = np.concatenate([[0], trace.live_bytes()])
+        log = units.trace.operators
+        self.cast_values = casts_of_leaves(log)
+        self.casts = numbers_of(log, self.cast_values)
+
+    def freed_after(self, mark: int) -> int:
+        """The position after the frees that follow a mark: a region's is made just before what it holds goes."""
+        position, end = self.position[mark], self.position[mark + 1]
+        while position < end and self.trace.delta_bytes[position] <= 0:
+            position += 1
+        return position
+
+    def at(self, mark: int) -> int:
+        return int(self.live[self.position[mark]])
+
+    def over(self, first: int, last: int) -> int:
+        """Highest live bytes between two marks over those at the first."""
+        between = self.live[self.position[first] : self.position[last] + 1]
+        return int(between.max()) - self.at(first) if len(between) else 0
+
+    def profile(self, before: BytesBefore) -> Profile:
+        watched, units = self.watcher.watched, self.units
+        for unit, own in enumerate(watched):
+            if own.begins < 0 or own.ends < 0:
+                raise StepError(
+                    f"{named(units.units[unit].name)} was called in one run of the step and not in the next; a plan "
+                    "needs the same calls in the same order."
+                )
+        order = tuple(self.watcher.order)
+        sizes = tuple(self.size(unit) for unit in range(len(watched)))
+        self.marks = self.moments(order)
+        extra, after = dict[Key, int](), dict[Key, int]()
+        lifetimes = Lifetimes(units, sizes)
+        for state in Walk(units, sizes, order, lifetimes, self.tree):
+            if isinstance(state, Live) and state.key in self.marks and state.key not in extra:
+                begin, end = self.marks[state.key]
+                extra[state.key] = self.at(begin) - state.held_bytes
+                after[state.key] = self.over(begin, end)
+        recompute_s = sum(
+            (self.time(own.recomputed) - self.time(own.recompute)) for own in watched if own.recomputed >= 0
+        )
+        seconds = self.time(self.ends) - self.time(self.begins) - recompute_s
+        return Profile(
+            units=units,
+            sizes=sizes,
+            lifetimes=lifetimes,
+            costs=self.costs(),
+            order=order,
+            extra_bytes=extra,
+            after_bytes=after,
+            start_bytes=self.over(self.begins, watched[0].looks),
+            seconds=seconds,
+            forward_seconds=self.time(self.forward) - self.time(self.begins),
+            before=before,
+            device=self.trace.device,
+        )
+
+    def time(self, mark: int) -> float:
+        return self.trace.marks[mark].time_ns * 1e-9
+
+    def moments(self, order: tuple[int, ...]) -> dict[Key, tuple[int, int]]:
+        """The marks at which the moments begin, and those until which what comes after them lasts."""
+        watched = self.watcher.watched
+        marks: dict[Key, tuple[int, int]] = {}
+        for unit, own in enumerate(watched):
+            marks[Moment.FORWARD, unit] = (own.looks, own.ends)
+            following = watched[unit + 1].looks if unit + 1 < len(watched) else self.forward
+            marks[Moment.LEFT, unit] = (own.ends, following)
+        first = watched[order[0]].recompute if order else self.ends
+        marks[Moment.END, 0] = (self.forward, first)
+        for place, unit in enumerate(order):
+            own = watched[unit]
+            following = watched[order[place + 1]].recompute if place + 1 < len(order) else self.ends
+            released = min(own.released if own.released >= 0 else following, following)
+            marks[Moment.RECOMPUTE, unit] = (own.recompute, own.recomputed)
+            marks[Moment.BACKWARD, unit] = (own.recomputed, released)
+            marks[Moment.RELEASED, unit] = (released, following)
+        return marks
+
+    def size(self, unit: int) -> UnitBytes:
+        own = self.watcher.watched[unit]
+        begin, end = self.position[own.begins], self.position[own.ends]
+        live = self.live[begin : end + 1] - self.live[begin]
+        boundary, left = set(own.boundary), set[int]()
+        inside: dict[tuple[int, int], int] = {}
+        stays = np.zeros(end - begin + 1, np.int64)
+        for save in own.saves:
+            address = save.storage.cdata
+            if address in own.outputs:
+                boundary.add(own.outputs[address])
+            allocated, freed = self.interval(save)
+            if address not in own.outputs and save.number >= 0:
+                if allocated is None and save.number in self.casts:
+                    left.add(save.number)  # See NOTE [ Casts in a recompute ]
+                    continue
+                if allocated is None:  # it was there before the unit and is none of its inputs
+                    boundary.add(save.number)
+                    continue
+                if self.units.outlives(save.number, unit):
+                    left.add(save.number)
+                    continue
+            if allocated is None:
+                continue
+            if (save.pointer, allocated) in inside:
+                continue
+            inside[save.pointer, allocated] = 0 if address in own.outputs else int(self.trace.delta_bytes[allocated])
+            if freed <= end:
+                # From its free on it would still be there.
+                stays[max(freed - begin, 0) + 1 :] += int(self.trace.delta_bytes[allocated])
+        last = self.watcher.last_save[unit]
+        cut = self.position[last] - begin if last >= 0 else 0
+        kept = live + stays
+        return UnitBytes(
+            saved=frozenset(boundary),
+            left=frozenset(left),
+            inside_bytes=sum(inside.values()),
+            drop_peak_bytes=int(live.max()),
+            full_peak_bytes=int(kept.max()),
+            truncated_peak_bytes=int(kept[: cut + 1].max()),
+            exit_bytes=self.at(own.settles) - self.at(own.begins),
+            **self.copies(own),
+            recast_bytes=self.recast_bytes(unit),
+            has_backward=own.recompute >= 0,
+        )
+
+    def recast_bytes(self, unit: int) -> int:
+        """The casts of leaves that a unit finds made, see NOTE [ Casts in a recompute ]."""
+        log, calls = self.units.trace.operators, self.units.trace.calls
+        runs = [log.runs[index] for call in self.units.units[unit].calls for index in calls[call].operators]
+        own = {value for run in runs for value in run.makes}
+        read = {value for run in runs for value in run.reads if value in self.cast_values} - own
+        return sum(log.values[value].size_bytes for value in read)
+
+    def copies(self, own: Watched) -> dict[str, int]:
+        """What the unit's region copies of generator states and buffers; see `UnitBytes`."""
+        position, live = self.position, self.live_with_copies
+        calls = [pair for pair in self.watcher.copying if own.looks <= pair[0] < own.ends]
+        settling = live[position[own.settles] : position[own.ends] + 1]
+        return {
+            "look_bytes": max(int(live[position[b]] - live[position[a]]) for a, b in calls),
+            "state_bytes": sum(self.at(b) - self.at(a) for a, b in calls),
+            "settle_bytes": int(settling.max() - settling[0]),
+        }
+
+    def interval(self, save: Save) -> tuple[int | None, int]:
+        """The events that allocated and freed a saved storage; None if it was there before its unit began."""
+        position = self.position[save.mark]
+        begin = self.position[self.watcher.watched[save.unit].begins]
+        candidates = self.freed_at.get(save.pointer, [])
+        for allocated, freed in candidates:
+            if begin <= allocated < position <= freed:
+                return allocated, freed
+        return None, 0
+
+    def backward_seconds(self, unit: int) -> float:
+        key = (Moment.RELEASED, unit)
+        if key not in self.marks:
+            return 0.0
+        return self.time(self.marks[key][1]) - self.time(self.marks[Moment.BACKWARD, unit][0])
+
+    def costs(self) -> tuple[UnitCosts, ...]:
+        watched = self.watcher.watched
+        groups: dict[tuple[object, ...], list[int]] = {}
+        for unit in range(len(watched)):
+            signature = tuple(self.units.trace.calls[call].signature for call in self.units.units[unit].calls)
+            groups.setdefault(signature, []).append(unit)
+        full, truncated = [0.0] * len(watched), [0.0] * len(watched)
+        for members in groups.values():
+            whole = float(np.median([self.time(watched[u].ends) - self.time(watched[u].begins) for u in members]))
+            cuts = [max(self.watcher.last_save[unit], watched[unit].begins) for unit in members]
+            begins = [watched[unit].begins for unit in members]
+            cut = float(np.median([self.time(a) - self.time(b) for a, b in zip(cuts, begins, strict=True)]))
+            for unit in members:
+                full[unit], truncated[unit] = whole, cut
+        # A recompute costs its unit's truncated forward and what the region itself takes, once in each recompute.
+        overhead = [
+            self.time(own.recomputed) - self.time(own.recompute) - truncated[unit]
+            for unit, own in enumerate(watched)
+            if own.recomputed >= 0
+        ]
+        region_seconds = max(0.0, float(np.median(overhead))) if overhead else 0.0
+        return tuple(
+            UnitCosts(
+                seconds=full[unit],
+                seconds_truncated=truncated[unit] + region_seconds,
+                seconds_backward=self.backward_seconds(unit),
+                flops=self.units.flops(unit),
+                flops_truncated=self.units.flops_truncated(unit),
+            )
+            for unit in range(len(watched))
+        )
+
+
+def without_copies(
+    trace: AllocationTrace, freed_at: dict[int, list[tuple[int, int]]], copying: list[tuple[int, int]]
+) -> AllocationTrace:
+    """Return the trace without what regions copy before a call and drop after it, between the marks `copying`.
+
+    In another tree there are more or fewer regions around the call; what they keep for longer is left.
+    """
+    of_copies = np.zeros(len(trace.delta_bytes) + 2, np.bool_)
+    for begin, end in copying:
+        of_copies[trace.marks[begin].position : trace.marks[end].position] = True
+    delta = trace.delta_bytes.copy()
+    for intervals in freed_at.values():
+        for allocated, freed in intervals:
+            if of_copies[allocated] and of_copies[freed]:
+                delta[[allocated, freed]] = 0
+    return replace(trace, delta_bytes=delta)
+
+
+def intervals_of(trace: AllocationTrace) -> dict[int, list[tuple[int, int]]]:
+    """For each address the events that allocated and freed it; a storage that stays is freed after the last event."""
+    intervals: dict[int, list[tuple[int, int]]] = {}
+    open_at: dict[int, int] = {}
+    for event, (pointer, delta) in enumerate(zip(trace.ptr.tolist(), trace.delta_bytes.tolist(), strict=True)):
+        if delta > 0:
+            open_at[pointer] = event
+        elif pointer in open_at:
+            intervals.setdefault(pointer, []).append((open_at.pop(pointer), event))
+    for pointer, event in open_at.items():
+        intervals.setdefault(pointer, []).append((event, len(trace.ptr) + 1))
+    return intervals

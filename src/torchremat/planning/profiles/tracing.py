@@ -1,0 +1,398 @@
+"""One forward of the user's step, traced: which modules are called when, with which tensors, and what they save.
+
+Nothing that autograd saves is kept meanwhile, so the forward needs about the memory of one without grad, and a tensor
+between two calls lives exactly as long as the Python code around holds it. Both are needed: the order of calls is seen,
+not guessed from types, and the lifetimes say which boundaries stay alive whatever the plan is.
+
+The operators are logged by the way, see `operators`; a call is the smallest thing here.
+
+Compiled modules save other tensors than their eager code, whose operators are the ones that can be seen. So with such
+modules there are three forwards: one runs eagerly and shows operators, one compiles, one shows all else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from weakref import ReferenceType, ref
+
+import torch
+from torch import Tensor, UntypedStorage, nn
+
+from torchremat._compat.autograd import pop_saved_tensor_hooks, push_saved_tensor_hooks, top_saved_tensor_hooks
+from torchremat._compat.graphs import outside_graphs
+from torchremat._compat.sharding import is_sharded
+from torchremat._compat.transforms import check_transform_traced
+from torchremat.errors import StepError, UnsupportedError
+from torchremat.measuring.allocator import AllocationTrace, Recorder
+from torchremat.measuring.flops import FlopCounter
+from torchremat.measuring.modules import has_compiled, is_compiled
+from torchremat.measuring.step import loss_of
+from torchremat.measuring.tracker import address_of
+from torchremat.measuring.untouched import untouched
+from torchremat.planning.profiles.interception import intercepted
+from torchremat.planning.profiles.operators import OperatorLog, OperatorTrace
+from torchremat.regions.guards import tensors_inside
+from torchremat.regions.selection import memory_of
+from torchremat.tensors.structure import split, tensors_in
+
+Step = Callable[[nn.Module], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A tensor as a call saw it.
+
+    Attributes:
+        identity: A number for the Python object.
+        version: Its version then.
+        storage: A number for its storage.
+    """
+
+    identity: int
+    version: int
+    storage: int
+
+
+@dataclass(slots=True, kw_only=True)
+class Call:
+    """One call of a module.
+
+    Attributes:
+        name: The module's name in the model.
+        kind: The name of its type.
+        number: How many calls of this name came before.
+        parent: Index of the call that made it; None if the step did.
+        inputs: The tensors among its arguments.
+        outputs: Those that it returned.
+        mutated: Places in `inputs` whose tensors it wrote to in place.
+        saved: Storages that autograd saved directly in it, not in the calls inside, as (storage, time).
+        entered: Time of entry: the number of entries and exits of calls before it.
+        left: Time of exit.
+        carried: Storages that are in its other arguments (a cache, say) when the forward has ended.
+        flops: Flops of its forward.
+        flops_saved: Flops of its forward up to its last save.
+        grad: Whether grad mode was on.
+        input_elements: Elements in its inputs.
+        signature: What calls of equal cost have in common.
+        operators: The operators that ran in it, as a range.
+        begins: The mark at its entry; -1 if no allocations were recorded.
+        ends: The mark at its exit.
+    """
+
+    name: str
+    kind: str
+    number: int
+    parent: int | None
+    inputs: list[Seen]
+    outputs: list[Seen] = field(default_factory=list[Seen])
+    mutated: list[int] = field(default_factory=list[int])
+    saved: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    carried: tuple[int, ...] = ()
+    entered: int
+    left: int = -1
+    flops: int = 0
+    flops_saved: int = 0
+    grad: bool = True
+    input_elements: int = 0
+    signature: tuple[object, ...] = ()
+    operators: range = range(0)
+    begins: int = -1
+    ends: int = -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    """A traced forward.
+
+    Attributes:
+        calls: In the order of entry.
+        storage_bytes: Bytes of each storage number.
+        fixed: Storages of parameters, buffers and other tensors that were there before.
+        born: For a storage number the time at which it was first seen.
+        died: For a storage number the time at which it was gone; absent if it was alive at the end of the forward.
+        step_saved: Storages saved outside of every call, in the step's own code, as (storage, time).
+        end: Time at the end of the forward.
+        flops: Of the whole forward.
+        operators: All that ran.
+        allocations: What the allocator did meanwhile, with a mark before and after each operator; None if not recorded.
+        sharded: The names of the modules that FSDP2 has sharded.
+    """
+
+    calls: list[Call]
+    storage_bytes: dict[int, int]
+    fixed: frozenset[int]
+    born: dict[int, int]
+    died: dict[int, int]
+    step_saved: list[tuple[int, int]]
+    end: int
+    flops: int
+    operators: OperatorTrace = field(default_factory=OperatorTrace)
+    allocations: AllocationTrace | None = None
+    sharded: frozenset[str] = frozenset()
+
+    def descendants(self, index: int) -> list[int]:
+        """Return the calls made inside call `index`, itself included, at any depth, in order."""
+        left = self.calls[index].left
+        result = [index]
+        for later in range(index + 1, len(self.calls)):
+            if self.calls[later].entered > left:
+                break
+            result.append(later)
+        return result
+
+    def children(self, index: int | None) -> list[int]:
+        """Return the calls that call `index` made itself; None stands for the step."""
+        return [i for i, call in enumerate(self.calls) if call.parent == index]
+
+
+class _Tracer:
+    def __init__(self, model: nn.Module, flops: FlopCounter, log: OperatorLog) -> None:
+        self.flops = flops
+        self.log = log
+        self.calls: list[Call] = []
+        self.time = 0
+        self.open: list[int] = []
+        self.counts: dict[str, int] = {}
+        # By address. An address cannot come back before the callback of its weak reference has taken the entry away.
+        self.storages: dict[int, tuple[int, ReferenceType[UntypedStorage]]] = {}
+        self.storage_bytes: dict[int, int] = {}
+        self.born: dict[int, int] = {}
+        self.died: dict[int, int] = {}
+        self.objects_of: dict[int, list[object]] = {}
+        self.identities: dict[int, tuple[int, ReferenceType[Tensor]]] = {}
+        self.step_saved: list[tuple[int, int]] = []
+        self.tensors = 0
+        self.idle_since = -1  # how many operators had run when the last call returned
+        tensors = [*model.parameters(), *model.buffers()]
+        self.fixed = frozenset(self.storage(tensor) for tensor in tensors)
+
+    def storage(self, tensor: Tensor, *, new: bool = False) -> int:
+        """Return the number of a tensor's storage; `new`: if not seen before, it was made since the last event."""
+        storage = memory_of(tensor)
+        if storage is None:
+            return -1
+        address = address_of(storage)
+        known = self.storages.get(address)
+        if known is not None:
+            return known[0]
+        number = len(self.storage_bytes)
+
+        def dies(_: object) -> None:
+            del self.storages[address]
+            # What goes before anything has run since a call returned was an argument of it that nobody else has.
+            self.died[number] = self.time - (self.idle_since == len(self.log.trace.runs))
+
+        self.storages[address] = (number, ref(storage, dies))
+        self.storage_bytes[number] = storage.nbytes()
+        self.born[number] = self.time + new
+        self.log.also_known_as(tensor, number)
+        return number
+
+    def seen(self, tensor: Tensor, *, new: bool = False) -> Seen:
+        known = self.identities.get(id(tensor))
+        if known is None or known[1]() is not tensor:
+            known = (self.tensors, ref(tensor))
+            self.tensors += 1
+            self.identities[id(tensor)] = known
+        version = 0 if tensor.is_inference() else tensor._version
+        return Seen(known[0], version, self.storage(tensor, new=new))
+
+    @outside_graphs  # compiled code calls it, and dynamo would trace what is called from there
+    def save(self, tensor: Tensor) -> object:
+        self.log.save(tensor)
+        number = self.storage(tensor, new=True)
+        if self.open:
+            call = self.calls[self.open[-1]]
+            call.saved.append((number, self.time))
+            for index in self.open:
+                self.calls[index].flops_saved = self.flops.total - self.calls[index].flops
+        else:
+            self.step_saved.append((number, self.time))
+        return None
+
+    def look_into_objects(self) -> None:
+        """Note which tensors the other arguments hold, and let go of them."""
+        for index in list(self.objects_of):
+            inside = tensors_inside(self.objects_of.pop(index))
+            self.calls[index].carried = tuple({self.storage(one): None for one in inside})
+
+    def run(
+        self,
+        name: str,
+        module: nn.Module,
+        function: Callable[..., object],
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+    ) -> object:
+        hooks = top_saved_tensor_hooks(True)
+        if hooks is None or hooks[0] != self.save:
+            raise UnsupportedError(
+                f"{named(name)} is called under saved-tensor hooks: the model checkpoints itself, or something like "
+                "`save_on_cpu` is active. What it saves there is out of a plan's reach; switch that off (in "
+                "transformers: `gradient_checkpointing_disable()`), the plan decides what is recomputed."
+            )
+        tensors: list[Tensor] = []
+        objects: list[object] = []
+        split((args, kwargs), tensors, objects)
+        if any(tensor.is_nested for tensor in tensors):
+            raise UnsupportedError(
+                f"{named(name)} is given a nested tensor, whose bytes cannot be planned. Give padded batches."
+            )
+        self.time += 1
+        self.idle_since = -1
+        index = len(self.calls)
+        if objects:
+            self.objects_of[index] = objects
+        number = self.counts.get(name, 0)
+        self.counts[name] = number + 1
+        call = Call(
+            name=name,
+            kind=type(module).__name__,
+            number=number,
+            parent=self.open[-1] if self.open else None,
+            inputs=[self.seen(tensor) for tensor in tensors],
+            entered=self.time,
+            flops=self.flops.total,
+            grad=torch.is_grad_enabled(),
+            input_elements=sum(tensor.numel() for tensor in tensors),
+            signature=_signature(module, tensors),
+        )
+        self.calls.append(call)
+        self.open.append(index)
+        log, first = self.log, len(self.log.trace.runs)
+        log.call = index
+        call.begins = log.mark()
+        try:
+            output = function(*args, **kwargs)
+        except RuntimeError as error:
+            check_transform_traced(error, named(name))
+            raise
+        finally:
+            self.open.pop()
+            log.call = self.open[-1] if self.open else -1
+        call.ends = log.mark()
+        call.operators = range(first, len(log.trace.runs))
+        call.mutated = [
+            place
+            for place, (tensor, seen) in enumerate(zip(tensors, call.inputs, strict=True))
+            if not tensor.is_inference() and tensor._version != seen.version
+        ]
+        call.outputs = [self.seen(tensor, new=True) for tensor in tensors_in(output)]
+        call.flops = self.flops.total - call.flops
+        self.time += 1
+        call.left = self.time
+        self.idle_since = len(self.log.trace.runs)
+        return output
+
+
+def named(name: str) -> str:
+    """Return the words for a module in a message."""
+    return f"`{name}`" if name else "the model"
+
+
+def trace(model: nn.Module, step: Step, record: Callable[[], AbstractContextManager[Recorder]] | None = None) -> Trace:
+    """Return a traced forward of `step(model)`; model, gradients, buffers, generators and hooks stay as they are.
+
+    Args:
+        model: The model.
+        step: Returns the loss.
+        record: Records what an allocator does in a block. If given, its events are part of the trace.
+
+    Raises:
+        StepError: The step returns no loss, or one without grad.
+    """
+    recording = nullcontext() if record is None else record()
+    with untouched(model), recording as recorder, FlopCounter() as flops, OperatorLog(flops, recorder) as log:
+        seen = _run_traced(model, step, flops, log)
+    seen = replace(seen, allocations=None if recorder is None else recorder.trace)
+    if not has_compiled(model):
+        return seen
+    with untouched(model), nothing_kept():
+        loss_of(step(model))
+    with untouched(model):
+        flops = FlopCounter()  # neither is entered: under a mode, compiled code would run eagerly
+        return _joined(model, _run_traced(model, step, flops, OperatorLog(flops, None)), seen)
+
+
+def _run_traced(model: nn.Module, step: Step, flops: FlopCounter, log: OperatorLog) -> Trace:
+    tracer = _Tracer(model, flops, log)
+    try:
+        with intercepted(model, tracer.run):
+            push_saved_tensor_hooks(tracer.save, _never)
+            try:
+                result = step(model)
+            finally:
+                pop_saved_tensor_hooks()
+        tracer.look_into_objects()
+    finally:
+        tracer.storages.clear()  # what dies from here on is not noted
+        log.close()
+    loss_of(result)
+    del result
+    return Trace(
+        calls=tracer.calls,
+        storage_bytes=tracer.storage_bytes,
+        fixed=tracer.fixed,
+        born=tracer.born,
+        died=tracer.died,
+        step_saved=tracer.step_saved,
+        end=tracer.time + 1,
+        flops=flops.total,
+        operators=log.trace,
+        sharded=frozenset(name for name, module in model.named_modules() if is_sharded(module)),
+    )
+
+
+def _joined(model: nn.Module, own: Trace, eager: Trace) -> Trace:
+    """Return a trace of compiled code with the operators of one that ran eagerly."""
+    if [(call.name, call.number) for call in own.calls] != [(call.name, call.number) for call in eager.calls]:
+        raise StepError(
+            "the step calls other modules when its compiled modules run eagerly than when they run compiled. A plan "
+            "needs a step that calls the same modules each time."
+        )
+    numbers: dict[int, int] = {}
+    for call, seen in zip(own.calls, eager.calls, strict=True):
+        call.operators, call.begins, call.ends, call.flops = seen.operators, seen.begins, seen.ends, seen.flops
+        # A compiled call saves when all of it has run.
+        call.flops_saved = seen.flops if is_compiled(model.get_submodule(call.name)) else seen.flops_saved
+        pairs = (*zip(seen.inputs, call.inputs, strict=True), *zip(seen.outputs, call.outputs, strict=True))
+        numbers.update((theirs.storage, ours.storage) for theirs, ours in pairs)
+    log = eager.operators
+    log.storages = {storage: numbers[number] for storage, number in log.storages.items() if number in numbers}
+    return replace(own, flops=eager.flops, operators=log, allocations=eager.allocations)
+
+
+@contextmanager
+def nothing_kept() -> Generator[None]:
+    """Drop whatever autograd saves in the block, so that a forward needs about the memory of one without grad."""
+    push_saved_tensor_hooks(_dropped, _never)
+    try:
+        yield
+    finally:
+        pop_saved_tensor_hooks()
+
+
+@outside_graphs
+def _dropped(_: Tensor) -> None:
+    """Keep nothing of a tensor."""
+
+
+def _never(_: object) -> Tensor:
+    raise StepError(
+        "the step has run backward itself. Return the loss without calling backward: it is run here, and with it the "
+        "plan. Where it is `torch.autograd.grad` for a gradient penalty, that saves all a second time, out of a plan's "
+        "reach: `wrap` the blocks by hand, and `verify`."
+    )
+
+
+def _signature(module: nn.Module, tensors: list[Tensor]) -> tuple[object, ...]:
+    """Return what calls of equal cost have in common: the type, the shapes of parameters, the inputs."""
+    parameters = tuple(tuple(parameter.shape) for parameter in module.parameters())
+    return (
+        type(module).__qualname__,
+        module.training,
+        parameters,
+        tuple((tuple(tensor.shape), tensor.dtype, tensor.device.type, tensor.requires_grad) for tensor in tensors),
+    )

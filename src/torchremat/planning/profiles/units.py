@@ -1,0 +1,278 @@
+"""The flat order of calls that a plan chooses among, found in a trace.
+
+The calls of the root are taken apart into those that they make themselves as long as that loses nothing: a container
+or a wrapper model that saves next to nothing in its own code, and holds much of the whole. What is left, in order,
+are the
+units: a transformer's blocks, a U-Net's, encoder before decoder, whatever the types are called.
+
+    mutation          a call that writes to its input in place cannot start a region, for the recompute would find the
+                      input changed: it is glued to the call that produced the input, and both are one unit; if that
+                      is not the call just before, or if a later call writes to an input, the call is no unit at all
+    barrier           regions do not span two calls of a root, of which each opens a scope of its own
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from torchremat.errors import StepError
+from torchremat.planning.profiles.tracing import Call, Trace
+
+# A call is taken apart if its own code saves at most this share of what is saved in all of it ...
+_MOST_GLUE = 0.1
+# ... and if it holds at least this share of what the whole forward saves.
+_LEAST_SHARE = 0.3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unit:
+    """Consecutive calls that are planned as one; usually one call.
+
+    Attributes:
+        calls: Indices into the trace.
+        keys: For each call its module's name and how often that was called before in the same call of the root.
+        root: Which call of a root it belongs to, counted from 0.
+        inputs: Storages of its inputs that are neither parameters nor buffers nor made inside.
+        links: Those of them that a region which contains the previous units can recompute: outputs of an earlier unit,
+            by identity and version, as (storage, unit).
+        outputs: Storages of its outputs.
+        carried: Storages in objects among its arguments, which a region around it keeps alive.
+    """
+
+    calls: tuple[int, ...]
+    keys: tuple[tuple[str, int], ...]
+    root: int
+    inputs: tuple[int, ...]
+    links: tuple[tuple[int, int], ...]
+    outputs: tuple[int, ...]
+    carried: tuple[int, ...]
+
+    @cached_property
+    def name(self) -> str:
+        """The names of its modules."""
+        return " + ".join(name for name, _ in self.keys)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Units:
+    """The units of a trace.
+
+    Attributes:
+        trace: The trace.
+        roots: The calls that the units were found in.
+        units: In the order of the calls.
+        others: Calls between the units that can be no units, with their keys: whoever counts calls has to count them.
+        opened: Calls that were taken apart, with their keys; to be counted as well.
+    """
+
+    trace: Trace
+    roots: tuple[int, ...]
+    units: tuple[Unit, ...]
+    others: tuple[tuple[int, tuple[str, int]], ...]
+    opened: tuple[tuple[int, tuple[str, int]], ...] = ()
+
+    def entered(self, unit: int) -> int:
+        """Return the time in the trace at which a unit begins."""
+        return self.trace.calls[self.units[unit].calls[0]].entered
+
+    def left(self, unit: int) -> int:
+        """Return the time in the trace at which a unit ends."""
+        return self.trace.calls[self.units[unit].calls[-1]].left
+
+    def flops(self, unit: int) -> int:
+        """Return the flops of one forward of a unit."""
+        return sum(self.trace.calls[call].flops for call in self.units[unit].calls)
+
+    def flops_truncated(self, unit: int) -> int:
+        """Return the flops of one forward of a unit up to its last save."""
+        calls = [self.trace.calls[call] for call in self.units[unit].calls]
+        saving = [i for i, call in enumerate(self.units[unit].calls) if self.saves(call)]
+        if not saving:
+            return 0
+        return sum(call.flops for call in calls[: saving[-1]]) + calls[saving[-1]].flops_saved
+
+    def saved(self, unit: int) -> list[int]:
+        """Return the storages of everything that is saved in a unit, in order, parameters included."""
+        calls = [inner for call in self.units[unit].calls for inner in self.trace.descendants(call)]
+        saves = sorted(
+            (time, place, one) for call in calls for place, (one, time) in enumerate(self.trace.calls[call].saved)
+        )
+        return [storage for _, _, storage in saves]
+
+    def outlives(self, storage: int, unit: int) -> bool:
+        """Return whether a storage that nothing but Python code holds is alive after a unit has ended."""
+        return storage >= 0 and self.trace.died.get(storage, self.trace.end) > self.left(unit)
+
+    def saves(self, call: int) -> bool:
+        """Return whether anything is saved in a call, parameters included."""
+        return any(self.trace.calls[inner].saved for inner in self.trace.descendants(call))
+
+
+def find_units(trace: Trace, split: frozenset[int] = frozenset()) -> Units:
+    """Return the units of a traced forward.
+
+    Args:
+        trace: The forward.
+        split: Calls that would be units and are to be taken apart into the calls that they make.
+
+    Raises:
+        StepError: The step calls no module of the model with grad mode on.
+    """
+    roots = [index for index in trace.children(None) if trace.calls[index].grad]
+    if not roots:
+        raise StepError(
+            "the step calls no module of the model with grad mode on; is it given another model than the one it uses?"
+        )
+    total = sum(_saved_bytes(trace, root) for root in roots)
+    names: set[str] = set()
+    chosen: list[tuple[int, int]] = []
+    for index in roots:
+        names.update(_expanded_names(trace, index, total, is_root=True))
+    for root, index in enumerate(roots):
+        flat = _flat(trace, index, names)
+        chosen += [(root, inner) for call in flat for inner in (_parts(trace, call) if call in split else [call])]
+    return _Linker(trace, roots, chosen).units()
+
+
+def _saved_bytes(trace: Trace, call: int) -> int:
+    seen = {seen.storage for seen in trace.calls[call].inputs}
+    inside = {storage for inner in trace.descendants(call) for storage, _ in trace.calls[inner].saved}
+    return sum(trace.storage_bytes[storage] for storage in inside - seen - trace.fixed if storage >= 0)
+
+
+def _expanded_names(trace: Trace, index: int, total: int, *, is_root: bool) -> set[str]:
+    children = [child for child in trace.children(index) if trace.calls[child].grad]
+    if not children:
+        return set()
+    whole = _saved_bytes(trace, index)
+    own = {storage for storage, _ in trace.calls[index].saved} - trace.fixed
+    glue = sum(trace.storage_bytes[storage] for storage in own if storage >= 0)
+    if not is_root and (whole < _LEAST_SHARE * total or glue > _MOST_GLUE * whole):
+        return set()
+    names = {trace.calls[index].name}
+    for child in children:
+        names |= _expanded_names(trace, child, total, is_root=False)
+    return names
+
+
+def _flat(trace: Trace, index: int, expanded: set[str]) -> list[int]:
+    call = trace.calls[index]
+    if not call.grad:
+        return []
+    if call.name in expanded:
+        flat = [unit for child in trace.children(index) for unit in _flat(trace, child, expanded)]
+        if flat:
+            return flat
+    return [index]
+
+
+def _parts(trace: Trace, call: int) -> list[int]:
+    return [child for child in trace.children(call) if trace.calls[child].grad]
+
+
+def splittable(units: Units) -> frozenset[int]:
+    """Return the calls of units that make at least two calls themselves, so that there is something to choose among."""
+    calls = [unit.calls[0] for unit in units.units if len(unit.calls) == 1]
+    return frozenset(call for call in calls if len(_parts(units.trace, call)) > 1)
+
+
+class _Linker:
+    """Makes units of the chosen calls: glues those that mutate, links the rest."""
+
+    def __init__(self, trace: Trace, roots: list[int], chosen: list[tuple[int, int]]) -> None:
+        self.trace = trace
+        self.roots = roots
+        self.chosen = chosen
+        self.is_chosen = frozenset(index for _, index in chosen)
+        self.groups: list[list[int]] = []
+        self.root_of: list[int] = []
+
+    def units(self) -> Units:
+        for root, index in self.chosen:
+            call = self.trace.calls[index]
+            if call.mutated and self.groups and self.root_of[-1] == root and self.produces(self.groups[-1], call):
+                self.groups[-1].append(index)
+                continue
+            if call.mutated or self.is_written_later(index, call):
+                continue  # it stays code between the units
+            self.groups.append([index])
+            self.root_of.append(root)
+        keys = self.keys()
+        units = [self.unit(number, group, keys) for number, group in enumerate(self.groups)]
+        grouped = {index for group in self.groups for index in group}
+        others = tuple((index, keys[index]) for _, index in self.chosen if index not in grouped)
+        opened = tuple((index, keys[index]) for _, index in self.counted() if index not in self.is_chosen)
+        return Units(trace=self.trace, roots=tuple(self.roots), units=tuple(units), others=others, opened=opened)
+
+    def produces(self, group: list[int], call: Call) -> bool:
+        """Whether all that `call` writes to is an output of the last calls, unchanged since."""
+        outputs = {(seen.identity, seen.version) for index in group for seen in self.trace.calls[index].outputs}
+        return all((call.inputs[place].identity, call.inputs[place].version) in outputs for place in call.mutated)
+
+    def is_written_later(self, index: int, call: Call) -> bool:
+        """Whether a later call writes to an input of this one: whoever holds it then would find it changed."""
+        versions = {seen.identity: seen.version for seen in call.inputs}
+        return any(
+            later.inputs[place].identity in versions
+            for later in self.trace.calls[index + 1 :]
+            if later.entered > call.left
+            for place in later.mutated
+        )
+
+    def counted(self) -> Iterator[tuple[int, int]]:
+        """Yield the chosen calls and those around them that were taken apart, in the order of their entry."""
+        seen: set[int] = set()
+        for root, index in self.chosen:
+            around = [index]
+            outer = None if index == self.roots[root] else self.trace.calls[index].parent
+            while outer is not None and outer != self.roots[root] and outer not in seen:
+                around.append(outer)
+                outer = self.trace.calls[outer].parent
+            seen.update(around)
+            yield from ((root, call) for call in reversed(around))
+
+    def keys(self) -> dict[int, tuple[str, int]]:
+        counts: dict[tuple[int, str], int] = {}
+        keys: dict[int, tuple[str, int]] = {}
+        for root, index in self.counted():
+            name = self.trace.calls[index].name
+            count = counts.get((root, name), 0)
+            counts[root, name] = count + 1
+            keys[index] = (name, count)
+        return keys
+
+    def unit(self, number: int, group: list[int], keys: dict[int, tuple[str, int]]) -> Unit:
+        calls = [self.trace.calls[index] for index in group]
+        inside: set[tuple[int, int]] = set()
+        inputs: dict[int, None] = {}
+        links: dict[int, int] = {}
+        for call in calls:
+            for seen in call.inputs:
+                if (seen.identity, seen.version) in inside or seen.storage in self.trace.fixed or seen.storage < 0:
+                    continue
+                inputs[seen.storage] = None
+                producer = self.producer(number, seen.identity, seen.version)
+                if producer is not None:
+                    links[seen.storage] = producer
+            inside.update((seen.identity, seen.version) for seen in call.outputs)
+        return Unit(
+            calls=tuple(group),
+            keys=tuple(keys[index] for index in group),
+            root=self.root_of[number],
+            inputs=tuple(inputs),
+            links=tuple(links.items()),
+            carried=tuple({storage: None for call in calls for storage in call.carried if storage >= 0}),
+            outputs=tuple({seen.storage: None for call in calls for seen in call.outputs if seen.storage >= 0}),
+        )
+
+    def producer(self, number: int, identity: int, version: int) -> int | None:
+        for earlier in reversed(range(number)):
+            if self.root_of[earlier] != self.root_of[number]:
+                return None
+            for index in self.groups[earlier]:
+                for seen in self.trace.calls[index].outputs:
+                    if (seen.identity, seen.version) == (identity, version):
+                        return earlier
+        return None

@@ -1,0 +1,197 @@
+"""The step in which every unit is a region, watched: what each unit's region did when, and what was saved in it.
+
+The observer only notes; `profiling` reads the numbers out of the allocator's events afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from itertools import groupby
+from weakref import ReferenceType, WeakKeyDictionary, ref
+
+from torch import Tensor, UntypedStorage
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from torchremat._compat.graphs import outside_graphs
+from torchremat.measuring.tracker import address_of
+from torchremat.planning.profiles.units import Units
+from torchremat.regions.region import Region as LiveRegion
+from torchremat.regions.runs import Place
+from torchremat.regions.selection import memory_of
+from torchremat.schedules.chain import Keep, Region, Tree
+from torchremat.tensors.structure import tensors_in
+
+
+@dataclass
+class Save:
+    """One tensor that autograd saved in a unit, neither an input nor a parameter."""
+
+    unit: int
+    mark: int
+    pointer: int
+    number: int  # of the storage in the trace, where the same save was seen
+    storage: StorageWeakRef
+
+
+@dataclass
+class Watched:
+    """What is noted of one unit while the step runs."""
+
+    looks: int = -1
+    begins: int = -1
+    settles: int = -1
+    ends: int = -1
+    inputs: dict[int, int] = field(default_factory=dict[int, int])  # address of a storage -> number in the trace
+    outputs: dict[int, int] = field(default_factory=dict[int, int])
+    output_refs: list[StorageWeakRef] = field(default_factory=list[StorageWeakRef])  # so that no address comes back
+    boundary: set[int] = field(default_factory=set[int])
+    saves: list[Save] = field(default_factory=list[Save])
+    saved: list[int] = field(default_factory=list[int])  # storages of all saves in the trace, in order
+    position: int = 0
+    recompute: int = -1
+    recomputed: int = -1
+    released: int = -1
+    region: ReferenceType[LiveRegion] | None = None
+
+
+class Watcher:
+    """The observer of the profiled step."""
+
+    def __init__(
+        self,
+        units: Units,
+        mark: Callable[[str], int],
+        pointer_of: Callable[[UntypedStorage], int],
+        fixed: Iterable[Tensor],
+    ) -> None:
+        self.units = units
+        self.mark = mark
+        self.pointer_of = pointer_of
+        self.fixed = {address_of(memory) for tensor in fixed if (memory := memory_of(tensor)) is not None}
+        self.watched = [Watched(saved=units.saved(unit)) for unit in range(len(units.units))]
+        self.order: list[int] = []
+        self.unit_by_region: WeakKeyDictionary[LiveRegion, int | None] = WeakKeyDictionary()
+        self.waiting: dict[tuple[tuple[str, int], ...], list[int]] = {}
+        for index, unit in enumerate(units.units):
+            self.waiting.setdefault(unit.keys, []).append(index)
+        self.last_save = [-1] * len(units.units)
+        # The marks between which regions copy generator states and buffers, or drop the copies.
+        self.copying: list[tuple[int, int]] = []
+        self.since = -1
+
+    def unit_of(self, region: LiveRegion) -> int | None:
+        """Return the unit that a region is, or None for one around several units."""
+        if region not in self.unit_by_region:
+            self.unit_by_region[region] = self.next_unit(region.label)
+        return self.unit_by_region[region]
+
+    def next_unit(self, label: object) -> int | None:
+        """Return the unit of a region that begins now; units of equal keys, one per call of the root, come in order."""
+        if isinstance(label, Place):
+            if label.first != label.last:
+                return None
+            keys = self.units.units[label.first].keys
+        else:  # a root that is a unit itself
+            keys = ((str(label), 0),)
+        waiting = self.waiting.get(keys, [])
+        return waiting.pop(0) if waiting else None
+
+    def looks(self, region: LiveRegion) -> None:
+        """See `Observer`."""
+        self.since = self.mark("looks")
+
+    def began(self, region: LiveRegion, call: int, tensors: list[Tensor]) -> None:
+        """See `Observer`."""
+        begins = self.mark("begins")
+        self.copying.append((self.since, begins))
+        unit = self.unit_of(region)
+        if unit is None or self.watched[unit].recompute >= 0:
+            return
+        own = self.watched[unit]
+        seen = self.units.trace.calls[self.units.units[unit].calls[call]].inputs
+        for tensor, was in zip(tensors, seen, strict=False):
+            memory = memory_of(tensor)
+            if memory is not None:
+                own.inputs.setdefault(address_of(memory), was.storage)
+        if call == 0:
+            own.region = ref(region, lambda _: self.released(unit))
+            own.looks, own.begins = self.since, begins
+
+    def released(self, unit: int) -> None:
+        """Note that the region of a unit is gone, and all that it held."""
+        if self.watched[unit].released < 0:
+            self.watched[unit].released = self.mark("released")
+
+    @outside_graphs  # compiled code calls it, and dynamo would trace what is called from there
+    def saved(self, region: LiveRegion, call: int, tensor: Tensor) -> None:
+        """See `Observer`."""
+        unit = self.unit_of(region)
+        if unit is None or self.watched[unit].recompute >= 0:
+            return
+        own = self.watched[unit]
+        storage = memory_of(tensor)
+        mark = self.mark("saves")
+        self.last_save[unit] = mark
+        position, own.position = own.position, own.position + 1
+        if storage is None or (address := address_of(storage)) in self.fixed:
+            return
+        if address in own.inputs:
+            own.boundary.add(own.inputs[address])
+        else:
+            number = own.saved[position] if position < len(own.saved) else -1
+            own.saves.append(Save(unit, mark, self.pointer_of(storage), number, StorageWeakRef(storage)))
+
+    def settles(self, region: LiveRegion) -> None:
+        """See `Observer`."""
+        self.since = self.mark("settles")
+
+    def ended(self, region: LiveRegion, call: int, output: object) -> None:
+        """See `Observer`."""
+        ends = self.mark("ends")
+        self.copying.append((self.since, ends))
+        unit = self.unit_of(region)
+        if unit is None or self.watched[unit].recompute >= 0:
+            return
+        own = self.watched[unit]
+        seen = self.units.trace.calls[self.units.units[unit].calls[call]].outputs
+        for tensor, was in zip(tensors_in(output), seen, strict=False):
+            storage = memory_of(tensor)
+            if storage is None:
+                continue
+            own.outputs[address_of(storage)] = was.storage
+            own.output_refs.append(StorageWeakRef(storage))
+        own.settles, own.ends = self.since, ends
+
+    def recomputing(self, region: LiveRegion) -> None:
+        """See `Observer`."""
+        unit = self.unit_of(region)
+        if unit is not None and self.watched[unit].recompute < 0:
+            self.order.append(unit)
+            self.watched[unit].recompute = self.mark("recompute")
+
+    def recomputed(self, region: LiveRegion) -> None:
+        """See `Observer`."""
+        unit = self.unit_of(region)
+        if unit is not None and self.watched[unit].recomputed < 0:
+            self.watched[unit].recomputed = self.mark("recomputed")
+
+
+def every_unit(units: Units, pieces: int | None = None) -> Tree:
+    """Return the tree in which every unit is a region.
+
+    Args:
+        units: The units.
+        pieces: If given, the regions lie in so many outer ones, so that the step needs still less memory.
+    """
+    singles = [Region((Keep(i),)) for i in range(len(units.units))]
+    if pieces is None:
+        return tuple(singles)
+    size = -(-len(singles) // pieces)
+    tree: list[Keep | Region] = []
+    for _, group in groupby(range(len(singles)), key=lambda index: units.units[index].root):
+        members = list(group)
+        for start in range(0, len(members), size):
+            first, *rest = [singles[index] for index in members[start : start + size]]
+            tree.append(Region((first, *rest)) if rest else first)
+    return tuple(tree)

@@ -1,0 +1,236 @@
+"""How many bytes a store takes from each unit, by putting real saved tensors into it.
+
+One forward runs in which every unit is stored, in stores that weigh: they give each tensor to the real store, have it
+brought back at once under the allocator's events, and drop it. Units of equal calls are weighed once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from torchremat.errors import UnsupportedError
+from torchremat.measuring.allocator import AllocationRecorder, AllocationTrace, record_allocations
+from torchremat.measuring.runs import Subject
+from torchremat.measuring.tracker import address_of
+from torchremat.planning.layout import calls_of, installed
+from torchremat.planning.profiles.profiling import Grains
+from torchremat.planning.profiles.reading import Profile
+from torchremat.planning.profiles.speeds import Freight, measured_speed
+from torchremat.planning.walks.cargo import Cargo, Offer
+from torchremat.regions.journeys import Itinerary, Trip
+from torchremat.regions.settings import Settings
+from torchremat.schedules.chain import Keep
+from torchremat.stores.landing import settle
+from torchremat.stores.statistics import StoreStatistics
+from torchremat.tensors.handles import Handle, Store
+
+
+def check_stores(stores: Sequence[Store], *, allow_lossy: bool) -> tuple[Store, ...]:
+    """Return the stores if a plan may use them.
+
+    Raises:
+        UnsupportedError: One is no store, or loses digits and that is not allowed.
+    """
+    if isinstance(stores, str) or not isinstance(cast("object", stores), Sequence):
+        raise UnsupportedError(f"stores={stores!r}: a list of stores is needed, such as [torchremat.Disk()].")
+    for place, store in enumerate(stores):
+        if isinstance(store, type) or not callable(getattr(store, "put", None)):
+            raise UnsupportedError(
+                f"stores[{place}]={store!r}: an object with a method `put` is needed, such as torchremat.Disk()."
+            )
+        lossy = _lossy_in(store)
+        if lossy is not None and not allow_lossy:
+            raise UnsupportedError(
+                f"stores[{place}]={store!r} loses digits ({lossy!r}), so gradients would not be those of the plain "
+                "run. Say allow_lossy=True if that is wanted, or leave the codec out."
+            )
+    return tuple(stores)
+
+
+def _lossy_in(store: object) -> object:
+    """Return the codec of a store, or of one inside of it, that loses digits; None if there is none."""
+    if getattr(store, "lossy", None) is not None:
+        return cast("object", getattr(store, "lossy"))  # noqa: B009
+    inner = (*cast("tuple[object, ...]", getattr(store, "stores", ())), getattr(store, "store", None))
+    return next((found for one in inner if one is not None and (found := _lossy_in(one)) is not None), None)
+
+
+def weighed(model: nn.Module, subject: Subject, grains: Grains, stores: Sequence[Store]) -> tuple[Offer, ...]:
+    """Return what stores take from units, whole and split; the step's forward runs once or twice for each store.
+
+    Raises:
+        UnsupportedError: The step calls the model, or modules of it, several times.
+    """
+    profile = grains.coarse
+    if stores and len(profile.units.roots) > 1:
+        names = ", ".join(sorted({profile.units.trace.calls[root].name or "the model" for root in profile.units.roots}))
+        raise UnsupportedError(
+            f"stores=: the step makes {len(profile.units.roots)} calls (of {names}), and stores can be planned for a "
+            "step that calls the model once. Leave `stores` out, or let one module make all the calls."
+        )
+    return tuple(_offer(model, subject, grains, place, store) for place, store in enumerate(stores))
+
+
+def _offer(model: nn.Module, subject: Subject, grains: Grains, place: int, store: Store) -> Offer:
+    cargoes, freight = _weighed(model, subject, grains.coarse, store)
+    if grains.fine is not None:
+        cargoes = _weighed(model, subject, grains.fine, store)[0] | cargoes
+    found = getattr(store, "statistics", None)
+    limit_bytes = found.limit_bytes if isinstance(found, StoreStatistics) else None
+    return Offer(
+        store=place,
+        cargoes=cargoes,
+        speed=measured_speed(store, grains.coarse.device, freight, limit_bytes),
+        limit_bytes=limit_bytes,
+    )
+
+
+def _weighed(
+    model: nn.Module, subject: Subject, profile: Profile, store: Store
+) -> tuple[dict[tuple[int, ...], Cargo], Freight]:
+    """Return the cargoes of a profile's units, and what those units give of which most bytes could leave."""
+    units = profile.units
+    alike: dict[tuple[object, ...], list[int]] = {}
+    for unit, size in enumerate(profile.sizes):
+        if size.has_backward:
+            signature = tuple(units.trace.calls[call].signature for call in units.units[unit].calls)
+            alike.setdefault(signature, []).append(unit)
+    first = [members[0] for members in alike.values()]
+    with subject.untouched(), record_allocations(profile.device) as recorder:
+        scales = [_Scale(store, recorder, len(units.saved(unit))) for unit in first]
+        watching = dict(zip(first, scales, strict=True))
+        trips = {unit: Trip(store=number, leaves_after=unit, comes_before=unit) for number, unit in enumerate(first)}
+        itinerary = Itinerary(tuple(scales), trips, lambda unit, tensor: watching[unit].saw(tensor))
+        tree = tuple(Keep(unit) for unit in range(len(units.units)))
+        with installed(model, calls_of(units), tree, Settings(), itinerary=itinerary):
+            subject.run()
+    cargoes: dict[tuple[int, ...], Cargo] = {}
+    most_bytes, freight = 0, Freight(tensors=())
+    for members, scale in zip(alike.values(), scales, strict=True):
+        for unit in members:
+            cargo = scale.cargo(profile, unit, recorder.trace)
+            if cargo is not None:
+                cargoes[units.units[unit].calls] = cargo
+        leaving = sum(
+            cargoes[units.units[unit].calls].all_bytes for unit in members if units.units[unit].calls in cargoes
+        )
+        if leaving > most_bytes:
+            most_bytes, freight = leaving, scale.freight
+    return cargoes, freight
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Tried:
+    """One tensor: the place of its storage among those that the unit saves, and the marks around what was done."""
+
+    place: int
+    size_bytes: int
+    dtype: torch.dtype
+    marks: tuple[int, int, int, int]
+
+
+@dataclass(eq=False)
+class _Scale:
+    """A store that weighs, for one unit."""
+
+    store: Store
+    recorder: AllocationRecorder
+    most: int
+    tried: list[_Tried] = field(default_factory=list[_Tried])
+    places: dict[int, int] = field(default_factory=dict[int, int])  # by the address of a storage
+    seen: int = 0
+
+    def saw(self, tensor: Tensor) -> None:
+        """Note the place of a tensor that the unit saves."""
+        self.places[address_of(tensor.untyped_storage())] = self.seen
+        self.seen += 1
+
+    def put(self, tensor: Tensor) -> _Taken | None:
+        """Give a tensor to the store and take it back."""
+        mark = self.recorder.mark
+        before = mark("before")
+        handle: Handle | None = self.store.put(tensor)
+        if handle is None:
+            return None
+        settle(handle)
+        put = mark("put")
+        handle.prefetch()
+        begun = mark("begun")
+        back = handle.get()
+        there = mark("there")
+        del back
+        place = self.places.get(address_of(tensor.untyped_storage()), self.most)
+        if place < self.most:
+            marks = before, put, begun, there
+            self.tried.append(_Tried(place=place, size_bytes=tensor.nbytes, dtype=tensor.dtype, marks=marks))
+        return _Taken()
+
+    @property
+    def freight(self) -> Freight:
+        """What the unit gives."""
+        tensors = tuple((one.size_bytes, one.dtype) for one in self.tried)
+        return Freight(tensors=tensors, times=max(1, round(self.seen / max(1, len(tensors)))))
+
+    def cargo(self, profile: Profile, unit: int, trace: AllocationTrace) -> Cargo | None:
+        """Return what leaves of a unit with the calls of the one that was weighed; None if nothing does."""
+        saved, size = profile.units.saved(unit), profile.sizes[unit]
+        boundary: dict[int, int] = {}
+        inside = resident = ahead = total = put_peak = get_peak = fetched = tensors = 0
+        for one in self.tried:
+            storage = saved[one.place]
+            before, put, begun, there = one.marks
+            back = trace.live_bytes_at(there) - trace.live_bytes_at(put)
+            held = trace.live_bytes_at(put) - trace.live_bytes_at(before)
+            put_peak = max(put_peak, resident + sum(boundary.values()) + _over(trace, before, put))
+            if storage not in size.saved or storage in size.left:
+                resident += held
+            # What somebody else has stays as well, and a store that keeps the tensor itself frees nothing.
+            if storage in size.left or back < one.size_bytes:
+                continue
+            if storage in size.saved:
+                boundary[storage] = held
+            else:
+                inside += back
+            begun_bytes = trace.live_bytes_at(begun) - trace.live_bytes_at(put)
+            # What has begun before it is still to come then, and counts in `ahead`.
+            get_peak = max(get_peak, fetched + _over(trace, put, there) - begun_bytes)
+            fetched += back - begun_bytes
+            ahead += begun_bytes
+            total += back
+            tensors += 1
+        if not total:
+            return None
+        return Cargo(
+            boundary=boundary,
+            inside_bytes=inside,
+            all_bytes=total,
+            tensors=tensors,
+            resident_bytes=resident,
+            ahead_bytes=ahead,
+            put_peak_bytes=put_peak,
+            get_peak_bytes=ahead + get_peak,
+        )
+
+
+class _Taken:
+    """The handle of a tensor that nobody will ask for."""
+
+    __slots__ = ("__weakref__",)
+
+    stored_bytes = 0
+
+    def get(self) -> Tensor:
+        """Refuse: what was weighed is gone."""
+        raise UnsupportedError("the step runs a backward of its own; a plan needs one that returns the loss.")
+
+    def prefetch(self) -> None:
+        """Do nothing."""
+
+
+def _over(trace: AllocationTrace, first: int, last: int) -> int:
+    return trace.peak_bytes_between(first, last) - trace.live_bytes_at(first)

@@ -1,0 +1,14 @@
+"""The best tree for a profile and a limit: candidates from the solvers, judged by the exact interpreter.
+
+chains.py     a profile as a chain of scalars
+flows.py      the operators of a step or unit as a dataflow
+replays.py    the bytes of a region that holds some operators' outputs
+options.py    ways of keeping a unit between all and nothing
+mixing.py     units taken apart into the calls that they make
+storing.py    which kept units go to a store, and when
+heights.py    the moments that decide whether a change fits
+pace.py       how long it may take, and how far it is
+progress.py   what is told of that
+roots.py      trees made fit for the roots of a step
+solving.py    the search
+"""

@@ -1,0 +1,120 @@
+"""What a step's forward does as a dataflow: all of it, or one unit.
+
+    value                               needed          holdable
+    parameter, leaf that requires grad  as it is        yes, it is there anyway
+    input of the unit                   as it is        yes, a region holds it
+    other tensor from outside           as it is        no: no region can hand it back
+    made by an operator                 as it is        unless it is written to later
+    output of the unit                  as it is        yes, at 0 bytes: whoever takes it next holds it
+
+Seconds come from operators that ran once each, so operators of one signature share their median, and all of them are
+scaled to what the units took when nothing watched them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from statistics import median
+
+from torchremat.planning.profiles.operators import Run
+from torchremat.planning.profiles.reading import Profile
+from torchremat.planning.searches.chains import Cost
+from torchremat.schedules.dataflow import Dataflow, Operator, Value
+
+
+def flow_of(profile: Profile, cost: Cost, unit: int | None = None) -> Dataflow:
+    """Return the operators of a forward as a dataflow.
+
+    Values are numbered as in `profile.units.trace.operators`, if it is that of the whole step.
+
+    Args:
+        profile: Of the step.
+        cost: The unit of the costs. Code that dynamo has compiled has infinite costs.
+        unit: The unit whose operators are wanted; None for all of the forward, code between the units included.
+    """
+    log = profile.units.trace.operators
+    operators = range(len(log.runs)) if unit is None else operators_of(profile, unit)
+    costs = costs_of(profile, cost, unit)
+    runs = [log.runs[index] for index in operators]
+    numbers = list(range(len(log.values))) if unit is None else values_of(profile, unit)
+    place = {value: index for index, value in enumerate(numbers)}
+    made = {value for run in runs for value in run.makes}
+    return Dataflow(
+        operators=tuple(
+            Operator(
+                name=run.name,
+                inputs=tuple(place[value] for value in run.reads),
+                outputs=tuple(place[value] for value in run.makes),
+                cost=one,
+                replaceable=run.traits.is_kept and bool(run.makes),
+            )
+            for run, one in zip(runs, costs, strict=True)
+        ),
+        values=tuple(_values(profile, unit, numbers, made, operators)),
+    )
+
+
+def operators_of(profile: Profile, unit: int) -> range:
+    """Return the operators of a unit, those of code between its calls included."""
+    calls = profile.units.units[unit].calls
+    trace = profile.units.trace
+    return range(trace.calls[calls[0]].operators.start, trace.calls[calls[-1]].operators.stop)
+
+
+def values_of(profile: Profile, unit: int) -> list[int]:
+    """Return the values that a unit's operators read, make or save, in the order of its dataflow."""
+    log, inside = profile.units.trace.operators, _calls_of(profile, unit)
+    runs = [log.runs[index] for index in operators_of(profile, unit)]
+    saved = (save.value for save in log.saves if save.call in inside)
+    return list(dict.fromkeys([*(value for run in runs for value in (*run.reads, *run.makes)), *saved]))
+
+
+def _calls_of(profile: Profile, unit: int) -> set[int]:
+    trace = profile.units.trace
+    return {inner for call in profile.units.units[unit].calls for inner in trace.descendants(call)}
+
+
+def _values(
+    profile: Profile, unit: int | None, numbers: Iterable[int], made: set[int], operators: range
+) -> Iterable[Value]:
+    trace = profile.units.trace
+    log = trace.operators
+    saved: dict[int, int] = {}
+    inside = None if unit is None else _calls_of(profile, unit)
+    for save in log.saves:
+        if inside is None or save.call in inside:
+            saved[save.value] = save.position - operators.start
+    own = None if unit is None else profile.units.units[unit]
+    inputs = set(() if own is None else own.inputs)
+    outputs = set(() if own is None else own.outputs)
+    for number in numbers:
+        value = log.values[number]
+        boundary = log.storages.get(value.storage, -1)
+        if number in made:
+            holdable, size = not value.is_overwritten, 0 if boundary in outputs else value.size_bytes
+        else:
+            holdable, size = value.is_leaf or boundary in inputs, value.size_bytes
+        yield Value(size_bytes=size, needed=number in saved, holdable=holdable, saved_after=saved.get(number, 0))
+
+
+def costs_of(profile: Profile, cost: Cost, unit: int | None = None) -> list[float]:
+    """Return what each operator costs; see `flow_of`."""
+    log = profile.units.trace.operators
+    operators = range(len(log.runs)) if unit is None else operators_of(profile, unit)
+    if cost == "flops":
+        return [math.inf if log.runs[i].is_compiled else float(log.runs[i].flops) for i in operators]
+    seconds = pooled_seconds(log.runs)
+    factor = profile.forward_seconds / max(sum(seconds), 1e-12)
+    if unit is not None:
+        factor = profile.costs[unit].seconds / max(sum(seconds[i] for i in operators), 1e-12)
+    return [math.inf if log.runs[i].is_compiled else seconds[i] * factor for i in operators]
+
+
+def pooled_seconds(runs: list[Run]) -> list[float]:
+    """Return the seconds of each operator: the median of those that have its signature."""
+    pools: dict[tuple[object, ...], list[float]] = {}
+    for run in runs:
+        pools.setdefault(run.signature, []).append(run.seconds)
+    medians = {signature: median(seconds) for signature, seconds in pools.items()}
+    return [medians[run.signature] for run in runs]

@@ -1,0 +1,267 @@
+"""Ways of keeping a unit between all and nothing: a region of its own that holds some operators' outputs.
+
+    which operators      `schedules.closures`, for several numbers of bytes; alike units are solved once, and so are
+                         those that run the same on about as many bytes, as blocks do whose experts get other tokens
+    bytes                `replays`, from the allocator's events of the traced forward
+    seconds              of the operators that run again, and of the executor, see `profiles.overheads`
+
+No options have units of several calls, units that leave tensors with somebody else (but for the casts that autocast
+keeps), and compiled code, which a policy would run eagerly. Nor are outputs of casts held: autocast makes them now in
+the forward and now in the recompute. A recompute makes those that it needs, see NOTE [ Casts in a recompute ].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TypeAlias
+
+from torchremat.measuring.allocator import AllocationTrace
+from torchremat.planning.profiles.operators import Run, casts_of_leaves, nominal_seconds, numbers_of
+from torchremat.planning.profiles.overheads import NOMINAL
+from torchremat.planning.profiles.reading import Profile, intervals_of
+from torchremat.planning.searches.chains import Cost, amount
+from torchremat.planning.searches.flows import flow_of, operators_of, pooled_seconds, values_of
+from torchremat.planning.searches.pace import Pace
+from torchremat.planning.searches.replays import Replay
+from torchremat.planning.walks.memory import Options
+from torchremat.planning.walks.moments import OptionBytes
+from torchremat.schedules.closures import Selection, choices, evaluate, select
+from torchremat.schedules.dataflow import Dataflow, Value
+
+_POINTS = 8
+# What is best for a unit is as good as best for one that runs the same operators, if bytes and costs differ by less.
+_ALIKE = 0.05
+_MOST_OPERATORS = 3000
+
+
+# By unit, the selections that are options of it.
+Selections: TypeAlias = tuple[tuple[Selection, ...], ...]
+
+
+def options_of(profile: Profile, cost: Cost, pace: Pace | None = None) -> Options:
+    """Return the options of each unit of a profile; none at all if no unit has any.
+
+    Args:
+        profile: Of the step.
+        cost: What the options are to have little of.
+        pace: How long it may take; units that are come to later have none, but those that are alike earlier ones.
+    """
+    maker = _maker(profile, cost)
+    if maker is None:
+        return ()
+    maker.pace = pace or maker.pace
+    return tuple(tuple(option for _, option in found) for found in maker.alike())
+
+
+def selections_of(profile: Profile, cost: Cost) -> Selections:
+    """Return which operators the options of each unit hold; none at all if no unit has any."""
+    maker = _maker(profile, cost)
+    if maker is None:
+        return ()
+    return tuple(tuple(selection for selection, _ in found) for found in maker.alike())
+
+
+def options_with(profiles: Sequence[Profile], selections: Selections, cost: Cost) -> list[Options]:
+    """Return the options that hold the same operators in each of some profiles of one form.
+
+    Units whose operators, or what these read and save, are not the same in all of the profiles have none.
+    """
+    makers = [_maker(profile, cost) for profile in profiles]
+    found: list[list[tuple[OptionBytes, ...]]] = [[] for _ in profiles]
+    for unit, chosen in enumerate(selections):
+        forms = {None if maker is None else maker.form(unit) for maker in makers} if chosen else {None}
+        is_known = len(forms) == 1 and None not in forms
+        for options, maker in zip(found, makers, strict=True):
+            options.append(() if maker is None or not is_known else tuple(maker.option(unit, one) for one in chosen))
+    return [tuple(options) if any(options) else () for options in found]
+
+
+def _maker(profile: Profile, cost: Cost) -> _Maker | None:
+    allocations = profile.units.trace.allocations
+    log = profile.units.trace.operators
+    casts = numbers_of(log, casts_of_leaves(log))
+    units = range(len(profile.sizes))
+    having = [unit for unit in units if allocations is not None and _has_options(profile, unit, casts)]
+    return None if allocations is None or not having else _Maker(profile, cost, allocations, frozenset(having))
+
+
+def _has_options(profile: Profile, unit: int, casts: frozenset[int]) -> bool:
+    own, size, trace = profile.units.units[unit], profile.sizes[unit], profile.units.trace
+    if len(own.calls) != 1 or own.carried or size.left - casts or not size.has_backward or size.inside_bytes == 0:
+        return False
+    runs = [trace.operators.runs[index] for index in operators_of(profile, unit)]
+    return 1 < len(runs) <= _MOST_OPERATORS and not any(run.is_compiled for run in runs)
+
+
+class _Maker:
+    def __init__(self, profile: Profile, cost: Cost, allocations: AllocationTrace, having: frozenset[int]) -> None:
+        self.profile = profile
+        self.cost: Cost = cost
+        self.allocations = allocations
+        self.having = having
+        self.intervals = intervals_of(allocations)
+        self.seconds = pooled_seconds(profile.units.trace.operators.runs)
+        self.flows: dict[int, Dataflow] = {}
+        self.solved: dict[Dataflow, tuple[Selection, ...]] = {}
+        self.forms: dict[Dataflow, list[Dataflow]] = {}
+        self.pace = Pace()
+
+    def amount(self, seconds: float, nominal_s: float, flops: float) -> float:
+        return amount(self.profile, self.cost, seconds=seconds, nominal_s=nominal_s, flops=flops)
+
+    def alike(self) -> Iterator[list[tuple[Selection, OptionBytes]]]:
+        """Yield what `options` does for each unit, of a call whose root runs again only what it has there as well.
+
+        One plan is made for all calls of a root, so an option that is held in one of them is held in all.
+        """
+        units = self.profile.units.units
+        found = [
+            {(option.operators, option.ordinals): (selection, option) for selection, option in self.options(unit)}
+            for unit in self.pace.parts(range(len(units)))
+        ]
+        same: dict[tuple[tuple[str, int], ...], list[int]] = {}
+        for unit, own in enumerate(units):
+            same.setdefault(own.keys, []).append(unit)
+        for unit, own in enumerate(units):
+            first, *others = same[own.keys]
+            yield [found[unit][one] for one in found[first] if all(one in found[other] for other in others)]
+
+    def options(self, unit: int) -> Iterator[tuple[Selection, OptionBytes]]:
+        """Yield the options of a unit, most bytes first, with what each holds."""
+        if unit not in self.having:
+            return
+        profile, costs = self.profile, self.profile.costs[unit]
+        whole_s = profile.nominal_s[unit][1] + NOMINAL.region_s
+        whole = self.amount(costs.seconds_truncated, whole_s, costs.flops_truncated)
+        for selection in self.selections(unit):
+            option = self.option(unit, selection)
+            # Otherwise keeping all, or a plain region with its early stop, does the same without a policy.
+            cheaper = self.amount(option.seconds, option.nominal_s, option.flops) < whole
+            if cheaper and option.kept_bytes < profile.sizes[unit].inside_bytes:
+                yield selection, option
+
+    def selections(self, unit: int) -> tuple[Selection, ...]:
+        """Return what of a unit may be held, in several ways."""
+        flow = self.flow(unit)
+        if flow not in self.solved:
+            self.pace.tell("options")
+            passing = self.amount(self.profile.overheads.replayed_s, NOMINAL.replayed_s, 0.0)
+            known = self.forms.setdefault(_form(flow), [])
+            alike = next((one for one in known if _is_alike(one, flow)), None)
+            if alike is None:
+                known.append(flow)
+                self.solved[flow] = self._solved(flow, unit, passing)
+            else:
+                self.solved[flow] = tuple(evaluate(flow, one.held, overhead=passing) for one in self.solved[alike])
+        return self.solved[flow]
+
+    def _solved(self, flow: Dataflow, unit: int, passing: float) -> tuple[Selection, ...]:
+        most_bytes = None
+        if self.cost == "flops" and self.pace.left_s:
+            most_bytes = _free_of_flops(flow, self.runs(unit), self.pace.left_s)
+        left_s = self.pace.left_s
+        if not left_s:
+            return ()
+        return choices(flow, points=_POINTS, overhead=passing, most_bytes=most_bytes, most_seconds=left_s)
+
+    def option(self, unit: int, selection: Selection) -> OptionBytes:
+        """Return what a unit needs if it holds some operators' outputs."""
+        profile, log = self.profile, self.profile.units.trace.operators
+        runs = self.runs(unit)
+        seconds, nominal_s = self.run_seconds(unit), [nominal_seconds(log, run) for run in runs]
+        storages = [log.values[value].storage for value in values_of(profile, unit)]
+        call = profile.units.trace.calls[profile.units.units[unit].calls[0]]
+        outputs = set(profile.units.units[unit].outputs)
+        replay = Replay(
+            log, runs, self.flow(unit), storages, selection, self.allocations, self.intervals, (call.begins, call.ends)
+        )
+        boundary = {one: number for one in replay.held if (number := log.storages.get(one, -1)) in outputs}
+        again = [index for index in range(selection.ends) if index not in replay.spared]
+        draws = sum(runs[index].traits.is_random for index in replay.spared)
+        # The states of generators lie on the host: what is held of an operator that has drawn has one with it.
+        state_bytes = profile.generator_bytes if draws else 0
+        overhead_s = profile.overheads.seconds(len(runs), selection.ends)
+        return OptionBytes(
+            kept=frozenset(boundary.values()),
+            kept_bytes=draws * state_bytes + sum(replay.size(one) for one in replay.held - boundary.keys()),
+            forward_peak_bytes=draws * state_bytes + replay.forward_peak(),
+            recompute_peak_bytes=state_bytes + replay.recompute_peak(),
+            recomputes=selection.ends > 0,
+            seconds=overhead_s + sum(seconds[index] for index in again),
+            overhead_s=overhead_s,
+            nominal_s=NOMINAL.seconds(len(runs), selection.ends) + sum(nominal_s[index] for index in again),
+            flops=sum(runs[index].flops for index in again),
+            ordinals=tuple(_ordinal(runs, index) for index in sorted(selection.held)),
+            operators=tuple(run.name for run in runs if run.traits.is_counted),
+        )
+
+    def form(self, unit: int) -> Dataflow | None:
+        """Return the operators of a unit without what depends on shapes; None if it has no options."""
+        if unit not in self.having:
+            return None
+        return _form(self.flow(unit))
+
+    def runs(self, unit: int) -> list[Run]:
+        log = self.profile.units.trace.operators
+        return [log.runs[index] for index in operators_of(self.profile, unit)]
+
+    def run_seconds(self, unit: int) -> list[float]:
+        """The seconds of the operators of a unit, scaled to those of its forward."""
+        operators = operators_of(self.profile, unit)
+        factor = self.profile.costs[unit].seconds / max(sum(self.seconds[index] for index in operators), 1e-12)
+        return [self.seconds[index] * factor for index in operators]
+
+    def flow(self, unit: int) -> Dataflow:
+        """The operators of a unit, with what is minimised as costs, and casts that cannot be held."""
+        if unit not in self.flows:
+            self.flows[unit] = self._flow(unit)
+        return self.flows[unit]
+
+    def _flow(self, unit: int) -> Dataflow:
+        log, runs, seconds = self.profile.units.trace.operators, self.runs(unit), self.run_seconds(unit)
+        flow = flow_of(self.profile, "flops", unit)
+        operators = tuple(
+            replace(operator, cost=self.amount(measured_s, nominal_seconds(log, run), operator.cost))
+            for operator, run, measured_s in zip(flow.operators, runs, seconds, strict=True)
+        )
+        casts = {v for one, run in zip(operators, runs, strict=True) if run.traits.is_cast for v in one.outputs}
+        values = tuple(
+            Value(
+                size_bytes=value.size_bytes,
+                needed=value.needed,
+                holdable=value.holdable and number not in casts,
+                saved_after=value.saved_after,
+            )
+            for number, value in enumerate(flow.values)
+        )
+        return Dataflow(operators=operators, values=values)
+
+
+def _ordinal(runs: list[Run], index: int) -> int:
+    """The number of an operator as the policy of a region counts: without casts and views."""
+    return sum(run.traits.is_counted for run in runs[:index])
+
+
+def _form(flow: Dataflow) -> Dataflow:
+    """Return operators without what depends on shapes."""
+    operators = tuple(replace(one, cost=0.0) for one in flow.operators)
+    return Dataflow(operators=operators, values=tuple(replace(one, size_bytes=0) for one in flow.values))
+
+
+def _is_alike(one: Dataflow, other: Dataflow) -> bool:
+    pairs = zip(_totals(one), _totals(other), strict=True)
+    return all(abs(a - b) <= _ALIKE * max(a, b) for a, b in pairs)
+
+
+def _totals(flow: Dataflow) -> tuple[float, float]:
+    return sum(value.size_bytes for value in flow.values), sum(operator.cost for operator in flow.operators)
+
+
+def _free_of_flops(flow: Dataflow, runs: list[Run], most_seconds: float) -> int:
+    """Return the fewest bytes to hold for the fewest flops; more of them spare small operators alone."""
+    counted = (replace(operator, cost=float(run.flops)) for operator, run in zip(flow.operators, runs, strict=True))
+    alone = Dataflow(operators=tuple(counted), values=flow.values)
+    total = sum(value.size_bytes for value in flow.values)
+    found = select(alone, total, cap_s=most_seconds)
+    return total if found is None else found.held_bytes

@@ -1,0 +1,47 @@
+"""How far a search is, for whoever waits for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from torchremat.errors import UnsupportedError
+
+Phase = Literal["profiling", "options", "tables", "judging", "polishing", "certificate"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """How far planning is; what the function is given that is passed as `progress` to `plan`, `frontier` or `Planner`.
+
+    Attributes:
+        phase: What is under way: `"profiling"`, which runs the step; `"options"`, what of each unit can be kept;
+            `"tables"`, `"judging"` and `"polishing"` of plans, which come again for each way of taking units apart and
+            for each budget of a frontier; `"certificate"`, for which the step is run once more.
+        share: How much of the options, or of the search for plans, is done: from 0 to 1, and never less than before.
+            A search whose time is over ends sooner. None where nobody knows, which is where the step is run.
+        slowdown: Predicted seconds of a step over those of a plain one, under the best plan found so far for the budget
+            under way; None before there is one.
+    """
+
+    phase: Phase
+    share: float | None
+    slowdown: float | None
+
+
+Observer: TypeAlias = Callable[[Progress], None]
+
+
+def checked(observer: Observer | None) -> Observer | None:
+    """Return what was given as `progress`.
+
+    Raises:
+        UnsupportedError: It is no function.
+    """
+    if observer is not None and not callable(observer):  # pyright: ignore[reportUnnecessaryComparison]: users are not type-checked
+        raise UnsupportedError(
+            f"progress={observer!r}: a function is needed that takes a Progress. For a bar: `with "
+            "torchremat.reports.bars.progress_bar() as progress:`."
+        )
+    return observer

@@ -1,0 +1,152 @@
+"""The bytes of a region that holds some operators' outputs, from the allocator's events of a forward that holds none.
+
+forward      the events, without the frees of what is held until the forward ends
+recompute    those up to the last operator that is passed, without all that operators do which do not run,
+             without the frees of what is saved; what was held for the recompute alone goes when it went then
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchremat.measuring.allocator import AllocationTrace
+from torchremat.planning.profiles.operators import OperatorTrace, Run
+from torchremat.schedules.closures import Selection
+from torchremat.schedules.dataflow import Dataflow
+
+Intervals = dict[int, list[tuple[int, int]]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """A storage that an operator of the unit makes, and the events that allocate and free it."""
+
+    maker: int
+    allocated: int
+    freed: int
+
+
+class Replay:
+    """One selection of one unit.
+
+    Args:
+        log: The operators of the forward.
+        runs: Those of the unit.
+        flow: The same as data.
+        storages: By value of `flow`, the number of its storage in the log.
+        selection: Which of them are held.
+        allocations: What the allocator did in the forward.
+        intervals: By address, the events that allocated and freed something there.
+        window: The marks at which the unit begins and ends.
+
+    Attributes:
+        spared: The operators that the recompute passes and does not run.
+        held: The storages that are held from the end of the forward to the recompute.
+    """
+
+    def __init__(
+        self,
+        log: OperatorTrace,
+        runs: list[Run],
+        flow: Dataflow,
+        storages: list[int],
+        selection: Selection,
+        allocations: AllocationTrace,
+        intervals: Intervals,
+        window: tuple[int, int],
+    ) -> None:
+        self._runs = runs
+        self._flow = flow
+        self._storages = storages
+        self._selection = selection
+        self._deltas = allocations.delta_bytes
+        self._position = [allocations.marks[mark].position for run in runs for mark in (run.begins, run.ends)]
+        self._begin, self._end = (allocations.marks[mark].position for mark in window)
+        self._intervals = intervals
+        self._pointers = allocations.ptr
+        operators = flow.operators
+        self.spared = {one for one in selection.held if one < selection.ends and operators[one].replaceable}
+        self._made = self._find_made(log)
+        self.held = {
+            storages[value]
+            for index in selection.held
+            for value in operators[index].outputs
+            if (flow.values[value].needed or index in self.spared) and storages[value] in self._made
+        }
+
+    def _find_made(self, log: OperatorTrace) -> dict[int, _Made]:
+        found: dict[int, _Made] = {}
+        for index, run in enumerate(self._runs):
+            first, last = self._span(index)
+            for value in run.makes:
+                seen = log.values[value]
+                if seen.storage in found:
+                    continue
+                for allocated, freed in self._intervals.get(seen.pointer, ()):
+                    if first <= allocated < last:
+                        found[seen.storage] = _Made(index, allocated, freed)
+        return found
+
+    def _span(self, index: int) -> tuple[int, int]:
+        return self._position[2 * index], self._position[2 * index + 1]
+
+    def size(self, storage: int) -> int:
+        """Return the bytes of a storage that an operator of the unit makes, as the allocator counts."""
+        return int(self._deltas[self._made[storage].allocated])
+
+    def forward_peak(self) -> int:
+        """Return the highest live bytes of the forward over those at its beginning."""
+        held = set(self.held)
+        for index in self._selection.held:
+            if self._flow.operators[index].replaceable:  # even what no recompute gets to, until the forward has ended
+                held.update(self._storages[value] for value in self._flow.operators[index].outputs)
+        return _peak(self._without_frees(self._end, held))
+
+    def recompute_peak(self) -> int:
+        """Return the highest live bytes of the recompute over those at its beginning, with what is held live."""
+        ends = self._selection.ends
+        if not ends:
+            return 0
+        saved = {
+            self._storages[value]
+            for index, operator in enumerate(self._flow.operators)
+            if index not in self._selection.held
+            for value in operator.outputs
+            if self._flow.values[value].needed
+        }
+        end = self._span(ends - 1)[1]
+        delta = self._without_frees(end, saved)
+        for index in self.spared:
+            first, last = self._span(index)
+            alone = {
+                self._made[self._storages[value]].allocated
+                for value in self._flow.operators[index].outputs
+                if self._storages[value] in self._made and not self._flow.values[value].needed
+            }
+            for event in range(first, min(last, end)):
+                if self._deltas[event] <= 0:
+                    continue
+                delta[event - self._begin] = 0
+                freed = self._freed(event)
+                if freed < end and event not in alone:
+                    delta[freed - self._begin] = 0
+        return _peak(delta)
+
+    def _freed(self, allocated: int) -> int:
+        intervals = self._intervals.get(int(self._pointers[allocated]), ())
+        return next((freed for begin, freed in intervals if begin == allocated), self._end)
+
+    def _without_frees(self, end: int, storages: set[int]) -> NDArray[np.int64]:
+        delta = self._deltas[self._begin : end].copy()
+        for storage in storages:
+            made = self._made.get(storage)
+            if made is not None and self._begin <= made.freed < end:
+                delta[made.freed - self._begin] = 0
+        return delta
+
+
+def _peak(delta: NDArray[np.int64]) -> int:
+    return max(0, int(np.cumsum(delta).max())) if len(delta) else 0

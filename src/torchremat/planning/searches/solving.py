@@ -1,0 +1,378 @@
+"""The best tree for a profile and a limit: candidates from the solvers, judged by the exact interpreter.
+
+    candidates    the optimal persistent schedules for a range of limits (one table has them all), the uniform trees
+    judge         `predict`: exact bytes by storage, the executor's own cost
+    polish        regions of the best tree are dissolved as long as the limit allows
+
+The chain's scalars err to both sides, so the limit that is asked of the solver is searched: the highest whose tree
+fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+
+from torchremat.planning.profiles.profiling import Grains
+from torchremat.planning.profiles.reading import Profile
+from torchremat.planning.searches.chains import Cost, amount, chain_of
+from torchremat.planning.searches.heights import Heights
+from torchremat.planning.searches.mixing import aligned, divisible, mixed
+from torchremat.planning.searches.options import options_of
+from torchremat.planning.searches.pace import Pace
+from torchremat.planning.searches.roots import fitted
+from torchremat.planning.searches.storing import Storing
+from torchremat.planning.walks.cargo import NO_LOADS, Loads, Offer
+from torchremat.planning.walks.prediction import Prediction, predict
+from torchremat.schedules.chain import Chain, Keep, Region, Tree
+from torchremat.schedules.persistent import Persistent
+from torchremat.schedules.uniform import candidates
+
+# Which shares of the units that can be split are, how many at the end, and up to how many units.
+_SHARES = (0.25, 0.5, 0.75, 1.0)
+_AT_THE_END = (1, 2, -1)
+_MOST_UNITS = 61
+
+# How much of the time that is left may go into finding options, and into a table.
+_OPTIONS_SHARE = 0.3
+_TABLE_SHARE = 0.5
+
+# What is told to be done, as shares, after candidates with stores, and before the polish of a tree: each takes about as
+# long as what comes after it.
+_STORING_SHARE = 0.5
+_JUDGING_SHARE = 0.5
+
+# How many trees are judged beside those that the search for a limit passes: fewer if there are many units, since each
+# takes longer then.
+_JUDGED_UNITS = 4000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A tree over the units of a profile, with what it needs; `cost` is in the unit that is planned for.
+
+    `loads` are the kept units whose saved tensors go to a store.
+    """
+
+    profile: Profile
+    tree: Tree
+    prediction: Prediction
+    cost: float
+    loads: Loads = field(default_factory=lambda: NO_LOADS, hash=False)
+
+    @property
+    def slowdown(self) -> float:
+        """Predicted seconds of a step over those of a plain one."""
+        added_s = self.prediction.seconds + self.prediction.moving_s
+        return 1 + added_s / self.profile.seconds if self.profile.seconds else 1.0
+
+
+class Search:
+    """Finds trees under any limit, with whole units and with some of them taken apart.
+
+    Blocks are mostly alike, so how many are taken apart matters more than which: the mixtures tried have a quarter, a
+    half, three quarters and all of them split, evenly spread. The last ones are special, since all that is kept is live
+    together with what they save: there are mixtures with the last one, the last two and all but the first as well. All
+    of this as long as the units stay few enough to plan in a second.
+
+    Args:
+        grains: The profile.
+        cost: What to minimise.
+        offers: Stores, with what each unit would put there.
+        operators: Whether units may be kept in part.
+        pace: How long it may take.
+    """
+
+    def __init__(
+        self,
+        grains: Grains,
+        cost: Cost,
+        offers: Sequence[Offer] = (),
+        *,
+        operators: bool = True,
+        pace: Pace | None = None,
+    ) -> None:
+        self.pace = pace = Pace() if pace is None else pace
+        # What is kept in part is not stored, so with stores whole units are sought.
+        self.offers = offers
+        # A chain with parts of units leads the search away from the lowest peaks, which whole units may have.
+        self.whole = Solver(grains.coarse, cost, pace=pace)
+        self.storing = Storing(self.whole, offers)
+        if operators:
+            with pace.running(_OPTIONS_SHARE):
+                options = options_of(grains.coarse, cost, pace)
+            grains = replace(grains, coarse=replace(grains.coarse, options=options))
+        self.grains = grains
+        self.cost_unit: Cost = cost
+        self.coarse = Solver(grains.coarse, cost, pace=pace)
+
+    @property
+    def plain(self) -> Candidate:
+        """The tree that keeps everything."""
+        return self.coarse.plain
+
+    @cached_property
+    def solvers(self) -> tuple[Solver, ...]:
+        """One solver for each mixture."""
+        calls = self.grains.coarse.units.trace.calls
+        # A module is split in all of its calls or in none, as its calls are mostly alike.
+        by_name: dict[str, set[int]] = {}
+        for call in sorted(divisible(self.grains)):
+            by_name.setdefault(calls[call].name, set()).add(call)
+        whole = list(by_name.values())
+        splits: dict[frozenset[int], None] = {}
+        for share in _SHARES:
+            count = round(share * len(whole))
+            chosen = [whole[(2 * i + 1) * len(whole) // (2 * count)] for i in range(count)]
+            splits[frozenset[int]().union(*chosen)] = None
+        for count in _AT_THE_END:
+            splits[frozenset[int]().union(*whole[-count:])] = None
+        splits.pop(frozenset(), None)
+        units, parts = self.grains.coarse.units, self.grains.coarse.units.trace.children
+        fitting = [
+            split for split in splits if len(units.units) + sum(len(parts(call)) - 1 for call in split) <= _MOST_UNITS
+        ]
+        grains = aligned(self.grains)
+        mixtures = [mixed(grains, split) for split in fitting]
+        return (
+            self.coarse,
+            *(Solver(mixture, self.cost_unit, hand_made=False, pace=self.pace) for mixture in mixtures),
+        )
+
+    @property
+    def storings(self) -> Iterator[Storing]:
+        """Yield what finds candidates with stores: of whole units, then of the mixture with the most units."""
+        if self.offers:
+            yield self.storing
+            finest = max(self.solvers, key=lambda solver: len(solver.profile.units.units))
+            if finest is not self.coarse:
+                yield Storing(finest, self.offers)
+
+    def solve(self, limit_bytes: int) -> Candidate | None:
+        """Return the cheapest tree found whose predicted peak is at most the limit; None if none fits."""
+        with self.pace.running():
+            return self._solved(limit_bytes)
+
+    def _solved(self, limit_bytes: int) -> Candidate | None:
+        if self.plain.prediction.peak_bytes <= limit_bytes:
+            return self.plain
+        found: list[tuple[float, Candidate]] = []
+        self.pace.found(None)
+        for storing in self.storings:
+            with self.pace.part(0.0, _STORING_SHARE):
+                stored = storing.solve(limit_bytes)
+            if stored is not None and not stored.cost:
+                return stored
+            found += [] if stored is None else [(storing.price(stored), stored)]
+        with self.pace.part(_STORING_SHARE if self.offers else 0.0, 1.0):
+            for solver in self.pace.parts(self.solvers):
+                one = None if found and self.pace.is_over else solver.solve(limit_bytes)
+                found += [] if one is None else [(one.cost, one)]
+                if found:
+                    self.pace.found(_best(found).slowdown)
+        if not found:
+            lowest = self.whole.solve(limit_bytes) or self.floor
+            return lowest if lowest.prediction.peak_bytes <= limit_bytes else None
+        return _best(found)
+
+    @cached_property
+    def floor(self) -> Candidate:
+        """The tree with the lowest predicted peak that was found."""
+        with self.pace.running():
+            solvers = (*self.solvers, self.whole)
+            lowest = [
+                solver.floor for solver in self.pace.parts(solvers) if solver is self.coarse or not self.pace.is_over
+            ]
+            lowest += [one for storing in self.storings for one in storing.lowest]
+        return min(lowest, key=lambda one: (one.prediction.peak_bytes, one.cost))
+
+
+class Solver:
+    """Finds trees for one profile, under any limit; limits and peaks are bytes over those at the start of the step.
+
+    Args:
+        profile: The profile.
+        cost: What to minimise.
+        hand_made: Whether uniform trees, as people write them by hand, are candidates. In mixtures they win nothing.
+        pace: How long it may take.
+    """
+
+    def __init__(self, profile: Profile, cost: Cost, *, hand_made: bool = True, pace: Pace | None = None) -> None:
+        self.profile = profile
+        self.cost_unit: Cost = cost
+        self.hand_made = hand_made
+        self.pace = Pace() if pace is None else pace
+        self._known: dict[Tree, Candidate] = {}
+        self._peaks: dict[int, int] = {}  # of the trees for each of the table's levels, as far as they were judged
+
+    @cached_property
+    def chain(self) -> Chain:
+        """The profile as scalars."""
+        return chain_of(self.profile, self.cost_unit)
+
+    @cached_property
+    def option_costs(self) -> list[list[float]]:
+        """What each unit costs under each of its options, that of keeping everything included."""
+        profile, cost = self.profile, self.cost_unit
+        return [
+            [
+                0.0,
+                *(amount(profile, cost, seconds=one.seconds, nominal_s=one.nominal_s, flops=one.flops) for one in own),
+            ]
+            for own in profile.options or [()] * len(profile.sizes)
+        ]
+
+    @cached_property
+    def plain(self) -> Candidate:
+        """The tree that keeps everything."""
+        return self.judged(tuple(Keep(unit) for unit in range(len(self.profile.units.units))))
+
+    @cached_property
+    def table(self) -> Persistent:
+        """The optimal persistent schedules of the chain."""
+        self.pace.tell("tables")
+        most_s = _TABLE_SHARE * self.pace.left_s
+        found = Persistent(self.chain, max(1, int(1.1 * self.plain.prediction.peak_bytes)), most_seconds=most_s)
+        self.pace.ran_out = self.pace.ran_out or not found.is_whole
+        return found
+
+    @property
+    def most_judged(self) -> int:
+        """How many trees may be judged for polish, and a third of it for the floor."""
+        return max(12, _JUDGED_UNITS // len(self.profile.units.units))
+
+    @cached_property
+    def uniform(self) -> tuple[Candidate, ...]:
+        """The uniform trees, every one for few units, those with few regions or long strides for many."""
+        trees = candidates(self.chain) if self.hand_made else {}
+        chosen = [tree for name, tree in trees.items() if len(trees) <= 120 or _is_simple(name)]
+        self.pace.tell("judging")
+        # The first ones recompute nothing, and everything.
+        return tuple(self.judged(tree) for number, tree in enumerate(chosen) if number < 2 or not self.pace.is_over)
+
+    def judged(self, tree: Tree) -> Candidate:
+        """Return a tree, made fit for the roots, with its prediction."""
+        tree = fitted(self.profile.units, tree)
+        if tree not in self._known:
+            prediction = predict(self.profile, tree)
+            cost = amount(
+                self.profile,
+                self.cost_unit,
+                seconds=prediction.seconds,
+                nominal_s=prediction.nominal_s,
+                flops=prediction.flops,
+            )
+            self._known[tree] = Candidate(profile=self.profile, tree=tree, prediction=prediction, cost=cost)
+        return self._known[tree]
+
+    def solve(self, limit_bytes: int) -> Candidate | None:
+        """Return the cheapest tree found whose predicted peak is at most the limit; None if none was, see `floor`."""
+        found = self.unpolished(limit_bytes)
+        return None if found is None else self.polished(found, limit_bytes)
+
+    def unpolished(self, limit_bytes: int) -> Candidate | None:
+        """Return what `solve` starts its polish from."""
+        if self.plain.prediction.peak_bytes <= limit_bytes:
+            return self.plain
+        found = [*self.persistent(limit_bytes), *self.uniform]
+        fitting = [one for one in found if one.prediction.peak_bytes <= limit_bytes]
+        return min(fitting, key=lambda one: (one.cost, one.prediction.peak_bytes), default=None)
+
+    def persistent(self, limit_bytes: int) -> Iterator[Candidate]:
+        """Yield optimal trees of the chain, closing in on the cheapest whose exact peak fits.
+
+        What earlier limits have shown of the table is known already.
+        """
+        levels, peaks = self.table.levels, self._peaks
+        fits = max((one for one, peak in peaks.items() if peak <= limit_bytes), default=-1)
+        above = min((one for one, peak in peaks.items() if peak > limit_bytes and one > fits), default=len(levels))
+        if fits >= 0:
+            yield self.judged(self.table.tree_at(int(levels[fits])))
+        # Begin where the chain's own scalars put the limit: mostly it is there or nearby.
+        slots = limit_bytes // self.table.slot_bytes
+        asked, reach = int(np.searchsorted(levels, slots, side="right")) - 1, 1
+        while above - fits > 1 and not self.pace.is_over:
+            self.pace.tell("judging")
+            asked = min(max(asked, fits + 1), above - 1)
+            one = self.judged(self.table.tree_at(int(levels[asked])))
+            peaks[asked] = one.prediction.peak_bytes
+            yield one
+            if peaks[asked] <= limit_bytes:
+                fits = asked
+                asked = min(asked + reach, (asked + above) // 2)
+            else:
+                above = asked
+                asked = max(asked - reach, (fits + asked) // 2)
+            reach *= 4
+
+    def polished(self, best: Candidate, limit_bytes: int, *, most_judged: int | None = None) -> Candidate:
+        """Return a tree with regions dissolved, or their ends let out, where the limit allows; one pass."""
+        units = len(self.profile.units.units)
+        if best.prediction.calls > 20 * units:
+            return best  # nested so deeply that the limit leaves no room
+        place, judged, most = 0, len(self._known), self.most_judged if most_judged is None else most_judged
+        heights = Heights(self.profile, best.tree)
+        # A change of one call of a root is one of its other calls too.
+        is_local = len(self.profile.units.roots) == 1 and not self.profile.units.trace.sharded
+        while place < len(best.tree) and len(self._known) - judged < most and not self.pace.is_over:
+            self.pace.tell("polishing", _JUDGING_SHARE + (1 - _JUDGING_SHARE) * place / len(best.tree))
+            before, after = best.tree[:place], best.tree[place + 1 :]
+            loosened = [
+                self.judged((*before, *nodes, *after))
+                for nodes in _loosened(best.tree[place], self.option_costs)
+                if not is_local or heights.least_bytes(place, nodes) <= limit_bytes
+            ]
+            fitting = [one for one in loosened if one.prediction.peak_bytes <= limit_bytes and one.cost < best.cost]
+            if fitting:
+                best = min(fitting, key=lambda one: one.cost)
+                heights = Heights(self.profile, best.tree)
+            else:
+                place += 1
+        return best
+
+    @cached_property
+    def floor(self) -> Candidate:
+        """The tree with the lowest predicted peak that was found."""
+        found = list(self.uniform)
+        lowest, most = self.table.lowest_slots, self.table.most_slots
+        steps = min(16, self.most_judged // 3)
+        for asked in self.pace.parts(sorted({min(most, lowest + lowest * i // (2 * steps)) for i in range(steps)})):
+            self.pace.tell("judging")
+            if asked >= lowest and not (found and self.pace.is_over):
+                found.append(self.judged(self.table.tree_at(asked)))
+        return min(found, key=lambda one: (one.prediction.peak_bytes, one.cost))
+
+
+def _best(found: list[tuple[float, Candidate]]) -> Candidate:
+    """Return the cheapest of some candidates by their prices."""
+    return min(found, key=lambda one: (one[0], bool(one[1].loads), one[1].prediction.peak_bytes))[1]
+
+
+def _is_simple(name: str) -> bool:
+    number = "".join(letter for letter in name if letter.isdigit())
+    return not number or int(number) <= 12
+
+
+def _loosened(node: Keep | Region, costs: list[list[float]]) -> Iterator[Tree]:
+    """Yield what costs less than a node and keeps a little more, to stand in its place.
+
+    A region is dissolved, or loses its first or last child; what is kept is kept as another of its options.
+    """
+    if isinstance(node, Keep):
+        own = costs[node.stage]
+        for option, cost in enumerate(own):
+            if cost < own[node.option]:
+                yield (Keep(node.stage, option),)
+    else:
+        if len(node.children) == 1:
+            for option in range(1, len(costs[node.first])):
+                yield (Keep(node.first, option),)
+        yield node.children
+        if len(node.children) > 1:
+            first, *rest = node.children
+            yield (first, Region(tuple(rest)))
+            *most, last = node.children
+            yield (Region(tuple(most)), last)

@@ -1,0 +1,246 @@
+"""Which kept units of a tree go to a store, and when they leave and come back.
+
+A peak is mostly where the backward begins, so what is needed last is stored first: the first units of the forward. For
+a slow store every second unit is better, since it is idle less. Both rows are tried, as short as the limit
+allows, for several trees: the plain one, the best one without stores, and those for limits in between.
+
+How long a unit may take to leave, and how early it comes back, is chosen by the store's speed: no later and no earlier
+than nobody has to wait, if there is room for that, else within a few units; at the tightest a unit is waited for where
+it ends and where it is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from torchremat.planning.profiles.reading import Profile
+from torchremat.planning.walks.cargo import Cargo, Load, Loads, Offer, StoredUnit
+from torchremat.planning.walks.memory import Walk
+from torchremat.planning.walks.moments import Live, Moment
+from torchremat.planning.walks.prediction import predict
+from torchremat.schedules.chain import Keep, Tree
+from torchremat.schedules.transfers import (
+    Read,
+    Write,
+    earliest_dues,
+    latest_begins,
+    reading_wait_s,
+    writing_wait_s,
+)
+
+if TYPE_CHECKING:
+    from torchremat.planning.searches.solving import Candidate, Solver
+
+# How many units something may be on its way out, and back: as many as its store needs, or fewer.
+_REACHES = (10**6, 1, 0)
+# For so many limits between the one that is asked for and the plain peak a tree without stores is found.
+_LIMITS = 2
+_JUDGED_UNITS = 4000
+
+# Where seconds count, a plan with stores is taken only if it is predicted to be faster than the best one without, by
+# more than this share of a plain step and by as much as the seconds of its copies vary. When in doubt: the simpler one.
+_LEAST_GAIN = 0.02
+
+
+class Storing:
+    """Finds what to store, for one profile.
+
+    Args:
+        solver: Finds trees without stores.
+        offers: The stores, and what they take.
+    """
+
+    def __init__(self, solver: Solver, offers: Sequence[Offer]) -> None:
+        self.solver = solver
+        self.offers = offers
+        self._judged = 0
+        calls = [unit.calls for unit in solver.profile.units.units]
+        # By the place of the store, then by unit.
+        self._cargoes = {
+            offer.store: {unit: offer.cargoes[own] for unit, own in enumerate(calls) if own in offer.cargoes}
+            for offer in offers
+        }
+
+    @property
+    def profile(self) -> Profile:
+        """What is planned for."""
+        return self.solver.profile
+
+    @property
+    def lowest(self) -> Iterator[Candidate]:
+        """Yield candidates with low peaks: everything stored that can be, with as little on its way as possible."""
+        for offer in self.offers:
+            for tree in dict.fromkeys((self.solver.plain.tree, self.solver.floor.tree)):
+                units = self._within(offer, self._storable(offer, tree))
+                if units:
+                    yield self.judged(offer, tree, units, 0)
+
+    def solve(self, limit_bytes: int) -> Candidate | None:
+        """Return the cheapest candidate found with something stored whose predicted peak is at most the limit."""
+        self._judged = 0
+        found: Candidate | None = None
+        for tree in self._trees(limit_bytes):
+            for offer in self.offers:
+                storable = self._storable(offer, tree)
+                for reach in _REACHES:
+                    for stride in (1, 2):
+                        # Every second one, and then the others from the first on.
+                        row = [*storable[::stride], *(one for i, one in enumerate(storable) if i % stride)]
+                        one = self._shortest(offer, tree, row, reach, limit_bytes)
+                        if one is not None and (found is None or rank(one) < rank(found)):
+                            found = one
+                if self._judged * len(self.profile.sizes) > _JUDGED_UNITS:
+                    break
+            if found is not None and not found.cost:
+                break
+        return None if found is None else self._pruned(found, limit_bytes)
+
+    def _pruned(self, best: Candidate, limit_bytes: int) -> Candidate:
+        """Return a candidate without those stored units that fit as well if they are kept."""
+        for unit in sorted(best.loads, reverse=True):
+            loads = {one: load for one, load in best.loads.items() if one != unit}
+            if not loads:
+                break
+            offer = self.offers[next(iter(loads.values())).planned.store]
+            for reach in _REACHES:
+                one = self.judged(offer, best.tree, sorted(loads), reach)
+                if one.prediction.peak_bytes <= limit_bytes and rank(one) < rank(best):
+                    best = one
+                    break
+        return best
+
+    def judged(self, offer: Offer, tree: Tree, units: Sequence[int], reach: int) -> Candidate:
+        """Return a tree with units in a store, with what it needs."""
+        self._judged += 1
+        loads, moving_s = self._moved(offer, tree, units, reach)
+        prediction = replace(predict(self.profile, tree, loads), moving_s=moving_s)
+        plain = self.solver.judged(tree)
+        seconds = self.solver.cost_unit == "seconds"
+        return replace(plain, prediction=prediction, cost=plain.cost + (moving_s if seconds else 0.0), loads=loads)
+
+    def price(self, found: Candidate) -> float:
+        """Return what a candidate is compared by with those without stores: its cost, and for seconds the doubt."""
+        if self.solver.cost_unit != "seconds":
+            return found.cost
+        spread = max(self.offers[load.planned.store].speed.spread for load in found.loads.values())
+        return found.cost + _LEAST_GAIN * self.profile.seconds + spread * found.prediction.moving_s
+
+    def _trees(self, limit_bytes: int) -> Iterator[Tree]:
+        """Yield trees without stores, those that recompute least first."""
+        plain = self.solver.plain
+        trees: dict[Tree, None] = {plain.tree: None}
+        above = plain.prediction.peak_bytes - limit_bytes
+        for step in range(_LIMITS - 1, -1, -1):
+            one = self.solver.solve(limit_bytes + above * step // _LIMITS)
+            if one is not None:
+                trees[one.tree] = None
+        trees[self.solver.floor.tree] = None
+        yield from trees
+
+    def _storable(self, offer: Offer, tree: Tree) -> list[int]:
+        order, cargoes = set(self.profile.order), self._cargoes[offer.store]
+        kept = [node.stage for node in tree if isinstance(node, Keep) and not node.option and node.stage in cargoes]
+        return [unit for unit in kept if unit in order and self._frees(cargoes[unit])]
+
+    def _frees(self, cargo: Cargo) -> bool:
+        """Return whether a cargo frees more than its store holds in its place; what lives anyway is not freed."""
+        trace = self.profile.units.trace
+        dying = sum(trace.storage_bytes[storage] for storage in cargo.boundary if storage in trace.died)
+        return cargo.inside_bytes + dying > cargo.resident_bytes + sum(cargo.boundary.values())
+
+    def _within(self, offer: Offer, units: Sequence[int]) -> list[int]:
+        """Return as many of the units as the store has room for."""
+        taken, total = list[int](), 0
+        for unit in units:
+            total += self._cargoes[offer.store][unit].all_bytes
+            if offer.limit_bytes is not None and total > offer.limit_bytes:
+                break
+            taken.append(unit)
+        return taken
+
+    def _shortest(self, offer: Offer, tree: Tree, row: Sequence[int], reach: int, limit_bytes: int) -> Candidate | None:
+        """Return the candidate that stores the fewest units from the beginning of a row; None if none fits."""
+        row = self._within(offer, row)
+        if not row:
+            return None
+        best = self.judged(offer, tree, row, reach)
+        if best.prediction.peak_bytes > limit_bytes:
+            return None
+        fits, less = len(row), 0
+        while fits - less > 1:
+            count = (fits + less) // 2
+            one = self.judged(offer, tree, row[:count], reach)
+            if one.prediction.peak_bytes <= limit_bytes:
+                best, fits = one, count
+            else:
+                less = count
+        return best
+
+    def _moved(self, offer: Offer, tree: Tree, units: Sequence[int], reach: int) -> tuple[Loads, float]:
+        """Return the loads of units with the moments of their moves, and the seconds that these add to the step."""
+        profile, speed, cargoes = self.profile, offer.speed, self._cargoes[offer.store]
+        place = {unit: i for i, unit in enumerate(profile.order)}
+        forward_s = [cost.seconds for cost in profile.costs]
+        backward_s = self._backward_s(tree)
+        going, coming = sorted(units), sorted(units, key=lambda unit: place[unit])
+        out_s = {unit: speed.out.seconds(cargoes[unit]) for unit in units}
+        in_s = {unit: speed.back.seconds(cargoes[unit]) for unit in units}
+        # Some of it takes the place of computing, the rest is beside it.
+        out_busy_s = {unit: speed.out.busy_s(cargoes[unit]) for unit in units}
+        in_busy_s = {unit: speed.back.busy_s(cargoes[unit]) for unit in units}
+        moving_s = sum(out_busy_s.values()) + sum(in_busy_s.values())
+        out_s = {unit: out_s[unit] - out_busy_s[unit] for unit in units}
+        in_s = {unit: in_s[unit] - in_busy_s[unit] for unit in units}
+        dues = earliest_dues(forward_s, [(unit, out_s[unit]) for unit in going])
+        writes = [
+            Write(made=unit, due=min(due, unit + reach), seconds=out_s[unit])
+            for unit, due in zip(going, dues, strict=True)
+        ]
+        begins = latest_begins(backward_s, [(place[unit], in_s[unit]) for unit in coming])
+        reads = [
+            Read(begun=max(begun, place[unit] - reach), due=place[unit], seconds=in_s[unit])
+            if cargoes[unit].comes_ahead
+            else Read(begun=place[unit], due=place[unit], seconds=in_s[unit])
+            for unit, begun in zip(coming, begins, strict=True)
+        ]
+        moving_s += writing_wait_s(forward_s, writes) + reading_wait_s(backward_s, reads)
+        leaves = {write.made: write.due for write in writes}
+        loads = {
+            unit: Load(
+                planned=StoredUnit(
+                    unit=unit,
+                    store=offer.store,
+                    leaves_after=leaves[unit],
+                    comes_before=profile.order[read.begun],
+                    stored_bytes=cargoes[unit].all_bytes,
+                ),
+                cargo=cargoes[unit],
+            )
+            for unit, read in zip(coming, reads, strict=True)
+        }
+        return loads, moving_s
+
+    def _backward_s(self, tree: Tree) -> list[float]:
+        """Return the seconds of the backward of each unit, in the order of backward, with the recomputes before it."""
+        profile = self.profile
+        result, recompute_s = list[float](), 0.0
+        for state in Walk(profile.units, profile.sizes, profile.order, profile.lifetimes, tree, profile.options):
+            if isinstance(state, Live):
+                if state.key[0] is Moment.BACKWARD:
+                    result.append(recompute_s + profile.costs[state.key[1]].seconds_backward)
+                    recompute_s = 0.0
+            else:
+                cost = profile.costs[state.unit]
+                recompute_s += cost.seconds_truncated if state.truncated else cost.seconds
+        return result
+
+
+def rank(one: Candidate) -> tuple[float, float, int, int]:
+    """Return what candidates are chosen by: cost, moved bytes, stored units, peak.
+
+    Of equal flops the candidate of the fewest seconds is chosen.
+    """
+    stored_bytes = sum(load.planned.stored_bytes for load in one.loads.values())
+    return one.cost, one.prediction.seconds + one.prediction.moving_s, stored_bytes, one.prediction.peak_bytes

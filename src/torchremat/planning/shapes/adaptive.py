@@ -1,0 +1,318 @@
+"""A budget for batches of changing shapes: each step runs under a plan for the shape of its batch.
+
+    seen before        the plan of its class is put on the model: a fraction of a millisecond
+    new, in reach      figures are fitted, a tree is chosen by them: milliseconds; the step is measured
+    new, out of reach  the batch is profiled first: a few runs of the step, none of which leaves a sign
+
+Nothing stays on the model between two steps.
+
+Source: Q. Liao, M. Li, H. Yang et al., "Mimose: an input-aware checkpointing planner for efficient training on GPU",
+arXiv 2209.02478. We differ: bytes of storages at every moment are fitted, not one number for each layer, so that the
+peak is predicted by the exact interpreter; and what a step really needed is looked at.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, nullcontext
+from threading import Lock
+from types import TracebackType
+from typing import Generic, Literal, Self, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from torchremat.errors import BudgetError, BudgetWarning, StepError, UnsupportedError, bug
+from torchremat.measuring.allocator import profiler_is_active
+from torchremat.measuring.runs import subject_of
+from torchremat.measuring.step import check_takes, holdings_of, loss_of, run_backward
+from torchremat.planning.budgets import bytes_of, margin_of, percentage_of
+from torchremat.planning.elsewhere.machines import Here
+from torchremat.planning.layout import check_bare, installed
+from torchremat.planning.profiles.profiling import profile_subject
+from torchremat.planning.searches.chains import Cost
+from torchremat.planning.shapes.batches import Look, look_of
+from torchremat.planning.shapes.classes import Classes, PlannedShape, ShapeClass
+from torchremat.planning.shapes.gauges import calls_noted, gauge
+from torchremat.planning.walks.prediction import predict
+from torchremat.regions.settings import Settings
+from torchremat.tensors.sizes import format_bytes
+
+B = TypeVar("B")
+
+Over = Literal["raise", "warn"]
+
+
+class Adaptive(Generic[B]):
+    """Runs training steps within a budget, whatever the shapes of their batches: `loss = adaptive(batch)`.
+
+    A call is `loss = step(model, batch)` and `loss.backward()` under a plan for the shape of the batch; gradients are
+    added up as ever. What bytes depend on is learned from a few batches, small ones will do: give them to `learn`, or
+    let the first ones that come be learned. Not to be called from two threads at once.
+
+    Args:
+        model: The model.
+        step: Called as `step(model, batch)`; runs the forward and returns the loss.
+        budget: Peak bytes of a whole training step, as an int or like `"6GiB"`.
+        optimizer: If given, its state and the peak of its step count.
+        device: Whose bytes count; that of the first parameter if not given.
+        cost: What to minimise, `"seconds"` or `"flops"`.
+        margin: Bytes of the budget to leave free, for what an allocator needs beside the tensors.
+        over: What happens to a batch that no plan fits, before it runs, and after a step that was measured above the
+            budget: a BudgetError (`"raise"`), or a BudgetWarning (`"warn"`), and a batch that no plan fits runs under
+            the plan that needs least.
+        operators: Whether parts of a module may be kept: the outputs of some of its operators.
+        shape: Returns the sizes of a batch. Without it these are the sizes of all tensors in it.
+        classes: How many plans are kept, each for a class of shapes.
+
+    Attributes:
+        learning_seconds: Spent in profiles.
+        planning_seconds: Spent on choosing plans and putting them on the model.
+        step_seconds: Spent in steps.
+
+    Raises:
+        BudgetError: The budget is no size, or more than the device has; or a percentage, of which nobody could say of
+            what.
+        StepError: The step is no function of a model and a batch.
+        UnsupportedError: Several processes train together: a batch that one of them learns, the others would wait for.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        step: Callable[[nn.Module, B], object],
+        *,
+        budget: int | str,
+        optimizer: torch.optim.Optimizer | None = None,
+        device: torch.device | str | None = None,
+        cost: Cost = "seconds",
+        margin: int | str = 0,
+        over: Over = "raise",
+        operators: bool = True,
+        shape: Callable[[B], tuple[int, ...]] | None = None,
+        classes: int = 256,
+    ) -> None:
+        if not callable(step):
+            raise StepError(f"step: it is called as `step(model, batch)`, and a {type(step).__name__} is no function.")
+        check_takes(step, "step(model, batch)", model, None)
+        self._device = subject_of(_bound(step), model, optimizer, needs_model=True).device(device)
+        if percentage_of(budget) is not None:
+            raise BudgetError(f"budget={budget!r}: the plain peak is another for each shape; give the budget in bytes.")
+        if cost not in ("seconds", "flops"):
+            raise BudgetError(f"cost={cost!r}: allowed are 'seconds' and 'flops'.")
+        if over not in ("raise", "warn"):
+            raise BudgetError(f"over={over!r}: allowed are 'raise' and 'warn'.")
+        if type(classes) is not int or classes < 1:
+            raise BudgetError(f"classes={classes!r}: an int of at least 1 is needed.")
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            ranks = torch.distributed.get_world_size()
+            if ranks > 1:
+                raise UnsupportedError(
+                    f"Adaptive runs in one process, and {ranks} train together here: while one of them learns a shape, "
+                    "the others would wait for its gradients. Use one plan, for the largest batch: `torchremat.plan`."
+                )
+        check_bare(model)
+        self.budget_bytes = bytes_of(budget, self._device)
+        self._limit_bytes = self.budget_bytes - margin_of(margin)
+        self._budget = str(budget)
+        self._model = model
+        self._step = step
+        self._optimizer = optimizer
+        self._over: Over = over
+        self._shape_of = cast("Callable[[object], tuple[int, ...]] | None", shape)
+        self._classes = Classes(self._limit_bytes, cost, classes, operators=operators)
+        self._lock = Lock()
+        self._closed = False
+        self.learning_seconds = 0.0
+        self.planning_seconds = 0.0
+        self.step_seconds = 0.0
+        self.learned = 0
+
+    def __call__(self, batch: B) -> Tensor:
+        """Run forward and backward of a batch within the budget, and return the loss, detached.
+
+        Args:
+            batch: Anything that `step` takes.
+
+        Raises:
+            BudgetError: With `over="raise"`: no plan fits, and nothing was run; or the step was measured above the
+                budget, and its gradients are there.
+            StepError: The batch has no shape, or the step returns no loss.
+            UnsupportedError: Another step is running, or this is closed.
+        """
+        with self._alone():
+            look = self._look(batch)
+            chosen = self._chosen(look, batch)
+            if not chosen.fits and self._over == "raise":
+                raise BudgetError(self._nothing_fits(chosen, look))
+            return self._run(chosen, look, batch)
+
+    def learn(self, *batches: B) -> None:
+        """Profile batches, so that others of the same kind can be planned; the model stays as it is.
+
+        Three different lengths tell all about one size that varies, six different shapes about two. Small ones are
+        enough: figures are believed up to four times the sizes seen, and steps beyond those seen are measured.
+        """
+        with self._alone():
+            for batch in batches:
+                self._learn(self._look(batch), batch)
+
+    def close(self) -> None:
+        """Drop all that was learned. A step under way ends as it would have."""
+        self._closed = True
+        self._classes = Classes(self._limit_bytes, "flops", 1, operators=False)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def plans(self) -> tuple[PlannedShape, ...]:
+        """The plans that are kept, smallest shape first."""
+        shapes = [one.planned for one in self._classes]
+        return tuple(sorted(shapes, key=lambda one: (one.peak_bytes, one.shape)))
+
+    def __str__(self) -> str:
+        rows = [
+            f"budget     {format_bytes(self.budget_bytes)} on {self._device}",
+            f"time       {self.step_seconds:.2f} s in steps, {self.planning_seconds:.2f} s in planning, "
+            f"{self.learning_seconds:.2f} s in {self.learned} profiles",
+            f"{'shape':<24}  {'steps':>5}  {'predicted':>10}  {'measured':>10}  slowdown",
+        ]
+        for one in self.plans:
+            measured = "-" if one.measured_bytes is None else format_bytes(one.measured_bytes)
+            shape = " x ".join(map(str, one.shape))
+            rows.append(
+                f"{shape:<24}  {one.steps:>5}  {format_bytes(one.peak_bytes):>10}  {measured:>10}  {one.slowdown:.2f}"
+            )
+        return "\n".join(rows)
+
+    # ---------------------------------------------------------------------------------------------------- choosing
+
+    @contextmanager
+    def _alone(self) -> Generator[None]:
+        if not self._lock.acquire(blocking=False):
+            raise UnsupportedError(
+                "another step of this Adaptive is running: a plan is on the model meanwhile, and it holds for one "
+                "batch. Call it from one thread, and not from inside its own step."
+            )
+        try:
+            if self._closed:
+                raise UnsupportedError("this Adaptive is closed; make a new one.")
+            yield
+        finally:
+            self._lock.release()
+
+    def _look(self, batch: B) -> Look:
+        if not torch.is_grad_enabled():
+            raise StepError("grad mode is off, so there is no backward to plan for; call step(model, batch) itself.")
+        check_bare(self._model)
+        return look_of(self._model, batch, self._shape_of, self._device)
+
+    def _chosen(self, look: Look, batch: B) -> ShapeClass:
+        start_s = time.perf_counter()
+        found = self._classes.find(look)
+        if found is None:
+            self._learn(look, batch)
+            start_s = time.perf_counter()
+            found = self._classes.find(look)
+        if found is None:
+            raise bug(f"the shape {look.shape} was learned and is not known")
+        self.planning_seconds += time.perf_counter() - start_s
+        return found
+
+    def _learn(self, look: Look, batch: B) -> None:
+        subject = subject_of(_bound(self._step, batch, look.tensors), self._model, self._optimizer)
+        start_s = time.perf_counter()
+        fine = self._classes.takes_apart(look)
+        grains = profile_subject(self._model, subject, Here(self._device), fine=fine)
+        self._classes.learn(look, grains)
+        self.learned += 1
+        self.learning_seconds += time.perf_counter() - start_s
+
+    def _nothing_fits(self, chosen: ShapeClass, look: Look) -> str:
+        optimizer_peak = chosen.family.optimizer_peak_bytes
+        if optimizer_peak > self._limit_bytes:
+            return (
+                f"the budget is {format_bytes(self.budget_bytes)} ({self._budget}), but optimizer.step() alone peaks "
+                f"at {format_bytes(optimizer_peak)}, which no recomputation lowers."
+            )
+        smallest = chosen.peak_bytes + chosen.spare_bytes + self.budget_bytes - self._limit_bytes
+        what = "was not run" if self._over == "raise" else "runs in as few as it can"
+        return (
+            f"no plan fits the budget of {format_bytes(self.budget_bytes)} ({self._budget}) for this batch "
+            f"({look.words}); it {what}. Smallest budget that works: {smallest} bytes ({format_bytes(smallest)}), of "
+            f"which {format_bytes(chosen.fixed_bytes)} lie there before a step. Make the batch smaller, or split it "
+            "and call this once for each part."
+        )
+
+    # ----------------------------------------------------------------------------------------------------- running
+
+    def _run(self, chosen: ShapeClass, look: Look, batch: B) -> Tensor:
+        if not chosen.fits and not chosen.steps:
+            warnings.warn(self._nothing_fits(chosen, look), BudgetWarning, stacklevel=3)
+        start_s = time.perf_counter()
+        wanted = not chosen.family.is_near_measured(look.shape)
+        before_bytes = self._before_bytes(look) if wanted or self._device.type == "cuda" else 0
+        planned = installed(self._model, chosen.calls, chosen.tree, Settings(), chosen.held)
+        plan = planned if chosen.has_regions else nullcontext()
+        with plan, gauge(self._device, wanted=wanted) as measured:
+            with calls_noted(self._model) if wanted else nullcontext() as names:
+                loss = loss_of(self._step(self._model, batch))
+            result = loss.detach()
+            run_backward(loss)
+        del loss
+        chosen.steps += 1
+        self.step_seconds += time.perf_counter() - start_s
+        if names is not None and not chosen.family.takes(names) and not profiler_is_active():
+            # Another way through the model than the shapes around take: the prediction was for none of this.
+            self._learn(look, batch)
+            chosen.family.has_told_calls = not chosen.family.knows(look.shape)
+        if measured.rise_bytes is not None:
+            self._compare(chosen, look, batch, before_bytes + measured.rise_bytes)
+        return result
+
+    def _before_bytes(self, look: Look) -> int:
+        subject = subject_of(_bound(self._step, tensors=look.tensors), self._model, self._optimizer)
+        return subject.before(self._device).total_bytes
+
+    def _compare(self, chosen: ShapeClass, look: Look, batch: B, measured_bytes: int) -> None:
+        """Take note of what a step has needed: what it was above its prediction is left free from now on."""
+        family = chosen.family
+        chosen.measured_bytes = max(measured_bytes, chosen.measured_bytes or 0)
+        found = family.cover(look.shape, exact=True) or chosen.cover
+        rise_bytes = predict(family.profile(found, chosen.split), chosen.tree).peak_bytes
+        predicted_bytes = family.fixed_bytes(found) + rise_bytes
+        over_bytes = measured_bytes - predicted_bytes - found.noise_bytes
+        if over_bytes > 0 and not self._classes.knows(look):
+            self._learn(look, batch)
+        if family.knows(look.shape) or not self._classes.knows(look):
+            family.measured.append(look.shape)
+            family.over_share = max(family.over_share, over_bytes / max(1, rise_bytes))
+        if measured_bytes > self.budget_bytes and chosen.fits:
+            said = (
+                f"a step of this shape ({look.words}) was measured at {format_bytes(measured_bytes)}, above the budget "
+                f"of {format_bytes(self.budget_bytes)} ({self._budget}); {format_bytes(predicted_bytes)} were "
+                "predicted. Its gradients are there. The plans for all shapes leave that much more free from now on."
+            )
+            if self._over == "raise":
+                raise BudgetError(said)
+            warnings.warn(said, BudgetWarning, stacklevel=4)
+
+
+def _bound(
+    step: Callable[[nn.Module, B], object], batch: object = None, tensors: tuple[Tensor, ...] = ()
+) -> Callable[[nn.Module], object]:
+    """Return the step of one batch, holding in plain sight what `step` holds, and the tensors of the batch."""
+    held = holdings_of(step)
+
+    def bound(model: nn.Module, _held: object = (held.modules, held.tensors, tensors)) -> object:
+        return step(model, cast("B", batch))
+
+    return bound

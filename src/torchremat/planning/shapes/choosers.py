@@ -1,0 +1,174 @@
+"""The tree for a shape, in milliseconds.
+
+Where units have options, there is one table to build, and the search is made at the shape itself. Where they are taken
+apart instead there are many, which take as long as some steps. What is found depends on the ratios of bytes and costs,
+and those change slowly with the shape. So the trees of a ladder of limits are found at the largest shape that was
+learned, each when it is first needed; at any other shape the fitted profile says exactly which of them fits, and
+regions that the limit leaves room for are dissolved.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torchremat.planning.profiles.profiling import Grains
+from torchremat.planning.searches.chains import Cost
+from torchremat.planning.searches.mixing import divisible
+from torchremat.planning.searches.options import selections_of
+from torchremat.planning.searches.solving import Candidate, Search, Solver
+from torchremat.planning.shapes.families import Family
+from torchremat.planning.shapes.fits import Cover
+from torchremat.schedules.chain import Tree
+
+# The limits of the ladder: this ratio apart, from the plain step down to the floor.
+_RUNG = 0.9
+# For so many rungs all mixtures of units are tried, and so many of the best at each are for the others.
+_WITH_ALL = 2
+_PROMISING = 3
+# Trees that are judged to polish one.
+_JUDGED = 16
+# A unit with so many options is not taken apart as well: it would win little, and tables are built for each shape.
+_MANY_OPTIONS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """A tree, and the calls whose units it takes apart."""
+
+    split: frozenset[int]
+    tree: Tree
+
+
+class Chooser:
+    """Chooses trees for the shapes of a family.
+
+    Args:
+        family: The family.
+        cost: What to minimise.
+        operators: Whether units may be kept in part.
+    """
+
+    def __init__(self, family: Family, cost: Cost, *, operators: bool) -> None:
+        self.family = family
+        self.cost_unit: Cost = cost
+        self.operators = operators
+        self._search: Search | None = None
+        self._searched = 0
+        self._rungs: dict[int, Found | None] = {}
+        self._promising: set[Solver] = set()
+
+    def choose(self, cover: Cover, limit_bytes: int) -> tuple[Candidate, frozenset[int]] | None:
+        """Return the cheapest tree found whose peak at a shape is at most the limit, and the calls that it splits.
+
+        Args:
+            cover: The shape.
+            limit_bytes: Over the bytes at the start of the step; what the prediction may be off by is left free.
+        """
+        solvers: dict[frozenset[int], Solver] = {}
+
+        def judged(found: Found) -> Candidate:
+            if found.split not in solvers:
+                solvers[found.split] = Solver(self.family.profile(cover, found.split), self.cost_unit)
+            return solvers[found.split].judged(found.tree)
+
+        def fits(one: Candidate) -> bool:
+            peak = one.prediction.peak_bytes
+            return peak + self.family.spare_bytes(cover, peak) <= limit_bytes
+
+        whole = frozenset[int]()
+        plain = Solver(self.family.profile(cover), self.cost_unit).plain
+        if fits(plain):
+            return plain, whole
+        if not self.takes_apart:
+            return self._solved(cover, limit_bytes)
+        best: tuple[Candidate, frozenset[int]] | None = None
+        for rung in self._down_from(plain, limit_bytes):
+            found = self.rung(rung)
+            if found is None:
+                break
+            candidate = judged(found)
+            if fits(candidate):
+                best = candidate, found.split
+                break
+        if best is None:
+            found = self.floor
+            candidate = judged(found)
+            return (candidate, found.split) if fits(candidate) else None
+        candidate, split = best
+        spare = self.family.spare_bytes(cover, candidate.prediction.peak_bytes)
+        polished = solvers[split].polished(candidate, limit_bytes - spare, most_judged=_JUDGED)
+        return (polished if fits(polished) else candidate), split
+
+    @property
+    def takes_apart(self) -> bool:
+        """Whether units are taken apart; not if all that could be have options instead: then there is one table."""
+        grains = self.search.grains
+        own = zip(grains.coarse.units.units, grains.coarse.options, strict=False)
+        return not divisible(grains) <= {unit.calls[0] for unit, options in own if len(options) >= _MANY_OPTIONS}
+
+    def _solved(self, cover: Cover, limit_bytes: int) -> tuple[Candidate, frozenset[int]] | None:
+        """Return the best tree at the shape itself."""
+        solver = Solver(self.family.profile(cover), self.cost_unit)
+        limit_bytes -= self.family.spare_bytes(cover, limit_bytes)
+        found = solver.solve(limit_bytes) or solver.floor
+        return (found, frozenset[int]()) if found.prediction.peak_bytes <= limit_bytes else None
+
+    def lowest(self, cover: Cover) -> tuple[Candidate, frozenset[int]]:
+        """Return the tree that needs least, at a shape."""
+        if not self.takes_apart:
+            return Solver(self.family.profile(cover), self.cost_unit).floor, frozenset[int]()
+        found = self.floor
+        return Solver(self.family.profile(cover, found.split), self.cost_unit).judged(found.tree), found.split
+
+    @property
+    def search(self) -> Search:
+        """The search at the largest shape learned."""
+        if self._search is None or self._searched != self.family.changes:
+            grains = self.family.largest
+            if self.operators:
+                # For flops, whatever is minimised: the executor's own seconds, which forbid options where steps are
+                # short, are weighed at each shape.
+                grains = self.family.offer(selections_of(grains.coarse, "flops"), self.cost_unit)
+            self._search = Search(grains, self.cost_unit, operators=False)
+            self._searched = self.family.changes
+            self._rungs.clear()
+            self._promising.clear()
+        return self._search
+
+    @property
+    def _solvers(self) -> list[Solver]:
+        """Those to ask for a rung: all for the first ones, later those that were good at them."""
+        solvers = list(self.search.solvers)
+        return solvers if len(self._rungs) < _WITH_ALL else [one for one in solvers if one in self._promising]
+
+    @property
+    def floor(self) -> Found:
+        """The lowest tree found."""
+        return _found(self.search.grains, self.search.floor)
+
+    def _down_from(self, plain: Candidate, limit_bytes: int) -> range:
+        """The rungs to try: from a little more than this limit is of the plain step, down to nothing."""
+        if limit_bytes <= 0:
+            return range(0)
+        share, first = limit_bytes / max(1, plain.prediction.peak_bytes), 0
+        while _RUNG ** (first + 1) >= share:
+            first += 1
+        return range(max(0, first - 1), first + 60)
+
+    def rung(self, number: int) -> Found | None:
+        """Return the tree of one limit of the ladder; None if it is below the floor."""
+        search = self.search
+        if number not in self._rungs:
+            limit_bytes = int(search.plain.prediction.peak_bytes * _RUNG**number)
+            trees = [(one, solver) for solver in self._solvers if (one := solver.unpolished(limit_bytes)) is not None]
+            trees.sort(key=lambda pair: (pair[0].cost, pair[0].prediction.peak_bytes))
+            if trees and len(self._rungs) < _WITH_ALL:
+                self._promising.update(solver for _, solver in trees[:_PROMISING])
+            self._rungs[number] = _found(search.grains, trees[0][0]) if trees else None
+        return self._rungs[number]
+
+
+def _found(grains: Grains, candidate: Candidate) -> Found:
+    kept = {unit.calls for unit in candidate.profile.units.units}
+    split = frozenset(unit.calls[0] for unit in grains.coarse.units.units if unit.calls not in kept)
+    return Found(split=split, tree=candidate.tree)

@@ -1,0 +1,204 @@
+"""Classes of shapes, each with a tree that is ready to be put on the model; and all that was learned to make them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from torchremat.planning.descriptions import held_of
+from torchremat.planning.layout import Calls, HeldOperators, calls_of
+from torchremat.planning.profiles.profiling import Grains
+from torchremat.planning.searches.chains import Cost
+from torchremat.planning.shapes.batches import Look
+from torchremat.planning.shapes.choosers import Chooser
+from torchremat.planning.shapes.families import Families, Family
+from torchremat.planning.shapes.fits import Cover, Shape
+from torchremat.planning.walks.prediction import Prediction
+from torchremat.schedules.chain import Region, Tree
+
+# Kinds of batches that are remembered, with their profiles; of more, those that did not come for the longest time go.
+_MOST_KINDS = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedShape:
+    """The plan for one class of shapes; bytes are absolute.
+
+    Attributes:
+        shape: The largest shape of the class.
+        steps: Steps that ran under it.
+        peak_bytes: Predicted peak at that shape.
+        measured_bytes: The highest measured peak; None if none of its steps was measured.
+        slowdown: Predicted seconds of a step over those of a plain one.
+        recomputed_flops: Flops that recomputes add.
+        recomputed_calls: Forwards of units that recomputes run; some, as those of norms, have no flops.
+    """
+
+    shape: Shape
+    steps: int
+    peak_bytes: int
+    measured_bytes: int | None
+    slowdown: float
+    recomputed_flops: int
+    recomputed_calls: int
+
+
+@dataclass(eq=False, kw_only=True)
+class ShapeClass:
+    """A class of shapes.
+
+    Attributes:
+        family: What its figures come from.
+        state: That of the family when this was planned.
+        cover: How they do, at the largest shape of the class.
+        split: Calls whose units are taken apart.
+        tree: The choice.
+        calls: How its units are recognised.
+        held: What units hold that are kept in part.
+        fixed_bytes: What lies in memory before a step.
+        prediction: What a step needs over that.
+        slowdown: Predicted seconds of a step over those of a plain one.
+        fits: Whether that is within the budget; if not, the tree is the one that needs least.
+        steps: Steps that ran under it.
+        measured_bytes: The highest measured peak, if any was.
+    """
+
+    family: Family
+    state: tuple[int, float]
+    cover: Cover
+    split: frozenset[int]
+    tree: Tree
+    calls: Calls
+    held: tuple[HeldOperators, ...]
+    fixed_bytes: int
+    prediction: Prediction
+    slowdown: float
+    fits: bool
+    steps: int = 0
+    measured_bytes: int | None = None
+
+    @property
+    def peak_bytes(self) -> int:
+        """The predicted peak, absolute."""
+        return self.fixed_bytes + self.prediction.peak_bytes
+
+    @property
+    def spare_bytes(self) -> int:
+        """What a step may need beyond that."""
+        return self.family.spare_bytes(self.cover, self.prediction.peak_bytes)
+
+    @property
+    def has_regions(self) -> bool:
+        """Whether anything is recomputed."""
+        return bool(self.held) or any(isinstance(node, Region) for node in self.tree)
+
+    @property
+    def planned(self) -> PlannedShape:
+        """The class for people to read."""
+        return PlannedShape(
+            shape=self.cover.shape,
+            steps=self.steps,
+            peak_bytes=self.peak_bytes,
+            measured_bytes=self.measured_bytes,
+            slowdown=self.slowdown,
+            recomputed_flops=self.prediction.flops,
+            recomputed_calls=self.prediction.calls,
+        )
+
+
+@dataclass(eq=False)
+class _Kind:
+    """What is known of batches that look alike."""
+
+    families: Families = field(default_factory=Families)
+    choosers: dict[Family, Chooser] = field(default_factory=dict[Family, Chooser])
+    takes_apart: bool | None = None  # asked for once, after the first profile
+
+
+class Classes:
+    """The classes of shapes that have come so far, under one limit.
+
+    Args:
+        limit_bytes: What a step may need, absolute.
+        cost: What to minimise.
+        most: How many classes are kept.
+        operators: Whether units may be kept in part.
+    """
+
+    def __init__(self, limit_bytes: int, cost: Cost, most: int, *, operators: bool) -> None:
+        self.limit_bytes = limit_bytes
+        self._cost: Cost = cost
+        self._operators = operators
+        self._most = most
+        self._kinds: OrderedDict[tuple[object, ...], _Kind] = OrderedDict()
+        self._classes: OrderedDict[tuple[object, ...], ShapeClass] = OrderedDict()
+
+    def __iter__(self) -> Iterator[ShapeClass]:
+        return iter(self._classes.values())
+
+    def learn(self, look: Look, grains: Grains) -> None:
+        """Note the profile of a batch."""
+        self._kind(look).families.learn(look.shape, grains)
+
+    def takes_apart(self, look: Look) -> bool:
+        """Return whether a profile of a batch should show the calls inside of units, which takes as long again.
+
+        Not if all of them can be kept in part, as far as that can be told before the profile is there.
+        """
+        kind = self._kind(look)
+        if kind.takes_apart is None and kind.families.families:
+            kind.takes_apart = any(self._chooser(kind, one).takes_apart for one in kind.families.families)
+        return kind.takes_apart is not False
+
+    def knows(self, look: Look) -> bool:
+        """Return whether a batch of this very shape was learned."""
+        return any(family.knows(look.shape) for family in self._kind(look).families.families)
+
+    def find(self, look: Look) -> ShapeClass | None:
+        """Return the class of a batch, planned now if it was not or if more is known by now; None: learn it first."""
+        kind = self._kind(look)
+        found = kind.families.find(look.shape)
+        if found is None:
+            return None
+        family, cover = found
+        key = (look.kind, cover.shape)
+        known = self._classes.get(key)
+        if known is None or known.family is not family or known.state != family.state:
+            fresh = self._classes[key] = self._planned(self._chooser(kind, family), family, cover)
+            if known is not None:
+                fresh.steps, fresh.measured_bytes = known.steps, known.measured_bytes
+            known = fresh
+        self._classes.move_to_end(key)
+        if len(self._classes) > self._most:
+            self._classes.popitem(last=False)
+        return known
+
+    def _chooser(self, kind: _Kind, family: Family) -> Chooser:
+        return kind.choosers.setdefault(family, Chooser(family, self._cost, operators=self._operators))
+
+    def _kind(self, look: Look) -> _Kind:
+        kind = self._kinds.setdefault(look.kind, _Kind())
+        self._kinds.move_to_end(look.kind)
+        if len(self._kinds) > _MOST_KINDS:
+            self._kinds.popitem(last=False)
+        return kind
+
+    def _planned(self, chooser: Chooser, family: Family, cover: Cover) -> ShapeClass:
+        fixed_bytes = family.fixed_bytes(cover)
+        found = chooser.choose(cover, self.limit_bytes - fixed_bytes)
+        candidate, split = found or chooser.lowest(cover)
+        own = candidate.profile
+        return ShapeClass(
+            family=family,
+            state=family.state,
+            cover=cover,
+            split=split,
+            tree=candidate.tree,
+            calls=calls_of(own.units),
+            held=held_of(own, candidate.tree),
+            fixed_bytes=fixed_bytes,
+            prediction=candidate.prediction,
+            slowdown=1 + candidate.prediction.seconds / own.seconds if own.seconds > 0 else 1.0,
+            fits=found is not None and family.optimizer_peak_bytes <= self.limit_bytes,
+        )

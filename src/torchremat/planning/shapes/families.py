@@ -1,0 +1,221 @@
+"""Shapes that take the same way through a model, and what was learned of them.
+
+A family is what its form says: the same calls, the same storages, alive as long, the same units. Within one, figures
+are fitted over shapes. A model may take other ways for other shapes (`if length > n`); a profile of another form begins
+another family. Which way a shape takes that nobody has run is not known: if its neighbours below and above are of
+different families, it has to be learned.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
+
+from torchremat.errors import StepError
+from torchremat.planning.profiles.profiling import Grains
+from torchremat.planning.profiles.reading import Profile
+from torchremat.planning.searches.chains import Cost
+from torchremat.planning.searches.mixing import aligned, mixed
+from torchremat.planning.searches.options import Selections, options_with
+from torchremat.planning.shapes.figures import Figures, Form, figures_of, form_of, with_figures
+from torchremat.planning.shapes.fits import Cover, Shape, cover
+
+# How far beyond the shapes that were seen a fit is believed: four times, in every dimension.
+_REACH_OCTAVES = 2.0
+# Within this of a shape whose bytes were measured, others are believed without that.
+_NEAR_OCTAVES = 0.33
+# Families of batches that look alike; more than that is no matter of shapes.
+_MOST_FAMILIES = 8
+# So many fitted profiles are at hand: those of one shape, and some.
+_MOST_FITTED = 16
+# What is left free for each octave beyond the shapes that were seen.
+_BEYOND_SHARE = 0.02
+
+
+class Family:
+    """The learned shapes of one form.
+
+    Attributes:
+        shapes: Those with a profile.
+        grains: Their profiles.
+        measured: Shapes whose steps were measured under a plan.
+        over_share: By how much the worst of them was above its prediction.
+        changes: How often a shape was learned.
+        has_told_calls: Whether hooks see the calls that a trace sees; not where a model calls `forward` of a module.
+    """
+
+    def __init__(self, form: Form) -> None:
+        self.form = form
+        self.shapes: list[Shape] = []
+        self.grains: list[Grains] = []
+        self.measured: list[Shape] = []
+        self.over_share = 0.0
+        self.has_told_calls = True
+        self.changes = 0
+        # The profiles as they are mixed: with boundaries in common, and with what is offered.
+        self._mixable: list[Grains] = []
+        # By the calls that are split: the profiles at the learned shapes, and their figures as rows.
+        self._figures: dict[frozenset[int], tuple[list[Profile], Figures]] = {}
+        # What was asked for last, by shape and by the calls that are split.
+        self._fitted: dict[tuple[Shape, frozenset[int]], Profile] = {}
+
+    def add(self, shape: Shape, grains: Grains) -> None:
+        """Add a profile; one of the same shape is replaced."""
+        if shape in self.shapes:
+            self.forget(shape)
+        self.changes += 1
+        self.shapes.append(shape)
+        self.grains.append(grains)
+        self._mix(self.grains)
+
+    def forget(self, shape: Shape) -> None:
+        """Take a learned shape away."""
+        place = self.shapes.index(shape)
+        del self.shapes[place], self.grains[place]
+        self._mix(self.grains)
+
+    def offer(self, selections: Selections, cost: Cost) -> Grains:
+        """Let units hold the outputs of some operators, at every shape; until another shape is learned.
+
+        Args:
+            selections: Which, by unit.
+            cost: What is minimised.
+
+        Returns:
+            The profile at the largest shape with that.
+        """
+        found = options_with([grains.coarse for grains in self.grains], selections, cost)
+        pairs = zip(self.grains, found, strict=True)
+        self._mix([replace(own, coarse=replace(own.coarse, options=options)) for own, options in pairs])
+        return self.largest
+
+    def _mix(self, grains: list[Grains]) -> None:
+        if any(own.fine is None for own in grains):
+            grains = [replace(own, fine=None) for own in grains]
+        self._mixable = [aligned(own) for own in grains]
+        self._figures.clear()
+        self._fitted.clear()
+
+    @property
+    def state(self) -> tuple[int, float]:
+        """What plans hang on: they are made anew when it changes."""
+        return self.changes, self.over_share
+
+    def knows(self, shape: Shape) -> bool:
+        """Return whether a shape was learned."""
+        return shape in self.shapes
+
+    def takes(self, names: list[str]) -> bool:
+        """Return whether these are the modules that are called, in order, as far as that can be told."""
+        return not self.has_told_calls or names == [call.name for call in self.largest.coarse.units.trace.calls]
+
+    @property
+    def largest(self) -> Grains:
+        """The profile at the largest shape, as it is mixed."""
+        return max(zip(self.shapes, self._mixable, strict=True), key=lambda one: math.prod(one[0]))[1]
+
+    def cover(self, shape: Shape, *, exact: bool = False) -> Cover | None:
+        """Return how figures at a shape follow from the learned ones; None if they do not, or reach not so far."""
+        found = cover(self.shapes, shape, exact=exact)
+        return found if found is not None and self.beyond(shape) <= _REACH_OCTAVES else None
+
+    def beyond(self, shape: Shape) -> float:
+        """Return by how many octaves a shape is beyond all that were seen, in the worst dimension."""
+        seen = np.array([*self.shapes, *self.measured]).max(axis=0)
+        return max((math.log2(max(a, 1) / max(b, 1)) for a, b in zip(shape, seen.tolist(), strict=True)), default=0.0)
+
+    def is_near_measured(self, shape: Shape) -> bool:
+        """Return whether the bytes of a step of about this shape were measured."""
+        return any(apart(shape, one) <= _NEAR_OCTAVES for one in self.measured)
+
+    def profile(self, found: Cover, split: frozenset[int] = frozenset()) -> Profile:
+        """Return the profile at a shape, with the units of some calls split."""
+        key = found.shape, split
+        if key not in self._fitted:
+            if len(self._fitted) >= _MOST_FITTED:
+                self._fitted.clear()
+            self._fitted[key] = self._profile(found, split)
+        return self._fitted[key]
+
+    def _profile(self, found: Cover, split: frozenset[int]) -> Profile:
+        if split not in self._figures:
+            profiles = [mixed(grains, split) for grains in self._mixable]
+            self._figures[split] = profiles, np.array([figures_of(one) for one in profiles])
+        profiles, figures = self._figures[split]
+        points = list(found.points)
+        nearest = min(points, key=lambda point: apart(self.shapes[point], found.shape))
+        return with_figures(profiles[nearest], found.weights @ figures[points])
+
+    def fixed_bytes(self, found: Cover) -> int:
+        """Return what lies in memory before a step of a shape: the most that was found there, but for the inputs."""
+        most = 0
+        for own in (grains.coarse for grains in self.grains):
+            state = 0 if own.optimizer is None else own.optimizer.state_bytes
+            most = max(most, own.before.total_bytes - own.before.input_bytes + state)
+        return most + self.profile(found).before.input_bytes
+
+    @property
+    def optimizer_peak_bytes(self) -> int:
+        """The peak of `optimizer.step()`; 0 without an optimizer."""
+        own = self.largest.coarse
+        return 0 if own.optimizer is None else own.before.total_bytes + own.optimizer.peak_bytes
+
+    def spare_bytes(self, found: Cover, rise_bytes: int) -> int:
+        """Return what a step at a shape may need more than predicted, of a predicted rise."""
+        share = self.over_share + _BEYOND_SHARE * max(0.0, self.beyond(found.shape))
+        return found.noise_bytes + math.ceil(share * rise_bytes)
+
+
+class Families:
+    """The families of batches that look alike: as many tensors with as many dimensions, of the same types."""
+
+    def __init__(self) -> None:
+        self.families: list[Family] = []
+
+    def learn(self, shape: Shape, grains: Grains) -> Family:
+        """Add a profile to the family that it belongs to."""
+        form = form_of(grains)
+        for one in self.families:
+            if shape in one.shapes and not one.form.fits(form):  # the model has changed since
+                one.forget(shape)
+        self.families = [one for one in self.families if one.shapes]
+        family = next((one for one in self.families if one.form.fits(form)), None)
+        if family is None:
+            if len(self.families) == _MOST_FAMILIES:
+                raise StepError(
+                    f"the step has taken {_MOST_FAMILIES + 1} different ways through the model, so those of other "
+                    "shapes cannot be foreseen. Are calls left out at random (layer drop)? Then plan once, for a batch "
+                    "of the largest shape and with all calls: `torchremat.plan`."
+                )
+            family = Family(form)
+            self.families.append(family)
+        family.add(shape, grains)
+        return family
+
+    def find(self, shape: Shape, *, exact: bool = False) -> tuple[Family, Cover] | None:
+        """Return the family that a shape belongs to, and how its figures follow; None if it has to be learned."""
+        seen = [(one, family) for family in self.families for one in (*family.shapes, *family.measured)]
+        below = _nearest(shape, ((one, family) for one, family in seen if _fits_into(one, shape)))
+        above = _nearest(shape, ((one, family) for one, family in seen if _fits_into(shape, one)))
+        if below is not None and above is not None and below is not above:
+            return None
+        family = _nearest(shape, seen)
+        found = None if family is None else family.cover(shape, exact=exact)
+        return None if family is None or found is None else (family, found)
+
+
+def apart(one: Shape, other: Shape) -> float:
+    """Return how far two shapes are apart, in octaves of the dimension that differs most."""
+    pairs = zip(one, other, strict=True)
+    return max((abs(math.log2(max(a, 1) / max(b, 1))) for a, b in pairs), default=0.0)
+
+
+def _fits_into(one: Shape, other: Shape) -> bool:
+    return all(a <= b for a, b in zip(one, other, strict=True))
+
+
+def _nearest(shape: Shape, seen: Iterable[tuple[Shape, Family]]) -> Family | None:
+    return min(seen, key=lambda one: apart(shape, one[0]), default=(None, None))[1]

@@ -1,0 +1,146 @@
+"""What of a profile depends on the shapes of a batch, and what does not.
+
+    form       the calls, storages, lifetimes, units, the order of backward: the same for every batch of a family
+    figures    bytes and flops, in an order that the form fixes: one row of numbers for each shape
+
+Missing on purpose: seconds. They are noisy, so no curve goes through them; those of the nearest shape are scaled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchremat.planning.profiles.profiling import Grains
+from torchremat.planning.profiles.reading import Profile
+from torchremat.planning.profiles.tracing import Trace
+from torchremat.planning.profiles.units import Units
+
+Figures = NDArray[np.float64]
+
+# Of `UnitBytes`: all that is a number of bytes.
+_SIZES = (
+    "inside_bytes",
+    "drop_peak_bytes",
+    "full_peak_bytes",
+    "truncated_peak_bytes",
+    "exit_bytes",
+    "look_bytes",
+    "state_bytes",
+    "settle_bytes",
+    "recast_bytes",
+)
+# Of `OptionBytes`: all that is a number of bytes or flops.
+_OPTION_SIZES = ("kept_bytes", "forward_peak_bytes", "recompute_peak_bytes", "flops")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """All of a profile that shapes may not change, to be compared.
+
+    Attributes:
+        coarse: Of the calls, and of the units.
+        fine: Of the calls inside of units; None if they were not watched.
+    """
+
+    coarse: tuple[object, ...]
+    fine: tuple[object, ...] | None
+
+    def fits(self, other: Form) -> bool:
+        """Return whether two profiles are of one form, as far as both show it."""
+        return self.coarse == other.coarse and (None in (self.fine, other.fine) or self.fine == other.fine)
+
+
+def form_of(grains: Grains) -> Form:
+    """Return the form of a profile."""
+    coarse = _trace_form(grains.coarse.units.trace), _profile_form(grains.coarse)
+    return Form(coarse=coarse, fine=None if grains.fine is None else _profile_form(grains.fine))
+
+
+def _trace_form(trace: Trace) -> tuple[object, ...]:
+    calls = tuple(
+        (
+            (call.name, call.kind, call.number, call.parent, call.grad, call.entered, call.left),
+            tuple((seen.identity, seen.version, seen.storage) for seen in (*call.inputs, *call.outputs)),
+            (len(call.inputs), tuple(call.mutated), tuple(call.saved), call.carried),
+        )
+        for call in trace.calls
+    )
+    lives = (tuple(trace.born.items()), tuple(sorted(trace.died.items())), trace.end)
+    return calls, trace.fixed, lives, tuple(trace.step_saved), tuple(trace.storage_bytes)
+
+
+def _profile_form(profile: Profile) -> tuple[object, ...]:
+    sizes = tuple((size.saved, size.left, size.has_backward) for size in profile.sizes)
+    units = profile.units
+    return units.units, units.roots, units.others, sizes, profile.order, tuple(profile.extra_bytes)
+
+
+def figures_of(profile: Profile) -> Figures:
+    """Return the figures of a profile."""
+    return np.fromiter(_figures(profile), np.float64)
+
+
+def _figures(profile: Profile) -> Iterator[int]:
+    trace = profile.units.trace
+    yield trace.flops
+    yield from trace.storage_bytes.values()
+    for call in trace.calls:
+        yield call.flops
+        yield call.flops_saved
+    for size in profile.sizes:
+        for name in _SIZES:
+            yield cast(int, getattr(size, name))
+    for cost in profile.costs:
+        yield cost.flops
+        yield cost.flops_truncated
+    for options in profile.options:
+        for option in options:
+            for name in _OPTION_SIZES:
+                yield cast(int, getattr(option, name))
+    yield from profile.extra_bytes.values()
+    yield from (profile.after_bytes[key] for key in profile.extra_bytes)
+    yield profile.start_bytes
+    yield profile.before.input_bytes
+
+
+def with_figures(profile: Profile, figures: Figures) -> Profile:
+    """Return a profile of the same form with other figures; its seconds are scaled as its flops are.
+
+    Figures between two integers are rounded up. Those that cannot be negative are at least 0.
+    """
+    numbers = iter(np.ceil(figures - 1e-3).astype(np.int64).tolist())
+
+    def size() -> int:
+        return max(0, next(numbers))
+
+    old = profile.units.trace
+    flops = size()
+    factor = flops / old.flops if old.flops else 1.0
+    storage_bytes = {storage: size() for storage in old.storage_bytes}
+    calls = [replace(call, flops=size(), flops_saved=size()) for call in old.calls]
+    trace = replace(old, flops=flops, storage_bytes=storage_bytes, calls=calls)
+    sizes = tuple(replace(one, **{name: size() for name in _SIZES}) for one in profile.sizes)
+    costs = tuple(replace(cost.slower(factor), flops=size(), flops_truncated=size()) for cost in profile.costs)
+    options = tuple(
+        tuple(replace(one.slower(factor), **{name: size() for name in _OPTION_SIZES}) for one in own)
+        for own in profile.options
+    )
+    units = profile.units
+    return replace(
+        profile,
+        options=options,
+        units=Units(trace=trace, roots=units.roots, units=units.units, others=units.others, opened=units.opened),
+        sizes=sizes,
+        costs=costs,
+        extra_bytes={key: next(numbers) for key in profile.extra_bytes},
+        after_bytes={key: size() for key in profile.extra_bytes},
+        start_bytes=size(),
+        before=replace(profile.before, input_bytes=size()),
+        seconds=profile.seconds * factor,
+        forward_seconds=profile.forward_seconds * factor,
+    )

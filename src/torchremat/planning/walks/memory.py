@@ -1,0 +1,390 @@
+"""The exact interpreter: what is live at every moment of a step, for any tree of regions over the units.
+
+Bytes are counted by storage. At each moment of a step a set of *boundary* storages (inputs and outputs of units) is
+held: by regions, by kept units that saved them, by links of a recompute that is under way, by local variables of the
+code between the units, by what that code saved. Beside them each kept unit holds what it saved inside. All else that is
+live at that moment does not depend on the plan; it is known from the one profiled step, as live bytes minus what this
+same interpreter says was held in it.
+
+    live = extra[moment] + bytes of the boundary storages held + bytes saved inside + the unit's own peak over that
+
+The walk below must therefore follow what `torchremat.regions` does, line by line: which region holds which input,
+when a recompute stops, when a link is dropped.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from itertools import accumulate
+from typing import TypeAlias
+
+from torchremat.planning.profiles.units import Unit, Units
+from torchremat.planning.walks.away import Away
+from torchremat.planning.walks.cargo import NO_LOADS, Loads
+from torchremat.planning.walks.moments import Lifetimes, Live, Moment, OptionBytes, Ran, UnitBytes
+from torchremat.schedules.chain import Keep, Region, Tree
+
+# For each unit the ways of keeping it beside keeping all; none at all if there are none for any unit.
+Options: TypeAlias = tuple[tuple[OptionBytes, ...], ...]
+
+
+class Walk:
+    """One walk through a step under a tree. Iterate over it once: it yields `Live` and `Ran`."""
+
+    def __init__(
+        self,
+        units: Units,
+        sizes: tuple[UnitBytes, ...],
+        order: tuple[int, ...],
+        lifetimes: Lifetimes,
+        tree: Tree,
+        options: Options = (),
+        loads: Loads = NO_LOADS,
+    ) -> None:
+        self.units = units
+        self.sizes = sizes
+        self.order = order
+        self.lifetimes = lifetimes
+        # A unit kept as one of its options says is a region of its own.
+        self.chosen = {
+            node.stage: options[node.stage][node.option - 1] for node in tree if isinstance(node, Keep) and node.option
+        }
+        self.tree = tree = tuple(Region((node,)) if isinstance(node, Keep) and node.option else node for node in tree)
+        self.away = Away(self, loads)
+        self.bytes = units.trace.storage_bytes
+        # The regions around each unit, outermost first, and how many there are around and with a region, by its id.
+        self.around: list[tuple[Region, ...]] = [()] * len(sizes)
+        self.depth: dict[int, int] = {}
+        self._look_around(tree, ())
+        # How many units before each have something that backward needs.
+        self.needed = [0, *accumulate(size.has_backward for size in sizes)]
+        self.held: Counter[int] = Counter()
+        self.held_bytes = 0
+        self.alive: Iterable[int] = ()  # beside what is held, at the last moment that was asked for
+        self.unborn: list[int] = []  # held by way of an object that will get them later
+        self.inside = 0  # what kept units saved inside, and the states that regions keep
+        self.states: dict[int, int] = {}  # by id of the region, the state that it keeps
+        self.slots: dict[int, list[int]] = {}  # by id of the region, what it holds
+        self.known: dict[int, list[list[int]]] = {}  # by id of the region, what it begins to hold at each of its units
+
+    def _look_around(self, nodes: Iterable[Keep | Region], around: tuple[Region, ...]) -> None:
+        for node in nodes:
+            if isinstance(node, Keep):
+                self.around[node.stage] = around
+            else:
+                inside = (*around, node)
+                self.depth[id(node)] = len(inside)
+                self._look_around(node.children, inside)
+
+    def __iter__(self) -> Iterator[Live | Ran]:
+        yield from self.forward()
+        yield from self.backward()
+
+    # ------------------------------------------------------------------------------------------------------- holding
+
+    def hold(self, storages: Iterable[int]) -> None:
+        """Begin to hold storages, each once more."""
+        for storage in storages:
+            self.held[storage] += 1
+            if self.held[storage] == 1:
+                self.held_bytes += self.bytes[storage]
+
+    def release(self, storages: Iterable[int]) -> None:
+        """Undo `hold`."""
+        for storage in storages:
+            self.held[storage] -= 1
+            if not self.held[storage]:
+                del self.held[storage]
+                self.held_bytes -= self.bytes[storage]
+
+    def total(self, alive: Iterable[int] = ()) -> int:
+        """Bytes held, with `alive` beside them."""
+        self.alive = alive
+        total = self.inside + self.held_bytes
+        for storage in alive:
+            if storage not in self.held:
+                total += self.bytes[storage]
+        return total
+
+    def be_born(self, time: int) -> None:
+        """Hold what objects that are held have got by now."""
+        if not self.unborn:
+            return
+        born = self.units.trace.born
+        self.hold(storage for storage in self.unborn if born[storage] <= time)
+        self.unborn = [storage for storage in self.unborn if born[storage] > time]
+
+    # ------------------------------------------------------------------------------------------------------- forward
+
+    def forward(self) -> Iterator[Live]:
+        """Walk through the first forward."""
+        glue = self.lifetimes.glue_before
+        for unit, (size, own) in enumerate(zip(self.sizes, self.units.units, strict=True)):
+            self.hold(glue.get(unit, ()))
+            self.be_born(self.units.entered(unit))
+            alive, levels = self.lifetimes.entered[unit], len(self.around[unit])
+            option = self.chosen.get(unit)
+            peak = size.dropping_bytes(levels, option) if levels else size.full_peak_bytes
+            yield Live((Moment.FORWARD, unit), self.total(alive), peak, f"forward of {own.name}", unit)
+            self.take(unit)
+            yield from self.away.left(unit)
+            self.be_born(self.units.left(unit))
+            yield Live((Moment.LEFT, unit), self.total(self.lifetimes.left[unit]), 0, f"forward after {own.name}")
+        self.hold(glue.get(len(self.sizes), ()))
+        self.be_born(self.units.trace.end)
+        yield Live((Moment.END, 0), self.total(self.lifetimes.end), 0, "loss, between forward and backward")
+        self.hold(self.lifetimes.end)  # what the step's caller holds stays
+
+    def take(self, unit: int) -> None:
+        """Hold what stays of a unit's first forward."""
+        if not self.around[unit]:
+            self.keep(unit, again=False)
+            return
+        self.enter(unit)
+        option = self.chosen.get(unit)
+        if option is not None:
+            self.hold(option.kept)
+            self.inside += option.kept_bytes
+
+    def enter(self, unit: int) -> None:
+        """Hold what the top-level region around a unit holds for it, and the states that all regions around it keep."""
+        region = self.around[unit][0]
+        if not self.has_backward(region):
+            return
+        own = self.units.units[unit]
+        held = self.external(region, unit)
+        self.slots.setdefault(id(region), []).extend((*held, *own.carried))
+        self.hold(held)
+        self.unborn += own.carried
+        state = self.sizes[unit].state_bytes
+        for around in self.around[unit] if state else ():
+            if self.has_backward(around):
+                self.states[id(around)] = self.states.get(id(around), 0) + state
+                self.inside += state
+
+    def external(self, region: Region, unit: int) -> list[int]:
+        """Inputs that a region begins to hold when a unit in it runs: neither recomputed by it nor held already."""
+        known = self.known.get(id(region))
+        if known is None:
+            known = self.known[id(region)] = self._external(region)
+        return known[unit - region.first]
+
+    def _external(self, region: Region) -> list[list[int]]:
+        held: set[int] = set()
+        result: list[list[int]] = []
+        for unit in range(region.first, region.last + 1):
+            own = self.units.units[unit]
+            links = dict(own.links)
+            new = [s for s in own.inputs if s not in held and links.get(s, -1) < region.first]
+            held.update(new)
+            result.append(new)
+        return result
+
+    def keep(self, unit: int, *, again: bool) -> None:
+        """Hold what a unit saves; `again` in a recompute."""
+        size = self.sizes[unit]
+        self.hold(size.saved)
+        if not again:
+            self.hold(size.left)
+        self.inside += size.inside_bytes + (self.left_bytes(unit) if again else 0)
+
+    def drop(self, unit: int, *, again: bool) -> None:
+        """Release what `keep` holds."""
+        size = self.sizes[unit]
+        self.release(size.saved)
+        if not again:
+            self.release(size.left)
+        self.inside -= size.inside_bytes + (self.left_bytes(unit) if again else 0)
+
+    def left_bytes(self, unit: int) -> int:
+        """Bytes of what a unit leaves with somebody else."""
+        left = self.sizes[unit].left
+        return sum(self.bytes[storage] for storage in left) if left else 0
+
+    def has_backward(self, node: Keep | Region) -> bool:
+        """Whether anything in a node is needed in backward; a region without such a unit holds nothing."""
+        return self.needed[node.last + 1] > self.needed[node.first]
+
+    # ------------------------------------------------------------------------------------------------------ backward
+
+    def backward(self) -> Iterator[Live | Ran]:
+        """Walk through the backward, with the recomputes that it asks for."""
+        waiting = set(self.order)
+        # Released when the backward has come to a unit before the glue.
+        glue = sorted(self.lifetimes.glue, key=lambda one: -one[1])
+        done: set[int] = set()
+        available = {unit for unit, around in enumerate(self.around) if not around}
+        for unit in self.order:
+            while glue and glue[0][1] > unit:
+                self.leave_glue(glue.pop(0)[0])
+            chain = self.around[unit]
+            yield from self.away.came(unit)
+            for depth, region in enumerate(chain):
+                if unit not in available and id(region) not in done:
+                    done.add(id(region))
+                    yield from self.recompute(region, unit, available, nested=depth > 0)
+            yield Live((Moment.BACKWARD, unit), self.total(), 0, f"backward of {self.units.units[unit].name}")
+            self.drop(unit, again=bool(chain))
+            self.away.dropped(unit)
+            waiting.discard(unit)
+            for region in chain:
+                if waiting.isdisjoint(range(region.first, region.last + 1)):
+                    self.leave(region)
+            yield Live((Moment.RELEASED, unit), self.total(), 0, f"backward before {self.units.units[unit].name}")
+
+    def leave_glue(self, storage: int) -> None:
+        """Release what code between the units has saved."""
+        self.release((storage,))
+
+    def leave(self, region: Region) -> None:
+        """Let a region go with its last node, and what it holds with it; inner ones have nothing by then."""
+        self.release(self.slots.pop(id(region), ()))
+        self.inside -= self.states.pop(id(region), 0)
+
+    def recompute(self, region: Region, until: int, available: set[int], *, nested: bool) -> Iterator[Live | Ran]:
+        """The recompute of `region` that the backward of unit `until` asks for."""
+        key = (Moment.RECOMPUTE, until)
+        option = self.chosen.get(region.first)
+        if option is not None:
+            yield from self.recompute_option(region, option)
+            available.add(region.first)
+            return
+        children = {unit: node for node in region.children for unit in range(node.first, node.last + 1)}
+        last, runs_last = self.last_needed(region, children, until)
+        has_states = any(size.state_bytes for size in self.sizes[region.first : last + 1])
+        links = _Links(self.units, region, traced=nested or has_states)
+        states: dict[int, int] = {}  # of the nested regions that the recompute makes, by id
+        for unit in range(region.first, last + 1):
+            node, size, own = children[unit], self.sizes[unit], self.units.units[unit]
+            if isinstance(node, Region):
+                held = self.external(node, unit) if self.has_backward(node) else []
+                self.slots.setdefault(id(node), []).extend(held)
+                self.hold(held)
+            if unit == last and not runs_last:
+                break
+            inner = self.around[unit][self.depth[id(region)] :]
+            if inner:
+                peak = size.dropping_bytes(len(inner))
+            else:
+                peak = size.truncated_peak_bytes if unit == last else size.full_peak_bytes
+            # The states of now are set aside meanwhile, and put back.
+            peak += size.state_bytes + size.recast_bytes
+            yield Live(key, self.total(links.storages), peak, f"recompute of {own.name}", unit)
+            yield Ran(unit, truncated=unit == last and isinstance(node, Keep))
+            if isinstance(node, Keep):
+                self.keep(unit, again=True)
+                available.add(unit)
+            links.pass_on(unit, own, inner)
+            for one in inner if size.state_bytes else ():
+                states[id(one)] = states.get(id(one), 0) + size.state_bytes
+                self.inside += size.state_bytes
+            for one in links.ended & states.keys() if states else ():
+                if one not in links.regions:
+                    self.inside -= states.pop(one)
+            if nested:
+                # A nested region's inputs are values of its parent's recompute, and go with their last use in its own.
+                slots, leaves = self.slots.get(id(region), ()), links.leaves
+                self.let_go(region, {s for s in slots if self.last_use(region, s) <= unit and s not in leaves})
+        self.inside -= sum(states.values())
+        if nested:
+            # The call at which it stops has taken its inputs too, and then all that was taken goes.
+            self.let_go(region, {s for unit in range(region.first, last + 1) for s in self.external(region, unit)})
+
+    def recompute_option(self, region: Region, option: OptionBytes) -> Iterator[Live | Ran]:
+        """The recompute of a unit that holds the outputs of some of its operators."""
+        unit = region.first
+        (node,) = region.children
+        if option.recomputes:
+            size = self.sizes[unit]
+            peak = option.recompute_peak_bytes + size.state_bytes + size.recast_bytes
+            what = f"recompute of {self.units.units[unit].name}"
+            yield Live((Moment.RECOMPUTE, unit), self.total(), peak, what, unit)
+            yield Ran(unit, truncated=True, option=node.option if isinstance(node, Keep) else 0)
+        # All that it saves is there now, and what was held for the recompute alone is gone.
+        self.keep(unit, again=True)
+        self.release(option.kept)
+        self.inside -= option.kept_bytes
+
+    def let_go(self, region: Region, gone: set[int]) -> None:
+        """Release what a nested region has held and holds no longer."""
+        slots = self.slots.get(id(region), [])
+        self.slots[id(region)] = [storage for storage in slots if storage not in gone]
+        self.release(storage for storage in slots if storage in gone)
+
+    def last_use(self, region: Region, storage: int) -> int:
+        """The last unit of a region that takes a storage."""
+        units = self.units.units
+        return max(unit for unit in range(region.first, region.last + 1) if storage in units[unit].inputs)
+
+    def last_needed(self, region: Region, children: dict[int, Keep | Region], until: int) -> tuple[int, bool]:
+        """The unit at which the recompute stops, and whether that unit is run (else it stops at its inputs)."""
+        for unit in range(region.last, region.first - 1, -1):
+            node = children[unit]
+            if isinstance(node, Keep):
+                if self.sizes[unit].has_backward:
+                    return unit, True
+            elif self.has_backward(node) and self.external(node, unit):
+                return unit, False
+        return until, True
+
+
+_NONE: set[int] = set()
+
+
+class _Links:
+    """The outputs that a recompute passes on to its later units, and what they keep alive by way of their graphs.
+
+    Args:
+        units: The units.
+        region: What is recomputed.
+        traced: Whether anybody asks what the outputs keep.
+
+    Attributes:
+        ended: Ids of the nested regions of the recompute whose last unit has run.
+    """
+
+    def __init__(self, units: Units, region: Region, *, traced: bool) -> None:
+        self._traced = traced
+        self._last_use: dict[int, int] = {}
+        for unit in range(region.first, region.last + 1):
+            for storage, producer in units.units[unit].links:
+                if producer >= region.first:
+                    self._last_use[storage] = unit
+        # By output: inputs that the recompute has unpacked, which are leaves of its graph, and ids of nested regions.
+        self._leaves: dict[int, set[int]] = {}
+        self._regions: dict[int, set[int]] = {}
+        self.ended: set[int] = set()
+
+    @property
+    def storages(self) -> Iterable[int]:
+        """The outputs that are still needed."""
+        return self._leaves
+
+    @property
+    def leaves(self) -> set[int]:
+        """Storages that they keep."""
+        return set[int]().union(*self._leaves.values())
+
+    @property
+    def regions(self) -> set[int]:
+        """Ids of the nested regions that they keep."""
+        return set[int]().union(*self._regions.values())
+
+    def pass_on(self, unit: int, own: Unit, inner: Iterable[Region]) -> None:
+        """Note the outputs of a unit that has run in the regions `inner`, and forget what is needed no longer."""
+        if self._traced:
+            self._trace(unit, own, inner)
+        else:
+            self._leaves.update(dict.fromkeys(own.outputs, _NONE))
+        for storage in [one for one in self._leaves if self._last_use.get(one, -1) <= unit]:
+            del self._leaves[storage]
+            self._regions.pop(storage, None)
+
+    def _trace(self, unit: int, own: Unit, inner: Iterable[Region]) -> None:
+        """Note the outputs of a unit with what they keep."""
+        leaves = set[int]().union(*(self._leaves.get(storage, (storage,)) for storage in own.inputs))
+        regions = {id(one) for one in inner}.union(*(self._regions.get(storage, ()) for storage in own.inputs))
+        self.ended.update(id(one) for one in inner if one.last <= unit)
+        for storage in own.outputs:
+            self._leaves[storage], self._regions[storage] = leaves, regions

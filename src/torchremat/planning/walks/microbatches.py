@@ -1,0 +1,149 @@
+"""A part of a model that holds several microbatches at a time: what one of them needs, and the trees worth choosing.
+
+While one microbatch runs, each of the others that the part holds has what it keeps from its forward to its backward.
+So a tree has three sizes instead of one peak:
+
+    live  =  (microbatches held beside) x kept  +  peak of the forward or the backward that runs
+
+The tree that is best for one microbatch is not for many: what is kept costs as often as there are microbatches, what a
+recompute needs costs once. In a chain that is a tail. Raised by T bytes, a limit M for the peak is one of M - T for
+what is kept, so chains with tails of several heights have the trees for few microbatches, and for many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from torchremat.planning.searches.solving import Candidate, Search, Solver
+from torchremat.planning.walks.memory import Walk
+from torchremat.planning.walks.moments import Live, Moment
+from torchremat.planning.walks.parts import PartsPrediction
+from torchremat.planning.walks.prediction import over_bytes
+from torchremat.schedules.persistent import Persistent
+
+# Tails, as shares of the plain peak, and how many trees are taken of each chain.
+_TAILS = (0.125, 0.25, 0.5, 1.0)
+_TREES = 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """What one microbatch needs under a tree; bytes over what lies there before it, its input included.
+
+    Attributes:
+        candidate: The tree.
+        kept_bytes: From the end of its forward to the beginning of its backward.
+        forward_bytes: Highest during its forward.
+        backward_bytes: Highest during its backward.
+        first_bytes: The same in a backward of several microbatches, for the one that comes first: autograd holds the
+            gradients of weights, which those of the others are added to.
+        input_bytes: If its backward has two parts: highest during the first, for inputs.
+        between_bytes: And from there to the beginning of the second, for weights.
+        weight_bytes: And highest during the second.
+        cost: Of its recomputes, in the unit that is planned for.
+    """
+
+    candidate: Candidate
+    kept_bytes: int
+    forward_bytes: int
+    backward_bytes: int
+    first_bytes: int
+    cost: float
+    input_bytes: int = 0
+    between_bytes: int = 0
+    weight_bytes: int = 0
+
+
+Parts = Callable[[Candidate], PartsPrediction]
+
+
+def shares(search: Search, weights: Mapping[str, int], parts: Parts | None = None) -> tuple[Share, ...]:
+    """Return what is worth choosing for a part of a model, whatever its budget is and however many microbatches it has.
+
+    Of two trees of which one is no better in anything, the other is left out. The first one keeps everything.
+
+    Args:
+        search: For one microbatch.
+        weights: The bytes of the gradients of each module's weights, by its name.
+        parts: Predicts what a backward in two parts needs, if there are such.
+    """
+    found = {id(candidate): candidate for solver in search.solvers for candidate in _candidates(solver)}
+    found.pop(id(search.plain), None)
+    others = _undominated(_share(candidate, weights, parts) for candidate in found.values())
+    return (_share(search.plain, weights, parts), *others)
+
+
+def _share(candidate: Candidate, weights: Mapping[str, int], parts: Parts | None) -> Share:
+    prediction, split = candidate.prediction, None if parts is None else parts(candidate)
+    return Share(
+        candidate=candidate,
+        kept_bytes=max(0, prediction.kept_bytes),
+        forward_bytes=max(0, prediction.forward_bytes),
+        backward_bytes=max(0, prediction.backward_bytes),
+        first_bytes=max(0, prediction.backward_bytes, _first_bytes(candidate, weights)),
+        cost=candidate.cost,
+        input_bytes=0 if split is None else max(0, split.input_bytes),
+        between_bytes=0 if split is None else max(0, split.between_bytes),
+        weight_bytes=0 if split is None else max(0, split.weight_bytes),
+    )
+
+
+def _first_bytes(candidate: Candidate, weights: Mapping[str, int]) -> int:
+    """Return the peak of a backward in which what each unit adds to gradients stays."""
+    profile, highest, added = candidate.profile, 0, 0
+    walk = Walk(profile.units, profile.sizes, profile.order, profile.lifetimes, candidate.tree, profile.options)
+    for state in walk:
+        if not isinstance(state, Live) or state.key[0] in (Moment.FORWARD, Moment.LEFT, Moment.END):
+            continue
+        moment, unit = state.key
+        if moment is Moment.BACKWARD:
+            added += sum(weights.get(name, 0) for name, _ in profile.units.units[unit].keys)
+        live = profile.extra_bytes[state.key] + state.held_bytes + over_bytes(profile, state)
+        highest = max(highest, live + added)
+    return highest
+
+
+def _candidates(solver: Solver) -> Iterator[Candidate]:
+    yield from solver.uniform
+    yield from _of_table(solver, solver.table)
+    plain_bytes = solver.plain.prediction.peak_bytes
+    for tail in _TAILS:
+        raised = replace(solver.chain, tail_bytes=solver.chain.tail_bytes + int(tail * plain_bytes))
+        yield from _of_table(solver, Persistent(raised, max(1, int((1.1 + tail) * plain_bytes))))
+
+
+def _of_table(solver: Solver, table: Persistent) -> Iterator[Candidate]:
+    """Yield trees of a table, close to each other where the limit is low."""
+    lowest, most = table.lowest_slots, table.most_slots
+    if lowest > most:
+        return
+    asked = lowest + (most - lowest) * np.linspace(0.0, 1.0, _TREES) ** 2
+    for slots in sorted({round(one) for one in asked.tolist()}):
+        yield solver.judged(table.tree_at(slots))
+
+
+def _undominated(found: Iterable[Share]) -> list[Share]:
+    kept: list[Share] = []
+    sizes = np.zeros((0, 8))
+    for share in sorted(found, key=_sizes):
+        row = np.array(_sizes(share))
+        if not (sizes <= row).all(axis=1).any():
+            kept.append(share)
+            sizes = np.vstack([sizes, row])
+    return kept
+
+
+def _sizes(share: Share) -> tuple[float, ...]:
+    return (
+        share.cost,
+        share.kept_bytes,
+        share.backward_bytes,
+        share.first_bytes,
+        share.forward_bytes,
+        share.input_bytes,
+        share.between_bytes,
+        share.weight_bytes,
+    )

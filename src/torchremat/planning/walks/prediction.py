@@ -1,0 +1,99 @@
+"""What a tree costs and needs, predicted: the exact interpreter with the numbers of a profile."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torchremat.planning.profiles.reading import Profile
+from torchremat.planning.walks.cargo import NO_LOADS, Loads
+from torchremat.planning.walks.memory import Walk
+from torchremat.planning.walks.moments import Key, Live, Moment
+from torchremat.schedules.chain import Keep, Tree
+
+_BEFORE_BACKWARD = (Moment.FORWARD, Moment.LEFT, Moment.END)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """What a step under a tree will need.
+
+    Attributes:
+        peak_bytes: Highest live bytes, relative to the start of the step.
+        where: What runs at that moment.
+        kept_bytes: Live bytes at the end of the forward, relative to the start of the step.
+        forward_bytes: Highest live bytes before backward begins; the higher of this and the next is the peak.
+        backward_bytes: Highest live bytes from there on.
+        seconds: Spent in recomputes.
+        nominal_s: The same on a device of no name, see `operators.nominal_seconds`.
+        flops: Spent in recomputes.
+        calls: Forwards of units that recomputes run.
+        moving_s: Seconds that copies into stores and back add: computing that they take the place of, and waiting.
+    """
+
+    peak_bytes: int
+    where: str
+    kept_bytes: int
+    forward_bytes: int
+    backward_bytes: int
+    seconds: float
+    nominal_s: float
+    flops: int
+    calls: int
+    moving_s: float = 0.0
+
+
+def predict(profile: Profile, tree: Tree, loads: Loads = NO_LOADS) -> Prediction:
+    """Return what a step under `tree` will need, with some of the kept units in stores; `moving_s` is left out."""
+    peak, where, kept = profile.start_bytes, "code before the first module", 0
+    highest = {True: peak, False: 0}  # by whether backward has not begun
+    seconds, nominal_s, flops, calls = 0.0, 0.0, 0, 0
+    for unit, option in chosen_options(tree):
+        seconds += profile.options[unit][option - 1].seconds
+        nominal_s += profile.options[unit][option - 1].nominal_s
+        flops += profile.options[unit][option - 1].flops
+    for state in Walk(profile.units, profile.sizes, profile.order, profile.lifetimes, tree, profile.options, loads):
+        if isinstance(state, Live):
+            live = profile.extra_bytes[state.key] + state.held_bytes
+            over = over_bytes(profile, state)
+            if state.key[0] is Moment.END:
+                kept = live
+            before = state.key[0] in _BEFORE_BACKWARD
+            highest[before] = max(highest[before], live + over)
+            if live + over > peak:
+                peak, where = live + over, state.what
+        else:
+            calls += 1
+            if not state.option:
+                cost = profile.costs[state.unit]
+                seconds += cost.seconds_truncated if state.truncated else cost.seconds
+                nominal_s += profile.nominal_s[state.unit][state.truncated]
+                flops += cost.flops_truncated if state.truncated else cost.flops
+    return Prediction(
+        peak_bytes=peak,
+        where=where,
+        kept_bytes=kept,
+        forward_bytes=highest[True],
+        backward_bytes=highest[False],
+        seconds=seconds,
+        nominal_s=nominal_s,
+        flops=flops,
+        calls=calls,
+    )
+
+
+def chosen_options(tree: Tree) -> list[tuple[int, int]]:
+    """Return the units of a tree that are kept as one of their options says, with the option."""
+    return [(node.stage, node.option) for node in tree if isinstance(node, Keep) and node.option]
+
+
+def over_bytes(profile: Profile, state: Live) -> int:
+    """Return the peak over what is live at a moment, of whatever runs from it until the next one."""
+    moment = state.key[0]
+    if moment is Moment.FORWARD or moment is Moment.RECOMPUTE or state.moves:
+        return state.over_bytes
+    return profile.after_bytes[state.key]
+
+
+def extra_at(profile: Profile, key: Key) -> int:
+    """Return the bytes that are live at a moment whatever the plan is; 0 if there is no such moment."""
+    return max(0, profile.extra_bytes.get(key, 0))

@@ -1,0 +1,121 @@
+"""What a stage needs in the two parts of its backward, under every tree that a plan may have: the bytes measured."""
+
+from importlib import import_module
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from torchremat import Session
+from torchremat._compat.pipelining import run_input_part, run_weight_part
+from torchremat.measuring.allocator import record_allocations
+from torchremat.pipeline.budgets.parts import Parts
+from torchremat.pipeline.budgets.samples import Ends, received
+from torchremat.planning.planner import Planner
+from torchremat.planning.walks.microbatches import shares
+
+WIDTH = 16
+X, GRAD = torch.randn(2, 64, WIDTH, generator=torch.Generator().manual_seed(0))
+import_module("torch.distributed.pipelining")
+
+
+class Block(nn.Module):
+    """Has a part without weights, whose operators are a choice of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        left, right = self.up(self.norm(x)).chunk(2, dim=-1)
+        return x + self.down(functional.silu(left) * right)
+
+
+class Tied(nn.Module):
+    """Uses a weight twice, so that nothing between both uses can go before the weight part."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)
+
+    def forward(self, x):
+        return (x @ self.weight).sin().exp() @ self.weight
+
+
+STAGES = {
+    "blocks": lambda: nn.Sequential(*(Block() for _ in range(3))),
+    # In regions over several of them, nested ones too; nothing is left of the last one, behind which is no weight.
+    "layers": lambda: nn.Sequential(
+        *(
+            one
+            for _ in range(3)
+            for one in (nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH), nn.Tanh())
+        )
+    ),
+    "tied": lambda: nn.Sequential(*(Tied() for _ in range(2))),
+}
+
+
+def forward(module):
+    x = X.detach().requires_grad_()
+    output = module(x)
+    return Ends(roots=[output], grads=[GRAD], inputs=[x], outputs=[output])
+
+
+def measured(module, *, drops):
+    """Live bytes before the input part, at its highest, between both, and at the highest of the weight part."""
+    session = Session()
+    with record_allocations(torch.device("cpu")) as recorder:
+        with session.active():
+            ends = forward(module)
+        marks = [recorder.mark("input")]
+        with session.active():
+            session.drops = drops
+            groups = run_input_part(ends.roots, ends.grads, ends.inputs, ends.outputs, module)
+            session.drops = False
+            marks.append(recorder.mark("between"))
+            run_weight_part(groups, module)
+        marks.append(recorder.mark("end"))
+        del ends, groups
+        session.close()
+    live = [0, *recorder.trace.live_bytes().tolist()]
+    first, second, third = (recorder.trace.marks[mark].position for mark in marks)
+    return max(live[first : second + 1]), live[second], max(live[second : third + 1])
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_every_tree(name):
+    torch.manual_seed(0)
+    module = STAGES[name]()
+    planner = Planner(
+        module, lambda module: received(forward(module).outputs[0], held=True, grads=[GRAD]), cost="flops"
+    )
+    found = shares(planner.solver, {}, Parts(module, forward, planner.solver.grains).predict)
+    for parameter in module.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+
+    differences = set()
+    for share in found[:: max(1, len(found) // 16)]:
+        plan = planner.plan_of(share.candidate, 0, "0")
+        plan.apply(module)
+        figures = measured(module, drops=name != "tied")
+        plan.remove(module)
+        predicted = share.input_bytes, share.between_bytes, share.weight_bytes
+        differences.add(tuple(ours - theirs for ours, theirs in zip(predicted, figures, strict=True)))
+
+    assert len(found) > 5
+    assert differences == {(0, 0, 0)}
+
+
+def test_a_stage_with_regions_holds_less_between_the_parts():
+    torch.manual_seed(0)
+    module = STAGES["blocks"]()
+    planner = Planner(
+        module, lambda module: received(forward(module).outputs[0], held=True, grads=[GRAD]), cost="flops"
+    )
+
+    plain, *others = shares(planner.solver, {}, Parts(module, forward, planner.solver.grains).predict)
+
+    # Of a block, weights need: the inputs of three layers, two numbers a row of the norm. What the gate needs is gone.
+    assert plain.between_bytes - min(one.between_bytes for one in others) == 3 * (3 * 2 * WIDTH * X.shape[0] * 4)

@@ -1,0 +1,40 @@
+"""What is said of a change without a walk, against walks."""
+
+import random
+
+import pytest
+
+from planning.kinds import KINDS
+from planning.steps import coarse, random_tree
+from torchremat.planning.searches.heights import Heights
+from torchremat.planning.walks.prediction import predict
+from torchremat.schedules.chain import Keep, Region
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_change_is_never_said_to_need_more_than_it_does(kind):
+    own, rng = coarse(*KINDS[kind]()), random.Random(0)
+    if len(own.units.roots) > 1:
+        pytest.skip("a change of one call of a root is one of its other calls too, so nobody asks")
+    told = checked = 0
+    for _ in range(12):
+        tree = random_tree(own.units, rng)
+        heights = Heights(own, tree)
+        for place, node in enumerate(tree):
+            changed = node.children if isinstance(node, Region) else (Region((node,)),)
+            least = heights.least_bytes(place, changed)
+            found = predict(own, (*tree[:place], *changed, *tree[place + 1 :])).peak_bytes
+
+            assert least <= found
+            checked += 1
+            told += least == found
+    # Were nothing ever told, every change would be walked through.
+    assert told * 10 > checked
+
+
+def test_nothing_is_known_of_what_is_first_in_backward_but_for_the_end_of_the_forward():
+    own = coarse(*KINDS["loop"]())
+    last = len(own.units.units) - 1
+    heights = Heights(own, tuple(map(Keep, range(last + 1))))
+
+    assert 0 < heights.least_bytes(last, (Region((Keep(last),)),)) < heights.least_bytes(0, (Keep(0),))
