@@ -126,8 +126,8 @@ def test_when_in_doubt_nothing_is_stored(timed, monkeypatch, gained_share, sprea
     without = planner.solver.solve(limit)
     assert without.cost > 0
     # As if what is stored cost all but this share of a step of what recomputing does.
-    moving_s = without.cost - gained_share * plain_s
-    doctored = replace(stored, cost=moving_s, prediction=replace(stored.prediction, moving_s=abs(moving_s) + 1e-3))
+    cost = without.cost - gained_share * plain_s
+    doctored = replace(stored, cost=cost, prediction=replace(stored.prediction, moving_s=plain_s))
     monkeypatch.setattr(Storing, "solve", lambda _self, _limit: doctored)
     offer = replace(planner.solver.offers[0], speed=replace(planner.solver.offers[0].speed, spread=spread))
     monkeypatch.setattr(planner.solver.storing, "offers", (offer,))

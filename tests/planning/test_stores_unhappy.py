@@ -71,7 +71,7 @@ def is_as_ever(model, disk, plain):
 def test_a_disk_that_is_full_in_the_middle_of_a_step_keeps_the_rest_in_memory(applied, monkeypatch):
     model, disk, plain = applied
     calls = Calls(os.pwrite)
-    calls.fail = lambda number: no_space(number) if number > 3 else None
+    calls.fail = lambda number: no_space(number) if number > 1 else None
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "pwrite", calls)
@@ -87,7 +87,7 @@ def test_a_strict_disk_that_is_full_ends_the_step_and_not_the_training(planned, 
     model, disk = made(), Disk(strict=True)
     plan.apply(model, stores=[disk])
     calls = Calls(os.pwrite)
-    calls.fail = lambda number: no_space(number) if number > 3 else None
+    calls.fail = lambda number: no_space(number) if number > 1 else None
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "pwrite", calls)
