@@ -233,3 +233,6 @@ KINDS = {
     "the same submodule twice": on_rows(Loop, lambda m, x: square(m.layers[0](m.layers[0](x)))),
     "one linear": on_rows(linear),
 }
+
+# Those whose step calls the model, or parts of it, more than once.
+SEVERAL_ROOTS = {"submodules alone", "siamese", "the same submodule twice"}

@@ -5,6 +5,7 @@ import gc
 import os
 import pickle
 import shutil
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -65,16 +66,23 @@ def is_as_ever(model, disk, plain):
     return same and disk.statistics.copied_out_bytes > copied and disk.statistics.stored_bytes == 0
 
 
+@contextmanager
+def failing(monkeypatch, name, error, *, after):
+    """Let a function of `os` fail in all calls after the first ones."""
+    calls = Calls(getattr(os, name))
+    calls.fail = lambda number: error(number) if number > after else None
+    with monkeypatch.context() as patched:
+        patched.setattr(os, name, calls)
+        yield
+
+
 # ------------------------------------------------------------------------------------------------------------ the disk
 
 
 def test_a_disk_that_is_full_in_the_middle_of_a_step_keeps_the_rest_in_memory(applied, monkeypatch):
     model, disk, plain = applied
-    calls = Calls(os.pwrite)
-    calls.fail = lambda number: no_space(number) if number > 1 else None
 
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "pwrite", calls)
+    with failing(monkeypatch, "pwrite", no_space, after=1):
         with pytest.warns(StoreWarning, match=r"could not be written.* stay where they are; this is said once"):
             found = outcome(model, step)
         assert differences(found, plain) == []
@@ -86,23 +94,16 @@ def test_a_strict_disk_that_is_full_ends_the_step_and_not_the_training(planned, 
     plan, plain = planned
     model, disk = made(), Disk(strict=True)
     plan.apply(model, stores=[disk])
-    calls = Calls(os.pwrite)
-    calls.fail = lambda number: no_space(number) if number > 1 else None
 
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "pwrite", calls)
-        with pytest.raises(StoreError, match="could not be written"):
-            step(model)
+    with failing(monkeypatch, "pwrite", no_space, after=1), pytest.raises(StoreError, match="could not be written"):
+        step(model)
     assert is_as_ever(model, disk, plain)
 
 
 def test_a_disk_that_cannot_be_read_is_an_error_that_says_so(applied, monkeypatch):
     model, disk, plain = applied
-    calls = Calls(os.preadv)
-    calls.fail = lambda number: broken(number) if number > 2 else None
 
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "preadv", calls)
+    with failing(monkeypatch, "preadv", broken, after=2):
         loss = step(model)
         with pytest.raises(StoreError, match=r"cannot be read back: .*Input/output error"):
             loss.backward()

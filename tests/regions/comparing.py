@@ -41,6 +41,17 @@ class Twice(torch.autograd.Function):
         return grad * (a + b)
 
 
+class Tied(nn.Module):
+    """Uses a weight before and after what has none."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, width) / 4)
+
+    def forward(self, x):
+        return (x @ self.weight).sin().exp() @ self.weight
+
+
 def leaf(*shape, dtype=None):
     return torch.randn(*shape, dtype=dtype, requires_grad=True)
 

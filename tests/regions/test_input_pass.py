@@ -6,7 +6,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from llama import Llama
-from regions.comparing import Counted
+from regions.comparing import Counted, Tied
 from regions.test_split_backward import KINDS, WIDTH, Recomputed, Step, all_equal, counting
 from torchremat import Session, checkpoint, checkpointed, session
 
@@ -109,19 +109,8 @@ def test_a_block_keeps_less_between_its_passes():
     assert 0 < between[True] < 0.7 * between[False]
 
 
-class Tied(nn.Module):
-    """Uses a weight before and after what has none."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)
-
-    def forward(self, x):
-        return (x @ self.weight).sin().exp() @ self.weight
-
-
 def test_between_two_uses_of_a_weight_the_region_is_recomputed_once_more():
-    step = Step([Tied()])
+    step = Step([Tied(WIDTH)])
     plain = step.run(lambda layer, h: layer(h), "F0 I0 W0")
     call, calls = counting(step.layers)
     passes = Passes(step)
@@ -163,7 +152,7 @@ def test_what_a_policy_holds_and_no_weight_needs_goes_in_the_input_pass():
 
 
 def test_what_a_policy_held_between_two_uses_of_a_weight_is_recomputed():
-    step = Step([Tied()])
+    step = Step([Tied(WIDTH)])
     plain = step.run(lambda layer, h: layer(h), "F0 I0 W0")
     counted = Counted(step.layers[0])
     policy, _ = saving("sin", "exp")

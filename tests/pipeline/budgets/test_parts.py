@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from regions.comparing import Tied
 from torchremat import Session
 from torchremat._compat.pipelining import run_input_part, run_weight_part
 from torchremat.measuring.allocator import record_allocations
@@ -32,17 +33,6 @@ class Block(nn.Module):
         return x + self.down(functional.silu(left) * right)
 
 
-class Tied(nn.Module):
-    """Uses a weight twice, so that nothing between both uses can go before the weight part."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)
-
-    def forward(self, x):
-        return (x @ self.weight).sin().exp() @ self.weight
-
-
 STAGES = {
     "blocks": lambda: nn.Sequential(*(Block() for _ in range(3))),
     # In regions over several of them, nested ones too; nothing is left of the last one, behind which is no weight.
@@ -53,7 +43,7 @@ STAGES = {
             for one in (nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH), nn.Tanh())
         )
     ),
-    "tied": lambda: nn.Sequential(*(Tied() for _ in range(2))),
+    "tied": lambda: nn.Sequential(*(Tied(WIDTH) for _ in range(2))),
 }
 
 
