@@ -14,8 +14,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import torchremat
-from torchremat import cli
-from torchremat.cli import app
+from torchremat.cli import commands
+from torchremat.cli.commands import app
 
 FACTORIES = """
 import torch
@@ -99,6 +99,9 @@ def test_plan_prints_writes_and_draws(folder):
     assert (folder / "p.svg").read_text().startswith("<?xml")
 
 
+COMMANDS_THAT_PLAN = [("plan", "--budget", "60%"), ("fit", "--budget", "60%"), ("frontier", "--points", "3")]
+
+
 def test_frontier_prints_writes_and_draws(folder):
     arguments = ("--points", "4", "--cost", "flops", "--out", "f.json", "--plot", "f.svg")
     result = run("frontier", "factories:build", *arguments)
@@ -110,14 +113,43 @@ def test_frontier_prints_writes_and_draws(folder):
     assert (folder / "f.svg").read_text().startswith("<?xml")
 
 
-@pytest.mark.parametrize("arguments", [("plan", "--budget", "60%"), ("frontier", "--points", "3")])
+def test_frontier_offers_a_store(folder):
+    arguments = ("--points", "4", "--cost", "flops", "--out", "f.json")
+    rows = [
+        line.split()
+        for line in run("frontier", "factories:build", *arguments, "--store", "disk").stdout.splitlines()
+        if "%" in line
+    ]
+
+    assert rows[0][-1] == "0.0" and float(rows[1][-1]) > 0
+    points = json.loads((folder / "f.json").read_text())["points"]
+    assert points[0]["stored_bytes"] == 0 and points[1]["stored_bytes"] > 0 == points[1]["recomputed_flops"]
+
+
+@pytest.mark.parametrize("command", COMMANDS_THAT_PLAN)
+def test_operators_can_be_left_out(monkeypatch, command):
+    asked = []
+    real = commands.Planner
+
+    def planner(*arguments, **options):
+        asked.append(options["operators"])
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(commands, "Planner", planner)
+    for option in ("--operators", "--no-operators"):
+        run(command[0], "factories:build", *command[1:], "--cost", "flops", option)
+
+    assert asked == [True, False]
+
+
+@pytest.mark.parametrize("arguments", COMMANDS_THAT_PLAN)
 def test_a_terminal_shows_how_far_planning_is(monkeypatch, arguments):
     command, *options = arguments
     terminal = Console(file=io.StringIO(), force_terminal=True, width=120)
     seconds = itertools.count()
     quiet = run(command, "factories:build", *options, "--cost", "flops")
-    monkeypatch.setattr(cli, "_err", terminal)
-    monkeypatch.setattr(cli, "progress_bar", functools.partial(cli.progress_bar, clock=lambda: next(seconds)))
+    monkeypatch.setattr(commands, "_err", terminal)
+    monkeypatch.setattr(commands, "progress_bar", functools.partial(commands.progress_bar, clock=lambda: next(seconds)))
     shown = run(command, "factories:build", *options, "--cost", "flops")
 
     assert re.search(r"planning: (certificate|polish|candidates)", terminal.file.getvalue())

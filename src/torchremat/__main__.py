@@ -3,7 +3,7 @@
 import sys
 
 try:
-    from torchremat.cli import main
+    from torchremat.cli.commands import main
 except ModuleNotFoundError as error:
     if error.name not in ("rich", "typer"):
         raise

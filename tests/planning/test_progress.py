@@ -44,6 +44,14 @@ def shares(told):
     return [one.share for one in told if one.share is not None]
 
 
+def test_fit_tells_too():
+    seen, (model, step) = [], subject()
+
+    torchremat.fit(model, step, budget="60%", cost="flops", operators=False, progress=seen.append)
+
+    assert phases(seen)[:2] == ["profiling", "tables"]  # there are no options to find
+
+
 def test_a_planner_profiles_and_finds_options(told):
     made, _, _ = told
 

@@ -246,6 +246,24 @@ def test_fit_takes_stores():
     assert store.live == 0
 
 
+def test_a_frontier_with_a_store_begins_at_the_plain_step_all_the_same():
+    model, step = models.gpt_step(blocks=3, width=32, context=64, batch=4)
+
+    # Without flops to recompute the lowest peak took the place of the plain step, and shares were of that peak.
+    found = torchremat.frontier(model, step, cost="flops", points=6, stores=[Counting()])
+
+    plain, *others = found.points
+    peak_bytes = torchremat.measure(step, model).peak_bytes
+    assert (plain.peak_bytes, plain.stored_bytes) == (peak_bytes, 0)
+    assert any(one.stored_bytes > 0 == one.recomputed_flops for one in others)
+    assert str(found).splitlines()[0].split()[-1] == "stored"
+    plan = found.plan("60%")
+    assert plan.stored_bytes > 0 and plan.peak_bytes <= 0.6 * peak_bytes
+    plan.apply(model)
+    report = torchremat.verify(model, step)
+    assert report.is_exact and report.peak_bytes == plan.peak_bytes
+
+
 # ------------------------------------------------------------------------------------------------------- files, errors
 
 

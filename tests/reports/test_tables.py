@@ -43,13 +43,14 @@ def test_without_a_heading_there_are_no_remarks():
 
 
 def test_budgets_of_a_frontier_are_rounded_up():
-    def point(budget_bytes, peak_bytes, flops, slowdown):
+    def point(budget_bytes, peak_bytes, flops, slowdown, stored_bytes=0):
         return FrontierPoint(
             budget_bytes=budget_bytes,
             peak_bytes=peak_bytes,
             step_bytes=peak_bytes,
             recompute_seconds=0.0,
             recomputed_flops=flops,
+            stored_bytes=stored_bytes,
             slowdown=slowdown,
         )
 
@@ -58,3 +59,8 @@ def test_budgets_of_a_frontier_are_rounded_up():
     lines = printed(frontier_table(SimpleNamespace(points=points), title="one"))
 
     assert lines[-2:] == [["8.0", "8.0", "100%", "0.00", "1.00"], ["4.1", "4.0", "50%", "2.50", "1.25"]]
+
+    points = (*points, point(3 * MIB, 3 * MIB, 0, 1.5, stored_bytes=5 * MIB))
+    lines = printed(frontier_table(SimpleNamespace(points=points)))
+
+    assert [line[-1] for line in lines[-3:]] == ["0.0", "0.0", "5.0"]

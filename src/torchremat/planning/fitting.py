@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
@@ -16,6 +16,7 @@ from torchremat.planning.plans import Plan
 from torchremat.planning.profiles.peers import peers_of
 from torchremat.planning.profiles.tracing import Step
 from torchremat.planning.searches.chains import Cost
+from torchremat.planning.searches.progress import Progress
 from torchremat.tensors.handles import Store
 from torchremat.tensors.sizes import format_bytes
 
@@ -33,8 +34,10 @@ def fit(
     device: torch.device | str | None = None,
     cost: Cost = "seconds",
     margin: int | str = 0,
+    operators: bool = True,
     stores: Sequence[Store] = (),
     allow_lossy: bool = False,
+    progress: Callable[[Progress], None] | None = None,
 ) -> M:
     """Return the model with a plan applied under which one real step was within the budget.
 
@@ -48,8 +51,10 @@ def fit(
         device: As for `plan`.
         cost: As for `plan`.
         margin: As for `plan`.
+        operators: As for `plan`.
         stores: As for `plan`.
         allow_lossy: As for `plan`.
+        progress: As for `plan`.
 
     Raises:
         BudgetError: No plan fits, by prediction or by measurement; the model is as it was.
@@ -57,7 +62,15 @@ def fit(
     """
     check_budget(budget, subject_of(step, model, optimizer, needs_model=True).device(device))
     planner = Planner(
-        model, step, optimizer=optimizer, device=device, cost=cost, stores=stores, allow_lossy=allow_lossy
+        model,
+        step,
+        optimizer=optimizer,
+        device=device,
+        cost=cost,
+        operators=operators,
+        stores=stores,
+        allow_lossy=allow_lossy,
+        progress=progress,
     )
     fit_with(planner, model, step, budget=budget, optimizer=optimizer, margin=margin)
     return model

@@ -37,6 +37,7 @@ class FrontierPoint:
         step_bytes: The same of forward and backward alone, without what lies there before.
         recompute_seconds: Predicted seconds of recomputing.
         recomputed_flops: Flops that are recomputed.
+        stored_bytes: What goes to stores in a step, and comes back.
         slowdown: Predicted seconds of a step over those of a plain one.
     """
 
@@ -45,6 +46,7 @@ class FrontierPoint:
     step_bytes: int
     recompute_seconds: float
     recomputed_flops: int
+    stored_bytes: int
     slowdown: float
 
 
@@ -125,12 +127,15 @@ class Frontier:
         )
 
     def __str__(self) -> str:
-        rows = [f"{'budget':>11} {'peak':>11} {'of plain':>9} {'time':>7} {'recomputed':>14}"]
+        stores = any(point.stored_bytes for point in self.points)
+        heading = f"{'budget':>11} {'peak':>11} {'of plain':>9} {'time':>7} {'recomputed':>14}"
+        rows = [f"{heading} {'stored':>11}" if stores else heading]
         for point in self.points:
             share = f"{100 * point.peak_bytes / max(1, self.points[0].peak_bytes):.0f}%"
+            stored = f" {format_bytes(point.stored_bytes):>11}" if stores else ""
             rows.append(
                 f"{format_bytes(point.budget_bytes):>11} {format_bytes(point.peak_bytes):>11} {share:>9} "
-                f"{point.slowdown:>5.2f} x {point.recomputed_flops / 1e9:>8.2f} GFLOP"
+                f"{point.slowdown:>5.2f} x {point.recomputed_flops / 1e9:>8.2f} GFLOP{stored}"
             )
         return "\n".join([*rows, *self.remarks])
 
@@ -161,7 +166,7 @@ def frontier_of(planner: Planner, points: int) -> Frontier:
         limits = [lowest + (plain - lowest) * place // (points - 1) for place in range(points)]
         with search.pace.part(_FLOOR_SHARE, 1.0):
             solved = [found for limit in search.pace.parts(limits) if (found := search.solve(limit)) is not None]
-    chosen = _undominated(planner, [search.plain, *solved, search.floor])
+    chosen = _undominated(planner, [*solved, search.floor])
     return Frontier(
         points=tuple(_point(planner, found) for found in chosen),
         cost=search.cost_unit,
@@ -173,9 +178,10 @@ def frontier_of(planner: Planner, points: int) -> Frontier:
 
 
 def _undominated(planner: Planner, candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
-    chosen: list[Candidate] = []
-    for found in sorted(candidates, key=lambda one: (one.cost, planner.peak_of(one))):
-        if not chosen or planner.peak_of(found) < planner.peak_of(chosen[-1]):
+    # First the plain step, even where a store lowers the peak at no cost.
+    chosen = [planner.solver.plain]
+    for found in sorted(candidates, key=lambda one: (one.cost, one.slowdown, planner.peak_of(one))):
+        if planner.peak_of(found) < planner.peak_of(chosen[-1]):
             chosen.append(found)
     return tuple(chosen)
 
@@ -189,5 +195,6 @@ def _point(planner: Planner, found: Candidate) -> FrontierPoint:
         step_bytes=prediction.peak_bytes,
         recompute_seconds=prediction.seconds,
         recomputed_flops=prediction.flops,
+        stored_bytes=sum(load.planned.stored_bytes for load in found.loads.values()),
         slowdown=found.slowdown,
     )

@@ -346,6 +346,9 @@ def frontier(
     device: torch.device | str | Path | Device | None = None,
     cost: Cost = "seconds",
     points: int = MOST_POINTS,
+    operators: bool = True,
+    stores: Sequence[Store] = (),
+    allow_lossy: bool = False,
     on: Literal["meta"] | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Frontier:
@@ -360,6 +363,9 @@ def frontier(
         device: As for `plan`.
         cost: What to minimise, `"seconds"` or `"flops"`.
         points: For how many budgets plans are sought, at least 2; those no better than another are left out.
+        operators: As for `plan`.
+        stores: As for `plan`.
+        allow_lossy: As for `plan`.
         on: As for `plan`.
         progress: As for `plan`.
 
@@ -370,7 +376,18 @@ def frontier(
         UnsupportedError: See `plan`.
     """
     check_points(points)
-    planner = Planner(model, step, optimizer=optimizer, device=device, cost=cost, on=on, progress=progress)
+    planner = Planner(
+        model,
+        step,
+        optimizer=optimizer,
+        device=device,
+        cost=cost,
+        operators=operators,
+        stores=stores,
+        allow_lossy=allow_lossy,
+        on=on,
+        progress=progress,
+    )
     return planner.frontier(points=points)
 
 

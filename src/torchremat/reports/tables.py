@@ -74,7 +74,8 @@ def frontier_table(frontier: Frontier, *, title: str = "") -> Table:
         title: Of the table.
     """
     table = Table(title=title or None, box=SIMPLE_HEAD, padding=(0, 0, 0, 1))
-    for heading in _FRONTIER:
+    stored = any(point.stored_bytes for point in frontier.points)
+    for heading in (*_FRONTIER, *(["stored\nMiB"] if stored else [])):
         table.add_column(heading, justify="right")
     for point in frontier.points:
         table.add_row(
@@ -84,6 +85,7 @@ def frontier_table(frontier: Frontier, *, title: str = "") -> Table:
             f"{100 * point.peak_bytes / max(1, frontier.points[0].peak_bytes):.0f}%",
             f"{point.recomputed_flops / 1e9:.2f}",
             f"{point.slowdown:.2f}",
+            *([_mib(point.stored_bytes)] if stored else []),
         )
     return table
 

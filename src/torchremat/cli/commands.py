@@ -1,0 +1,290 @@
+"""The commands.
+
+Exit codes: 1 if something is wrong with the model, the step, the budget or the plan, 2 if something is wrong with the
+command.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+
+from torchremat.cli.options import (
+    Budget,
+    Costs,
+    Described,
+    Device,
+    Margin,
+    On,
+    Operators,
+    Out,
+    Plot,
+    SaveDevice,
+    Stores,
+    Target,
+    budget_of,
+    described_of,
+    number_of,
+    place_of,
+    stores_of,
+)
+from torchremat.cli.targets import Subject, TargetError, load
+from torchremat.errors import DeviceWarning, TorchrematError
+from torchremat.measuring.keeping import saved
+from torchremat.measuring.measurement import measure
+from torchremat.planning.budgets import margin_of
+from torchremat.planning.elsewhere.devices import Device as DeviceDescription
+from torchremat.planning.fitting import fit_with
+from torchremat.planning.frontiers import MOST_POINTS
+from torchremat.planning.planner import Planner
+from torchremat.planning.plans import Plan
+from torchremat.planning.searches.chains import Cost
+from torchremat.planning.searches.progress import Observer
+from torchremat.planning.verification import Report, verify
+from torchremat.reports.bars import progress_bar
+from torchremat.reports.tables import frontier_table
+from torchremat.tensors.handles import Store
+from torchremat.tensors.sizes import format_bytes
+
+app = typer.Typer(
+    help="Give a PyTorch model a memory budget.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+_out, _err = Console(), Console(stderr=True)
+
+
+@contextmanager
+def _working(doing: str) -> Generator[None]:
+    """Say what is being done, and what is wrong."""
+    with _saying_errors(), _err.status(doing):
+        yield
+
+
+@contextmanager
+def _saying_errors() -> Generator[None]:
+    """Turn errors into a message and an exit code; what user code raises goes through."""
+    try:
+        yield
+    except TorchrematError as error:
+        _say(f"{type(error).__name__}: {error}")
+        raise typer.Exit(1) from error
+    except TargetError as error:
+        _say(f"Error: {error}")
+        raise typer.Exit(2) from error
+
+
+def _say(text: str) -> None:
+    """Print to stderr, beside what was asked for."""
+    _err.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _show(found: object) -> None:
+    """Print what was asked for."""
+    _out.print(str(found), markup=False, highlight=False, soft_wrap=True)
+
+
+@app.command("measure")
+def measure_command(target: Target, plot: Plot = None, device: Device = None) -> None:
+    """Print what a training step takes: peak, seconds, flops."""
+    with _working("measuring"):
+        _check_files(plot)
+        own, place = load(target), place_of(device)
+        own.train_once()
+        found = measure(own.step, own.model, optimizer=own.optimizer, device=place)
+    _show(found)
+    with _working("drawing"):
+        _write(plot, found.plot)
+
+
+@app.command("saved")
+def saved_command(
+    target: Target,
+    top: Annotated[int, typer.Option(min=1, help="How many rows of each table to print.")] = 10,
+    out: Annotated[Path | None, typer.Option(help="File to write all of the report to, as JSON.")] = None,
+) -> None:
+    """Print what autograd keeps of a training step at the end of its forward: which bytes, saved where."""
+    with _working("looking"):
+        _check_files(out)
+        own = load(target)
+        found = saved(own.step, own.model)
+    _show(found.text(top))
+    with _working("writing"):
+        _write(out, found.save)
+
+
+@app.command("plan")
+def plan_command(
+    target: Target,
+    budget: Budget,
+    out: Out = None,
+    plot: Plot = None,
+    cost: Costs = "seconds",
+    margin: Margin = "0",
+    device: Described = None,
+    on: On = None,
+    save_device: SaveDevice = None,
+    store: Stores = None,
+    operators: Operators = True,
+) -> None:
+    """Print the fastest plan found that is predicted to stay within a budget."""
+    with _saying_errors(), progress_bar(_err) as progress:
+        _check_files(out, plot, save_device)
+        size, free = budget_of(budget), margin_of(number_of(margin))
+        place, stores, own = described_of(device, on), stores_of(store), load(target)
+        planner = _planner(own, place, progress, cost=cost, operators=operators, stores=stores, on=on)
+        found = planner.plan(size, margin=free)
+        text = str(found)  # works the certificate out
+        if save_device is not None:
+            planner.save_device(save_device)
+    _show(text)
+    _keep(found, out, plot)
+
+
+@app.command("frontier")
+def frontier_command(
+    target: Target,
+    points: Annotated[int, typer.Option(min=2, help="For how many budgets plans are sought.")] = MOST_POINTS,
+    out: Annotated[Path | None, typer.Option(help="File to write the points to, as JSON.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Image to draw: peak against time.")] = None,
+    cost: Costs = "seconds",
+    device: Described = None,
+    on: On = None,
+    store: Stores = None,
+    operators: Operators = True,
+) -> None:
+    """Print peak against time over all budgets, with the budget to pass for each point."""
+    with _saying_errors(), progress_bar(_err) as progress:
+        _check_files(out, plot)
+        place, stores, own = described_of(device, on), stores_of(store), load(target)
+        planner = _planner(own, place, progress, cost=cost, operators=operators, stores=stores, on=on)
+        found = planner.frontier(points=points)
+    _out.print(frontier_table(found))
+    for remark in found.remarks:
+        _show(remark)
+    with _working("writing"):
+        _write(out, found.save)
+        _write(plot, found.plot)
+
+
+@app.command("verify")
+def verify_command(
+    target: Target,
+    plan: Annotated[Path, typer.Option(help="A plan file.")],
+    device: Device = None,
+    store: Stores = None,
+) -> None:
+    """Run a step with a plan and one without; exit code 1 if they differ, or if the peak is above the plan's budget."""
+    with _working("verifying"):
+        found = Plan.load(plan)
+        own, place = load(target), place_of(device)
+        found.apply(own.model, stores=stores_of(store))
+        report = verify(own.model, own.step, optimizer=own.optimizer, device=place)
+    _show(report)
+    _judge(found, report)
+
+
+@app.command("fit")
+def fit_command(
+    target: Target,
+    budget: Budget,
+    out: Out = None,
+    plot: Plot = None,
+    cost: Costs = "seconds",
+    margin: Margin = "0",
+    device: Device = None,
+    store: Stores = None,
+    operators: Operators = True,
+) -> None:
+    """Plan, and confirm the plan by real steps with and without it; exit code 1 as in verify."""
+    with _saying_errors(), progress_bar(_err) as progress:
+        _check_files(out, plot)
+        size, free = budget_of(budget), margin_of(number_of(margin))
+        place, stores, own = place_of(device), stores_of(store), load(target)
+        planner = _planner(own, place, progress, cost=cost, operators=operators, stores=stores)
+        found = fit_with(planner, own.model, own.step, budget=size, optimizer=own.optimizer, margin=free)
+        text = str(found)  # works the certificate out
+    with _working("verifying"):
+        report = verify(own.model, own.step, optimizer=own.optimizer, device=place)
+    _show(text)
+    _show("")
+    _show(report)
+    _keep(found, out, plot)
+    _judge(found, report)
+
+
+def _planner(
+    own: Subject,
+    place: torch.device | DeviceDescription | None,
+    show: Observer,
+    *,
+    cost: Cost,
+    operators: bool,
+    stores: Sequence[Store],
+    on: On = None,
+) -> Planner:
+    """Return a planner; what it warns of is said in one line."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", DeviceWarning)
+        planner = Planner(
+            own.model,
+            own.step,
+            optimizer=own.optimizer,
+            device=place,
+            cost=cost,
+            operators=operators,
+            stores=stores,
+            on=on,
+            progress=show,
+        )
+    for one in caught:
+        _say(f"{one.category.__name__}: {one.message}")
+    return planner
+
+
+def _check_files(*paths: Path | None) -> None:
+    """Raise before any work is done if a file could not be written after it."""
+    for path in paths:
+        if path is not None and (path.is_dir() or not path.parent.is_dir()):
+            raise TargetError(f"{path} cannot be written: {path.parent} is no folder, or it is one itself.")
+
+
+def _keep(found: Plan, out: Path | None, plot: Path | None) -> None:
+    with _working("writing"):
+        _write(out, found.save)
+        _write(plot, found.plot)
+
+
+def _write(path: Path | None, write: Callable[[Path], None]) -> None:
+    if path is None:
+        return
+    try:
+        write(path)
+    except OSError as error:
+        raise TargetError(f"{path} cannot be written: {error}.") from error
+    _say(f"wrote {path}")
+
+
+def _judge(plan: Plan, report: Report) -> None:
+    """Exit with 1 if a step under the plan was not what it has to be."""
+    peak_bytes = max(report.peak_bytes, plan.optimizer_peak_bytes or 0)
+    if peak_bytes > plan.budget_bytes:
+        _say(f"The peak of {format_bytes(peak_bytes)} is above the budget of {format_bytes(plan.budget_bytes)}.")
+    if report.is_exact is False or peak_bytes > plan.budget_bytes:
+        raise typer.Exit(1)
+
+
+def main() -> None:
+    """Run the command line."""
+    # torch reports each start of its profiler, which measures the bytes, on stderr.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+    app()

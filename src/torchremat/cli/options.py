@@ -1,0 +1,89 @@
+"""What commands can be told, and what its text stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+import typer
+
+from torchremat.cli.targets import SHAPE, TargetError
+from torchremat.planning.budgets import percentage_of
+from torchremat.planning.elsewhere.devices import Device as DeviceDescription
+from torchremat.planning.elsewhere.devices import device_of
+from torchremat.planning.searches.chains import Cost
+from torchremat.stores.disk import Disk
+from torchremat.stores.host import Host
+from torchremat.tensors.handles import Store
+from torchremat.tensors.sizes import parse_bytes
+
+Target = Annotated[str, typer.Argument(metavar="MODULE:FACTORY", help=f"A function that returns {SHAPE}.")]
+Budget = Annotated[str, typer.Option(help="Peak of a training step: bytes, 6GiB, 800MB, or 60% of the plain peak.")]
+Margin = Annotated[str, typer.Option(help="Part of the budget to leave free, like 1GiB.")]
+Costs = Annotated[Cost, typer.Option(help="What to minimise.")]
+Operators = Annotated[bool, typer.Option(help="Whether parts of a module may be kept.")]
+On = Annotated[Literal["meta"] | None, typer.Option(help="meta: run nothing, plan for a device that is not here.")]
+Described = Annotated[
+    str | None,
+    typer.Option(
+        help="Whose bytes count; that of the first parameter if not given. With --on meta: a name like h100, or a file."
+    ),
+]
+SaveDevice = Annotated[Path | None, typer.Option(help="File to describe this device in, for plans with --on meta.")]
+Device = Annotated[str | None, typer.Option(help="Whose bytes count; that of the first parameter if not given.")]
+Stores = Annotated[
+    list[str] | None,
+    typer.Option(help="Where saved tensors may wait: disk or host. Give it once for each; for verify as for plan."),
+]
+Out = Annotated[Path | None, typer.Option(help="File to write the plan to, as JSON.")]
+Plot = Annotated[Path | None, typer.Option(help="Image to draw: live bytes over the step. The ending says which kind.")]
+
+
+def budget_of(text: str) -> int | str:
+    """Return a budget, which is checked before any work is done."""
+    budget = number_of(text)
+    if percentage_of(budget) is None:
+        parse_bytes(budget)
+    return budget
+
+
+def number_of(text: str) -> int | str:
+    """Return digits as the number that they are; all else is for the library to read."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 40 else text
+
+
+def place_of(text: str | None) -> torch.device | None:
+    """Return the device of a name.
+
+    Raises:
+        TargetError: It is none.
+    """
+    try:
+        return None if text is None else torch.device(text)
+    except RuntimeError as error:
+        raise TargetError(f"--device {text!r} is no device, like cpu or cuda:0.") from error
+
+
+def described_of(text: str | None, on: On) -> torch.device | DeviceDescription | None:
+    """Return the device to plan for: one that is here, or without running one that is described.
+
+    Raises:
+        DeviceError: There is no such description.
+        TargetError: There is no such device.
+    """
+    return place_of(text) if on is None else device_of(text)
+
+
+def stores_of(names: list[str] | None) -> list[Store]:
+    """Return new stores of the kinds that are named.
+
+    Raises:
+        TargetError: There is no such kind.
+    """
+    kinds: dict[str, Callable[[], Store]] = {"disk": Disk, "host": Host}
+    for name in names or ():
+        if name not in kinds:
+            raise TargetError(f"--store {name!r}: allowed are {' and '.join(kinds)}.")
+    return [kinds[name]() for name in names or ()]
