@@ -98,7 +98,6 @@ class Search:
         self.pace = pace = Pace() if pace is None else pace
         # What is kept in part is not stored, so with stores whole units are sought.
         self.offers = offers
-        # A chain with parts of units leads the search away from the lowest peaks, which whole units may have.
         self.whole = Solver(grains.coarse, cost, pace=pace)
         self.storing = Storing(self.whole, offers)
         if operators:
@@ -107,7 +106,7 @@ class Search:
             grains = replace(grains, coarse=replace(grains.coarse, options=options))
         self.grains = grains
         self.cost_unit: Cost = cost
-        self.coarse = Solver(grains.coarse, cost, pace=pace)
+        self.coarse = Solver(grains.coarse, cost, pace=pace) if grains.coarse.options else self.whole
 
     @property
     def plain(self) -> Candidate:
@@ -143,6 +142,11 @@ class Search:
         )
 
     @property
+    def _all_solvers(self) -> tuple[Solver, ...]:
+        """Those for whole units as well: parts of units lead a search away from low peaks, which whole ones may have."""
+        return tuple(dict.fromkeys((*self.solvers, self.whole)))
+
+    @property
     def storings(self) -> Iterator[Storing]:
         """Yield what finds candidates with stores: of whole units, then of the mixture with the most units."""
         if self.offers:
@@ -168,23 +172,23 @@ class Search:
                 return stored
             found += [] if stored is None else [(storing.price(stored), stored)]
         with self.pace.part(_STORING_SHARE if self.offers else 0.0, 1.0):
-            for solver in self.pace.parts(self.solvers):
+            for solver in self.pace.parts(self._all_solvers):
                 one = None if found and self.pace.is_over else solver.solve(limit_bytes)
                 found += [] if one is None else [(one.cost, one)]
                 if found:
                     self.pace.found(_best(found).slowdown)
         if not found:
-            lowest = self.whole.solve(limit_bytes) or self.floor
-            return lowest if lowest.prediction.peak_bytes <= limit_bytes else None
+            return self.floor if self.floor.prediction.peak_bytes <= limit_bytes else None
         return _best(found)
 
     @cached_property
     def floor(self) -> Candidate:
         """The tree with the lowest predicted peak that was found."""
         with self.pace.running():
-            solvers = (*self.solvers, self.whole)
             lowest = [
-                solver.floor for solver in self.pace.parts(solvers) if solver is self.coarse or not self.pace.is_over
+                solver.floor
+                for solver in self.pace.parts(self._all_solvers)
+                if solver is self.coarse or not self.pace.is_over
             ]
             lowest += [one for storing in self.storings for one in storing.lowest]
         return min(lowest, key=lambda one: (one.prediction.peak_bytes, one.cost))
