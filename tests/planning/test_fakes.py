@@ -92,8 +92,7 @@ def test_a_plan_made_without_running_holds_its_budget_on_the_real_model(pair, na
     plan.remove(both.model)
 
     assert plan.recompute_seconds > 0
-    # Where units are kept in part, a recompute may begin in the middle of a backward, and is predicted before it.
-    assert measured <= plan.step_peak_bytes <= 1.001 * measured
+    assert measured == plan.step_peak_bytes
     assert plan.peak_bytes <= plan.budget_bytes
     assert report.is_exact
 
@@ -111,8 +110,8 @@ def test_parts_of_a_module_are_held_without_running_as_well(pair):
 
 def bytes_of(option):
     return (
-        option.kept, option.kept_bytes, option.forward_peak_bytes, option.recompute_peak_bytes, option.flops,
-        option.ordinals, option.operators,
+        option.kept, option.kept_bytes, option.forward_peak_bytes, option.early_peak_bytes,
+        option.recompute_peak_bytes, option.late_peak_bytes, option.flops, option.ordinals, option.operators,
     )  # fmt: skip
 
 

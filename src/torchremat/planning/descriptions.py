@@ -66,16 +66,17 @@ def curve_of(own: Profile, tree: Tree, fixed_bytes: int, loads: Loads = NO_LOADS
             continue
         live = fixed_bytes + own.extra_bytes[state.key] + state.held_bytes
         moment, unit = state.key
+        over = over_bytes(own, state)
         if state.moves:
             running = 0.0
-        elif moment in (Moment.FORWARD, Moment.RECOMPUTE):
-            running = own.costs[state.unit if state.unit >= 0 else unit].seconds
+        elif state.unit >= 0:
+            running = own.costs[state.unit].seconds
         elif moment is Moment.BACKWARD:
             running = own.costs[unit].seconds_backward
         else:
             running = 0.0
-        points.append(Point(seconds=now_s, live_bytes=live, what=state.what))
-        points.append(Point(seconds=now_s + running / 2, live_bytes=live + over_bytes(own, state), what=state.what))
+        points.append(Point(seconds=now_s, live_bytes=live + min(0, over), what=state.what))
+        points.append(Point(seconds=now_s + running / 2, live_bytes=live + over, what=state.what))
         now_s += running
     return tuple(points)
 

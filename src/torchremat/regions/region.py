@@ -41,7 +41,7 @@ from torchremat.regions.recompute import Recompute
 from torchremat.regions.selecting import SeenBy, unseen
 from torchremat.regions.sessions import UNPACKED_ONCE, Session, active_session, open_sessions
 from torchremat.regions.settings import Settings
-from torchremat.regions.slots import GONE, LOST, Key, Slot, noted, pin, served, unpack, waits
+from torchremat.regions.slots import GONE, LOST, Key, Slot, noted, pin, served, told, unpack, waits
 from torchremat.regions.threads import thread
 from torchremat.regions.values import Fingerprints
 from torchremat.tensors.held import HeldTensor, holding
@@ -154,10 +154,11 @@ class Region:
         if observer is not None:
             observer.looks(self)
         call.look(tensors, modules, objects, self.settings)
-        pack = self._pack if self.fingerprints is None else self._pack_with_values
+        pack, back = self._pack if self.fingerprints is None else self._pack_with_values, unpack
         if observer is not None:
             observer.began(self, number, tensors)
             pack = partial(noted, partial(observer.saved, self, number), pack)
+            back = partial(told, observer.asked)
         run = body
         if self.settings.debug:
             call.log = log_of(self, call)
@@ -172,7 +173,7 @@ class Region:
         running = thread.calls
         running.append(call)
         try:
-            push_saved_tensor_hooks(pack, unpack)  # See Rule 1
+            push_saved_tensor_hooks(pack, back)  # See Rule 1
             try:
                 output = run(args, kwargs)
             finally:

@@ -50,6 +50,10 @@ class Observer(Protocol):
         """A recompute has ended."""
         ...
 
+    def asked(self, region: Region, index: int, tensor: Tensor) -> None:
+        """Autograd has asked for the saved tensor of this number, and is about to get it."""
+        ...
+
 
 class Turns:
     """Counts the forwards that share settings, and says whose values are checked."""

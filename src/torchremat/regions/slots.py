@@ -215,6 +215,14 @@ def unpack(slot: Slot) -> Tensor:
     return tensor
 
 
+@outside_graphs
+def told(note: Callable[[Region, int, Tensor], object], slot: Slot) -> Tensor:
+    """Return the tensor of a slot after telling somebody of it."""
+    region, index, tensor = slot.region, slot.index, unpack(slot)
+    note(region, index, tensor)
+    return tensor
+
+
 class Unpin:
     """Drops what a node has unpacked when the node has run in the backward that asked."""
 

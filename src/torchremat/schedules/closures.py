@@ -71,12 +71,9 @@ def evaluate(flow: Dataflow, held: Iterable[int], *, overhead: float = 0.0) -> S
         overhead: Cost of each operator that the recompute passes, run or not.
     """
     chosen = frozenset(held)
-    maker = {value: index for index, operator in enumerate(flow.operators) for value in operator.outputs}
-    ends = 0
-    for number, value in enumerate(flow.values):
-        there = value.holdable and (number not in maker or maker[number] in chosen)
-        if value.needed and not there:
-            ends = max(ends, value.saved_after)
+    there = held_values(flow, chosen)
+    missing = (value.saved_after for number, value in enumerate(flow.values) if value.needed and number not in there)
+    ends = max(missing, default=0)
     cost = overhead * ends
     for index, operator in enumerate(flow.operators[:ends]):
         if not (operator.replaceable and index in chosen):
@@ -88,6 +85,16 @@ def evaluate(flow: Dataflow, held: Iterable[int], *, overhead: float = 0.0) -> S
         if flow.values[value].needed or (index < ends and flow.operators[index].replaceable)
     )
     return Selection(held=chosen, held_bytes=held_bytes, cost=cost, ends=ends, bound=cost)
+
+
+def held_values(flow: Dataflow, held: frozenset[int]) -> set[int]:
+    """Return the values that are there when backward asks for them, if the outputs of some operators are held."""
+    maker = {value: index for index, operator in enumerate(flow.operators) for value in operator.outputs}
+    return {
+        number
+        for number, value in enumerate(flow.values)
+        if value.holdable and (number not in maker or maker[number] in held)
+    }
 
 
 def holdable(flow: Dataflow) -> list[int]:

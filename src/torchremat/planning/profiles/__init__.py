@@ -5,6 +5,7 @@ tracing.py       the calls of a forward, and what they save
 operators.py     the operators of each call
 units.py         the flat order of calls that a plan chooses among
 watching.py      the step in which every unit is a region
+backwards.py     the backward of one unit in it
 reading.py       figures, read out of the allocator's events
 optimizers.py    what the optimizer needs
 overheads.py     what the executor takes by itself

@@ -8,7 +8,8 @@ if it ends at its last save                cut there
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -17,6 +18,7 @@ import torch
 from torchremat.errors import StepError
 from torchremat.measuring.allocator import AllocationTrace
 from torchremat.measuring.before import BytesBefore
+from torchremat.planning.profiles.backwards import Backward, Backwards
 from torchremat.planning.profiles.operators import casts_of_leaves, nominal_seconds, numbers_of
 from torchremat.planning.profiles.optimizers import OptimizerBytes
 from torchremat.planning.profiles.overheads import NOMINAL, Overheads
@@ -75,6 +77,7 @@ class Profile:
         device: Whose bytes these are.
         optimizer: What `optimizer.step()` needs; None if no optimizer was given.
         options: For each unit the ways of keeping it beside keeping all, see `options`.
+        backwards: What the allocator did in the backward of each unit that has one.
         overheads: What the executor takes by itself.
         generator_bytes: Of the state of a generator, where these lie on the device.
     """
@@ -93,6 +96,7 @@ class Profile:
     device: torch.device
     optimizer: OptimizerBytes | None = None
     options: Options = ()
+    backwards: Mapping[int, Backward] = field(default_factory=dict[int, Backward])
     overheads: Overheads = NOMINAL
     generator_bytes: int = 0
 
@@ -213,7 +217,12 @@ class _Reader:
             forward_seconds=self.time(self.forward) - self.time(self.begins),
             before=before,
             device=self.trace.device,
+            backwards=self.backwards(order),
         )
+
+    def backwards(self, order: tuple[int, ...]) -> dict[int, Backward]:
+        reader = Backwards(self.trace, self.freed_at, self.position)
+        return {unit: reader.of(self.watcher.watched[unit], *self.marks[Moment.BACKWARD, unit]) for unit in order}
 
     def time(self, mark: int) -> float:
         return self.trace.marks[mark].time_ns * 1e-9

@@ -51,6 +51,7 @@ class Watched:
     position: int = 0
     recompute: int = -1
     recomputed: int = -1
+    asked: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])  # by save: mark and pointer
     released: int = -1
     region: ReferenceType[LiveRegion] | None = None
 
@@ -175,6 +176,15 @@ class Watcher:
         unit = self.unit_of(region)
         if unit is not None and self.watched[unit].recomputed < 0:
             self.watched[unit].recomputed = self.mark("recomputed")
+
+    @outside_graphs
+    def asked(self, region: LiveRegion, index: int, tensor: Tensor) -> None:
+        """See `Observer`."""
+        unit = self.unit_of(region)
+        if unit is not None and index not in self.watched[unit].asked:
+            storage = memory_of(tensor)
+            pointer = 0 if storage is None else self.pointer_of(storage)
+            self.watched[unit].asked[index] = self.mark("asked"), pointer
 
 
 def every_unit(units: Units, pieces: int | None = None) -> Tree:

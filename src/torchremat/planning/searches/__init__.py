@@ -3,6 +3,7 @@
 chains.py     a profile as a chain of scalars
 flows.py      the operators of a step or unit as a dataflow
 replays.py    the bytes of a region that holds some operators' outputs
+parting.py    the bytes of its backward, in the midst of which it recomputes
 options.py    ways of keeping a unit between all and nothing
 mixing.py     units taken apart into the calls that they make
 storing.py    which kept units go to a store, and when

@@ -59,7 +59,7 @@ def _stage(profile: Profile, unit: int, cost: Cost, seen: set[int]) -> Stage:
         cost=0.0,
         forward_peak_bytes=size.full_peak_bytes,
         truncated_peak_bytes=size.truncated_peak_bytes,
-        backward_peak_bytes=_backward_peak(profile, unit),
+        backward_peak_bytes=max(0, profile.after_bytes.get((Moment.BACKWARD, unit), 0), _released_peak(profile, unit)),
     )
     return Stage(
         forward=amount(profile, cost, seconds=costs.seconds, nominal_s=nominal_s, flops=costs.flops),
@@ -91,17 +91,20 @@ def _option(profile: Profile, unit: int, one: OptionBytes, default: Option, cost
         saves_external=True,
         cost=amount(profile, cost, seconds=one.seconds, nominal_s=one.nominal_s, flops=one.flops),
         forward_peak_bytes=size.dropping_bytes(1, one),
-        truncated_peak_bytes=one.recompute_peak_bytes,
-        backward_peak_bytes=max(one.recompute_peak_bytes, recomputed_bytes + default.backward_peak_bytes),
+        truncated_peak_bytes=max(0, one.recompute_peak_bytes),
+        backward_peak_bytes=max(
+            one.early_peak_bytes,
+            one.recompute_peak_bytes,
+            recomputed_bytes + max(0, one.late_peak_bytes, _released_peak(profile, unit)),
+        ),
         nests=False,
     )
 
 
-def _backward_peak(profile: Profile, unit: int) -> int:
+def _released_peak(profile: Profile, unit: int) -> int:
+    """Return the highest bytes in the code between a unit and the one before, when the unit's own are gone."""
     during, after = (Moment.BACKWARD, unit), (Moment.RELEASED, unit)
     if during not in profile.after_bytes:
         return 0
-    size = profile.sizes[unit]
-    # After the release, in the code between this unit and the one before, its own bytes are gone.
-    released = profile.extra_bytes[after] + profile.after_bytes[after] - profile.extra_bytes[during] - size.inside_bytes
-    return max(profile.after_bytes[during], released, 0)
+    released = profile.extra_bytes[after] + profile.after_bytes[after] - profile.extra_bytes[during]
+    return released - profile.sizes[unit].inside_bytes

@@ -70,6 +70,14 @@ def values_of(profile: Profile, unit: int) -> list[int]:
     return list(dict.fromkeys([*(value for run in runs for value in (*run.reads, *run.makes)), *saved]))
 
 
+def saves_of(profile: Profile, unit: int) -> list[int] | None:
+    """Return the values that autograd saves in a unit, in the order of the saves; None if not all of them are known."""
+    place = {value: index for index, value in enumerate(values_of(profile, unit))}
+    inside = _calls_of(profile, unit)
+    saves = [place[save.value] for save in profile.units.trace.operators.saves if save.call in inside]
+    return saves if len(saves) == len(profile.units.saved(unit)) else None
+
+
 def _calls_of(profile: Profile, unit: int) -> set[int]:
     trace = profile.units.trace
     return {inner for call in profile.units.units[unit].calls for inner in trace.descendants(call)}

@@ -167,6 +167,11 @@ class _Mixture:
             lifetimes=Lifetimes(self.units, sizes, self.boundary),
             costs=tuple(source.costs[place] for source, place, _ in self.origin),
             options=tuple(source.options[place] if source.options else () for source, place, _ in self.origin),
+            backwards={
+                index: source.backwards[place]
+                for index, (source, place, _) in enumerate(self.origin)
+                if place in source.backwards
+            },
             order=tuple(order),
             extra_bytes=extra,
             after_bytes=after,

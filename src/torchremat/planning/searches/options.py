@@ -2,7 +2,8 @@
 
     which operators      `schedules.closures`, for several numbers of bytes; alike units are solved once, and so are
                          those that run the same on about as many bytes, as blocks do whose experts get other tokens
-    bytes                `replays`, from the allocator's events of the traced forward
+    bytes                `replays`, from the allocator's events of the traced forward, and `parting`, from those of the
+                         watched backward
     seconds              of the operators that run again, and of the executor, see `profiles.overheads`
 
 No options have units of several calls, units that leave tensors with somebody else (but for the casts that autocast
@@ -21,8 +22,9 @@ from torchremat.planning.profiles.operators import Run, casts_of_leaves, nominal
 from torchremat.planning.profiles.overheads import NOMINAL
 from torchremat.planning.profiles.reading import Profile, intervals_of
 from torchremat.planning.searches.chains import Cost, amount
-from torchremat.planning.searches.flows import flow_of, operators_of, pooled_seconds, values_of
+from torchremat.planning.searches.flows import flow_of, operators_of, pooled_seconds, saves_of, values_of
 from torchremat.planning.searches.pace import Pace
+from torchremat.planning.searches.parting import parted
 from torchremat.planning.searches.replays import Replay
 from torchremat.planning.walks.memory import Options
 from torchremat.planning.walks.moments import OptionBytes
@@ -103,6 +105,7 @@ class _Maker:
         self.intervals = intervals_of(allocations)
         self.seconds = pooled_seconds(profile.units.trace.operators.runs)
         self.flows: dict[int, Dataflow] = {}
+        self.saved: dict[int, list[int] | None] = {}
         self.solved: dict[Dataflow, tuple[Selection, ...]] = {}
         self.forms: dict[Dataflow, list[Dataflow]] = {}
         self.pace = Pace()
@@ -173,20 +176,23 @@ class _Maker:
         storages = [log.values[value].storage for value in values_of(profile, unit)]
         call = profile.units.trace.calls[profile.units.units[unit].calls[0]]
         outputs = set(profile.units.units[unit].outputs)
+        window = call.begins, call.ends
+        # The states of generators lie on the host: what is held of an operator that has drawn has one with it.
+        state_bytes = profile.generator_bytes
         replay = Replay(
-            log, runs, self.flow(unit), storages, selection, self.allocations, self.intervals, (call.begins, call.ends)
+            log, runs, self.flow(unit), storages, selection, self.allocations, self.intervals, window, state_bytes
         )
         boundary = {one: number for one in replay.held if (number := log.storages.get(one, -1)) in outputs}
         again = [index for index in range(selection.ends) if index not in replay.spared]
-        draws = sum(runs[index].traits.is_random for index in replay.spared)
-        # The states of generators lie on the host: what is held of an operator that has drawn has one with it.
-        state_bytes = profile.generator_bytes if draws else 0
         overhead_s = profile.overheads.seconds(len(runs), selection.ends)
+        backward = parted(profile.backwards[unit], self.saves(unit), self.flow(unit), selection, replay)
         return OptionBytes(
             kept=frozenset(boundary.values()),
-            kept_bytes=draws * state_bytes + sum(replay.size(one) for one in replay.held - boundary.keys()),
-            forward_peak_bytes=draws * state_bytes + replay.forward_peak(),
-            recompute_peak_bytes=state_bytes + replay.recompute_peak(),
+            kept_bytes=replay.held_bytes - sum(map(replay.size, boundary)),
+            forward_peak_bytes=replay.forward_peak(),
+            early_peak_bytes=backward.early_bytes,
+            recompute_peak_bytes=backward.recompute_bytes,
+            late_peak_bytes=backward.late_bytes,
             recomputes=selection.ends > 0,
             seconds=overhead_s + sum(seconds[index] for index in again),
             overhead_s=overhead_s,
@@ -201,6 +207,13 @@ class _Maker:
         if unit not in self.having:
             return None
         return _form(self.flow(unit))
+
+    def saves(self, unit: int) -> list[int] | None:
+        """The values that autograd saves in a unit, in their order; None if the watched step has saved more."""
+        if unit not in self.saved:
+            saves, asked = saves_of(self.profile, unit), self.profile.backwards[unit].asked_at
+            self.saved[unit] = saves if saves is not None and max(asked, default=-1) < len(saves) else None
+        return self.saved[unit]
 
     def runs(self, unit: int) -> list[Run]:
         log = self.profile.units.trace.operators

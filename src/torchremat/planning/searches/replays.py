@@ -2,11 +2,12 @@
 
 forward      the events, without the frees of what is held until the forward ends
 recompute    those up to the last operator that is passed, without all that operators do which do not run,
-             without the frees of what is saved; what was held for the recompute alone goes when it went then
+             without the frees of what is saved; what is held for the recompute alone by then goes when it went then
 """
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,9 +42,11 @@ class Replay:
         allocations: What the allocator did in the forward.
         intervals: By address, the events that allocated and freed something there.
         window: The marks at which the unit begins and ends.
+        state_bytes: Of the state of a generator, which is held with the outputs of an operator that has drawn.
 
     Attributes:
         spared: The operators that the recompute passes and does not run.
+        taken: The values that these make.
         held: The storages that are held from the end of the forward to the recompute.
     """
 
@@ -57,11 +60,13 @@ class Replay:
         allocations: AllocationTrace,
         intervals: Intervals,
         window: tuple[int, int],
+        state_bytes: int,
     ) -> None:
         self._runs = runs
         self._flow = flow
         self._storages = storages
         self._selection = selection
+        self._state_bytes = state_bytes
         self._deltas = allocations.delta_bytes
         self._position = [allocations.marks[mark].position for run in runs for mark in (run.begins, run.ends)]
         self._begin, self._end = (allocations.marks[mark].position for mark in window)
@@ -69,6 +74,7 @@ class Replay:
         self._pointers = allocations.ptr
         operators = flow.operators
         self.spared = {one for one in selection.held if one < selection.ends and operators[one].replaceable}
+        self.taken = {value for one in self.spared for value in operators[one].outputs}
         self._made = self._find_made(log)
         self.held = {
             storages[value]
@@ -97,16 +103,32 @@ class Replay:
         """Return the bytes of a storage that an operator of the unit makes, as the allocator counts."""
         return int(self._deltas[self._made[storage].allocated])
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of what is held from the end of the forward to the recompute."""
+        return self._state_bytes * len(self._drawn(self.spared)) + sum(map(self.size, self.held))
+
+    def _drawn(self, operators: Iterable[int]) -> list[int]:
+        return sorted(index for index in operators if self._runs[index].traits.is_random)
+
     def forward_peak(self) -> int:
         """Return the highest live bytes of the forward over those at its beginning."""
         held = set(self.held)
-        for index in self._selection.held:
-            if self._flow.operators[index].replaceable:  # even what no recompute gets to, until the forward has ended
-                held.update(self._storages[value] for value in self._flow.operators[index].outputs)
-        return _peak(self._without_frees(self._end, held))
+        # Even what no recompute gets to is held until the forward has ended.
+        replaceable = [index for index in self._selection.held if self._flow.operators[index].replaceable]
+        for index in replaceable:
+            held.update(self._storages[value] for value in self._flow.operators[index].outputs)
+        live = _live(self._without_frees(self._end, held))
+        for index in self._drawn(replaceable):
+            live[self._span(index)[1] - self._begin :] += self._state_bytes
+        return int(live.max())
 
-    def recompute_peak(self) -> int:
-        """Return the highest live bytes of the recompute over those at its beginning, with what is held live."""
+    def recompute_peak(self, gone: Container[int] = ()) -> int:
+        """Return the highest live bytes of the recompute over those at its beginning, with what is held live.
+
+        Args:
+            gone: Needed values that backward is done with when the recompute begins.
+        """
         ends = self._selection.ends
         if not ends:
             return 0
@@ -124,7 +146,7 @@ class Replay:
             alone = {
                 self._made[self._storages[value]].allocated
                 for value in self._flow.operators[index].outputs
-                if self._storages[value] in self._made and not self._flow.values[value].needed
+                if self._storages[value] in self._made and (not self._flow.values[value].needed or value in gone)
             }
             for event in range(first, min(last, end)):
                 if self._deltas[event] <= 0:
@@ -133,7 +155,13 @@ class Replay:
                 freed = self._freed(event)
                 if freed < end and event not in alone:
                     delta[freed - self._begin] = 0
-        return _peak(delta)
+        live = _live(delta)
+        first, *others = self._drawn(self.spared) or [ends]
+        for index in others:
+            live[self._span(index)[0] - self._begin :] -= self._state_bytes
+        # The state of now is copied before the one that was held goes.
+        copied = int(live[self._span(first)[0] - self._begin]) + self._state_bytes if first < ends else 0
+        return max(copied, int(live.max()))
 
     def _freed(self, allocated: int) -> int:
         intervals = self._intervals.get(int(self._pointers[allocated]), ())
@@ -148,5 +176,6 @@ class Replay:
         return delta
 
 
-def _peak(delta: NDArray[np.int64]) -> int:
-    return max(0, int(np.cumsum(delta).max())) if len(delta) else 0
+def _live(delta: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return what is live before each event and after the last, over what is at the beginning."""
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(delta, dtype=np.int64)])

@@ -35,7 +35,14 @@ _SIZES = (
     "recast_bytes",
 )
 # Of `OptionBytes`: all that is a number of bytes or flops.
-_OPTION_SIZES = ("kept_bytes", "forward_peak_bytes", "recompute_peak_bytes", "flops")
+_OPTION_SIZES = (
+    "kept_bytes",
+    "forward_peak_bytes",
+    "early_peak_bytes",
+    "recompute_peak_bytes",
+    "late_peak_bytes",
+    "flops",
+)
 
 
 @dataclass(frozen=True, kw_only=True)

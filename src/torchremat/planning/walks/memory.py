@@ -130,10 +130,10 @@ class Walk:
             self.take(unit)
             yield from self.away.left(unit)
             self.be_born(self.units.left(unit))
-            yield Live((Moment.LEFT, unit), self.total(self.lifetimes.left[unit]), 0, f"forward after {own.name}")
+            yield Live((Moment.LEFT, unit), self.total(self.lifetimes.left[unit]), None, f"forward after {own.name}")
         self.hold(glue.get(len(self.sizes), ()))
         self.be_born(self.units.trace.end)
-        yield Live((Moment.END, 0), self.total(self.lifetimes.end), 0, "loss, between forward and backward")
+        yield Live((Moment.END, 0), self.total(self.lifetimes.end), None, "loss, between forward and backward")
         self.hold(self.lifetimes.end)  # what the step's caller holds stays
 
     def take(self, unit: int) -> None:
@@ -224,14 +224,16 @@ class Walk:
                 if unit not in available and id(region) not in done:
                     done.add(id(region))
                     yield from self.recompute(region, unit, available, nested=depth > 0)
-            yield Live((Moment.BACKWARD, unit), self.total(), 0, f"backward of {self.units.units[unit].name}")
+            option = self.chosen.get(unit)
+            over = None if option is None else option.late_peak_bytes
+            yield Live((Moment.BACKWARD, unit), self.total(), over, f"backward of {self.units.units[unit].name}")
             self.drop(unit, again=bool(chain))
             self.away.dropped(unit)
             waiting.discard(unit)
             for region in chain:
                 if waiting.isdisjoint(range(region.first, region.last + 1)):
                     self.leave(region)
-            yield Live((Moment.RELEASED, unit), self.total(), 0, f"backward before {self.units.units[unit].name}")
+            yield Live((Moment.RELEASED, unit), self.total(), None, f"backward before {self.units.units[unit].name}")
 
     def leave_glue(self, storage: int) -> None:
         """Release what code between the units has saved."""
@@ -296,10 +298,10 @@ class Walk:
         unit = region.first
         (node,) = region.children
         if option.recomputes:
-            size = self.sizes[unit]
+            size, name, key = self.sizes[unit], self.units.units[unit].name, (Moment.RECOMPUTE, unit)
+            yield Live(key, self.total(), option.early_peak_bytes, f"backward of {name}")
             peak = option.recompute_peak_bytes + size.state_bytes + size.recast_bytes
-            what = f"recompute of {self.units.units[unit].name}"
-            yield Live((Moment.RECOMPUTE, unit), self.total(), peak, what, unit)
+            yield Live(key, self.total(), peak, f"recompute of {name}", unit)
             yield Ran(unit, truncated=True, option=node.option if isinstance(node, Keep) else 0)
         # All that it saves is there now, and what was held for the recompute alone is gone.
         self.keep(unit, again=True)

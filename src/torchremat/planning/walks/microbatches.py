@@ -21,7 +21,7 @@ from torchremat.planning.searches.solving import Candidate, Search, Solver
 from torchremat.planning.walks.memory import Walk
 from torchremat.planning.walks.moments import Live, Moment
 from torchremat.planning.walks.parts import PartsPrediction
-from torchremat.planning.walks.prediction import over_bytes
+from torchremat.planning.walks.prediction import chosen_options, over_bytes
 from torchremat.schedules.persistent import Persistent
 
 # Tails, as shares of the plain peak, and how many trees are taken of each chain.
@@ -94,12 +94,15 @@ def _share(candidate: Candidate, weights: Mapping[str, int], parts: Parts | None
 def _first_bytes(candidate: Candidate, weights: Mapping[str, int]) -> int:
     """Return the peak of a backward in which what each unit adds to gradients stays."""
     profile, highest, added = candidate.profile, 0, 0
+    parted, begun = {unit for unit, _ in chosen_options(candidate.tree)}, set[int]()
     walk = Walk(profile.units, profile.sizes, profile.order, profile.lifetimes, candidate.tree, profile.options)
     for state in walk:
         if not isinstance(state, Live) or state.key[0] in (Moment.FORWARD, Moment.LEFT, Moment.END):
             continue
         moment, unit = state.key
-        if moment is Moment.BACKWARD:
+        # The recompute of a unit that holds some of what it saves lies inside of its backward.
+        if unit not in begun and (moment is Moment.BACKWARD or unit in parted):
+            begun.add(unit)
             added += sum(weights.get(name, 0) for name, _ in profile.units.units[unit].keys)
         live = profile.extra_bytes[state.key] + state.held_bytes + over_bytes(profile, state)
         highest = max(highest, live + added)

@@ -84,7 +84,9 @@ class OptionBytes:
         kept: Boundary storages that it holds from its forward on, beside its inputs.
         kept_bytes: Bytes that it holds beside those until its recompute.
         forward_peak_bytes: Of its forward, over what is live when it begins.
-        recompute_peak_bytes: Of its recompute, likewise, with what it holds live.
+        early_peak_bytes: Of its backward until the recompute, likewise, with what it holds live.
+        recompute_peak_bytes: Of its recompute, over what is live when its backward begins.
+        late_peak_bytes: Of its backward from then on, over what were live at its beginning with all that it saves.
         recomputes: Whether it has one.
         seconds: That it adds to a step.
         overhead_s: Those of them that the executor takes by itself, whatever the shapes are.
@@ -97,7 +99,9 @@ class OptionBytes:
     kept: frozenset[int]
     kept_bytes: int
     forward_peak_bytes: int
+    early_peak_bytes: int
     recompute_peak_bytes: int
+    late_peak_bytes: int
     recomputes: bool
     seconds: float
     overhead_s: float
@@ -113,11 +117,14 @@ class OptionBytes:
 
 @dataclass(frozen=True, slots=True)
 class Live:
-    """The walk at one moment: bytes held, the peak of what runs then over them, and whose forward it is, if one's."""
+    """The walk at one moment: bytes held, the peak of what runs then over them, and whose forward it is, if one's.
+
+    No peak is that of what runs from this moment until the next one under every tree, which is the profile's to say.
+    """
 
     key: Key
     held_bytes: int
-    over_bytes: int
+    over_bytes: int | None
     what: str
     unit: int = -1
     moves: bool = False  # nothing runs but copies into a store or back, with `over_bytes` as their peak

@@ -20,6 +20,7 @@ from typing import cast
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.walks.memory import Walk
 from torchremat.planning.walks.moments import Live, Moment, Ran, UnitBytes
+from torchremat.planning.walks.prediction import over_bytes
 from torchremat.schedules.chain import Region
 
 
@@ -111,7 +112,7 @@ def input_part(profile: Profile, walk: PartsWalk, *, kept_bytes: int) -> tuple[i
             live = profile.extra_bytes[state.key] + state.held_bytes
             match moment:
                 case Moment.RECOMPUTE:
-                    over = state.over_bytes
+                    over = over_bytes(profile, state)
                 case Moment.BACKWARD if not walk.around[unit]:
                     over = cast("PartBytes", profile.sizes[unit]).stays_peak_bytes
                 case _:

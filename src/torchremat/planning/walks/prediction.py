@@ -88,10 +88,7 @@ def chosen_options(tree: Tree) -> list[tuple[int, int]]:
 
 def over_bytes(profile: Profile, state: Live) -> int:
     """Return the peak over what is live at a moment, of whatever runs from it until the next one."""
-    moment = state.key[0]
-    if moment is Moment.FORWARD or moment is Moment.RECOMPUTE or state.moves:
-        return state.over_bytes
-    return profile.after_bytes[state.key]
+    return profile.after_bytes[state.key] if state.over_bytes is None else state.over_bytes
 
 
 def extra_at(profile: Profile, key: Key) -> int:

@@ -1,0 +1,85 @@
+"""The backward of one unit as it was watched: when autograd asks for which saved tensor, and when each of them goes.
+
+    events      recompute │ delta_bytes ...                                            │ all that was saved is gone
+    asked_at              │ 0: the recompute was for it     ▲ another one
+    remade                │          ▼ frees of what the recompute has made     ▼
+
+A plan that holds some of what a unit saves recomputes when the first of the others is asked
+for: see `searches.parting`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchremat.measuring.allocator import AllocationTrace
+from torchremat.planning.profiles.watching import Watched
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Backward:
+    """What the allocator did in the backward of a unit whose recompute came first.
+
+    Attributes:
+        delta_bytes: Its events, from the end of the recompute until all that the unit saved is gone.
+        asked_at: For the number of a saved tensor how many events came before autograd asked for it.
+        freed_at: For the number of a saved tensor the event that frees what the recompute has made for it; absent if
+            it has made nothing, and if that goes later.
+        remade: All events that free something which the recompute has made.
+    """
+
+    delta_bytes: NDArray[np.int64]
+    asked_at: Mapping[int, int]
+    freed_at: Mapping[int, int]
+    remade: frozenset[int]
+
+    def live_bytes(self, without: Iterable[int] = ()) -> NDArray[np.int64]:
+        """Return the bytes that are live before each event and after the last, over those at the beginning.
+
+        Args:
+            without: Events that do not take place.
+        """
+        delta = self.delta_bytes.copy()
+        delta[list(without)] = 0
+        return np.concatenate([np.zeros(1, np.int64), np.cumsum(delta, dtype=np.int64)])
+
+
+class Backwards:
+    """Reads backwards out of the allocator's events of a watched step.
+
+    Args:
+        trace: The events.
+        intervals: By address, the events that allocated and freed something there.
+        position: By mark, how many events came before it.
+    """
+
+    def __init__(
+        self, trace: AllocationTrace, intervals: Mapping[int, list[tuple[int, int]]], position: list[int]
+    ) -> None:
+        self._delta_bytes = trace.delta_bytes
+        self._intervals = intervals
+        self._position = position
+        pairs = [pair for those in intervals.values() for pair in those]
+        self._pairs = np.array(pairs, np.int64).reshape(-1, 2)
+
+    def of(self, own: Watched, begins: int, ends: int) -> Backward:
+        """Return the backward of a unit between two marks."""
+        recompute, begin, end = (self._position[mark] for mark in (own.recompute, begins, ends))
+        allocated, freed = self._pairs[:, 0], self._pairs[:, 1]
+        remade = freed[(recompute <= allocated) & (allocated < begin) & (begin <= freed) & (freed < end)] - begin
+        freed_at = {
+            index: freed - begin
+            for index, (_, pointer) in own.asked.items()
+            for allocated, freed in self._intervals.get(pointer, ())
+            if recompute <= allocated < begin <= freed < end
+        }
+        return Backward(
+            delta_bytes=self._delta_bytes[begin:end],
+            asked_at={index: max(0, self._position[mark] - begin) for index, (mark, _) in own.asked.items()},
+            freed_at=freed_at,
+            remade=frozenset(remade.tolist()),
+        )
