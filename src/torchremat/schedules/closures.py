@@ -15,11 +15,12 @@ import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.optimize import Bounds, LinearConstraint, OptimizeResult, milp
 from scipy.sparse import csr_array
 
 from torchremat.schedules.dataflow import Dataflow
@@ -39,8 +40,11 @@ from torchremat.schedules.dataflow import Dataflow
 
 _GAP = 1e-4
 _CAP_S = 60.0
-# HiGHS stops within a millionth of the best as well, which is a hundredth of the bytes where all that costs is held.
-_ABOVE_GAP = 1e3
+# HiGHS stops within a millionth of the best as well, so the largest cost is made so many.
+_LARGEST = 1e3
+# Costs that are whole numbers of something stay whole, of at most so many: between two of them HiGHS need not look.
+_MOST_WHOLE = 1e6
+_ROUNDING = 1e-6  # HiGHS's own tolerance of a row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +124,7 @@ def select(
 ) -> Selection | None:
     """Return the selection of least cost, to a ten thousandth, that holds at most so many bytes; None if there is none.
 
-    A mixed-integer program, solved by HiGHS. Of equal costs it prefers fewer bytes.
+    Two mixed-integer programs, solved by HiGHS: the least cost, and then the fewest bytes that have it.
 
     Args:
         flow: The operators of a region.
@@ -274,34 +278,42 @@ class _Program:
         if peak_bytes is not None:
             needed = sum(value.size_bytes for number, value in enumerate(self.flow.values) if self._is_inside(number))
             limits.append((extra, float(peak_bytes - needed)))
-        rows = [(row / scale, -math.inf, limit / scale) for row, limit in limits]
-        largest = float(max(self.cost.max(), 1e-30))
-        weights = self.cost / largest
-        # Of equal costs the one with fewer bytes, if the difference is more than the solver's own tolerance.
-        weights = weights + held / scale * (1e-5 * float(weights.sum()) / max(1.0, float(held.sum()) / scale))
-        data, where = _sparse(self.rows)
-        closure = csr_array((data, where), shape=(len(self.rows), self.count))
-        result = milp(
-            weights * _ABOVE_GAP,
+        within = [LinearConstraint(row[None, :] / scale, -math.inf, limit / scale) for row, limit in limits]
+        measure, ends_s = _measure(self.cost), time.perf_counter() + cap_s
+        cheapest = self._minimised(self.cost / measure, within, ends_s)
+        if cheapest.x is None:
+            return None
+        at_most = LinearConstraint(self.cost[None, :] / measure, -math.inf, float(cheapest.fun) + _ROUNDING)
+        fewest = self._minimised(held / scale, [*within, at_most], ends_s)
+        solution = cheapest.x if fewest.x is None else fewest.x
+        chosen = [operator for operator, place in self.s.items() if solution[place] > 0.5]
+        found = evaluate(self.flow, chosen, overhead=self.overhead)
+        bound = found.cost
+        if not cheapest.success:
+            bound = min(bound, max(0.0, float(cheapest.mip_dual_bound) * measure))
+        return Selection(
+            held=_useful(self.flow, found),
+            held_bytes=found.held_bytes,
+            cost=found.cost,
+            ends=found.ends,
+            bound=bound,
+        )
+
+    def _minimised(self, weights: NDArray[np.float64], limits: list[LinearConstraint], ends_s: float) -> OptimizeResult:
+        """Solve the program for some weights, within some limits."""
+        return milp(
+            weights,
             # With `s` the others are whole by themselves; told so, HiGHS need not solve for them once more.
             integrality=np.ones(self.count, np.int64),
             bounds=_bounds(self.upper),
-            constraints=[
-                _at_least(closure, np.array(self.lowest)),
-                *(LinearConstraint(row[None, :], low, high) for row, low, high in rows),
-            ],
-            options={"mip_rel_gap": _GAP, "time_limit": cap_s},
+            constraints=[self._closure, *limits],
+            options={"mip_rel_gap": _GAP, "time_limit": max(0.0, ends_s - time.perf_counter())},
         )
-        if result.x is None:
-            return None
-        chosen = [operator for operator, place in self.s.items() if result.x[place] > 0.5]
-        found = evaluate(self.flow, chosen, overhead=self.overhead)
-        bound = found.cost
-        if not result.success:
-            bound = min(found.cost, max(0.0, float(result.mip_dual_bound) * largest / _ABOVE_GAP))
-        return Selection(
-            held=_useful(self.flow, found), held_bytes=found.held_bytes, cost=found.cost, ends=found.ends, bound=bound
-        )
+
+    @cached_property
+    def _closure(self) -> LinearConstraint:
+        data, where = _sparse(self.rows)
+        return _at_least(csr_array((data, where), shape=(len(self.rows), self.count)), np.array(self.lowest))
 
     def _is_inside(self, number: int) -> bool:
         return self.flow.values[number].needed and number in self.maker
@@ -316,6 +328,18 @@ def _bounds(upper: NDArray[np.float64]) -> Bounds:
 
 def _at_least(rows: csr_array, lowest: NDArray[np.float64]) -> LinearConstraint:
     return LinearConstraint(rows, *cast("tuple[float, float]", (lowest, np.full(len(lowest), np.inf))))
+
+
+def _measure(costs: NDArray[np.float64]) -> float:
+    """Return what to divide costs by: what they are all whole numbers of, if there is such a thing."""
+    largest = float(costs.max(initial=0.0))
+    if largest <= 0:
+        return 1.0
+    if largest < 2**53 and (costs == np.rint(costs)).all():
+        common = int(np.gcd.reduce(costs.astype(np.int64)))
+        if largest / common <= _MOST_WHOLE:
+            return float(common)
+    return largest / _LARGEST
 
 
 def _useful(flow: Dataflow, found: Selection) -> frozenset[int]:
