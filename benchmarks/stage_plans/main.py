@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from pipeline.inline import cells_inline
 from torchremat import Pipe, unwrap, wrap
 from torchremat.measuring.allocator import record_allocations
-from torchremat.pipeline import StagePlanner, attach
+from torchremat.pipeline import DevicePlan, StagePlanner, attach
 
 CPU = torch.device("cpu")
 SINGLE = ("ScheduleGPipe", "Schedule1F1B")
@@ -32,6 +32,8 @@ MICROBATCHES = 4
 SHARES = (0.75, 0.5, 0.25, 0.0)
 LOWEST = "plan, 0% of the way up"
 NEVER, ALWAYS, AT_ALWAYS = "nothing recomputed", "every stage wholly", "plan, the peak of every stage wholly"
+# Of the way up, for plans of schedules that run without the look-ahead.
+SHARE_WITHOUT = 0.25
 LEAST = 0.98
 
 
@@ -65,6 +67,7 @@ class Program:
     modules: Sequence[nn.Module]
     beside_bytes: int  # what lies there before a step beside parameters and gradients
     last_flops: int  # of the last layer of a stage, for a microbatch
+    lookahead: bool | None = None  # whether schedules recompute ahead of gradients; a pipe has no such choice
 
     def step(self) -> object:
         raise NotImplementedError
@@ -126,6 +129,8 @@ class Piped(Program):
 class Scheduled(Program):
     """A schedule of torch, with the stages of this process."""
 
+    lookahead = True
+
     def __init__(self, name: str, count: int, width: int, tokens: int) -> None:
         rank, world = dist.get_rank(), dist.get_world_size()
         numbers = [rank] if name in SINGLE else [rank, rank + 2 if name in LOOPED else 3 - rank]
@@ -152,13 +157,13 @@ class Scheduled(Program):
 
     @property
     def planner(self) -> StagePlanner:
-        return StagePlanner(self.schedule, self.run, cost="flops")
+        return StagePlanner(self.schedule, self.run, cost="flops", lookahead=self.lookahead)
 
     @contextmanager
     def always(self) -> Iterator[None]:
         for module in self.modules:
             wrap(module, lambda name, _: name == "")
-        with attach(self.schedule, lookahead=False):
+        with attach(self.schedule, lookahead=self.lookahead):
             yield
         for module in self.modules:
             unwrap(module)
@@ -166,7 +171,7 @@ class Scheduled(Program):
     @contextmanager
     def under(self, plans) -> Iterator[None]:
         plans.apply(self.schedule)
-        with attach(self.schedule, lookahead=False):
+        with attach(self.schedule, lookahead=self.lookahead):
             yield
         plans.remove(self.schedule)
 
@@ -181,30 +186,40 @@ def compared(
         found[ALWAYS] = {**program.measured(), "equal": all(map(torch.equal, program.grads, expected))}
     planner = program.planner
     devices = planner.plan("100%").devices
+
+    def under(planner: StagePlanner, budgets: list[int]) -> dict[str, object]:
+        plans = planner.plan(budgets)
+        with program.under(plans):
+            return {
+                **program.measured(),
+                "predicted": plans.devices[rank].peak_bytes,
+                "budget": budgets[rank],
+                "recomputed": plans.recomputed_flops,
+                "equal": all(map(torch.equal, program.grads, expected)),
+            }
+
     found[NEVER] |= {"predicted": devices[rank].plain_peak_bytes, "recomputed": 0, "equal": True}
-    budgets = {
-        f"plan, {share:.0%} of the way up": [
-            int(one.floor_bytes + share * (one.plain_peak_bytes - one.floor_bytes)) for one in devices
-        ]
-        for share in (SHARES[-1:] if smoke else SHARES)
-    }
+    budgets = {f"plan, {share:.0%} of the way up": up(devices, share) for share in (SHARES[-1:] if smoke else SHARES)}
     budgets[AT_ALWAYS] = [
         max(peak, one.floor_bytes) for peak, one in zip(everywhere(found[ALWAYS]["peak_bytes"]), devices, strict=True)
     ]
     for name, each in budgets.items():
-        plans = planner.plan(each)
-        with program.under(plans):
-            found[name] = {
-                **program.measured(),
-                "predicted": plans.devices[rank].peak_bytes,
-                "budget": each[rank],
-                "recomputed": plans.recomputed_flops,
-                "equal": all(map(torch.equal, program.grads, expected)),
-            }
+        found[name] = under(planner, each)
+    stages = planner.plan(budgets[LOWEST])
     # Of every stage wholly: its forward but for the last layer, whose output nobody saves.
-    forward = next(one.plan.flops for one in planner.plan(budgets[LOWEST]) if one.plan is not None)
-    found[ALWAYS]["recomputed"] = MICROBATCHES * len(plans) * (forward - program.last_flops)
+    forward = next(one.plan.flops for one in stages if one.plan is not None)
+    found[ALWAYS]["recomputed"] = MICROBATCHES * len(stages) * (forward - program.last_flops)
+    if program.lookahead and not smoke:
+        program.lookahead = False
+        planner = program.planner
+        share = up(planner.plan("100%").devices, SHARE_WITHOUT)
+        found[f"plan, {SHARE_WITHOUT:.0%} of the way up, no look-ahead"] = under(planner, share)
     return found
+
+
+def up(devices: Sequence[DevicePlan], share: float) -> list[int]:
+    """Return for each device the budget at a share of the way up."""
+    return [int(one.floor_bytes + share * (one.plain_peak_bytes - one.floor_bytes)) for one in devices]
 
 
 def gathered(value: object) -> list[object]:

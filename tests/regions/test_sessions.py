@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from regions.comparing import Counted, Twice, Watched, leaf, live_regions, three
-from torchremat import UnsupportedError, checkpoint, session
+from torchremat import Session, UnsupportedError, checkpoint, session
 
 # ----------------------------------------------------------------------------------------------------- rule 8
 
@@ -208,6 +208,24 @@ def test_what_was_recomputed_ahead_goes_node_by_node():
         y.backward()
 
     assert left == [0]
+
+
+def test_what_is_nested_is_recomputed_once_ahead_of_a_backward():
+    # Once a session that was not active recomputed the outer region for the input of the inner one alone, and then once
+    # more for itself.
+    inner, outer, x = Counted(three), Counted(torch.exp), leaf(4)
+    own = Session()
+    with own.active():
+        y = checkpoint(lambda x: outer(checkpoint(inner, outer(x))), x).sum()
+
+    assert own.recompute(count=5) == 1
+    assert (outer.calls, inner.calls) == (4, 3)
+    with own.active():
+        y.backward()
+    own.close()
+
+    assert (outer.calls, inner.calls) == (4, 3)
+    assert torch.equal(x.grad, torch.autograd.grad(three(x.exp()).exp().sum(), x)[0])
 
 
 def test_nothing_is_recomputed_for_a_dropped_graph_or_after_backward():

@@ -8,7 +8,7 @@ ahead of the gradient (rules 4, 8 and 9).
 from __future__ import annotations
 
 from collections.abc import Generator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Protocol, cast
 from weakref import WeakSet, ref
 
@@ -81,6 +81,8 @@ class Session:
         passes: How many backward calls run each node at most. A recomputed tensor is dropped when that many have
             unpacked it; without the number, and in nodes that fewer passes run, it stays until the session closes.
         unpacks_once: Whether a second backward through a node is an error, not a recompute.
+        serves_all: Whether no backward outside of the session follows, so that what policies have kept goes with the
+            first recompute.
         watch: Is told of recomputes.
 
     Raises:
@@ -95,17 +97,26 @@ class Session:
         "_recomputed",
         "drops",
         "passes",
+        "serves_all",
         "unpacks_once",
         "watch",
     )
 
-    def __init__(self, passes: int | None = None, *, unpacks_once: bool = False, watch: Watch | None = None) -> None:
+    def __init__(
+        self,
+        passes: int | None = None,
+        *,
+        unpacks_once: bool = False,
+        serves_all: bool = False,
+        watch: Watch | None = None,
+    ) -> None:
         if passes is not None and (type(passes) is not int or passes < 1):
             raise UnsupportedError(
                 f"passes={passes!r}: an int of at least 1 is needed, or None to keep all until the session closes."
             )
         self.passes = passes
         self.unpacks_once = unpacks_once
+        self.serves_all = serves_all
         self.watch = watch
         self.drops = False  # whether an input pass runs now
         self._has_dropped = False
@@ -116,7 +127,7 @@ class Session:
     @property
     def recomputes_once(self) -> bool:
         """Whether what is recomputed now serves all backward calls that are to come."""
-        return self.drops or self.passes == 1
+        return self.serves_all or self.drops or self.passes == 1
 
     def created(self, region: Region) -> None:
         """Remember a region that was made inside the session."""
@@ -147,13 +158,18 @@ class Session:
 
         Regions are taken in the order in which backward will need them: the latest first. Only regions made inside the
         session are known to it.
+
+        Raises:
+            UnsupportedError: Another session is active in this thread.
         """
         done = 0
-        while done < count and self.next_number() is not None:
-            self._left -= 1
-            region = self._created[self._left]()
-            if region is not None and region.recompute_for(self):
-                done += 1
+        # What a nested region takes is recomputed by those around it, and for this session too.
+        with nullcontext() if active_session() is self else self.active():
+            while done < count and self.next_number() is not None:
+                self._left -= 1
+                region = self._created[self._left]()
+                if region is not None and region.recompute_for(self):
+                    done += 1
         return done
 
     def next_number(self) -> int | None:

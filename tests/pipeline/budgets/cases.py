@@ -68,14 +68,16 @@ def equal(ours, theirs):
     return len(ours) == len(theirs) > 0 and all(map(torch.equal, ours, theirs))
 
 
-def planned(name, budget):
+def planned(name, budget, **lookahead):
+    """Plan for a budget, and measure; with the look-ahead that planner and `attach` have by default, or without."""
     program = Program(name)
     expected = [one.clone() for one in program.gradients()]
-    plans = StagePlanner(program.schedule, program.step, cost="flops").plan(budget)
+    plans = StagePlanner(program.schedule, program.step, cost="flops", **lookahead).plan(budget)
     mine = plans.devices[dist.get_rank()]
 
     plans.apply(program.schedule)
-    with attach(program.schedule, lookahead=False):
+    # Gloo never says that a gradient has come, so all that may be recomputed ahead is.
+    with attach(program.schedule, **lookahead):
         ours = program.gradients()
         recomputed = [sum(block.calls for block in module) - BLOCKS * MICROBATCHES for module in program.modules]
         peak_bytes = program.peak_bytes()
@@ -95,6 +97,25 @@ def gpipe():
     plans = planned("ScheduleGPipe", "75%")
 
     assert [one.in_flight for one in plans] == [MICROBATCHES, MICROBATCHES]
+    # The last stage waits for no gradient, so nothing is recomputed ahead there. The first one needs less without.
+    without = planned("ScheduleGPipe", "75%", lookahead=False)
+    assert without.devices[0].floor_bytes < 0.9 * plans.devices[0].floor_bytes
+    assert without.devices[1].floor_bytes == plans.devices[1].floor_bytes
+
+
+def a_lookahead_that_was_not_counted():
+    # Once none was: the plans of `plan_stages` with the look-ahead of `attach`, each by default, were above the budget.
+    program = Program("ScheduleGPipe")
+    plans = plan_stages(program.schedule, program.step, budget="60%", cost="flops", lookahead=False)
+
+    plans.apply(program.schedule)
+    with attach(program.schedule):
+        program.step(program.schedule)
+        peak_bytes = program.peak_bytes()
+    plans.remove(program.schedule)
+
+    if dist.get_rank() == 0:
+        assert peak_bytes > 1.05 * plans.devices[0].budget_bytes
 
 
 def one_forward_one_backward():
@@ -118,6 +139,7 @@ def interleaved():
 
 def zero_bubble():
     plans = planned("ScheduleInterleavedZeroBubble", "85%")
+    planned("ScheduleInterleavedZeroBubble", "85%", lookahead=False)
 
     assert [one.in_flight for one in plans] == [4, 4, 2, 2]
 
@@ -161,6 +183,7 @@ CASES = {
     case.__name__: case
     for case in (
         gpipe,
+        a_lookahead_that_was_not_counted,
         one_forward_one_backward,
         interleaved,
         zero_bubble,

@@ -73,3 +73,15 @@ def test_outputs_are_held_while_a_whole_backward_runs():
 
     # Whoever calls a whole backward has them until its end. Of a backward in parts they are let go of in the first.
     assert [load.beside_bytes for load in loads_of(actions, {0: 8}, {0: 100})] == [0, 100, 8, 8, 8]
+
+
+def test_a_recompute_ahead_comes_before_its_backward():
+    (actions,) = parse(["F0.0 F0.1 R0.0 B0.0 R0.1 I0.1 W0.1"])
+
+    assert loads_of(actions, {0: 8}, {0: 100})[2:] == [
+        Load(0, "ahead", ((0, 1),)),
+        Load(0, "backward", ((0, 1),), beside_bytes=100),
+        Load(0, "ahead", (), beside_bytes=8),
+        Load(0, "input", (), beside_bytes=8),
+        Load(0, "weight", (), beside_bytes=8),
+    ]

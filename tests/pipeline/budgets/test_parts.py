@@ -18,6 +18,7 @@ from torchremat.planning.walks.microbatches import shares
 
 WIDTH = 16
 X, GRAD = torch.randn(2, 64, WIDTH, generator=torch.Generator().manual_seed(0))
+ALL = 1000  # regions, more than there are
 import_module("torch.distributed.pipelining")
 
 
@@ -53,12 +54,13 @@ def forward(module):
     return Ends(roots=[output], grads=[GRAD], inputs=[x], outputs=[output])
 
 
-def measured(module, *, drops):
-    """Live bytes before the input part, at its highest, between both, and at the highest of the weight part."""
-    session = Session()
+def measured(module, *, drops, ahead=False):
+    """Highest live bytes of the input part, those between both, and the highest of the weight part."""
+    session = Session(serves_all=ahead)
     with record_allocations(torch.device("cpu")) as recorder:
         with session.active():
             ends = forward(module)
+        session.recompute(ALL if ahead else 0)
         marks = [recorder.mark("input")]
         with session.active():
             session.drops = drops
@@ -96,6 +98,31 @@ def test_every_tree(name):
 
     assert len(found) > 5
     assert differences == {(0, 0, 0)}
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_every_tree_ahead(name):
+    torch.manual_seed(0)
+    module = STAGES[name]()
+    planner = Planner(
+        module, lambda module: received(forward(module).outputs[0], held=True, grads=[GRAD]), cost="flops"
+    )
+    found = shares(planner.solver, {}, Parts(module, forward, planner.solver.grains).predict, ahead=True)
+    for parameter in module.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+
+    differences, is_within = set(), True
+    for share in found[:: max(1, len(found) // 16)]:
+        plan = planner.plan_of(share.candidate, 0, "0")
+        plan.apply(module)
+        figures = [measured(module, drops=name != "tied", ahead=ahead) for ahead in (False, True)]
+        plan.remove(module)
+        highest, between, weight = (max(found) for found in zip(*figures, strict=True))
+        differences.add(share.input_bytes - highest)
+        is_within &= between <= share.between_bytes and weight <= share.weight_bytes
+
+    assert differences == {0}
+    assert is_within
 
 
 def test_a_stage_with_regions_holds_less_between_the_parts():

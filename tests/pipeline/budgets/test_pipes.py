@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pipeline.budgets.blocks import Block
 from pipeline.inline import cells_inline
-from torchremat import BudgetError, Pipe, PipelineError, PlanError, StepError
+from torchremat import BudgetError, Pipe, PipelineError, PlanError, StepError, UnsupportedError
 from torchremat.measuring.allocator import record_allocations
 from torchremat.pipeline import StagePlanner, StagePlans, plan_stages
 from torchremat.pipeline.skip import pop, skippable, stash
@@ -141,6 +141,11 @@ def test_plans_for_another_module_are_refused(planner):
 
     with pytest.raises(PlanError, match="stage 0: the plan was made for another model"):
         Pipe(other, [4, 4], devices=["cpu"] * 2, checkpoint=plans)
+
+
+def test_a_pipe_has_no_lookahead_to_count():
+    with pytest.raises(UnsupportedError, match="lookahead=True with a Pipe"):
+        plan_stages(made(), step, budget="60%", lookahead=True)
 
 
 def test_a_step_has_to_call_the_pipe_once():

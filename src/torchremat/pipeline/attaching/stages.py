@@ -80,7 +80,7 @@ class SessionsOfStage:
         if not self._has_backward() or not torch.is_grad_enabled():
             return call(fwd_chunk_id, *args, **kwargs)
         self._close(fwd_chunk_id)
-        session = self._open[fwd_chunk_id] = Session(watch=_Watch(self, fwd_chunk_id))
+        session = self._open[fwd_chunk_id] = Session(serves_all=self._drops, watch=_Watch(self, fwd_chunk_id))
         with self._recorder.event(self.index, fwd_chunk_id, "forward"), session.active(), ExitStack() as stack:
             if fwd_chunk_id in self._plain:
                 stack.enter_context(plainly())

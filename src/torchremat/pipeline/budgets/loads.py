@@ -2,6 +2,7 @@
 
 action    runs                                       afterwards
 F         the forward of a microbatch                it is held, with what its tree keeps
+R         its recompute, ahead of its gradient       it is held, and its backward comes next
 B         its backward                               it is gone
 I         the input part of its backward             it is held, with what is left between both parts
 W         the weight part                            it is gone
@@ -18,7 +19,7 @@ from torchremat.errors import bug
 from torchremat.planning.walks.microbatches import Share
 from torchremat.schedules.pipelines import Action
 
-Phase = Literal["forward", "backward", "first", "input", "weight", "loss"]
+Phase = Literal["forward", "ahead", "backward", "first", "input", "weight", "loss"]
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,8 @@ class Load:
 
     Attributes:
         running: The stage that runs; None while the loss of a batch does.
-        phase: What of it: the forward, the whole backward, that of the first microbatch of several in one backward, a
-            part of it, or the loss between both.
+        phase: What of it: the forward, a recompute ahead of the gradient, the whole backward, that of the first
+            microbatch of several in one backward, a part of it, or the loss between both.
         held: How many microbatches each stage holds beside the one that runs, before their backward.
         between: How many each stage holds between the two parts of their backward.
         beside_bytes: What is there beside them: of the loss, or between stages.
@@ -49,6 +50,8 @@ class Load:
         match self.phase:
             case "forward":
                 return held + share.forward_bytes
+            case "ahead":
+                return held + share.ahead_bytes
             case "backward":
                 return held + share.backward_bytes
             case "first":
@@ -67,7 +70,7 @@ def loads_of(
     """Return the loads of a device, each once.
 
     Args:
-        actions: What the device runs: forwards and backwards, whole or in two parts.
+        actions: What the device runs: forwards, recomputes ahead of gradients, and backwards, whole or in two parts.
         left_bytes: By stage, what a microbatch leaves there when its backward has ended.
         output_bytes: By stage, the outputs of a microbatch, which whoever calls its whole backward holds meanwhile.
     """
@@ -86,6 +89,10 @@ def _loads(actions: Sequence[Action], left_bytes: Mapping[int, int], output_byte
             case "forward":
                 yield load(stage, "forward")
                 held[stage] += 1
+            case "recompute":
+                held[stage] -= 1
+                yield load(stage, "ahead")
+                held[stage] += 1
             case "backward":
                 held[stage] -= 1
                 yield load(stage, "backward", output_bytes.get(stage, 0))
@@ -98,7 +105,7 @@ def _loads(actions: Sequence[Action], left_bytes: Mapping[int, int], output_byte
                 between[stage] -= 1
                 yield load(stage, "weight")
                 left += left_bytes.get(stage, 0)
-            case "recompute" | "copy" | "wait":
+            case "copy" | "wait":
                 raise bug(f"an order with {action}, which is no part of one")
 
 

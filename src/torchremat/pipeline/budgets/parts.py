@@ -63,13 +63,22 @@ class Parts:
         self._mixtures: dict[int, tuple[Profile, Profile]] = {}
         self._weight_rise_bytes = max(run.weight_rise_bytes for run in runs)
 
-    def predict(self, candidate: Candidate) -> PartsPrediction:
-        """Return what both need under a tree."""
-        own = self._of(candidate.profile)
-        walk = PartsWalk(
-            own.units, own.sizes, own.order, own.lifetimes, candidate.tree, candidate.profile.options, candidate.loads
-        )
-        highest, between = input_part(own, walk, kept_bytes=candidate.prediction.kept_bytes)
+    def predict(self, candidate: Candidate, *, ahead: bool = False) -> PartsPrediction:
+        """Return what both need under a tree.
+
+        Args:
+            candidate: The tree.
+            ahead: Whether microbatches may be recomputed before their gradient comes.
+        """
+        own, kept_bytes = self._of(candidate.profile), candidate.prediction.kept_bytes
+
+        def walk() -> PartsWalk:
+            options, loads = candidate.profile.options, candidate.loads
+            return PartsWalk(own.units, own.sizes, own.order, own.lifetimes, candidate.tree, options, loads)
+
+        highest, between = input_part(own, walk(), kept_bytes=kept_bytes)
+        if ahead:
+            highest = max(highest, input_part(own, walk(), kept_bytes=kept_bytes, ahead=True)[0])
         return PartsPrediction(
             input_bytes=highest, between_bytes=between, weight_bytes=between + self._weight_rise_bytes
         )
@@ -189,7 +198,9 @@ class _Run:
         units = replace(whole.units, trace=replace(whole.units.trace, died=died))
         lifetimes = Lifetimes(units, sizes, whole.lifetimes.boundary)
         walk = PartsWalk(units, sizes, tuple(order), lifetimes, self.tree)
-        extra = {state.key: at[state.key] - state.held_bytes for state in walk.input_part() if isinstance(state, Live)}
+        for _ in walk.forward():
+            pass
+        extra = {state.key: at[state.key] - state.held_bytes for state in walk.backward() if isinstance(state, Live)}
         return replace(
             whole,
             units=units,

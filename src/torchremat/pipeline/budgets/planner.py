@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 import torch.distributed as dist
 
 from torchremat._compat.pipelining import group_of
-from torchremat.errors import BudgetError, PipelineError, StepError
+from torchremat.errors import BudgetError, PipelineError, StepError, UnsupportedError
 from torchremat.measuring.heap import heap_set_aside
 from torchremat.pipeline.budgets.choosing import Choices, Chosen
 from torchremat.pipeline.budgets.parts import Parts
@@ -36,15 +36,29 @@ class StagePlanner:
     Args:
         pipeline: As for `plan_stages`.
         step: As for `plan_stages`.
+        lookahead: As for `plan_stages`.
         cost: As for `plan_stages`.
 
     Raises:
         StepError: See `plan_stages`.
         PlanError: See `plan_stages`.
+        UnsupportedError: See `plan_stages`.
     """
 
-    def __init__(self, pipeline: object, step: Callable[[Any], object], *, cost: Cost = "seconds") -> None:
+    def __init__(
+        self,
+        pipeline: object,
+        step: Callable[[Any], object],
+        *,
+        lookahead: bool | None = None,
+        cost: Cost = "seconds",
+    ) -> None:
         own, self._stages = stages_in(pipeline)
+        if isinstance(pipeline, Pipe) and lookahead is not None:
+            raise UnsupportedError(
+                f"lookahead={lookahead} with a Pipe: it recomputes plans when gradients have come. Leave it out; it is "
+                "for schedules that `attach` is called with."
+            )
         for _, module in own:
             check_bare(module)
         self._group: dist.ProcessGroup | None = None
@@ -53,7 +67,7 @@ class StagePlanner:
             sites = sites_of_pipe(pipeline, step)
         else:
             self._group = cast("dist.ProcessGroup | None", group_of(pipeline))
-            sites = [site_of_schedule(pipeline, step)]
+            sites = [site_of_schedule(pipeline, step, lookahead=lookahead is not False)]
         self._planned = self._told(lambda: [_Planned(site, cost) for site in sites], ours_alone=True)
 
     def plan(self, budget: Budgets, *, margin: int | str = 0) -> StagePlans:
@@ -116,7 +130,9 @@ class _Planned:
     def _shares(self) -> dict[int, tuple[Share, ...]]:
         with heap_set_aside():
             return {
-                one.stage: shares(self._planners[one.stage].solver, _weights(one), self._parts.get(one.stage))
+                one.stage: shares(
+                    self._planners[one.stage].solver, _weights(one), self._parts.get(one.stage), ahead=one.ahead
+                )
                 for one in self.site.samples
             }
 
@@ -203,6 +219,8 @@ def _words(chosen: Chosen) -> str:
     match chosen.highest.phase:
         case "forward":
             return f"forward of stage {chosen.highest.running}"
+        case "ahead":
+            return f"look-ahead of stage {chosen.highest.running}"
         case "backward" | "first":
             return f"backward of stage {chosen.highest.running}"
         case "input" | "weight":
@@ -216,6 +234,7 @@ def plan_stages(
     step: Callable[[Any], object],
     *,
     budget: Budgets,
+    lookahead: bool | None = None,
     cost: Cost = "seconds",
     margin: int | str = 0,
 ) -> StagePlans:
@@ -228,8 +247,7 @@ def plan_stages(
         + microbatches held x what each keeps + the peak of the one that runs    is at most the budget.
 
     The step is run once for this, and one microbatch of each stage a few times by itself. An optimizer is not counted:
-    leave room for its state by `margin`. Neither is what `attach` recomputes ahead: say `lookahead=False`, or leave
-    room for about what a microbatch of a stage keeps plainly.
+    leave room for its state by `margin`.
 
     Args:
         pipeline: A `Pipe` made with a mode, not with plans; or a schedule that `attach` knows, and then all processes
@@ -238,6 +256,9 @@ def plan_stages(
             a step: `lambda schedule: schedule.step(x, target=y)`.
         budget: Peak bytes of a device, or of a process, in a step: an int, `"6GiB"`, or `"60%"` of the plain peak that
             is predicted for it; one for all, or one for each.
+        lookahead: Whether schedules run with the look-ahead of `attach`, as they do by default. What it recomputes
+            before a gradient comes is counted then: all of a microbatch, for each that waits for another process.
+            A bound of `attach` makes it less. For schedules alone: a `Pipe` does not recompute plans ahead.
         cost: What to minimise, `"seconds"` or `"flops"`.
         margin: Bytes of each budget to leave free.
 
@@ -246,6 +267,6 @@ def plan_stages(
         PipelineError: There are more or fewer budgets than devices.
         PlanError: A stage has a plan or a wrapped module already.
         StepError: The step does not run the pipeline, or returns no loss.
-        UnsupportedError: A schedule of another class, or a profiler is active.
+        UnsupportedError: A schedule of another class, `lookahead` for a `Pipe`, or a profiler is active.
     """
-    return StagePlanner(pipeline, step, cost=cost).plan(budget, margin=margin)
+    return StagePlanner(pipeline, step, lookahead=lookahead, cost=cost).plan(budget, margin=margin)

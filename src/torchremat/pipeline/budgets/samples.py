@@ -23,12 +23,14 @@ class Sample:
         module: Its layers.
         step: Called with them, runs the microbatch from its input and returns what backward begins from.
         ends: The same for a backward in two parts; None if there is none.
+        ahead: Whether microbatches of the stage may be recomputed before their gradient comes.
     """
 
     stage: int
     module: nn.Module
     step: Callable[[nn.Module], object]
     ends: Callable[[nn.Module], Ends] | None = None
+    ahead: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

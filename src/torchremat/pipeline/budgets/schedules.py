@@ -14,7 +14,7 @@ A step runs once with every stage as a region, in all processes, so that each mi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -46,12 +46,13 @@ from torchremat.regions.wrapping import unwrap, wrap
 from torchremat.schedules.pipelines import Action
 
 
-def site_of_schedule(schedule: object, step: Callable[[object], object]) -> Site:
+def site_of_schedule(schedule: object, step: Callable[[object], object], *, lookahead: bool) -> Site:
     """Return this process's site.
 
     Args:
         schedule: One that `attach` knows, without plans on its stages.
         step: Called with the schedule, runs a step of it.
+        lookahead: Whether what is attached recomputes ahead of gradients.
 
     Raises:
         StepError: The step did not run every stage, or the schedule has no loss.
@@ -67,7 +68,12 @@ def site_of_schedule(schedule: object, step: Callable[[object], object]) -> Site
     left_bytes: dict[int, int] = {}
     output_bytes: dict[int, int] = {}
     boundary_bytes = 0
-    actions = list(_as_run(order_of(schedule)[rank], stages))
+    numbers = {stage.stage_index for stage in stages}
+    # Where there is a wait for a gradient: the next stage is another process's.
+    ahead = (
+        {one for one in numbers if one + 1 < stages[0].num_stages and one + 1 not in numbers} if lookahead else set()
+    )
+    actions = list(_as_run(order_of(schedule)[rank], stages, ahead))
     waits = name_of(schedule) == "Schedule1F1B"
     split = {action.stage for action in actions if action.kind == "input"}
     for stage in stages:
@@ -75,7 +81,15 @@ def site_of_schedule(schedule: object, step: Callable[[object], object]) -> Site
         is_first, is_last = stage.stage_index == 0, stage.stage_index == stage.num_stages - 1
         run = _Run(seen=found, loss=loss if is_last else None)
         ends = run.ends if stage.stage_index in split else None
-        samples.append(Sample(stage=stage.stage_index, module=stage.submod, step=run, ends=ends))
+        samples.append(
+            Sample(
+                stage=stage.stage_index,
+                module=stage.submod,
+                step=run,
+                ends=ends,
+                ahead=stage.stage_index in ahead,
+            )
+        )
         inputs, outputs = bytes_of(found.taken.given.tensors), bytes_of(found.output)
         output_bytes[stage.stage_index] = outputs
         sent = (0 if is_first else inputs) + (0 if is_last or name_of(schedule) == "ScheduleGPipe" else outputs)
@@ -97,10 +111,18 @@ def site_of_schedule(schedule: object, step: Callable[[object], object]) -> Site
     )
 
 
-def _as_run(actions: Sequence[Action], stages: Sequence[Stage]) -> Iterator[Action]:
-    """Yield the actions as torch runs them: not all that are in two parts in the order are in the stage."""
+def _as_run(actions: Sequence[Action], stages: Sequence[Stage], ahead: Container[int]) -> Iterator[Action]:
+    """Yield the actions as torch runs them: not all that are in two parts in the order are in the stage.
+
+    Args:
+        actions: In the order of the schedule.
+        stages: Of this process.
+        ahead: Those of them that recompute before they wait for a gradient, which their backward follows.
+    """
     whole = {stage.stage_index: whole_part_of(stage) for stage in stages}
     for action in actions:
+        if action.kind in ("backward", "input") and action.stage in ahead:
+            yield replace(action, kind="recompute")
         part = whole[action.stage]
         if part is None or action.kind not in ("input", "weight"):
             yield action

@@ -192,6 +192,7 @@ class _Maker:
             forward_peak_bytes=replay.forward_peak(),
             early_peak_bytes=backward.early_bytes,
             recompute_peak_bytes=backward.recompute_bytes,
+            ahead_peak_bytes=replay.recompute_peak(),
             late_peak_bytes=backward.late_bytes,
             recomputes=selection.ends > 0,
             seconds=overhead_s + sum(seconds[index] for index in again),

@@ -143,7 +143,7 @@ class Search:
 
     @property
     def _all_solvers(self) -> tuple[Solver, ...]:
-        """Those for whole units as well: parts of units lead a search away from low peaks, which whole ones may have."""
+        """Those for whole units as well: parts of units lead a search away from low peaks that whole ones have."""
         return tuple(dict.fromkeys((*self.solvers, self.whole)))
 
     @property

@@ -40,6 +40,7 @@ _OPTION_SIZES = (
     "forward_peak_bytes",
     "early_peak_bytes",
     "recompute_peak_bytes",
+    "ahead_peak_bytes",
     "late_peak_bytes",
     "flops",
 )

@@ -3,8 +3,10 @@
 moments.py       the moments of a step, and what is known of units at them
 cargo.py         what of a unit can go into a store, and what that takes
 away.py          what is in stores meanwhile
+links.py         what a recompute passes on from unit to unit
 memory.py        what is live at every moment
 prediction.py    what a tree costs and needs
+ahead.py         a backward for which all was recomputed before
 parts.py         a backward in two parts, for inputs and for weights
 microbatches.py  what a part of a model needs that holds several microbatches
 """

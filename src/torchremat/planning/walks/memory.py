@@ -15,13 +15,14 @@ when a recompute stops, when a link is dropped.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from itertools import accumulate
 from typing import TypeAlias
 
-from torchremat.planning.profiles.units import Unit, Units
+from torchremat.planning.profiles.units import Units
 from torchremat.planning.walks.away import Away
 from torchremat.planning.walks.cargo import NO_LOADS, Loads
+from torchremat.planning.walks.links import Links
 from torchremat.planning.walks.moments import Lifetimes, Live, Moment, OptionBytes, Ran, UnitBytes
 from torchremat.schedules.chain import Keep, Region, Tree
 
@@ -56,6 +57,7 @@ class Walk:
         # The regions around each unit, outermost first, and how many there are around and with a region, by its id.
         self.around: list[tuple[Region, ...]] = [()] * len(sizes)
         self.depth: dict[int, int] = {}
+        self.regions: list[Region] = []  # in the order in which the forward enters them
         self._look_around(tree, ())
         # How many units before each have something that backward needs.
         self.needed = [0, *accumulate(size.has_backward for size in sizes)]
@@ -67,6 +69,14 @@ class Walk:
         self.states: dict[int, int] = {}  # by id of the region, the state that it keeps
         self.slots: dict[int, list[int]] = {}  # by id of the region, what it holds
         self.known: dict[int, list[list[int]]] = {}  # by id of the region, what it begins to hold at each of its units
+        # The units of which all that was saved is there, and the ids of the regions that have been recomputed.
+        self.available = {unit for unit, around in enumerate(self.around) if not around}
+        self.done: set[int] = set()
+        # While regions are recomputed before any gradient is there, the forward's outputs are still held, as inputs of
+        # other regions. So those of a recompute are storages of their own, by unit and, until it ends, by region.
+        self.is_ahead = False
+        self.anew: dict[int, dict[int, int]] = {}
+        self.anew_in: dict[int, dict[int, int]] = {}
 
     def _look_around(self, nodes: Iterable[Keep | Region], around: tuple[Region, ...]) -> None:
         for node in nodes:
@@ -75,6 +85,7 @@ class Walk:
             else:
                 inside = (*around, node)
                 self.depth[id(node)] = len(inside)
+                self.regions.append(node)
                 self._look_around(node.children, inside)
 
     def __iter__(self) -> Iterator[Live | Ran]:
@@ -184,7 +195,7 @@ class Walk:
     def keep(self, unit: int, *, again: bool) -> None:
         """Hold what a unit saves; `again` in a recompute."""
         size = self.sizes[unit]
-        self.hold(size.saved)
+        self.hold(self.named(unit, size.saved))
         if not again:
             self.hold(size.left)
         self.inside += size.inside_bytes + (self.left_bytes(unit) if again else 0)
@@ -192,10 +203,24 @@ class Walk:
     def drop(self, unit: int, *, again: bool) -> None:
         """Release what `keep` holds."""
         size = self.sizes[unit]
-        self.release(size.saved)
+        self.release(self.named(unit, size.saved))
         if not again:
             self.release(size.left)
         self.inside -= size.inside_bytes + (self.left_bytes(unit) if again else 0)
+
+    def remake(self, unit: int, anew: dict[int, int], kept: Container[int] = ()) -> None:
+        """Let the outputs of a unit's recompute be storages of their own, but those that were kept; noted in `anew`."""
+        own = self.units.units[unit]
+        for storage in own.outputs:
+            if storage not in own.inputs and storage not in kept:
+                anew[storage] = len(self.bytes)
+                self.bytes[anew[storage]] = self.bytes[storage]
+        self.anew[unit] = anew
+
+    def named(self, unit: int, storages: Iterable[int]) -> Iterable[int]:
+        """Return what stands for storages of the forward in what a unit has saved."""
+        anew = self.anew.get(unit)
+        return [anew.get(storage, storage) for storage in storages] if anew else storages
 
     def left_bytes(self, unit: int) -> int:
         """Bytes of what a unit leaves with somebody else."""
@@ -213,19 +238,17 @@ class Walk:
         waiting = set(self.order)
         # Released when the backward has come to a unit before the glue.
         glue = sorted(self.lifetimes.glue, key=lambda one: -one[1])
-        done: set[int] = set()
-        available = {unit for unit, around in enumerate(self.around) if not around}
         for unit in self.order:
             while glue and glue[0][1] > unit:
                 self.leave_glue(glue.pop(0)[0])
             chain = self.around[unit]
             yield from self.away.came(unit)
-            for depth, region in enumerate(chain):
-                if unit not in available and id(region) not in done:
-                    done.add(id(region))
-                    yield from self.recompute(region, unit, available, nested=depth > 0)
             option = self.chosen.get(unit)
-            over = None if option is None else option.late_peak_bytes
+            # Ahead of it or in its midst, see `OptionBytes`.
+            over = None if option is None or unit in self.available else option.late_peak_bytes
+            for region in chain:
+                if unit not in self.available and id(region) not in self.done:
+                    yield from self.recompute(region, unit)
             yield Live((Moment.BACKWARD, unit), self.total(), over, f"backward of {self.units.units[unit].name}")
             self.drop(unit, again=bool(chain))
             self.away.dropped(unit)
@@ -244,23 +267,28 @@ class Walk:
         self.release(self.slots.pop(id(region), ()))
         self.inside -= self.states.pop(id(region), 0)
 
-    def recompute(self, region: Region, until: int, available: set[int], *, nested: bool) -> Iterator[Live | Ran]:
+    def recompute(self, region: Region, until: int) -> Iterator[Live | Ran]:
         """The recompute of `region` that the backward of unit `until` asks for."""
-        key = (Moment.RECOMPUTE, until)
+        self.done.add(id(region))
+        key, nested = (Moment.RECOMPUTE, until), self.depth[id(region)] > 1
         option = self.chosen.get(region.first)
         if option is not None:
             yield from self.recompute_option(region, option)
-            available.add(region.first)
+            self.available.add(region.first)
             return
         children = {unit: node for node in region.children for unit in range(node.first, node.last + 1)}
+        around = self.around[region.first][: self.depth[id(region)] - 1]
+        anew = self.anew_in[id(region)] = dict(self.anew_in[id(around[-1])]) if around and self.is_ahead else {}
         last, runs_last = self.last_needed(region, children, until)
         has_states = any(size.state_bytes for size in self.sizes[region.first : last + 1])
-        links = _Links(self.units, region, traced=nested or has_states)
+        links = Links(self.units, region, traced=nested or has_states)
+        lets_go = nested and not self.is_ahead  # a session has all until the backward comes
         states: dict[int, int] = {}  # of the nested regions that the recompute makes, by id
         for unit in range(region.first, last + 1):
             node, size, own = children[unit], self.sizes[unit], self.units.units[unit]
             if isinstance(node, Region):
                 held = self.external(node, unit) if self.has_backward(node) else []
+                held = [anew.get(storage, storage) for storage in held]
                 self.slots.setdefault(id(node), []).extend(held)
                 self.hold(held)
             if unit == last and not runs_last:
@@ -272,11 +300,14 @@ class Walk:
                 peak = size.truncated_peak_bytes if unit == last else size.full_peak_bytes
             # The states of now are set aside meanwhile, and put back.
             peak += size.state_bytes + size.recast_bytes
-            yield Live(key, self.total(links.storages), peak, f"recompute of {own.name}", unit)
+            alive = [anew.get(storage, storage) for storage in links.storages] if anew else links.storages
+            yield Live(key, self.total(alive), peak, f"recompute of {own.name}", unit)
             yield Ran(unit, truncated=unit == last and isinstance(node, Keep))
+            if self.is_ahead:
+                self.remake(unit, anew)
             if isinstance(node, Keep):
                 self.keep(unit, again=True)
-                available.add(unit)
+                self.available.add(unit)
             links.pass_on(unit, own, inner)
             for one in inner if size.state_bytes else ():
                 states[id(one)] = states.get(id(one), 0) + size.state_bytes
@@ -284,12 +315,12 @@ class Walk:
             for one in links.ended & states.keys() if states else ():
                 if one not in links.regions:
                     self.inside -= states.pop(one)
-            if nested:
+            if lets_go:
                 # A nested region's inputs are values of its parent's recompute, and go with their last use in its own.
                 slots, leaves = self.slots.get(id(region), ()), links.leaves
                 self.let_go(region, {s for s in slots if self.last_use(region, s) <= unit and s not in leaves})
         self.inside -= sum(states.values())
-        if nested:
+        if lets_go:
             # The call at which it stops has taken its inputs too, and then all that was taken goes.
             self.let_go(region, {s for unit in range(region.first, last + 1) for s in self.external(region, unit)})
 
@@ -299,10 +330,14 @@ class Walk:
         (node,) = region.children
         if option.recomputes:
             size, name, key = self.sizes[unit], self.units.units[unit].name, (Moment.RECOMPUTE, unit)
-            yield Live(key, self.total(), option.early_peak_bytes, f"backward of {name}")
-            peak = option.recompute_peak_bytes + size.state_bytes + size.recast_bytes
+            if not self.is_ahead:
+                yield Live(key, self.total(), option.early_peak_bytes, f"backward of {name}")
+            peak = option.ahead_peak_bytes if self.is_ahead else option.recompute_peak_bytes
+            peak += size.state_bytes + size.recast_bytes
             yield Live(key, self.total(), peak, f"recompute of {name}", unit)
             yield Ran(unit, truncated=True, option=node.option if isinstance(node, Keep) else 0)
+        if self.is_ahead:
+            self.remake(unit, {}, kept=option.kept)
         # All that it saves is there now, and what was held for the recompute alone is gone.
         self.keep(unit, again=True)
         self.release(option.kept)
@@ -329,64 +364,3 @@ class Walk:
             elif self.has_backward(node) and self.external(node, unit):
                 return unit, False
         return until, True
-
-
-_NONE: set[int] = set()
-
-
-class _Links:
-    """The outputs that a recompute passes on to its later units, and what they keep alive by way of their graphs.
-
-    Args:
-        units: The units.
-        region: What is recomputed.
-        traced: Whether anybody asks what the outputs keep.
-
-    Attributes:
-        ended: Ids of the nested regions of the recompute whose last unit has run.
-    """
-
-    def __init__(self, units: Units, region: Region, *, traced: bool) -> None:
-        self._traced = traced
-        self._last_use: dict[int, int] = {}
-        for unit in range(region.first, region.last + 1):
-            for storage, producer in units.units[unit].links:
-                if producer >= region.first:
-                    self._last_use[storage] = unit
-        # By output: inputs that the recompute has unpacked, which are leaves of its graph, and ids of nested regions.
-        self._leaves: dict[int, set[int]] = {}
-        self._regions: dict[int, set[int]] = {}
-        self.ended: set[int] = set()
-
-    @property
-    def storages(self) -> Iterable[int]:
-        """The outputs that are still needed."""
-        return self._leaves
-
-    @property
-    def leaves(self) -> set[int]:
-        """Storages that they keep."""
-        return set[int]().union(*self._leaves.values())
-
-    @property
-    def regions(self) -> set[int]:
-        """Ids of the nested regions that they keep."""
-        return set[int]().union(*self._regions.values())
-
-    def pass_on(self, unit: int, own: Unit, inner: Iterable[Region]) -> None:
-        """Note the outputs of a unit that has run in the regions `inner`, and forget what is needed no longer."""
-        if self._traced:
-            self._trace(unit, own, inner)
-        else:
-            self._leaves.update(dict.fromkeys(own.outputs, _NONE))
-        for storage in [one for one in self._leaves if self._last_use.get(one, -1) <= unit]:
-            del self._leaves[storage]
-            self._regions.pop(storage, None)
-
-    def _trace(self, unit: int, own: Unit, inner: Iterable[Region]) -> None:
-        """Note the outputs of a unit with what they keep."""
-        leaves = set[int]().union(*(self._leaves.get(storage, (storage,)) for storage in own.inputs))
-        regions = {id(one) for one in inner}.union(*(self._regions.get(storage, ()) for storage in own.inputs))
-        self.ended.update(id(one) for one in inner if one.last <= unit)
-        for storage in own.outputs:
-            self._leaves[storage], self._regions[storage] = leaves, regions

@@ -12,12 +12,14 @@ what is kept, so chains with tails of several heights have the trees for few mic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 
 from torchremat.planning.searches.solving import Candidate, Search, Solver
+from torchremat.planning.walks.ahead import after_lookahead
 from torchremat.planning.walks.memory import Walk
 from torchremat.planning.walks.moments import Live, Moment
 from torchremat.planning.walks.parts import PartsPrediction
@@ -38,6 +40,8 @@ class Share:
         kept_bytes: From the end of its forward to the beginning of its backward.
         forward_bytes: Highest during its forward.
         backward_bytes: Highest during its backward.
+        ahead_bytes: If it may be recomputed before its gradient comes: highest meanwhile. The peaks of its backward
+            count then that all of it is there.
         first_bytes: The same in a backward of several microbatches, for the one that comes first: autograd holds the
             gradients of weights, which those of the others are added to.
         input_bytes: If its backward has two parts: highest during the first, for inputs.
@@ -52,15 +56,23 @@ class Share:
     backward_bytes: int
     first_bytes: int
     cost: float
+    ahead_bytes: int = 0
     input_bytes: int = 0
     between_bytes: int = 0
     weight_bytes: int = 0
 
 
-Parts = Callable[[Candidate], PartsPrediction]
+class Parts(Protocol):
+    """Predicts a backward in two parts under a tree, `ahead` of which all may have been recomputed."""
+
+    def __call__(self, candidate: Candidate, /, *, ahead: bool) -> PartsPrediction:
+        """Return what both parts need."""
+        ...
 
 
-def shares(search: Search, weights: Mapping[str, int], parts: Parts | None = None) -> tuple[Share, ...]:
+def shares(
+    search: Search, weights: Mapping[str, int], parts: Parts | None = None, *, ahead: bool = False
+) -> tuple[Share, ...]:
     """Return what is worth choosing for a part of a model, whatever its budget is and however many microbatches it has.
 
     Of two trees of which one is no better in anything, the other is left out. The first one keeps everything.
@@ -69,34 +81,43 @@ def shares(search: Search, weights: Mapping[str, int], parts: Parts | None = Non
         search: For one microbatch.
         weights: The bytes of the gradients of each module's weights, by its name.
         parts: Predicts what a backward in two parts needs, if there are such.
+        ahead: Whether microbatches may be recomputed before their gradient comes.
     """
     found = {id(candidate): candidate for solver in search.solvers for candidate in _candidates(solver)}
     found.pop(id(search.plain), None)
-    others = _undominated(_share(candidate, weights, parts) for candidate in found.values())
-    return (_share(search.plain, weights, parts), *others)
+    others = _undominated(_share(candidate, weights, parts, ahead) for candidate in found.values())
+    return (_share(search.plain, weights, parts, ahead), *others)
 
 
-def _share(candidate: Candidate, weights: Mapping[str, int], parts: Parts | None) -> Share:
-    prediction, split = candidate.prediction, None if parts is None else parts(candidate)
+def _share(candidate: Candidate, weights: Mapping[str, int], parts: Parts | None, ahead: bool) -> Share:
+    prediction, split = candidate.prediction, None if parts is None else parts(candidate, ahead=ahead)
+    recomputing, backward = 0, 0
+    if ahead:
+        recomputing, backward = after_lookahead(candidate.profile, _walk(candidate), kept_bytes=prediction.kept_bytes)
     return Share(
         candidate=candidate,
         kept_bytes=max(0, prediction.kept_bytes),
         forward_bytes=max(0, prediction.forward_bytes),
-        backward_bytes=max(0, prediction.backward_bytes),
+        backward_bytes=max(0, prediction.backward_bytes, backward),
         first_bytes=max(0, prediction.backward_bytes, _first_bytes(candidate, weights)),
         cost=candidate.cost,
+        ahead_bytes=recomputing,
         input_bytes=0 if split is None else max(0, split.input_bytes),
         between_bytes=0 if split is None else max(0, split.between_bytes),
         weight_bytes=0 if split is None else max(0, split.weight_bytes),
     )
 
 
+def _walk(candidate: Candidate) -> Walk:
+    profile = candidate.profile
+    return Walk(profile.units, profile.sizes, profile.order, profile.lifetimes, candidate.tree, profile.options)
+
+
 def _first_bytes(candidate: Candidate, weights: Mapping[str, int]) -> int:
     """Return the peak of a backward in which what each unit adds to gradients stays."""
     profile, highest, added = candidate.profile, 0, 0
     parted, begun = {unit for unit, _ in chosen_options(candidate.tree)}, set[int]()
-    walk = Walk(profile.units, profile.sizes, profile.order, profile.lifetimes, candidate.tree, profile.options)
-    for state in walk:
+    for state in _walk(candidate):
         if not isinstance(state, Live) or state.key[0] in (Moment.FORWARD, Moment.LEFT, Moment.END):
             continue
         moment, unit = state.key
@@ -130,7 +151,7 @@ def _of_table(solver: Solver, table: Persistent) -> Iterator[Candidate]:
 
 def _undominated(found: Iterable[Share]) -> list[Share]:
     kept: list[Share] = []
-    sizes = np.zeros((0, 8))
+    sizes = np.zeros((0, 9))
     for share in sorted(found, key=_sizes):
         row = np.array(_sizes(share))
         if not (sizes <= row).all(axis=1).any():
@@ -143,6 +164,7 @@ def _sizes(share: Share) -> tuple[float, ...]:
     return (
         share.cost,
         share.kept_bytes,
+        share.ahead_bytes,
         share.backward_bytes,
         share.first_bytes,
         share.forward_bytes,

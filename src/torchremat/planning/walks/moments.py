@@ -86,6 +86,7 @@ class OptionBytes:
         forward_peak_bytes: Of its forward, over what is live when it begins.
         early_peak_bytes: Of its backward until the recompute, likewise, with what it holds live.
         recompute_peak_bytes: Of its recompute, over what is live when its backward begins.
+        ahead_peak_bytes: Of its recompute if that comes before its backward, over what is live then.
         late_peak_bytes: Of its backward from then on, over what were live at its beginning with all that it saves.
         recomputes: Whether it has one.
         seconds: That it adds to a step.
@@ -101,6 +102,7 @@ class OptionBytes:
     forward_peak_bytes: int
     early_peak_bytes: int
     recompute_peak_bytes: int
+    ahead_peak_bytes: int
     late_peak_bytes: int
     recomputes: bool
     seconds: float

@@ -13,13 +13,13 @@ in a profile of such a backward.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import cast
 
 from torchremat.planning.profiles.reading import Profile
+from torchremat.planning.walks.ahead import recomputed_ahead
 from torchremat.planning.walks.memory import Walk
-from torchremat.planning.walks.moments import Live, Moment, Ran, UnitBytes
+from torchremat.planning.walks.moments import Live, Moment, UnitBytes
 from torchremat.planning.walks.prediction import over_bytes
 from torchremat.schedules.chain import Region
 
@@ -49,7 +49,7 @@ class PartsWalk(Walk):
         size = self._of(unit)
         if again:
             super().drop(unit, again=True)
-            self.hold(size.needed)
+            self.hold(self.named(unit, size.needed))
             self.inside += size.needed_bytes
         if unit == self.order[-1]:
             self._end()
@@ -75,12 +75,6 @@ class PartsWalk(Walk):
     def let_go(self, region: Region, gone: set[int]) -> None:
         """Release nothing: a session keeps the inputs of nested regions, which each pass may ask for."""
 
-    def input_part(self) -> Iterator[Live | Ran]:
-        """Walk through the forward in silence, and then through the input part."""
-        for _ in self.forward():
-            pass
-        yield from self.backward()
-
 
 @dataclass(frozen=True, kw_only=True)
 class PartsPrediction:
@@ -97,16 +91,23 @@ class PartsPrediction:
     weight_bytes: int
 
 
-def input_part(profile: Profile, walk: PartsWalk, *, kept_bytes: int) -> tuple[int, int]:
+def input_part(profile: Profile, walk: PartsWalk, *, kept_bytes: int, ahead: bool = False) -> tuple[int, int]:
     """Return the highest live bytes in an input part, and those after it.
 
     Args:
         profile: Of a backward in two parts.
         walk: Under a tree.
-        kept_bytes: Live bytes before it.
+        kept_bytes: Live bytes at the end of the forward.
+        ahead: Whether all is recomputed before it.
     """
-    live, highest = kept_bytes, kept_bytes + profile.after_bytes[Moment.END, 0]
-    for state in walk.input_part():
+    for _ in walk.forward():
+        pass
+    beside = kept_bytes - walk.total()
+    for _ in recomputed_ahead(walk) if ahead else ():
+        pass
+    live = walk.total() + beside
+    highest = live + profile.after_bytes[Moment.END, 0]
+    for state in walk.backward():
         if isinstance(state, Live):
             moment, unit = state.key
             live = profile.extra_bytes[state.key] + state.held_bytes

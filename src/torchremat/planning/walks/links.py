@@ -1,0 +1,68 @@
+"""What a recompute passes on from unit to unit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torchremat.planning.profiles.units import Unit, Units
+from torchremat.schedules.chain import Region
+
+_NONE: set[int] = set()
+
+
+class Links:
+    """The outputs that a recompute passes on to its later units, and what they keep alive by way of their graphs.
+
+    Args:
+        units: The units.
+        region: What is recomputed.
+        traced: Whether anybody asks what the outputs keep.
+
+    Attributes:
+        ended: Ids of the nested regions of the recompute whose last unit has run.
+    """
+
+    def __init__(self, units: Units, region: Region, *, traced: bool) -> None:
+        self._traced = traced
+        self._last_use: dict[int, int] = {}
+        for unit in range(region.first, region.last + 1):
+            for storage, producer in units.units[unit].links:
+                if producer >= region.first:
+                    self._last_use[storage] = unit
+        # By output: inputs that the recompute has unpacked, which are leaves of its graph, and ids of nested regions.
+        self._leaves: dict[int, set[int]] = {}
+        self._regions: dict[int, set[int]] = {}
+        self.ended: set[int] = set()
+
+    @property
+    def storages(self) -> Iterable[int]:
+        """The outputs that are still needed."""
+        return self._leaves
+
+    @property
+    def leaves(self) -> set[int]:
+        """Storages that they keep."""
+        return set[int]().union(*self._leaves.values())
+
+    @property
+    def regions(self) -> set[int]:
+        """Ids of the nested regions that they keep."""
+        return set[int]().union(*self._regions.values())
+
+    def pass_on(self, unit: int, own: Unit, inner: Iterable[Region]) -> None:
+        """Note the outputs of a unit that has run in the regions `inner`, and forget what is needed no longer."""
+        if self._traced:
+            self._trace(unit, own, inner)
+        else:
+            self._leaves.update(dict.fromkeys(own.outputs, _NONE))
+        for storage in [one for one in self._leaves if self._last_use.get(one, -1) <= unit]:
+            del self._leaves[storage]
+            self._regions.pop(storage, None)
+
+    def _trace(self, unit: int, own: Unit, inner: Iterable[Region]) -> None:
+        """Note the outputs of a unit with what they keep."""
+        leaves = set[int]().union(*(self._leaves.get(storage, (storage,)) for storage in own.inputs))
+        regions = {id(one) for one in inner}.union(*(self._regions.get(storage, ()) for storage in own.inputs))
+        self.ended.update(id(one) for one in inner if one.last <= unit)
+        for storage in own.outputs:
+            self._leaves[storage], self._regions[storage] = leaves, regions
