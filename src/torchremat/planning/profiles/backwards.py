@@ -11,7 +11,7 @@ for: see `searches.parting`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,12 +30,15 @@ class Backward:
         freed_at: For the number of a saved tensor the event that frees what the recompute has made for it; absent if
             it has made nothing, and if that goes later.
         remade: All events that free something which the recompute has made.
+        storages: For the number of a saved tensor its storage in the trace.
     """
 
     delta_bytes: NDArray[np.int64]
     asked_at: Mapping[int, int]
     freed_at: Mapping[int, int]
     remade: frozenset[int]
+    storages: tuple[int, ...]
+    _highest: dict[frozenset[int], int] = field(default_factory=dict[frozenset[int], int])
 
     def live_bytes(self, without: Iterable[int] = ()) -> NDArray[np.int64]:
         """Return the bytes that are live before each event and after the last, over those at the beginning.
@@ -46,6 +49,13 @@ class Backward:
         delta = self.delta_bytes.copy()
         delta[list(without)] = 0
         return np.concatenate([np.zeros(1, np.int64), np.cumsum(delta, dtype=np.int64)])
+
+    def highest_bytes(self, stays: frozenset[int]) -> int:
+        """Return the most that is live, over the beginning, if some storages stay that were made and freed here."""
+        if stays not in self._highest:
+            without = [event for save, event in self.freed_at.items() if self.storages[save] in stays]
+            self._highest[stays] = int(self.live_bytes(without).max())
+        return self._highest[stays]
 
 
 class Backwards:
@@ -75,11 +85,12 @@ class Backwards:
             index: freed - begin
             for index, (_, pointer) in own.asked.items()
             for allocated, freed in self._intervals.get(pointer, ())
-            if recompute <= allocated < begin <= freed < end
+            if recompute <= allocated < begin <= freed < end and index < len(own.saved)
         }
         return Backward(
             delta_bytes=self._delta_bytes[begin:end],
             asked_at={index: max(0, self._position[mark] - begin) for index, (mark, _) in own.asked.items()},
             freed_at=freed_at,
             remade=frozenset(remade.tolist()),
+            storages=tuple(own.saved),
         )

@@ -142,6 +142,7 @@ def with_figures(profile: Profile, figures: Figures) -> Profile:
     return replace(
         profile,
         options=options,
+        backwards={},
         units=Units(trace=trace, roots=units.roots, units=units.units, others=units.others, opened=units.opened),
         sizes=sizes,
         costs=costs,

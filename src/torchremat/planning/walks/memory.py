@@ -249,7 +249,10 @@ class Walk:
             for region in chain:
                 if unit not in self.available and id(region) not in self.done:
                     yield from self.recompute(region, unit)
-            yield Live((Moment.BACKWARD, unit), self.total(), over, f"backward of {self.units.units[unit].name}")
+            what, stays = f"backward of {self.units.units[unit].name}", frozenset[int]()
+            if not chain:
+                stays = frozenset(storage for storage in self.lifetimes.made[unit] if self.held[storage] > 1)
+            yield Live((Moment.BACKWARD, unit), self.total(), over, what, stays=stays)
             self.drop(unit, again=bool(chain))
             self.away.dropped(unit)
             waiting.discard(unit)

@@ -122,6 +122,7 @@ class Live:
     """The walk at one moment: bytes held, the peak of what runs then over them, and whose forward it is, if one's.
 
     No peak is that of what runs from this moment until the next one under every tree, which is the profile's to say.
+    There what a unit saves goes with it, but for what others hold as well: it `stays`.
     """
 
     key: Key
@@ -130,6 +131,7 @@ class Live:
     what: str
     unit: int = -1
     moves: bool = False  # nothing runs but copies into a store or back, with `over_bytes` as their peak
+    stays: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +151,7 @@ class Lifetimes:
         entered: For each unit those that are alive when it is entered, in variables around the units.
         left: The same when it has returned.
         end: Those alive when the forward has.
+        made: For each unit those that it saves and has made.
         glue: Storages that code between the units saves, with the number of units that ran before.
     """
 
@@ -163,6 +166,8 @@ class Lifetimes:
         self.entered = [self._alive(units.entered(unit)) for unit in range(count)]
         self.left = [self._alive(units.left(unit)) for unit in range(count)]
         self.end = self._alive(units.trace.end)
+        pairs = zip(units.units, sizes, strict=True)
+        self.made = [(size.saved - set(unit.inputs)) | size.left for unit, size in pairs]
         self.glue = self._glue(units)
 
     @cached_property

@@ -88,7 +88,15 @@ def chosen_options(tree: Tree) -> list[tuple[int, int]]:
 
 def over_bytes(profile: Profile, state: Live) -> int:
     """Return the peak over what is live at a moment, of whatever runs from it until the next one."""
-    return profile.after_bytes[state.key] if state.over_bytes is None else state.over_bytes
+    if state.over_bytes is not None:
+        return state.over_bytes
+    after_bytes = profile.after_bytes[state.key]
+    if not state.stays:
+        return after_bytes
+    backward = profile.backwards.get(state.key[1])
+    if backward is None:
+        return after_bytes + sum(profile.units.trace.storage_bytes[storage] for storage in state.stays)
+    return max(after_bytes, backward.highest_bytes(state.stays))
 
 
 def extra_at(profile: Profile, key: Key) -> int:
