@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from pipeline.budgets.blocks import Block
-from torchremat import BudgetError, PipelineError, PlanError, UnsupportedError, unwrap, wrap
+from torchremat import BudgetError, PipelineError, PlanError, StepError, UnsupportedError, unwrap, wrap
 from torchremat.measuring.allocator import record_allocations
 from torchremat.pipeline import StagePlanner, attach, plan_stages
 
@@ -152,6 +152,33 @@ def two_directions():
     planned("ScheduleDualPipeV", "80%")
 
 
+def optimizers():
+    """The peak of a whole training step, that of the optimizer included, which is each process's own."""
+    program, rank = Program("ScheduleInterleaved1F1B"), dist.get_rank()
+    parameters = [parameter for module in program.modules for parameter in module.parameters()]
+    optimizer = torch.optim.Adam(parameters) if rank == 0 else torch.optim.SGD(parameters, momentum=0.9)
+    planner = StagePlanner(program.schedule, program.step, optimizer=optimizer, cost="flops")
+    without = StagePlanner(program.schedule, program.step, cost="flops").plan("100%").devices[rank]
+    plans = planner.plan("90%")
+    mine = plans.devices[rank]
+    assert not optimizer.state
+
+    plans.apply(program.schedule)
+    with attach(program.schedule):
+        program.gradients()
+        optimizer.step()
+        state = {one.untyped_storage() for own in optimizer.state.values() for one in own.values() if one is not None}
+        state_bytes = sum(one.nbytes() for one in state)
+        peak_bytes = program.peak_bytes() + state_bytes
+    plans.remove(program.schedule)
+
+    assert state_bytes >= (2 if rank == 0 else 1) * sum(one.nbytes for one in parameters)
+    assert mine.before_bytes == without.before_bytes + state_bytes
+    assert 0.999 * mine.peak_bytes <= peak_bytes <= mine.peak_bytes <= mine.budget_bytes
+    with pytest.raises(StepError, match=r"optimizer: none of its 1 parameters is one of the model's"):
+        StagePlanner(program.schedule, program.step, optimizer=torch.optim.SGD([torch.zeros(1)]))
+
+
 def errors():
     program = Program("Schedule1F1B")
     rank = dist.get_rank()
@@ -189,6 +216,7 @@ CASES = {
         zero_bubble,
         zero_bubble_in_a_v,
         two_directions,
+        optimizers,
         errors,
         plans_need_all_their_regions,
     )

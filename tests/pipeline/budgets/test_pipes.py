@@ -143,6 +143,69 @@ def test_plans_for_another_module_are_refused(planner):
         Pipe(other, [4, 4], devices=["cpu"] * 2, checkpoint=plans)
 
 
+OPTIMIZERS = {
+    "without state": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    "with state": lambda parameters: torch.optim.Adam(parameters, lr=0.1),
+    "with temporaries": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, foreach=True),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("has_stepped", [False, True])
+def test_the_optimizer_counts(name, has_stepped):
+    pipe = made(stages=1)
+    optimizer = OPTIMIZERS[name](pipe.parameters())
+    if has_stepped:
+        step(pipe).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    values = [one.detach().clone() for one in pipe.parameters()]
+    plans = plan_stages(pipe, step, budget="70%", optimizer=optimizer, cost="flops")
+    (device,) = plans.devices
+    assert all(map(torch.equal, pipe.parameters(), values))
+    assert bool(optimizer.state) == (has_stepped and name != "without state")
+
+    plans.apply(pipe)
+    trained(pipe)
+    optimizer.step()  # makes the state, if it is not there
+    for parameter in pipe.parameters():
+        parameter.grad.zero_()
+    state = {one.untyped_storage() for own in optimizer.state.values() for one in own.values()}
+    there = 2 * sum(one.nbytes for one in pipe.parameters()) + sum(one.nbytes() for one in state) + X.nbytes
+    with cells_inline(), record_allocations(torch.device("cpu")) as recorder:
+        step(pipe).backward()
+    peak_bytes = recorder.trace.peak_bytes + there
+    with record_allocations(torch.device("cpu")) as recorder:
+        optimizer.step()
+    stepping_bytes = recorder.trace.peak_bytes + there
+
+    assert device.peak_bytes - 8512 <= max(peak_bytes, stepping_bytes) <= device.peak_bytes <= device.budget_bytes
+    # The output of the pipe may still be there.
+    assert device.optimizer_peak_bytes == stepping_bytes + X.nbytes
+
+
+def test_an_optimizer_whose_step_alone_is_too_much():
+    pipe = Pipe(nn.Sequential(Block(64), Block(64)), [2], devices=["cpu"], checkpoint="never")
+    optimizer = torch.optim.AdamW(pipe.parameters(), foreach=True)
+
+    def step(pipe):
+        return pipe(X.view(-1, 64)[:2]).square().mean()
+
+    with pytest.raises(
+        BudgetError, match=r"the step of AdamW alone peaks at .*, which no recomputation lowers"
+    ) as raised:
+        plan_stages(pipe, step, budget="1KiB", optimizer=optimizer)
+    floor = int(re.search(r"that works: (\d+) bytes", str(raised.value))[1])
+
+    plans = plan_stages(pipe, step, budget=floor, optimizer=optimizer)
+    assert plans.devices[0].where == "optimizer.step()"
+
+
+def test_an_optimizer_of_other_parameters():
+    with pytest.raises(StepError, match="none of its 2 parameters is one of the model's"):
+        plan_stages(made(), step, budget="60%", optimizer=torch.optim.SGD(nn.Linear(2, 2).parameters()))
+
+
 def test_a_pipe_has_no_lookahead_to_count():
     with pytest.raises(UnsupportedError, match="lookahead=True with a Pipe"):
         plan_stages(made(), step, budget="60%", lookahead=True)

@@ -6,12 +6,15 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, TypeVar, cast
 
+import torch
 import torch.distributed as dist
+from torch import nn
 
 from torchremat._compat.pipelining import group_of
 from torchremat.errors import BudgetError, PipelineError, StepError, UnsupportedError
 from torchremat.measuring.heap import heap_set_aside
 from torchremat.pipeline.budgets.choosing import Choices, Chosen
+from torchremat.pipeline.budgets.optimizers import optimizer_bytes
 from torchremat.pipeline.budgets.parts import Parts
 from torchremat.pipeline.budgets.pipes import sites_of_pipe
 from torchremat.pipeline.budgets.plans import DevicePlan, StagePlan, StagePlans, stages_in
@@ -36,6 +39,7 @@ class StagePlanner:
     Args:
         pipeline: As for `plan_stages`.
         step: As for `plan_stages`.
+        optimizer: As for `plan_stages`.
         lookahead: As for `plan_stages`.
         cost: As for `plan_stages`.
 
@@ -50,6 +54,7 @@ class StagePlanner:
         pipeline: object,
         step: Callable[[Any], object],
         *,
+        optimizer: torch.optim.Optimizer | None = None,
         lookahead: bool | None = None,
         cost: Cost = "seconds",
     ) -> None:
@@ -68,7 +73,10 @@ class StagePlanner:
         else:
             self._group = cast("dist.ProcessGroup | None", group_of(pipeline))
             sites = [site_of_schedule(pipeline, step, lookahead=lookahead is not False)]
-        self._planned = self._told(lambda: [_Planned(site, cost) for site in sites], ours_alone=True)
+        modules = [module for _, module in own]
+        self._planned = self._told(
+            lambda: [_Planned(site, cost, modules, optimizer) for site in sites], ours_alone=True
+        )
 
     def plan(self, budget: Budgets, *, margin: int | str = 0) -> StagePlans:
         """Return the cheapest plans found with which every device is within its budget.
@@ -114,10 +122,20 @@ class StagePlanner:
 
 
 class _Planned:
-    """A device whose stages have been profiled."""
+    """A device whose stages have been profiled.
 
-    def __init__(self, site: Site, cost: Cost) -> None:
+    Args:
+        site: The device.
+        cost: What to minimise.
+        modules: The stages of this process.
+        optimizer: Of these, if it counts.
+    """
+
+    def __init__(
+        self, site: Site, cost: Cost, modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer | None
+    ) -> None:
         self.site = site
+        self._optimizer = None if optimizer is None else optimizer_bytes(modules, optimizer, site.device)
         self._planners = {sample.stage: _planner(sample, site, cost) for sample in site.samples}
         self._parts = {
             one.stage: Parts(one.module, one.ends, self._planners[one.stage].solver.grains).predict
@@ -142,36 +160,46 @@ class _Planned:
 
     @property
     def _before_bytes(self) -> int:
-        """Parameters, gradients and buffers of all stages here."""
+        """Parameters, gradients and buffers of all stages here, and the state of their optimizer."""
         found = (planner.profile.before for planner in self._planners.values())
-        return sum(one.total_bytes - one.input_bytes for one in found)
+        state_bytes = 0 if self._optimizer is None else self._optimizer.state_bytes
+        return sum(one.total_bytes - one.input_bytes for one in found) + state_bytes
 
     @property
     def _fixed_bytes(self) -> int:
         return self._before_bytes + self.site.boundary_bytes
+
+    @property
+    def _optimizer_peak_bytes(self) -> int | None:
+        own = self._optimizer
+        return None if own is None else self._fixed_bytes - own.state_bytes + own.peak_bytes
+
+    def _peak_bytes(self, chosen: Chosen) -> int:
+        return max(self._fixed_bytes + chosen.peak_bytes, self._optimizer_peak_bytes or 0)
 
     def plan(self, budget: int | str, margin: int | str) -> tuple[DevicePlan, list[StagePlan]]:
         """Return what the device needs, and the plans of its stages."""
         plain, floor = self._choices.plain, self._choices.floor
         percent = percentage_of(budget)
         if percent is not None:
-            size = int((self._fixed_bytes + plain.peak_bytes) * percent / 100)
+            size = int(self._peak_bytes(plain) * percent / 100)
         else:
             size = bytes_of(budget, self.site.device)
         reserved = margin_of(margin)
         chosen = self._choices.cheapest(size - reserved - self._fixed_bytes)
-        if chosen is None:
+        if chosen is None or self._peak_bytes(chosen) > size - reserved:
             raise BudgetError(self._nothing_fits(size, str(budget), reserved))
         device = DevicePlan(
             name=self.site.name,
             stages=tuple(sorted(self._planners)),
             budget_bytes=size,
-            peak_bytes=self._fixed_bytes + chosen.peak_bytes,
-            plain_peak_bytes=self._fixed_bytes + plain.peak_bytes,
-            floor_bytes=self._fixed_bytes + floor.peak_bytes,
+            peak_bytes=self._peak_bytes(chosen),
+            plain_peak_bytes=self._peak_bytes(plain),
+            floor_bytes=self._peak_bytes(floor),
+            optimizer_peak_bytes=self._optimizer_peak_bytes,
             before_bytes=self._before_bytes,
             boundary_bytes=self.site.boundary_bytes,
-            where=_words(chosen),
+            where="optimizer.step()" if self._peak_bytes(chosen) == self._optimizer_peak_bytes else _words(chosen),
         )
         return device, [self._stage(stage, chosen, size) for stage in sorted(self._planners)]
 
@@ -189,13 +217,21 @@ class _Planned:
         )
 
     def _nothing_fits(self, size: int, budget: str, reserved_bytes: int) -> str:
-        floor = self._fixed_bytes + self._choices.floor.peak_bytes + reserved_bytes
+        floor = self._peak_bytes(self._choices.floor) + reserved_bytes
         reserved = f", of which {format_bytes(reserved_bytes)} are set aside" if reserved_bytes else ""
+        if self._optimizer is not None and floor - reserved_bytes == self._optimizer_peak_bytes:
+            return (
+                f"{self.site.name}: the budget is {format_bytes(size)} ({budget}){reserved}, but the step of "
+                f"{self._optimizer.name} alone peaks at {format_bytes(floor - reserved_bytes)}, which no recomputation "
+                f"lowers. Smallest budget that works: {floor} bytes. An optimizer with foreach=False or fused=True "
+                "needs less."
+            )
         held = ", ".join(f"stage {stage} holds {count}" for stage, count in sorted(self.site.in_flight.items()))
+        state = ", buffers and optimizer state" if self._optimizer is not None else " and buffers"
         return (
             f"{self.site.name}: no plans fit the budget of {format_bytes(size)} ({budget}){reserved}. Smallest budget "
             f"that works: {floor} bytes ({format_bytes(floor)}). {format_bytes(self._before_bytes)} of it are "
-            f"parameters, gradients and buffers, and {format_bytes(self.site.boundary_bytes)} lie between the stages; "
+            f"parameters, gradients{state}, and {format_bytes(self.site.boundary_bytes)} lie between the stages; "
             f"of microbatches, {held} at a time. Smaller microbatches lower what is left; so do more stages."
         )
 
@@ -234,6 +270,7 @@ def plan_stages(
     step: Callable[[Any], object],
     *,
     budget: Budgets,
+    optimizer: torch.optim.Optimizer | None = None,
     lookahead: bool | None = None,
     cost: Cost = "seconds",
     margin: int | str = 0,
@@ -243,11 +280,11 @@ def plan_stages(
     Each stage is planned for as many microbatches as its schedule lets it hold: on 1F1B stage s of n holds n - s, and
     the last one of them one. At each moment of a step
 
-        parameters, gradients, buffers + what lies between the stages
-        + microbatches held x what each keeps + the peak of the one that runs    is at most the budget.
+        parameters, gradients, buffers, optimizer state + what lies between the stages
+        + microbatches held x what each keeps + the peak of the one that runs    is at most the budget,
 
-    The step is run once for this, and one microbatch of each stage a few times by itself. An optimizer is not counted:
-    leave room for its state by `margin`.
+    and so is the peak of the optimizer's own step. The step is run once for this, one microbatch of each stage a few
+    times by itself, and a step of the optimizer, which is undone.
 
     Args:
         pipeline: A `Pipe` made with a mode, not with plans; or a schedule that `attach` knows, and then all processes
@@ -256,6 +293,8 @@ def plan_stages(
             a step: `lambda schedule: schedule.step(x, target=y)`.
         budget: Peak bytes of a device, or of a process, in a step: an int, `"6GiB"`, or `"60%"` of the plain peak that
             is predicted for it; one for all, or one for each.
+        optimizer: Of the stages of a pipe, or of those that this process runs of a schedule. If given, the peak of its
+            step counts, and its state, also before its first step has made it.
         lookahead: Whether schedules run with the look-ahead of `attach`, as they do by default. What it recomputes
             before a gradient comes is counted then: all of a microbatch, for each that waits for another process.
             A bound of `attach` makes it less. For schedules alone: a `Pipe` does not recompute plans ahead.
@@ -266,7 +305,8 @@ def plan_stages(
         BudgetError: A budget is no size, or no plans fit it; the message has the smallest that works.
         PipelineError: There are more or fewer budgets than devices.
         PlanError: A stage has a plan or a wrapped module already.
-        StepError: The step does not run the pipeline, or returns no loss.
-        UnsupportedError: A schedule of another class, `lookahead` for a `Pipe`, or a profiler is active.
+        StepError: The step does not run the pipeline, or returns no loss; or the optimizer is that of no stage here.
+        UnsupportedError: A schedule of another class, `lookahead` for a `Pipe`, or a profiler is active; or the
+            optimizer cannot step by itself.
     """
-    return StagePlanner(pipeline, step, lookahead=lookahead, cost=cost).plan(budget, margin=margin)
+    return StagePlanner(pipeline, step, optimizer=optimizer, lookahead=lookahead, cost=cost).plan(budget, margin=margin)

@@ -49,7 +49,8 @@ class DevicePlan:
         peak_bytes: Predicted peak of a step.
         plain_peak_bytes: The same without any recompute.
         floor_bytes: The smallest budget for which there are plans.
-        before_bytes: What lies there whatever the plans are: parameters, gradients and buffers.
+        optimizer_peak_bytes: Peak of the optimizer's step, which the peaks above count; None if no optimizer was given.
+        before_bytes: What lies there whatever the plans are: parameters, gradients, buffers, state of the optimizer.
         boundary_bytes: And between the stages: inputs, outputs, gradients on their way.
         where: What runs at the peak.
     """
@@ -60,6 +61,7 @@ class DevicePlan:
     peak_bytes: int
     plain_peak_bytes: int
     floor_bytes: int
+    optimizer_peak_bytes: int | None
     before_bytes: int
     boundary_bytes: int
     where: str
