@@ -1,5 +1,6 @@
 """Memory that ran out: the errors of hosts and devices, and what they hold."""
 
+import gc
 import sys
 import weakref
 
@@ -75,3 +76,29 @@ def test_frames_let_go_of_their_variables(asked_for_variables):
     assert [one() for one in held] == [None, None]
     assert error.__traceback__ is not None
     assert sys.exc_info() == (None, None, None)
+
+
+def test_who_lets_go_makes_no_cycle():
+    # Frames that still run were asked for their variables too, and before Python 3.13 those that were asked have a dict
+    # of them from then on: the error was in it, and in the error the frame. So a guarded step held its batch, and the
+    # planner its model, until the cycle collector came.
+    def fails():
+        raise MemoryError
+
+    def handles(tensor):
+        try:
+            fails()
+        except MemoryError as error:
+            let_go(error)
+            return tensor, error
+
+    tensor = torch.ones(3)
+    held = weakref.ref(tensor)
+    gc.collect()
+    gc.disable()
+    try:
+        handles(tensor)
+        del tensor
+        assert held() is None
+    finally:
+        gc.enable()

@@ -67,8 +67,11 @@ def let_go(error: BaseException) -> None:
     Lines and names stay readable. Frames that still run are left alone.
     """
     for one in chain_of(error):
-        traceback.clear_frames(one.__traceback__)
         for frame, _ in traceback.walk_tb(one.__traceback__):
+            try:
+                frame.clear()
+            except RuntimeError:
+                continue  # it still runs; a dict of its variables would have the error, which has the frame
             # Before Python 3.13 a frame that was asked for its variables, by whoever logs errors, has a dict of them
             # that is not cleared. To ask again brings it up to date.
             _ = frame.f_locals

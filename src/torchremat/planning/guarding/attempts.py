@@ -59,7 +59,8 @@ class Attempt:
 
 def attempt_of(error: BaseException, *, number: int, in_backward: bool, model: nn.Module, plan: Plan | None) -> Attempt:
     """Return what an error says of the attempt that it ended. Its frames have to be there still."""
-    frames = list(_frames(error.__traceback__))
+    # The first is that of the caller, which still runs and is not to be asked for its variables: see `let_go`.
+    frames = list(_frames(error.__traceback__))[1:]
     recomputed = any(frame.tb_frame.f_code.co_filename in _RECOMPUTES for frame in frames)
     phase: AttemptPhase = "forward" if not in_backward else "recompute" if recomputed else "backward"
     return Attempt(
