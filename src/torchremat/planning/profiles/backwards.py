@@ -10,7 +10,7 @@ for: see `searches.parting`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -31,6 +31,7 @@ class Backward:
             it has made nothing, and if that goes later.
         remade: All events that free something which the recompute has made.
         storages: For the number of a saved tensor its storage in the trace.
+        fixed: Those of them that were there before the step.
     """
 
     delta_bytes: NDArray[np.int64]
@@ -38,6 +39,7 @@ class Backward:
     freed_at: Mapping[int, int]
     remade: frozenset[int]
     storages: tuple[int, ...]
+    fixed: frozenset[int]
     _highest: dict[frozenset[int], int] = field(default_factory=dict[frozenset[int], int])
 
     def live_bytes(self, without: Iterable[int] = ()) -> NDArray[np.int64]:
@@ -51,9 +53,15 @@ class Backward:
         return np.concatenate([np.zeros(1, np.int64), np.cumsum(delta, dtype=np.int64)])
 
     def highest_bytes(self, stays: frozenset[int]) -> int:
-        """Return the most that is live, over the beginning, if some storages stay that were made and freed here."""
+        """Return the most that is live, over the beginning, if the unit is kept.
+
+        Args:
+            stays: Storages that others have as well. Those that were there before the step stay in any case: what went
+                here were copies.
+        """
         if stays not in self._highest:
-            without = [event for save, event in self.freed_at.items() if self.storages[save] in stays]
+            staying = stays | self.fixed
+            without = [event for save, event in self.freed_at.items() if self.storages[save] in staying]
             self._highest[stays] = int(self.live_bytes(without).max())
         return self._highest[stays]
 
@@ -76,8 +84,18 @@ class Backwards:
         pairs = [pair for those in intervals.values() for pair in those]
         self._pairs = np.array(pairs, np.int64).reshape(-1, 2)
 
-    def of(self, own: Watched, begins: int, ends: int) -> Backward:
-        """Return the backward of a unit between two marks."""
+    def copied_bytes(self, own: Watched, fixed: Container[int]) -> int:
+        """Return the bytes that a unit's recompute has made for saved tensors that were there before the step."""
+        if own.recomputed < 0:
+            return 0
+        begin, end = self._position[own.recompute], self._position[own.recomputed]
+        asked = ((index, pointer) for index, (_, pointer) in own.asked.items() if index < len(own.saved))
+        pointers = {pointer for index, pointer in asked if own.saved[index] in fixed}
+        made = (at for pointer in pointers for at, _ in self._intervals.get(pointer, ()) if begin <= at < end)
+        return sum(int(self._delta_bytes[at]) for at in made)
+
+    def of(self, own: Watched, begins: int, ends: int, fixed: frozenset[int]) -> Backward:
+        """Return the backward of a unit between two marks; `fixed` storages were there before the step."""
         recompute, begin, end = (self._position[mark] for mark in (own.recompute, begins, ends))
         allocated, freed = self._pairs[:, 0], self._pairs[:, 1]
         remade = freed[(recompute <= allocated) & (allocated < begin) & (begin <= freed) & (freed < end)] - begin
@@ -93,4 +111,5 @@ class Backwards:
             freed_at=freed_at,
             remade=frozenset(remade.tolist()),
             storages=tuple(own.saved),
+            fixed=fixed.intersection(own.saved),
         )

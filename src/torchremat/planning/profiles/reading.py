@@ -162,6 +162,7 @@ class _Reader:
         for own in watcher.watched:
             if own.released >= 0:
                 self.position[own.released] = self.freed_after(own.released)
+        self.reader = Backwards(self.trace, self.freed_at, self.position)
         self.live_with_copies = np.concatenate([[0], trace.live_bytes()])
         log = units.trace.operators
         self.cast_values = casts_of_leaves(log)
@@ -221,8 +222,8 @@ class _Reader:
         )
 
     def backwards(self, order: tuple[int, ...]) -> dict[int, Backward]:
-        reader = Backwards(self.trace, self.freed_at, self.position)
-        return {unit: reader.of(self.watcher.watched[unit], *self.marks[Moment.BACKWARD, unit]) for unit in order}
+        watched, fixed = self.watcher.watched, self.units.trace.fixed
+        return {unit: self.reader.of(watched[unit], *self.marks[Moment.BACKWARD, unit], fixed) for unit in order}
 
     def time(self, mark: int) -> float:
         return self.trace.marks[mark].time_ns * 1e-9
@@ -278,7 +279,8 @@ class _Reader:
                 stays[max(freed - begin, 0) + 1 :] += int(self.trace.delta_bytes[allocated])
         last = self.watcher.last_save[unit]
         cut = self.position[last] - begin if last >= 0 else 0
-        kept = live + stays
+        kept, copies = live + stays, self.copies(own)
+        copied_bytes = self.reader.copied_bytes(own, self.units.trace.fixed)
         return UnitBytes(
             saved=frozenset(boundary),
             left=frozenset(left),
@@ -287,7 +289,8 @@ class _Reader:
             full_peak_bytes=int(kept.max()),
             truncated_peak_bytes=int(kept[: cut + 1].max()),
             exit_bytes=self.at(own.settles) - self.at(own.begins),
-            **self.copies(own),
+            **copies,
+            copied_bytes=min(copied_bytes, copies["state_bytes"]),
             recast_bytes=self.recast_bytes(unit),
             has_backward=own.recompute >= 0,
         )

@@ -31,6 +31,7 @@ _SIZES = (
     "exit_bytes",
     "look_bytes",
     "state_bytes",
+    "copied_bytes",
     "settle_bytes",
     "recast_bytes",
 )

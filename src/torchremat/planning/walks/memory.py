@@ -198,7 +198,7 @@ class Walk:
         self.hold(self.named(unit, size.saved))
         if not again:
             self.hold(size.left)
-        self.inside += size.inside_bytes + (self.left_bytes(unit) if again else 0)
+        self.inside += size.inside_bytes + (size.copied_bytes + self.left_bytes(unit) if again else 0)
 
     def drop(self, unit: int, *, again: bool) -> None:
         """Release what `keep` holds."""
@@ -206,7 +206,7 @@ class Walk:
         self.release(self.named(unit, size.saved))
         if not again:
             self.release(size.left)
-        self.inside -= size.inside_bytes + (self.left_bytes(unit) if again else 0)
+        self.inside -= size.inside_bytes + (size.copied_bytes + self.left_bytes(unit) if again else 0)
 
     def remake(self, unit: int, anew: dict[int, int], kept: Container[int] = ()) -> None:
         """Let the outputs of a unit's recompute be storages of their own, but those that were kept; noted in `anew`."""
@@ -249,7 +249,7 @@ class Walk:
             for region in chain:
                 if unit not in self.available and id(region) not in self.done:
                     yield from self.recompute(region, unit)
-            what, stays = f"backward of {self.units.units[unit].name}", frozenset[int]()
+            what, stays = f"backward of {self.units.units[unit].name}", None
             if not chain:
                 stays = frozenset(storage for storage in self.lifetimes.made[unit] if self.held[storage] > 1)
             yield Live((Moment.BACKWARD, unit), self.total(), over, what, stays=stays)

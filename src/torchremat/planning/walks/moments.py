@@ -47,6 +47,7 @@ class UnitBytes:
             runs. Copies of generator states lie on the host, and count if that is the device.
         state_bytes: Those of them that each region keeps, since the unit has drawn from the generator or changed the
             buffer.
+        copied_bytes: Buffers that it changes and autograd saves: a recompute makes them anew, from that state.
         settle_bytes: What finding that out takes beside `look_bytes`.
         recast_bytes: What a recompute casts that its forward found cast, see NOTE [ Casts in a recompute ].
         has_backward: Whether anything of it is needed in backward.
@@ -61,6 +62,7 @@ class UnitBytes:
     exit_bytes: int
     look_bytes: int
     state_bytes: int
+    copied_bytes: int
     settle_bytes: int
     recast_bytes: int
     has_backward: bool
@@ -122,7 +124,7 @@ class Live:
     """The walk at one moment: bytes held, the peak of what runs then over them, and whose forward it is, if one's.
 
     No peak is that of what runs from this moment until the next one under every tree, which is the profile's to say.
-    There what a unit saves goes with it, but for what others hold as well: it `stays`.
+    That is of a unit which has been recomputed. If one is kept, what others hold of what it saves `stays`.
     """
 
     key: Key
@@ -131,7 +133,7 @@ class Live:
     what: str
     unit: int = -1
     moves: bool = False  # nothing runs but copies into a store or back, with `over_bytes` as their peak
-    stays: frozenset[int] = frozenset()
+    stays: frozenset[int] | None = None
 
 
 @dataclass(frozen=True, slots=True)

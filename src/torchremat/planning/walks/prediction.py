@@ -91,11 +91,13 @@ def over_bytes(profile: Profile, state: Live) -> int:
     if state.over_bytes is not None:
         return state.over_bytes
     after_bytes = profile.after_bytes[state.key]
-    if not state.stays:
+    if state.stays is None:
         return after_bytes
-    backward = profile.backwards.get(state.key[1])
+    unit = state.key[1]
+    backward = profile.backwards.get(unit)
     if backward is None:
-        return after_bytes + sum(profile.units.trace.storage_bytes[storage] for storage in state.stays)
+        staying = sum(profile.units.trace.storage_bytes[storage] for storage in state.stays)
+        return after_bytes + staying + profile.sizes[unit].copied_bytes
     return max(after_bytes, backward.highest_bytes(state.stays))
 
 
