@@ -80,13 +80,18 @@ def under_budgets(
 
 
 def seconds_in_turn(steps: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
-    """Run each step once per round, and return the seconds of each; a round before them is not counted."""
+    """Run each step once per round, and return the seconds of each; a round before them is not counted.
+
+    Each round begins with another step, so that none of them is always the one after the collector has run.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in steps}
+    names = list(steps)
     for turn in range(rounds + 1):
         gc.collect()
-        for name, run in steps.items():
+        first = turn % len(names)
+        for name in (*names[first:], *names[:first]):
             start_s = time.perf_counter()
-            run()
+            steps[name]()
             if turn:
                 seconds[name].append(time.perf_counter() - start_s)
     return seconds

@@ -26,7 +26,7 @@ MODELS: dict[str, Make] = {
 }
 TINY: dict[str, Make] = {"GPT": lambda: models.gpt_step(blocks=3, width=32, context=32, vocabulary=64)}
 SHARES = (0.6, 0.4)  # of the plain step's peak beside what lies there before it
-ROUNDS = 0 if os.environ.get("UNTIMED") else 11
+ROUNDS = 0 if os.environ.get("UNTIMED") else 30
 
 RECOMPUTE, DISK = "recompute", "with `Disk()`"
 
