@@ -1,6 +1,6 @@
-"""Cases that two processes run side by side, over gloo on the CPU, one pair of processes for many cases.
+"""Cases that processes run side by side, over gloo on the CPU: two of them, if not said otherwise, for many cases.
 
-A case is a function that both run. What it raises is gathered and told by name, so that one broken case does not hide
+A case is a function that all run. What it raises is gathered and told by name, so that one broken case does not hide
 the others; when the processes no longer agree on what to do next, the rest is told as not run.
 """
 
@@ -19,34 +19,34 @@ WORLD = 2
 _PATIENCE = datetime.timedelta(seconds=30)
 
 
-def run_all(cases, folder):
+def run_all(cases, folder, world=WORLD):
     """Return what each case raised, "" for those that passed, by name."""
     context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=_work, args=(cases, rank, folder)) for rank in range(WORLD)]
+    processes = [context.Process(target=_work, args=(cases, rank, folder, world)) for rank in range(world)]
     for one in processes:
         one.start()
     for one in processes:
         one.join()
     told = {name: [] for name in cases}
-    for rank in range(WORLD):
+    for rank in range(world):
         for line in (folder / f"{rank}").read_text().splitlines():
             name, words = json.loads(line)
             told[name].append(f"process {rank}: {words}" if words else "")
     return {
-        name: "\n".join(filter(None, found)) if len(found) == WORLD else _lost(found) for name, found in told.items()
+        name: "\n".join(filter(None, found)) if len(found) == world else _lost(found) for name, found in told.items()
     }
 
 
 def _lost(found):
-    return "\n".join(["not run by both processes", *found])
+    return "\n".join(["not run by all processes", *found])
 
 
-def _work(cases, rank, folder):
+def _work(cases, rank, folder, world):
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     warnings.simplefilter("error")
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD, timeout=_PATIENCE
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=_PATIENCE
     )
     with (folder / f"{rank}").open("w", buffering=1) as file:
         for name, case in cases.items():
@@ -56,8 +56,8 @@ def _work(cases, rank, folder):
             except (Exception, pytest.fail.Exception):  # noqa: BLE001
                 words = traceback.format_exc()
             file.write(json.dumps([name, words]) + "\n")
-            agreed = [None] * WORLD
+            agreed = [None] * world
             dist.all_gather_object(agreed, name)
-            if agreed != [name] * WORLD:
+            if agreed != [name] * world:
                 raise RuntimeError(f"after {name} the processes do different things: {agreed}")
     dist.destroy_process_group()

@@ -114,6 +114,16 @@ def test_a_foreign_free_counts_on_cuda_alone():
     assert _matched(events, keep_foreign=True) == (events, 512)
 
 
+def test_what_a_collective_has_allocated_and_nobody_is_seen_to_free_counts_until_its_end():
+    # One collective from 10 to 20, another from 40 to 50. Address 5 is freed unseen, and used again at 30; address 6
+    # is freed unseen for good; 7 is freed by the caller, later; 8 was not allocated in a collective, and stays.
+    events = [(1, 8, 1), (12, 5, 100), (14, 7, 300), (30, 5, 50), (31, 5, -50), (35, 7, -300), (44, 6, 200)]
+
+    found, _ = _matched(events, keep_foreign=False, calls=[10, 20, 40, 50])
+
+    assert found == [*events[:3], (20, 5, -100), *events[3:], (50, 6, -200)]
+
+
 def test_foreign_frees_on_the_cpu_leave_no_event():
     # The first block leaves addresses in torch's table; whoever gets them next dies "with" their size, if at all.
     with record_allocations(CPU):

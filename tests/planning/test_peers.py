@@ -3,7 +3,7 @@
 import pytest
 
 from distributed.processes import run_all
-from planning.peer_cases import CASES
+from planning.peer_cases import CASES, OF_FOUR
 
 
 @pytest.fixture(scope="module")
@@ -14,3 +14,13 @@ def told(tmp_path_factory):
 @pytest.mark.parametrize("case", CASES)
 def test_peers(told, case):
     assert not told[case], told[case]
+
+
+@pytest.fixture(scope="module")
+def told_by_four(tmp_path_factory):
+    return run_all(OF_FOUR, tmp_path_factory.mktemp("four_peers"), world=4)
+
+
+@pytest.mark.parametrize("case", OF_FOUR)
+def test_four_peers(told_by_four, case):
+    assert not told_by_four[case], told_by_four[case]

@@ -8,6 +8,7 @@ Supported: torch 2.11 and newer; developed and tested on 2.13.
 binding.py       how a private name is bound
 autograd.py      hooks for saved tensors, nodes, backward calls
 counts.py        how many hold a tensor or a storage
+collectives.py   who frees what gloo has worked on
 containers.py    types that torch's pytree takes apart
 compiled_autograd.py  objects and operators that go into the graph of a backward
 fakes.py         tensors without data

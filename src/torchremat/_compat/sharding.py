@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Protocol, cast
 from weakref import ref
 
@@ -48,13 +48,26 @@ class _Param(Protocol):
     _param_fqn: str | None
 
 
+class _Communication(Protocol):
+    post_forward_order: list[object]
+
+
 class _Group(Protocol):
     fsdp_params: list[_Param]
+    comm_ctx: _Communication
+    reshard_after_backward: bool
     _training_state: object
+    _post_forward_indices: list[int]
+
+    def reshard(self) -> None: ...
 
 
 class _State(Protocol):
     _fsdp_param_groups: list[_Group]
+
+
+class _Module(Protocol):
+    def _get_fsdp_state(self) -> _State: ...
 
 
 class Shard:
@@ -123,6 +136,24 @@ def _groups_of(state: _State | None) -> list[_Group]:
         return cast("_State", state)._fsdp_param_groups
     one = getattr(state, "_fsdp_param_group", None)  # torch 2.12 and older; the states of others have neither
     return [] if one is None else [one]
+
+
+def reshard(modules: Iterable[nn.Module]) -> None:
+    """Bring the sharded ones of some modules to where a backward leaves them, for forwards that none has followed.
+
+    Such a forward leaves parameters gathered, those of the outermost module at least, and its modules among those that
+    the next backward gathers ahead.
+    """
+    for module in modules if has_fsdp() else ():
+        if not is_sharded(module):
+            continue
+        for group in _groups_of(cast("_Module", module)._get_fsdp_state()):
+            if not hasattr(group.comm_ctx, "post_forward_order"):  # it comes with the first forward
+                continue
+            if group.reshard_after_backward:
+                group.reshard()
+            group.comm_ctx.post_forward_order.clear()
+            group._post_forward_indices.clear()
 
 
 def all_shards() -> Iterator[tuple[nn.Module, str, Shard]]:

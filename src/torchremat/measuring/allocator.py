@@ -30,8 +30,9 @@ from __future__ import annotations
 import gc
 import itertools
 import time
-from collections.abc import Generator, Iterable, Iterator
-from contextlib import contextmanager
+from bisect import bisect_right
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol, cast
@@ -41,6 +42,7 @@ import torch
 from numpy.typing import NDArray
 from torch import UntypedStorage
 
+from torchremat._compat.collectives import settled_collectives
 from torchremat.errors import UnsupportedError
 from torchremat.measuring.bindings import (
     ALLOCATION,
@@ -55,6 +57,7 @@ from torchremat.measuring.interrupts import uninterrupted
 
 _MARK = "torchremat.mark:"
 _BLOCK = -1  # the id of the mark that tells whether the profiler was ours to the end
+_CALL = "torchremat.call"  # before a collective, and after it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,7 +188,8 @@ class AllocationRecorder:
                 "the block started a profiler of its own, which took the place of the one that records allocations. "
                 "Take the profiler out of the step."
             )
-        events, foreign_freed_bytes = _matched(_raw_events(seen, self.device), keep_foreign=self.device.type == "cuda")
+        raw, calls = _raw_events(seen, self.device), [node.start_time_ns for node in seen if node.name == _CALL]
+        events, foreign_freed_bytes = _matched(raw, calls=calls, keep_foreign=self.device.type == "cuda")
         columns = np.array(events, dtype=np.int64).reshape(-1, 3)
         times = columns[:, 0]
         marks: list[Mark] = []
@@ -230,7 +234,8 @@ def record_allocations(device: torch.device) -> Generator[AllocationRecorder]:
         with uninterrupted():  # in the midst of it, nobody could say whether there is one to stop
             start_profiler()
         _emit(_BLOCK)
-        yield recorder
+        with settled_collectives(_call) if device.type == "cpu" else nullcontext():
+            yield recorder
     finally:
         with uninterrupted():
             events = stop_profiler() if a_profiler_runs() else ()
@@ -268,6 +273,15 @@ def _emit(mark: int) -> None:
     emit(f"{_MARK}{mark}")
 
 
+@contextmanager
+def _call() -> Generator[None]:
+    emit(_CALL)
+    try:
+        yield
+    finally:
+        emit(_CALL)
+
+
 def _walk(roots: Iterable[ProfilerEvent]) -> Iterator[ProfilerEvent]:
     # A stack and no recursion, for trees are as deep as the calls. Parents first, so that equal times keep their order.
     waiting = [*roots][::-1]
@@ -286,20 +300,40 @@ def _raw_events(nodes: Iterable[ProfilerEvent], device: torch.device) -> Iterato
                 yield node.start_time_ns, fields.ptr, fields.alloc_size
 
 
-def _matched(events: Iterable[tuple[int, int, int]], *, keep_foreign: bool) -> tuple[list[tuple[int, int, int]], int]:
-    """Return the events that can be trusted, and the bytes of foreign frees. See NOTE [ Frees of foreign memory ]."""
-    live: dict[int, int] = {}
+def _matched(
+    events: Iterable[tuple[int, int, int]], *, keep_foreign: bool, calls: Sequence[int] = ()
+) -> tuple[list[tuple[int, int, int]], int]:
+    """Return the events that can be trusted, and the bytes of foreign frees. See NOTE [ Frees of foreign memory ].
+
+    Args:
+        events: Time, address and bytes of each.
+        keep_foreign: Whether foreign frees are trusted.
+        calls: When collectives began and ended, in turn. See NOTE [ Who frees what gloo has worked on ].
+    """
+    live: dict[int, tuple[int, int]] = {}
     kept: list[tuple[int, int, int]] = []
     foreign_freed_bytes = 0
     for time_ns, ptr, delta in events:
         known = live.pop(ptr, None)
         if known is not None:
-            kept.append((time_ns, ptr, -known))
+            born_ns, size = known
+            ends_ns = _end_of_call(calls, born_ns) if delta > 0 else None
+            kept.append((time_ns if ends_ns is None else ends_ns, ptr, -size))
         elif delta < 0:
             foreign_freed_bytes -= delta
             if keep_foreign:
                 kept.append((time_ns, ptr, delta))
         if delta > 0:
-            live[ptr] = delta
+            live[ptr] = time_ns, delta
             kept.append((time_ns, ptr, delta))
-    return kept, foreign_freed_bytes
+    for ptr, (born_ns, size) in live.items():
+        ends_ns = _end_of_call(calls, born_ns)
+        if ends_ns is not None:
+            kept.append((ends_ns, ptr, -size))
+    return sorted(kept, key=lambda event: event[0]), foreign_freed_bytes
+
+
+def _end_of_call(calls: Sequence[int], time_ns: int) -> int | None:
+    """Return when the call ended in which a moment lies, or None for one in no call."""
+    place = bisect_right(calls, time_ns)
+    return calls[place] if place % 2 else None

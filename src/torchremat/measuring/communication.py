@@ -1,9 +1,10 @@
 """What data parallelism keeps on a device beside parameters and gradients.
 
 DistributedDataParallel    buckets, as large as all gradients; none if the gradients are views of them
-FSDP2 (`fully_shard`)      while one sharded module runs, another one's gradients on their way to being reduced, as
-                           large as its parameters when they are whole: which of them waits depends on the network,
-                           so the largest one counts
+FSDP2 (`fully_shard`)      gathered parameters, gradients on their way to being reduced, and copies of both. On the
+                           CPU a profiled step shows them, see NOTE [ Who frees what gloo has worked on ]. On other
+                           devices nobody has found out when gradients that were sent are freed: while one sharded
+                           module runs, the largest one's may lie there beside what the step showed
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ def communication_bytes(models: Iterable[nn.Module], device: torch.device) -> in
 
 
 def reduced_bytes(model: nn.Module, device: torch.device) -> int:
-    """Return the most bytes of gradients that FSDP2 may have on their way at a time; an upper bound."""
+    """Return the most bytes of gradients of FSDP2 that may lie there beside what a profile shows; an upper bound."""
+    if device.type == "cpu":
+        return 0
     found = (_trained_bytes(_own(module), device) for module in model.modules() if is_sharded(module))
     return max(found, default=0)
 

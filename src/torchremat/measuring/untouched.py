@@ -6,6 +6,7 @@ Put back, whether the block ends or raises (KeyboardInterrupt included, and one 
     buffers          the same objects, values and versions; those assigned or registered in the block are dropped
     RNG              torch on the CPU and on every CUDA device, Python's `random`, NumPy's global generator
     training flags   of every module
+    shards           what FSDP2 has gathered is given back, so that each run begins as the first step did
 
 Not put back, for nobody can know about it: weights (a step that calls `optimizer.step()` has changed them), attributes
 that are no buffers (a cache in `self.cache`), generators that the step made itself, a data loader that has moved on.
@@ -23,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from torchremat._compat.sharding import reshard
 from torchremat.measuring.bindings import set_version
 from torchremat.measuring.interrupts import uninterrupted
 
@@ -46,9 +48,11 @@ def untouched(
     """
     models = [model] if isinstance(model, nn.Module) else list(model or ())
     modules = list({id(module): module for root in models for module in root.modules()}.values())
+    reshard(modules)  # a forward before may have had no backward, and then other tensors are the parameters
     leaves = gradient_leaves(models, optimizer, tensors)
     # Each part enters by itself, so that an interrupt in the middle undoes the parts before it.
     with ExitStack() as stack:
+        stack.callback(reshard, modules)
         stack.enter_context(_generators())
         stack.enter_context(_training_flags(modules))
         stack.enter_context(_buffers(modules))

@@ -7,13 +7,14 @@ parameters, or reduce gradients, in another order. So they agree, in this order,
     a plan         that of the first process
     a measurement  the most bytes of any process, the differences of all
 
-Data parallel are a model in DistributedDataParallel and one that FSDP2 has sharded. Any other model is planned by each
+Data parallel are a model in DistributedDataParallel and one that FSDP2 has sharded, together with those that hold its
+replicas or, with tensor parallelism, the other parts of its parameters. Any other model is planned by each
 process for itself, which asks nobody.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
@@ -64,20 +65,26 @@ class Peers:
     """The processes that train a model together.
 
     Args:
-        group: Their process group; None if there is one process.
+        groups: Their process groups, one for each dimension of the mesh that they form; none if there is one process.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self._group = group
+    def __init__(self, groups: Sequence[dist.ProcessGroup] = ()) -> None:
+        self._groups = tuple(groups)
 
     @property
     def are_several(self) -> bool:
         """Whether there are others to agree with."""
-        return self._group is not None
+        return bool(self._groups)
 
     def all(self, work: Callable[[], T]) -> list[T]:
         """Do some work in each process, and return all results; what one raises, all raise."""
-        return [work()] if self._group is None else gathered(work, self._group)
+        return self._along(self._groups, work)
+
+    def _along(self, groups: Sequence[dist.ProcessGroup], work: Callable[[], T]) -> list[T]:
+        # Along one dimension what has been gathered along the others, so that an error on the way is told as well.
+        if not groups:
+            return [work()]
+        return [one for those in gathered(lambda: self._along(groups[1:], work), groups[0]) for one in those]
 
     def first(self, work: Callable[[], T]) -> T:
         """Do some work in each process, and return the result of the first one."""
@@ -87,17 +94,12 @@ class Peers:
 def peers_of(model: nn.Module) -> Peers:
     """Return the processes that train a model together, by the wrapper or the shards that it has."""
     if not (dist.is_available() and dist.is_initialized()):
-        return Peers(None)
+        return Peers()
     for module in model.modules():
         if is_data_parallel(module):
-            return Peers(cast("dist.ProcessGroup", module.process_group))
+            return Peers([cast("dist.ProcessGroup", module.process_group)])
         if is_sharded(module):
-            for parameter in module.parameters():
-                if is_dtensor(parameter):
-                    return Peers(_group_of(cast("Any", parameter).device_mesh))
-    return Peers(None)
-
-
-def _group_of(mesh: Any) -> dist.ProcessGroup:
-    """Return the group of the first dimension of a mesh: the one that is sharded, or replicated around the shards."""
-    return mesh.get_group(0) if mesh.ndim > 1 else mesh.get_group()
+            meshes = [cast("Any", one).device_mesh for one in module.parameters() if is_dtensor(one)]
+            if meshes:
+                return Peers(max(meshes, key=lambda mesh: mesh.ndim).get_all_groups())
+    return Peers()

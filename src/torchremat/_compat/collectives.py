@@ -1,0 +1,97 @@
+"""Who frees what gloo has worked on."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Generator, Iterable
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+
+from torchremat._compat.binding import private
+from torchremat._compat.counts import holders_in_torch
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+# NOTE [ Who frees what gloo has worked on ]
+#
+# gloo works in threads of its own, and tells whoever waits that it is done before it lets go of the tensors. So a
+# caller that goes on at once and drops a tensor may not be the last to hold it, and then the tensor is freed a moment
+# later, in a thread whose frees the profiler does not see. How often that happens depends on how busy the machine is.
+# While allocations are recorded
+#
+#   1. a call that waits for its collective returns only when gloo has let go of the tensors that it was given: whoever
+#      drops them later frees them;
+#   2. what the call itself has allocated and nobody is seen to free (gloo's own copy of what is reduced) counts until
+#      its end.
+#
+# An all-gather that is waited for later (FSDP2 can be told to) is waited for at once, which changes no byte: its
+# tensors live as long. Other calls that return before the collective is done are left as they are.
+
+_GATHERS = ("all_gather_single", "_allgather_base")
+_CALLS = (*_GATHERS, "reduce_scatter_single", "_reduce_scatter_base", "allreduce")
+_PATIENCE_S = 1.0  # for a tensor that somebody else has begun to hold meanwhile
+
+
+@contextmanager
+def settled_collectives(around: Callable[[], AbstractContextManager[None]]) -> Generator[None]:
+    """Let the collectives of FSDP2 over gloo return when gloo holds nothing any more, while the block runs.
+
+    See NOTE [ Who frees what gloo has worked on ].
+
+    Args:
+        around: Entered around each call of one.
+    """
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        yield
+        return
+    kind = cast("type[ProcessGroup]", distributed.ProcessGroup)
+    # As the class has them: what `getattr` gives would no longer be a method.
+    methods = {name: method for name, method in vars(kind).items() if name in _CALLS}
+    for name in methods:
+        setattr(kind, name, _settled(getattr(kind, name), around, waits=name in _GATHERS))
+    try:
+        yield
+    finally:
+        for name, method in methods.items():
+            setattr(kind, name, method)
+
+
+def _settled(
+    call: Callable[..., Any], around: Callable[[], AbstractContextManager[None]], *, waits: bool
+) -> Callable[..., Any]:
+    def settled(group: ProcessGroup, *args: Any) -> Any:
+        tensors = list(_tensors_in(args))
+        is_later = getattr(args[-1], "asyncOp", True)
+        if (is_later and not waits) or any(one.device.type != "cpu" for one in tensors):
+            return call(group, *args)
+        with around():
+            before = [holders_in_torch(one) for one in tensors]
+            call(group, *args).wait()
+            deadline = time.monotonic() + _PATIENCE_S
+            while [holders_in_torch(one) for one in tensors] != before and time.monotonic() < deadline:
+                time.sleep(0)
+        return _done() if is_later else None  # as a backend that has waited itself does
+
+    return settled
+
+
+def _done() -> object:
+    """Return a call that is done."""
+    future: torch.futures.Future[None] = torch.futures.Future()
+    future.set_result(None)
+    make = private("_C._distributed_c10d._create_work_from_future", needed_for="measuring all-gathers")
+    return cast("Callable[[object], object]", make)(future)
+
+
+def _tensors_in(args: Iterable[Any]) -> Generator[Tensor]:
+    for one in args:
+        if isinstance(one, Tensor):
+            yield one
+        elif isinstance(one, list):
+            yield from _tensors_in(cast("list[Any]", one))
