@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 from rich.console import Console
 
@@ -41,7 +40,6 @@ from torchremat.errors import DeviceWarning, TorchrematError
 from torchremat.measuring.keeping import saved
 from torchremat.measuring.measurement import measure
 from torchremat.planning.budgets import margin_of
-from torchremat.planning.elsewhere.devices import Device as DeviceDescription
 from torchremat.planning.fitting import fit_with
 from torchremat.planning.frontiers import MOST_POINTS
 from torchremat.planning.planner import Planner
@@ -51,7 +49,6 @@ from torchremat.planning.searches.progress import Observer
 from torchremat.planning.verification import Report, verify
 from torchremat.reports.bars import progress_bar
 from torchremat.reports.tables import frontier_table
-from torchremat.tensors.handles import Store
 from torchremat.tensors.sizes import format_bytes
 
 app = typer.Typer(
@@ -140,8 +137,7 @@ def plan_command(
     with _saying_errors(), progress_bar(_err) as progress:
         _check_files(out, plot, save_device)
         size, free = budget_of(budget), margin_of(number_of(margin))
-        place, stores, own = described_of(device, on), stores_of(store), load(target)
-        planner = _planner(own, place, progress, cost=cost, operators=operators, stores=stores, on=on)
+        _, planner = _planner(target, device, progress, cost=cost, operators=operators, store=store, on=on)
         found = planner.plan(size, margin=free)
         text = str(found)  # works the certificate out
         if save_device is not None:
@@ -165,8 +161,7 @@ def frontier_command(
     """Print peak against time over all budgets, with the budget to pass for each point."""
     with _saying_errors(), progress_bar(_err) as progress:
         _check_files(out, plot)
-        place, stores, own = described_of(device, on), stores_of(store), load(target)
-        planner = _planner(own, place, progress, cost=cost, operators=operators, stores=stores, on=on)
+        _, planner = _planner(target, device, progress, cost=cost, operators=operators, store=store, on=on)
         found = planner.frontier(points=points)
     _out.print(frontier_table(found))
     for remark in found.remarks:
@@ -209,12 +204,11 @@ def fit_command(
     with _saying_errors(), progress_bar(_err) as progress:
         _check_files(out, plot)
         size, free = budget_of(budget), margin_of(number_of(margin))
-        place, stores, own = place_of(device), stores_of(store), load(target)
-        planner = _planner(own, place, progress, cost=cost, operators=operators, stores=stores)
+        own, planner = _planner(target, device, progress, cost=cost, operators=operators, store=store)
         found = fit_with(planner, own.model, own.step, budget=size, optimizer=own.optimizer, margin=free)
         text = str(found)  # works the certificate out
     with _working("verifying"):
-        report = verify(own.model, own.step, optimizer=own.optimizer, device=place)
+        report = verify(own.model, own.step, optimizer=own.optimizer, device=place_of(device))
     _show(text)
     _show("")
     _show(report)
@@ -223,16 +217,18 @@ def fit_command(
 
 
 def _planner(
-    own: Subject,
-    place: torch.device | DeviceDescription | None,
+    target: str,
+    device: str | None,
     show: Observer,
     *,
     cost: Cost,
     operators: bool,
-    stores: Sequence[Store],
+    store: list[str] | None,
     on: On = None,
-) -> Planner:
-    """Return a planner; what it warns of is said in one line."""
+) -> tuple[Subject, Planner]:
+    """Return what a factory makes, and its planner; what this warns of is said in one line."""
+    place, stores = described_of(device, on), stores_of(store)  # what is wrong with them is said before a model is made
+    own = load(target)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", DeviceWarning)
         planner = Planner(
@@ -248,7 +244,7 @@ def _planner(
         )
     for one in caught:
         _say(f"{one.category.__name__}: {one.message}")
-    return planner
+    return own, planner
 
 
 def _check_files(*paths: Path | None) -> None:
