@@ -57,14 +57,15 @@ def test_two_stages_of_a_process_and_outputs_that_stay():
 
 
 def test_each_device_of_a_pipe_holds_all_microbatches():
-    loads = list(loads_of_pipe(2, 2, {0: 8}, {0: 100}))
+    loads = list(loads_of_pipe(2, 2, {0: 8}, {0: 100}, {0: 60}))
 
-    # A gradient comes for microbatch 0 while microbatch 1 runs; those of weights are added up over both.
+    # A gradient comes for microbatch 0 while microbatch 1 runs; those of weights are added up over both,
+    # and while the second one of a weight is added, their sum is there as well.
     assert loads == [
         Load(0, "forward", ()),
         Load(0, "forward", ((0, 1),)),
         Load(0, "first", ((0, 1),), beside_bytes=8),
-        Load(0, "backward", (), beside_bytes=100),
+        Load(0, "backward", (), beside_bytes=160),
     ]
 
 

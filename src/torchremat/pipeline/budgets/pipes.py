@@ -51,9 +51,10 @@ def sites_of_pipe(pipe: Pipe, step: PipeStep) -> list[Site]:
     sites: list[Site] = []
     for device in dict.fromkeys(pipe.devices):
         stages = [stage for stage, place in enumerate(pipe.devices) if place == device]
-        gradients = {stage: _gradient_bytes(pipe.partitions[stage]) for stage in stages}
+        gradients = {stage: sum(_weights(pipe.partitions[stage])) for stage in stages}
         here = {stage: passed.get(stage, 0) for stage in stages}
-        loads = list(loads_of_pipe(microbatches, last + 1, here, gradients))
+        largest = {stage: max(_weights(pipe.partitions[stage]), default=0) for stage in stages}
+        loads = list(loads_of_pipe(microbatches, last + 1, here, gradients, largest))
         if last in stages:
             loads.append(Load(None, "loss", tuple((stage, microbatches) for stage in stages), beside_bytes=loss_bytes))
         sites.append(
@@ -71,7 +72,11 @@ def sites_of_pipe(pipe: Pipe, step: PipeStep) -> list[Site]:
 
 
 def loads_of_pipe(
-    microbatches: int, stages: int, passed: Mapping[int, int], gradients: Mapping[int, int]
+    microbatches: int,
+    stages: int,
+    passed: Mapping[int, int],
+    gradients: Mapping[int, int],
+    largest: Mapping[int, int],
 ) -> Iterator[Load]:
     """Yield the loads of a device: forwards clock by clock, and the backwards the other way around.
 
@@ -85,6 +90,7 @@ def loads_of_pipe(
         stages: Of the pipe.
         passed: The stages of the device, with the bytes that each passes on of a microbatch.
         gradients: And with the bytes of the gradients of their weights.
+        largest: And with those of the largest one.
     """
     clocks = list(clock_cycles(microbatches, stages))
     held = Counter[int]()
@@ -100,12 +106,14 @@ def loads_of_pipe(
         for number, stage in clock:
             if stage in passed:
                 others = sum(max(passed.get(one, 0), passed.get(one - 1, 0)) for one in here if one != stage)
+                # The second gradient of a weight is added out of place: for a while there are both and their sum.
+                added_bytes = largest[stage] if number == microbatches - 2 else 0
                 begun = adding.union(one for one in here if one in passed) - {stage}
                 is_first = microbatches > 1 and number == microbatches - 1
                 added = sum(gradients[one] for one in begun if microbatches > 1)
                 added += gradients[stage] if stage in adding and microbatches > 1 else 0
                 phase = "first" if is_first else "backward"
-                yield Load(stage, phase, counted(held - Counter([stage])), beside_bytes=others + added)
+                yield Load(stage, phase, counted(held - Counter([stage])), beside_bytes=others + added + added_bytes)
         held.subtract(stage for stage in here if stage in passed)
         adding.update(stage for stage in here if stage in passed)
         adding -= {stage for stage in here if not held[stage]}
@@ -132,8 +140,8 @@ class _Run:
         return received((output, tracker.outgoing))
 
 
-def _gradient_bytes(module: nn.Module) -> int:
-    return sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad)
+def _weights(module: nn.Module) -> list[int]:
+    return [parameter.nbytes for parameter in module.parameters() if parameter.requires_grad]
 
 
 def _sample(module: nn.Module, stage: int, found: Taken, layout: SkipLayout) -> Sample:
