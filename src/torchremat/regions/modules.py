@@ -202,8 +202,11 @@ class ModuleState:
             else:
                 self._leave(one)
         self._small = []
-        if not self._unknown:
-            return
+        if self._unknown:
+            self._settle_unknown()
+        self._let_buffers_go()
+
+    def _settle_unknown(self) -> None:
         # See NOTE [ Which buffers a forward changes ]
         changed: dict[nn.Module, set[str]] = {module: set() for module in self._unknown}
         kept, self._kept, self._unknown = self._kept, [], []
@@ -216,6 +219,18 @@ class ModuleState:
                 self._leave(one)
         for module, names in changed.items():
             _changed.setdefault(module, {})[module.training] = frozenset(names)
+
+    def _let_buffers_go(self) -> None:
+        """Hold no buffer that was changed, which in a region within a recompute is itself a copy made for that.
+
+        Of buffers that share a storage, a recompute has to see copies that share one as well.
+        """
+        buffers = [one.buffer for one in self._kept]
+        if not all(type(one) is Tensor and one.layout is torch.strided for one in buffers):
+            return
+        storages = {one.untyped_storage().data_ptr() for one in buffers}
+        if len(storages) == len(self._kept) and 0 not in storages:
+            self._kept = [one._replace(buffer=one.before) for one in self._kept]
 
     def _leave(self, one: _Kept) -> None:
         """Take a buffer that the forward has left alone, and that another forward may change."""
