@@ -4,6 +4,7 @@ import gc
 import json
 import random
 import threading
+import time
 from functools import cache
 
 import pytest
@@ -18,6 +19,7 @@ from torchremat import BudgetError, PlanError, UnsupportedError
 from torchremat.measuring.runs import subject_of
 from torchremat.planning.layout import calls_of, installed
 from torchremat.planning.plans import Plan
+from torchremat.planning.profiles import speeds
 from torchremat.planning.profiles.profiling import profile as profile_of
 from torchremat.planning.profiles.weighing import weighed
 from torchremat.planning.searches.mixing import divisible, mixed
@@ -215,17 +217,26 @@ def test_a_store_that_frees_nothing_is_not_used():
 
 
 class Slow(Counting):
-    """A store for which everything waits."""
+    """A store for which everything waits: a thousand seconds a tensor, by the clock that its speed is measured on."""
+
+    def __init__(self):
+        super().__init__()
+        self.waited_s = 0.0
 
     def put(self, tensor):
         torch.ones(1) + 1
-        threading.Event().wait(0.003)
+        self.waited_s += 1000
         return super().put(tensor)
 
+    def perf_counter(self):
+        return time.perf_counter() + self.waited_s
 
-def test_where_a_store_is_slow_and_seconds_count_it_is_not_used():
+
+def test_where_a_store_is_slow_and_seconds_count_it_is_not_used(monkeypatch):
     model, step = models.gpt_step(blocks=3, width=32, context=32, batch=2)
-    planner = torchremat.Planner(model, step, cost="seconds", stores=[Slow()])
+    store = Slow()
+    monkeypatch.setattr(speeds, "time", store)
+    planner = torchremat.Planner(model, step, cost="seconds", stores=[store])
 
     plan = planner.plan(budget_of(planner, 0.7))
 

@@ -133,6 +133,7 @@ def test_put_waits_while_too_much_is_pending(writes):
     thread = threading.Thread(target=forward)
     thread.start()
     writes.wait()
+    soon(lambda: len(handles) == 2)
     time.sleep(0.3)
 
     # Two are pending; the third one's `put` has not returned, and its caller still has the tensor.

@@ -18,6 +18,7 @@ import torch
 from stores.conformance import filled, same
 from stores.faults import Calls, broken, descriptors, no_space, threads, workers
 from torchremat import Disk, Host, MutationError, StoreError, StoreWarning, Tiers
+from torchremat.stores import spool
 
 
 @pytest.fixture
@@ -25,6 +26,25 @@ def grows(monkeypatch):
     calls = Calls(os.posix_fallocate)
     monkeypatch.setattr(os, "posix_fallocate", calls)
     return calls
+
+
+class Clock:
+    """The seconds by which a disk's patience goes. While it runs, each look at it takes some; else none go by."""
+
+    def __init__(self):
+        self.now_s = 0.0
+        self.runs = False
+
+    def monotonic(self):
+        self.now_s += 0.2 if self.runs else 0.0
+        return self.now_s
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    made = Clock()
+    monkeypatch.setattr(spool, "time", made)
+    return made
 
 
 def value(seed, size=1000):
@@ -389,17 +409,17 @@ def test_threads_that_die_in_the_middle_of_a_read(reads):
     assert same(handle.get(), value(0))
 
 
-def test_a_disk_that_hangs_is_an_error_in_the_end(writes):
+def test_a_disk_that_hangs_is_an_error_in_the_end(writes, clock):
     writes.gate.clear()
     store = Disk(pending=5000, timeout_s=0.3)
     handle = store.put(value(0))
 
-    start_s = time.monotonic()
+    clock.runs = True
     with pytest.raises(StoreError, match=r"nothing was written or read for 0.3 s, and 8000 B wait to be written"):
         store.put(value(1))
     with pytest.raises(StoreError, match=r"nothing was written or read for 0\.3 s"):
         handle.settle()
-    assert time.monotonic() - start_s < 30
+    clock.runs = False
 
     assert same(handle.get(), value(0))
     writes.gate.set()
@@ -407,23 +427,30 @@ def test_a_disk_that_hangs_is_an_error_in_the_end(writes):
     assert store.statistics.stored_bytes == 4000
 
 
-def test_a_read_that_hangs_is_an_error_in_the_end(reads):
+def test_a_read_that_hangs_is_an_error_in_the_end(reads, clock):
     store = Disk(timeout_s=0.3)
     handle = stored(store)
     reads.gate.clear()
     handle.prefetch()
     reads.wait()
 
+    clock.runs = True
     with pytest.raises(StoreError, match=r"nothing was written or read for 0\.3 s"):
         handle.get()
+    clock.runs = False
 
     reads.gate.set()
     assert same(handle.get(), value(0))
 
 
-def test_a_disk_that_is_slow_is_waited_for(writes):
+def test_a_disk_that_is_slow_is_waited_for(writes, clock):
+    # Each write takes less than the patience, by the clock; all of them take more.
+    def slowly(number):
+        time.sleep(0.15)  # long enough for who waits to look at the clock
+        clock.now_s += 0.4
+
     store = Disk(pending=4000, timeout_s=0.5, threads=1)
-    writes.fail = lambda number: time.sleep(0.2)
+    writes.fail = slowly
 
     handles = [store.put(value(seed)) for seed in range(5)]
 
