@@ -655,9 +655,11 @@ def test_a_parameter_may_be_shared_on_one_device():
 # ------------------------------------------------------------------------------------------------------------- plans
 
 
-def stage_plans(pipe: Pipe, width: int, rows: int) -> list[torchremat.Plan]:
+def stage_plans(pipe: Pipe, width: int, rows: int, *, budget: str) -> list[torchremat.Plan]:
     x = torch.rand(rows, width, requires_grad=True)
-    return [torchremat.plan(stage, lambda stage: stage(x).sum(), budget="80%") for stage in pipe.partitions]
+    return [
+        torchremat.plan(stage, lambda stage: stage(x).sum(), budget=budget, cost="flops") for stage in pipe.partitions
+    ]
 
 
 class Counts(nn.Linear):
@@ -673,7 +675,7 @@ class Counts(nn.Linear):
 def test_stages_run_by_plans():
     torch.manual_seed(0)
     module = nn.Sequential(*(nn.Sequential(Counts(32, 32), nn.GELU(), nn.GELU(), nn.GELU()) for _ in range(4)))
-    plans = stage_plans(Pipe(copy.deepcopy(module), [2, 2], devices=CPUS), 32, 512)
+    plans = stage_plans(Pipe(copy.deepcopy(module), [2, 2], devices=CPUS), 32, 512, budget="70%")
     plain = copy.deepcopy(module)
     x = torch.rand(1024, 32)
     pipe = Pipe(module, [2, 2], devices=CPUS, chunks=2, checkpoint=plans)
@@ -689,7 +691,7 @@ def test_stages_run_by_plans():
 
 def test_plans_that_do_not_fit_the_stages_are_refused():
     pipe = Pipe(layers(4, 32), [2, 2], devices=CPUS)
-    plans = stage_plans(pipe, 32, 512)
+    plans = stage_plans(pipe, 32, 512, budget="80%")
 
     with pytest.raises(PipelineError, match="2 plans were given for 4 stages"):
         Pipe(layers(4, 32), [1, 1, 1, 1], devices=CPUS, checkpoint=plans)

@@ -83,9 +83,10 @@ def test_a_disk_that_is_full_in_the_middle_of_a_step_keeps_the_rest_in_memory(ap
     model, disk, plain = applied
 
     with failing(monkeypatch, "pwrite", no_space, after=1):
+        # On a slow disk a step has put all there is before a write fails; then the next one is told.
         with pytest.warns(StoreWarning, match=r"could not be written.* stay where they are; this is said once"):
-            found = outcome(model, step)
-        assert differences(found, plain) == []
+            found = [outcome(model, step) for _ in range(2)]
+        assert [differences(one, plain) for one in found] == [[], []]
         assert disk.statistics.failed > 0
     assert is_as_ever(model, disk, plain)
 
@@ -96,7 +97,9 @@ def test_a_strict_disk_that_is_full_ends_the_step_and_not_the_training(planned, 
     plan.apply(model, stores=[disk])
 
     with failing(monkeypatch, "pwrite", no_space, after=1), pytest.raises(StoreError, match="could not be written"):
-        step(model)
+        for _ in range(2):  # at the latest, where the disk is slow
+            step(model).backward()
+    model.zero_grad()
     assert is_as_ever(model, disk, plain)
 
 
