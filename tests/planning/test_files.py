@@ -10,6 +10,7 @@ from planning.kinds import KINDS
 from torchremat import PlanError, plan
 from torchremat.planning.layout import HeldOperators
 from torchremat.planning.plans import Plan
+from torchremat.planning.walks.cargo import StoredUnit
 from torchremat.schedules.chain import Keep, Region
 
 
@@ -97,6 +98,19 @@ def test_what_is_held_belongs_to_the_tree(path, tree, held, said):
     replace(made(), tree=tree, held=held).save(path)
 
     with pytest.raises(PlanError, match=said):
+        Plan.load(path)
+
+
+@pytest.mark.parametrize(
+    ("astray", "stores"), [({"unit": 4}, 1), ({"leaves_after": 4}, 1), ({"comes_before": 9}, 1), ({}, 0)]
+)
+def test_what_is_stored_belongs_to_the_plan(path, astray, stores):
+    # Printing or applying it ended in an IndexError from within.
+    stored = replace(StoredUnit(unit=1, store=0, leaves_after=1, comes_before=2, stored_bytes=8), **astray)
+
+    replace(made(), stored=(stored,), stores=("Disk('.')",) * stores).save(path)
+
+    with pytest.raises(PlanError, match="`stored` names stores or units that there are not"):
         Plan.load(path)
 
 

@@ -14,6 +14,7 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import TypeVar, cast
 
 from torchremat.errors import PlanError, ScheduleError
+from torchremat.planning.walks.cargo import StoredUnit
 from torchremat.schedules.chain import Keep, Region, Tree, kept
 
 SCHEMA = "torchremat.plan"
@@ -82,6 +83,13 @@ def _check_tree(plan: object, source: str) -> None:
     missing = [one["held"] for one in held if max(one["held"], default=0) >= len(one["operators"])]
     if missing:
         raise PlanError(f"{source}: `held` has numbers of operators that there are not: {missing[0]}.")
+    stored = cast("tuple[StoredUnit, ...]", fields_of["stored"])
+    stores, speeds = (cast("tuple[object, ...]", fields_of[name]) for name in ("stores", "speeds"))
+    last = max((max(one.unit, one.leaves_after, one.comes_before) for one in stored), default=0)
+    if last >= len(units) or any(one.store >= len(stores) for one in stored):
+        raise PlanError(f"{source}: `stored` names stores or units that there are not.")
+    if speeds and len(speeds) != len(stores):
+        raise PlanError(f"{source}: there are {len(stores)} stores, and the speeds of {len(speeds)}.")
     empty = [unit for unit, made in enumerate(calls) if not made]
     if empty:
         raise PlanError(f"{source}: the units {empty} have no calls.")

@@ -320,7 +320,7 @@ def plan(
     if on is None:
         subject = subject_of(step, model, optimizer, needs_model=True)
         check_budget(budget, subject.device(torch_device(device)))
-    else:
+    elif on == "meta":
         described = device_of(device)
         check_budget(budget, described.name, described.memory_bytes)
     planner = Planner(
