@@ -76,14 +76,23 @@ def measured(module, *, drops, ahead=False):
     return max(live[first : second + 1]), live[second], max(live[second : third + 1])
 
 
-@pytest.mark.parametrize("name", STAGES)
-def test_every_tree(name):
+def worth_choosing(name, *, ahead=False):
+    """A stage, its planner, and what is worth choosing for it."""
     torch.manual_seed(0)
     module = STAGES[name]()
     planner = Planner(
         module, lambda module: received(forward(module).outputs[0], held=True, grads=[GRAD]), cost="flops"
     )
-    found = shares(planner.solver, {}, Parts(module, forward, planner.solver.grains).predict)
+    return (
+        module,
+        planner,
+        shares(planner.solver, {}, Parts(module, forward, planner.solver.grains).predict, ahead=ahead),
+    )
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_every_tree(name):
+    module, planner, found = worth_choosing(name)
     for parameter in module.parameters():
         parameter.grad = torch.zeros_like(parameter)
 
@@ -102,12 +111,7 @@ def test_every_tree(name):
 
 @pytest.mark.parametrize("name", STAGES)
 def test_every_tree_ahead(name):
-    torch.manual_seed(0)
-    module = STAGES[name]()
-    planner = Planner(
-        module, lambda module: received(forward(module).outputs[0], held=True, grads=[GRAD]), cost="flops"
-    )
-    found = shares(planner.solver, {}, Parts(module, forward, planner.solver.grains).predict, ahead=True)
+    module, planner, found = worth_choosing(name, ahead=True)
     for parameter in module.parameters():
         parameter.grad = torch.zeros_like(parameter)
 
@@ -126,13 +130,7 @@ def test_every_tree_ahead(name):
 
 
 def test_a_stage_with_regions_holds_less_between_the_parts():
-    torch.manual_seed(0)
-    module = STAGES["blocks"]()
-    planner = Planner(
-        module, lambda module: received(forward(module).outputs[0], held=True, grads=[GRAD]), cost="flops"
-    )
-
-    plain, *others = shares(planner.solver, {}, Parts(module, forward, planner.solver.grains).predict)
+    _, _, (plain, *others) = worth_choosing("blocks")
 
     # Of a block, weights need: the inputs of three layers, two numbers a row of the norm. What the gate needs is gone.
     assert plain.between_bytes - min(one.between_bytes for one in others) == 3 * (3 * 2 * WIDTH * X.shape[0] * 4)
