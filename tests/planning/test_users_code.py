@@ -66,6 +66,28 @@ def test_a_shared_block_is_taken_apart_in_one_of_its_calls():
     assert recomputed > 0
 
 
+def retains_grad(layer, x):
+    y = torch.tanh(layer(x))
+    y.retain_grad()
+    return y
+
+
+def has_a_hook(layer, x):
+    y = torch.tanh(layer(x))
+    y.register_hook(lambda gradient: gradient * 2)
+    return y
+
+
+def goes_another_way_without_grad(layer, x):
+    return torch.tanh(layer(x)) if torch.is_grad_enabled() else layer.no_such_way(x)
+
+
+@pytest.mark.parametrize("function", [retains_grad, has_a_hook, goes_another_way_without_grad])
+def test_what_runs_with_grad_alone(function):
+    # The forward that was timed ran without grad: "can't retain_grad on Tensor that has requires_grad=False".
+    lowest_plan(chain(function), lambda model: square(model(inputs())))
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 def test_forward_mode_inside_of_a_module():
     # The tangent of a bias is zero: a tensor with a size and no memory, whose address is an error to ask for.

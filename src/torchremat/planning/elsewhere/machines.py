@@ -12,7 +12,6 @@ from typing import Protocol
 import torch
 
 from torchremat.measuring.allocator import Recorder, check_no_profiler, record_allocations
-from torchremat.measuring.modules import has_compiled
 from torchremat.measuring.runs import Subject
 from torchremat.planning.budgets import capacity_of, free_on
 from torchremat.planning.profiles.overheads import Overheads, overheads
@@ -110,9 +109,8 @@ class Here:
 
     def forward_seconds(self, subject: Subject) -> float | None:
         """See `Machine`."""
-        # Without grad, compiled modules would run other code, and compile it first.
-        compiled = any(map(has_compiled, subject.models))
-        with subject.untouched(), nothing_kept() if compiled else torch.no_grad():
+        # Grad mode stays on: without it models go other ways, hooks on tensors raise, and compiled code is another.
+        with subject.untouched(), nothing_kept():
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
             start_s = time.perf_counter()
