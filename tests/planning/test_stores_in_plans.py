@@ -13,7 +13,7 @@ from torch import nn
 
 import models
 import torchremat
-from planning.kinds import KINDS
+from planning.kinds import KINDS, block, inputs, linear, square
 from planning.steps import differences, keep_all, outcome, random_tree, recomputed_flops, traced_peak
 from torchremat import BudgetError, PlanError, UnsupportedError
 from torchremat.measuring.runs import subject_of
@@ -245,6 +245,39 @@ def test_where_a_store_is_slow_and_seconds_count_it_is_not_used(monkeypatch):
 
     assert plan.stored == ()
     assert plan.recomputed_flops > 0
+
+
+def unlike():
+    """Blocks of one type, with parameters and inputs of the same shapes: the first of them saves least."""
+    return [
+        nn.Sequential(linear(), nn.ReLU()) if number % 2 == 0 else nn.Sequential(linear(), nn.GELU(), nn.Tanh())
+        for number in range(6)
+    ]
+
+
+def frozen():
+    """Of some of the blocks no weight is trained, so that they do not save what their layers are given."""
+    blocks = [block() for _ in range(5)]
+    for one in blocks[1::2]:
+        one.requires_grad_(False)
+    return blocks
+
+
+@pytest.mark.parametrize("blocks", [unlike, frozen])
+def test_units_of_one_type_that_save_otherwise_are_weighed_by_themselves(blocks):
+    # Units were alike by their types and shapes. Of others than the first the bytes that leave were those of the first:
+    # far too many, or an IndexError where these saved fewer tensors.
+    model = nn.Sequential(*blocks())
+    step = lambda model: square(model(inputs()))  # noqa: E731
+    planner = torchremat.Planner(model, step, cost="flops", operators=False, stores=[Counting()])
+
+    plan = planner.plan(budget_of(planner, 0.6))
+    plan.apply(model)
+    report = torchremat.verify(model, step)
+
+    assert len(plan.stored) > 1
+    assert report.is_exact and report.recomputed_flops == 0
+    assert report.peak_bytes == plan.peak_bytes
 
 
 def test_fit_takes_stores():

@@ -334,8 +334,7 @@ class _Reader:
         watched = self.watcher.watched
         groups: dict[tuple[object, ...], list[int]] = {}
         for unit in range(len(watched)):
-            signature = tuple(self.units.trace.calls[call].signature for call in self.units.units[unit].calls)
-            groups.setdefault(signature, []).append(unit)
+            groups.setdefault(self.units.signature(unit), []).append(unit)
         full, truncated = [0.0] * len(watched), [0.0] * len(watched)
         for members in groups.values():
             whole = float(np.median([self.time(watched[u].ends) - self.time(watched[u].begins) for u in members]))

@@ -75,7 +75,7 @@ class Call:
         flops_saved: Flops of its forward up to its last save.
         grad: Whether grad mode was on.
         input_elements: Elements in its inputs.
-        signature: What calls of equal cost have in common.
+        signature: Its type, whether it trains, and the shapes of its parameters and inputs; see `Units.signature`.
         operators: The operators that ran in it, as a range.
         begins: The mark at its entry; -1 if no allocations were recorded.
         ends: The mark at its exit.
@@ -388,7 +388,7 @@ def _never(_: object) -> Tensor:
 
 
 def _signature(module: nn.Module, tensors: list[Tensor]) -> tuple[object, ...]:
-    """Return what calls of equal cost have in common: the type, the shapes of parameters, the inputs."""
+    """Return what is known of the cost of a call before it runs: the type, the shapes of parameters, the inputs."""
     parameters = tuple(tuple(parameter.shape) for parameter in module.parameters())
     return (
         type(module).__qualname__,

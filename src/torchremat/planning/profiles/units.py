@@ -101,6 +101,18 @@ class Units:
         )
         return [storage for _, _, storage in saves]
 
+    def signature(self, unit: int) -> tuple[object, ...]:
+        """Return what units of equal cost have in common, which save alike: calls, operators, flops, saved bytes.
+
+        Types and shapes alone do not tell: blocks of one type may have other activations, or frozen weights.
+        """
+        trace = self.trace
+        calls = [trace.calls[call] for call in self.units[unit].calls]
+        names = tuple(trace.operators.runs[index].name for call in calls for index in call.operators)
+        places: dict[int, int] = {}
+        saved = [(places.setdefault(one, len(places)), trace.storage_bytes.get(one, 0)) for one in self.saved(unit)]
+        return tuple((call.signature, call.flops) for call in calls), names, tuple(saved)
+
     def outlives(self, storage: int, unit: int) -> bool:
         """Return whether a storage that nothing but Python code holds is alive after a unit has ended."""
         return storage >= 0 and self.trace.died.get(storage, self.trace.end) > self.left(unit)

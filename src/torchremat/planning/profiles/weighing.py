@@ -1,7 +1,7 @@
 """How many bytes a store takes from each unit, by putting real saved tensors into it.
 
 One forward runs in which every unit is stored, in stores that weigh: they give each tensor to the real store, have it
-brought back at once under the allocator's events, and drop it. Units of equal calls are weighed once.
+brought back at once under the allocator's events, and drop it. Units of one signature are weighed once.
 """
 
 from __future__ import annotations
@@ -98,8 +98,7 @@ def _weighed(
     alike: dict[tuple[object, ...], list[int]] = {}
     for unit, size in enumerate(profile.sizes):
         if size.has_backward:
-            signature = tuple(units.trace.calls[call].signature for call in units.units[unit].calls)
-            alike.setdefault(signature, []).append(unit)
+            alike.setdefault(units.signature(unit), []).append(unit)
     first = [members[0] for members in alike.values()]
     with subject.untouched(), record_allocations(profile.device) as recorder:
         scales = [_Scale(store, recorder, len(units.saved(unit))) for unit in first]
