@@ -67,6 +67,20 @@ def test_marks_lie_between_the_events_around_them():
     assert trace.peak_bytes_between(end, end) == 0
 
 
+def test_a_mark_after_the_block_is_none_in_the_next_one():
+    # A region of a step that had failed marked its end in the next recorder's block, over the mark of the same id.
+    with record_allocations(CPU) as first:
+        first.mark("in time")
+    with record_allocations(CPU) as second:
+        second.mark("start")
+        second.mark("before")
+        a = KIB(256)
+        first.mark("late")
+        del a
+
+    assert [mark.position for mark in second.trace.marks] == [0, 0]
+
+
 def test_marks_from_hooks_finalizers_and_other_threads():
     tensor = KIB(1, requires_grad=True)
     tensor.register_hook(lambda grad: recorder.mark("hook") and None)

@@ -25,7 +25,7 @@ from planning.steps import (
 )
 from torchremat.errors import UnsupportedError
 from torchremat.planning.profiles import profiling
-from torchremat.planning.profiles.watching import every_unit
+from torchremat.planning.profiles.watching import every_unit, halves
 from torchremat.planning.searches.mixing import divisible, mixed
 from torchremat.planning.walks.prediction import predict
 from torchremat.schedules.chain import Keep, Region
@@ -256,26 +256,54 @@ def test_random_trees_differ_and_nest():
     assert any("((" in tree or "(0 (" in tree for tree in found)
 
 
-@pytest.mark.parametrize("name", ["loop", "tied", "encoder and decoder", "transformer", "siamese"])
+IN_PIECES = ["loop", "tied", "encoder and decoder", "transformer", "siamese"]
+
+
+def watched_trees(monkeypatch, failing=0):
+    """The trees that steps are watched under from now on, of which the first ones fail for want of memory."""
+    trees, measured = [], profiling._measured
+
+    def noted(model, subject, units, tree, machine):
+        trees.append(tree)
+        if len(trees) <= failing:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return measured(model, subject, units, tree, machine)
+
+    monkeypatch.setattr(profiling, "_measured", noted)
+    return trees
+
+
+@pytest.mark.parametrize("name", IN_PIECES)
 def test_a_step_that_is_watched_in_pieces_tells_the_same(name, monkeypatch):
     model, step = KINDS[name]()
     whole = profiling.profile(model, step).coarse
-    pieces = []
     monkeypatch.setattr(profiling, "_fits", lambda units, device: False)
-
-    def outer(units, count):
-        tree = every_unit(units, count)
-        assert any(isinstance(inner, Region) for node in tree for inner in node.children)
-        pieces.append(count)
-        return tree
-
-    monkeypatch.setattr(profiling, "every_unit", outer)
+    trees = watched_trees(monkeypatch)
 
     grains = profiling.profile(model, step)
 
-    assert pieces == [max(2, math.isqrt(len(whole.units.units)))]
+    assert trees == [every_unit(whole.units, max(2, math.isqrt(len(whole.units.units))))]
+    assert any(isinstance(inner, Region) for node in trees[0] for inner in node.children)
     assert grains.fine is None
     assert grains.coarse.sizes == whole.sizes
     assert grains.coarse.order == whole.order
     for tree in trees_over(whole, 0, 3):
         assert predict(grains.coarse, tree).peak_bytes == predict(whole, tree).peak_bytes, text(tree)
+
+
+@pytest.mark.parametrize("name", IN_PIECES)
+def test_a_step_that_is_watched_in_halves_tells_the_same(name, monkeypatch):
+    model, step = KINDS[name]()
+    grains = profiling.profile(model, step)
+    finest = grains.fine or grains.coarse
+    trees = watched_trees(monkeypatch, failing=2)
+
+    found = profiling.profile(model, step)
+
+    assert len(trees) == 3
+    assert trees[2] == halves(finest.units)
+    assert found.fine is None
+    assert found.coarse.units.units == finest.units.units
+    assert found.coarse.order == finest.order
+    for tree in trees_over(finest, 0, 3):
+        assert predict(found.coarse, tree).peak_bytes == predict(finest, tree).peak_bytes, text(tree)

@@ -146,6 +146,7 @@ class AllocationRecorder:
         self._ids = itertools.count()  # next() on it is atomic, so two threads get two ids
         self._marked: dict[int, tuple[str, int]] = {}
         self._trace: AllocationTrace | None = None
+        self._has_ended = False
 
     def mark(self, label: str) -> int:
         """Mark this moment and return the mark's id: 0, 1, 2, ... About 3 microseconds; from any thread.
@@ -155,7 +156,9 @@ class AllocationRecorder:
         """
         mark = next(self._ids)
         self._marked[mark] = (label, time.time_ns())
-        _emit(mark)
+        # What an error keeps alive may mark its end late, in the block of another recorder with ids of its own.
+        if not self._has_ended:
+            _emit(mark)
         return mark
 
     def seconds(self) -> float:
@@ -238,6 +241,7 @@ def record_allocations(device: torch.device) -> Generator[AllocationRecorder]:
             yield recorder
     finally:
         with uninterrupted():
+            recorder._has_ended = True
             events = stop_profiler() if a_profiler_runs() else ()
     recorder._finish(_walk(events), start_ns)
 

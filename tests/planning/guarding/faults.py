@@ -11,24 +11,28 @@ from torchremat.extend import only_watches
 from torchremat.measuring.tracker import StorageTracker
 
 WORDS = "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate {} bytes."
+PUTTING_BACK = torch.ops.aten.copy_.default, torch.ops.aten.detach.default
 
 
 @only_watches
 class Faults(StorageTracker):
     """Fails operators by their number, or when live bytes pass a limit, once `armed`; what is made then is dropped.
 
-    Only what takes memory fails, and before anything is written, as in an allocator.
+    Only what takes memory fails, and before anything is written, as in an allocator: what puts values back takes none,
+    so that the next operator fails.
     """
 
     def __init__(self, at=(), limit_bytes=None):
         super().__init__(torch.device("cpu"))
         self.at, self.limit_bytes = set(at), limit_bytes
-        self.count, self.armed = 0, False
+        self.count, self.armed, self.due = 0, False, False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         armed = self.armed and not hidden.now
         self.count += armed
-        if armed and self.count in self.at:
+        self.due |= armed and self.count in self.at
+        if armed and self.due and func not in PUTTING_BACK:
+            self.due = False
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         before = self.live_bytes
         result = super().__torch_dispatch__(func, types, args, kwargs)

@@ -16,7 +16,8 @@ from torchremat.measuring.exhaustion import asked_bytes, chain_of, held_bytes
 from torchremat.planning.plans import Plan
 from torchremat.tensors.sizes import format_bytes
 
-AttemptPhase = Literal["forward", "recompute", "backward", "elsewhere"]
+Doing = Literal["planning", "forward", "backward"]
+AttemptPhase = Literal[Doing, "recompute", "elsewhere"]
 
 _OURS = str(Path(__file__).parents[2]) + os.sep
 _TORCHS = str(Path(torch.__file__).parent) + os.sep
@@ -30,7 +31,8 @@ class Attempt:
 
     Attributes:
         number: 1 for the first attempt at its step.
-        phase: What ran: forward, backward, a recompute in the backward; "elsewhere" if another process failed.
+        phase: What ran: planning for a budget, forward, backward, a recompute in the backward; "elsewhere" if another
+            process failed.
         where: The innermost module whose frame was left, and the line of the user's code; "" if neither is known.
         asked_bytes: What was asked for in vain, as the error says it; None if it does not.
         held_bytes: What torch's allocator had given away by then, as the error says it; None if it does not.
@@ -57,12 +59,12 @@ class Attempt:
         return f"attempt {self.number}, {under}: {self.phase}{place}{asked}{held}{then}"
 
 
-def attempt_of(error: BaseException, *, number: int, in_backward: bool, model: nn.Module, plan: Plan | None) -> Attempt:
+def attempt_of(error: BaseException, *, number: int, doing: Doing, model: nn.Module, plan: Plan | None) -> Attempt:
     """Return what an error says of the attempt that it ended. Its frames have to be there still."""
     # The first is that of the caller, which still runs and is not to be asked for its variables: see `let_go`.
     frames = list(_frames(error.__traceback__))[1:]
     recomputed = any(frame.tb_frame.f_code.co_filename in _RECOMPUTES for frame in frames)
-    phase: AttemptPhase = "forward" if not in_backward else "recompute" if recomputed else "backward"
+    phase: AttemptPhase = "recompute" if recomputed and doing == "backward" else doing
     return Attempt(
         number=number,
         phase=phase,

@@ -7,6 +7,9 @@
 #          out of   │  └── plan smaller ◄── put back, free ◄── can it be repeated? ──► GuardError
 #          memory   └── note where ── empty the frames ──────────────┘
 #
+# The first attempt under a `budget` begins with planning for it, which runs the step and may run out of memory as well:
+# the next attempt begins with planning then.
+#
 # Between two attempts nothing of the failed one may be held: not by the error's traceback, whose frames have the
 # variables of all the code that ran, not by variables here, and not by caches.
 
@@ -29,7 +32,7 @@ from torchremat.measuring.step import check_kinds, check_materialised, holdings_
 from torchremat.measuring.untouched import gradient_leaves
 from torchremat.planning.budgets import check_budget, margin_of
 from torchremat.planning.guarding.agreement import Outcome, agreed, check_alone, check_no_sync
-from torchremat.planning.guarding.attempts import Attempt, attempt_of
+from torchremat.planning.guarding.attempts import Attempt, Doing, attempt_of
 from torchremat.planning.guarding.gradients import hooked_after, lent
 from torchremat.planning.guarding.snapshots import Before
 from torchremat.planning.guarding.sources import check_no_iterators, optimizers_of
@@ -87,9 +90,9 @@ class GuardedStep(Generic[P, R]):
         self._optimizer = optimizer
         self._settings = settings
         self._applied = Applied(model)
-        self._is_planned = False
+        self._to_plan_for = settings.budget  # None once it is done
         self._state = "ready"
-        self._in_backward = False
+        self._doing: Doing = "planning"
         self._watched: dict[int, ReferenceType[Tensor]] = {}
 
     @property
@@ -140,15 +143,15 @@ class GuardedStep(Generic[P, R]):
         )
         self._state = "is running"
         try:
-            self._plan_first(bound, before)
             return self._run(bound, before, leaves)
         finally:
             self._state = "ready"
 
-    def _plan_first(self, bound: BoundStep, before: Before) -> None:
-        budget = self._settings.budget
-        if budget is not None and not self._is_planned:
-            own = self._settings
+    def _plan_first(self, bound: BoundStep, before: Before, leaves: list[Tensor]) -> None:
+        budget, own = self._to_plan_for, self._settings
+        if budget is None:
+            return
+        with lent(leaves):
             plan = first_plan(
                 self._model,
                 bound,
@@ -157,9 +160,9 @@ class GuardedStep(Generic[P, R]):
                 margin=margin_of(own.margin) + self.held_bytes,  # what is copied lies there as well
                 cost=own.cost,
             )
-            before.put_back()
-            self._applied.replace(plan)
-            self._is_planned = True
+        before.put_back()
+        self._applied.replace(plan)
+        self._to_plan_for = None
 
     def _run(self, bound: BoundStep, before: Before, leaves: list[Tensor]) -> R:
         most, group = self._settings.attempts, self._settings.group
@@ -189,7 +192,10 @@ class GuardedStep(Generic[P, R]):
                 raise GuardError(self._report(failed, why_not, before), tuple(failed)) from error
             with lent(leaves):
                 free_unused()
-                then = tightening.tighten(attempts_left=most - len(failed), room=room)
+                if self._to_plan_for is None:
+                    then = tightening.tighten(attempts_left=most - len(failed), room=room)
+                else:
+                    then = "planned from the beginning"
             before.put_back()  # planning has run the step
             free_unused()
             failed[-1] = replace(attempt, then=then)
@@ -198,11 +204,13 @@ class GuardedStep(Generic[P, R]):
 
     def _attempt(self, bound: BoundStep, before: Before, leaves: list[Tensor], number: int) -> _Ended:
         before_bytes = _allocated(leaves)
-        self._in_backward = False
+        self._doing = "planning"
         try:
+            self._plan_first(bound, before, leaves)
+            self._doing = "forward"
             with before.watched():
                 result = self._step(self._model, *bound.args, **bound.kwargs)
-                self._in_backward = True
+                self._doing = "backward"
                 self._backward(result)
             return _Ended(outcome=Outcome.DONE, result=result)
         except Exception as error:
@@ -212,7 +220,7 @@ class GuardedStep(Generic[P, R]):
             attempt = attempt_of(
                 error,
                 number=number,
-                in_backward=self._in_backward,
+                doing=self._doing,
                 model=self._model,
                 plan=self._applied.plan,
             )

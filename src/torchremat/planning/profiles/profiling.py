@@ -20,8 +20,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from torchremat.measuring.exhaustion import is_out_of_memory
-from torchremat.measuring.heap import heap_set_aside
+from torchremat.measuring.exhaustion import is_out_of_memory, let_go
+from torchremat.measuring.heap import free_unused, heap_set_aside
 from torchremat.measuring.runs import Subject, subject_of
 from torchremat.measuring.step import run_backward
 from torchremat.planning.elsewhere.machines import Here, Machine
@@ -30,8 +30,9 @@ from torchremat.planning.profiles.optimizers import measure_optimizer
 from torchremat.planning.profiles.reading import Profile, read_profile
 from torchremat.planning.profiles.tracing import Step, trace
 from torchremat.planning.profiles.units import Units, find_units, splittable
-from torchremat.planning.profiles.watching import Watcher, every_unit
+from torchremat.planning.profiles.watching import Watcher, every_unit, halves
 from torchremat.regions.settings import Settings
+from torchremat.schedules.chain import Tree
 
 # A fine step with more units than this is not watched: nobody could plan with so many.
 _MOST_UNITS = 2000
@@ -85,18 +86,16 @@ def profile_subject(model: nn.Module, subject: Subject, machine: Machine, *, fin
 
 def _grains(model: nn.Module, subject: Subject, machine: Machine, *, fine: bool) -> Grains:
     units = find_units(trace(model, subject.step, machine.record))
-    coarse = _measured_somehow(model, subject, units, machine)
+    split = splittable(units)
+    finest = find_units(units.trace, split) if split else units
+    coarse = _measured_somehow(model, subject, units, finest, machine)
     seconds = machine.forward_seconds(subject)
     own = None if subject.optimizer is None else measure_optimizer(subject, subject.optimizer, machine)
     coarse = replace(_scaled(coarse, seconds), optimizer=own)
-    split = splittable(units) if fine else frozenset[int]()
-    if not split:
-        return Grains(coarse=coarse, fine=None)
-    finest = find_units(units.trace, split)
-    if len(finest.units) > _MOST_UNITS or not _fits(finest, machine):
+    if not fine or coarse.units is finest or len(finest.units) > _MOST_UNITS or not _fits(finest, machine):
         return Grains(coarse=coarse, fine=None)
     try:
-        parts = _measured(model, subject, finest, machine, None)
+        parts = _measured(model, subject, finest, every_unit(finest), machine)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -104,17 +103,30 @@ def _grains(model: nn.Module, subject: Subject, machine: Machine, *, fine: bool)
     return Grains(coarse=coarse, fine=_scaled(parts, seconds))
 
 
-def _measured_somehow(model: nn.Module, subject: Subject, units: Units, machine: Machine) -> Profile:
-    """Run the watched step, in pieces if it would not fit otherwise."""
-    pieces = max(2, math.isqrt(len(units.units)))
-    if len(units.units) > 3 and not _fits(units, machine):
-        return _measured(model, subject, units, machine, pieces)
-    try:
-        return _measured(model, subject, units, machine, None)
-    except (RuntimeError, MemoryError) as error:
-        if len(units.units) <= 3 or not is_out_of_memory(error):
-            raise
-    return _measured(model, subject, units, machine, pieces)
+def _measured_somehow(model: nn.Module, subject: Subject, units: Units, finest: Units, machine: Machine) -> Profile:
+    """Run the watched step, in the first of these ways that fits. Each needs less memory, and more time.
+
+    units             each a region
+    units in pieces   a region around several of them
+    calls in halves   of those inside of units, each a region; around both halves of a half one more, and so on
+    """
+    ways = [(units, every_unit(units))]
+    if len(units.units) > 3:
+        ways.append((units, every_unit(units, max(2, math.isqrt(len(units.units))))))
+        if not _fits(units, machine):
+            del ways[0]
+    if len(finest.units) <= _MOST_UNITS:
+        ways.append((finest, halves(finest)))
+    *others, last = ways
+    for own, tree in others:
+        try:
+            return _measured(model, subject, own, tree, machine)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            let_go(error)
+        free_unused()
+    return _measured(model, subject, *last, machine)
 
 
 def _fits(units: Units, machine: Machine) -> bool:
@@ -124,8 +136,7 @@ def _fits(units: Units, machine: Machine) -> bool:
     return free is None or 2 * sum(units.trace.storage_bytes[storage] for storage in held) < free
 
 
-def _measured(model: nn.Module, subject: Subject, units: Units, machine: Machine, pieces: int | None) -> Profile:
-    tree = every_unit(units, pieces)
+def _measured(model: nn.Module, subject: Subject, units: Units, tree: Tree, machine: Machine) -> Profile:
     fixed = [*model.parameters(), *model.buffers()]
     with subject.untouched():
         before = subject.before(machine.device)

@@ -205,3 +205,23 @@ def every_unit(units: Units, pieces: int | None = None) -> Tree:
             first, *rest = [singles[index] for index in members[start : start + size]]
             tree.append(Region((first, *rest)) if rest else first)
     return tuple(tree)
+
+
+def halves(units: Units) -> Tree:
+    """Return the tree in which every unit is a region, and around it are as many more as it can be halved into.
+
+    Of the others it holds the inputs of few: as many as there are halves around one unit.
+    """
+    tree: list[Keep | Region] = []
+    for _, group in groupby(range(len(units.units)), key=lambda index: units.units[index].root):
+        members = list(group)
+        middle = (len(members) + 1) // 2
+        tree += [_halved(part) for part in (members[:middle], members[middle:]) if part]
+    return tuple(tree)
+
+
+def _halved(members: list[int]) -> Region:
+    if len(members) == 1:
+        return Region((Keep(members[0]),))
+    middle = (len(members) + 1) // 2
+    return Region((_halved(members[:middle]), _halved(members[middle:])))
