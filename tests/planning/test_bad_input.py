@@ -271,6 +271,15 @@ def test_devices_that_are_not_there_are_named(call, device, said):
         call(Loop(), step, device=device)
 
 
+@pytest.mark.parametrize("name", ["plan", "verify", "measure"])
+def test_the_index_of_the_cpu_does_not_matter(name):
+    # No tensor says that it is on "cpu:0", so nothing seemed to lie there before the step: peaks were too low by all of
+    # the parameters and gradients.
+    found, indexed = (CALLS[name](Loop(), step, device=device) for device in ("cpu", "cpu:0"))
+
+    assert indexed.peak_bytes == found.peak_bytes
+
+
 class Sparse(nn.Module):
     def __init__(self):
         super().__init__()

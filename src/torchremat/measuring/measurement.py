@@ -145,7 +145,9 @@ def measure(
         UnsupportedError: The device is neither a CPU nor a CUDA device.
     """
     subject = subject_of(step, model, optimizer)
-    place = _with_index(subject.device(device))
+    place = subject.device(device)
+    if place.type not in ("cpu", "cuda"):
+        raise UnsupportedError(f"bytes can be measured on cpu and cuda, not on {place}.")
     foreign_profiler = profiler_is_active()
     with heap_set_aside():
         # Before any hook is set: code that dynamo compiles with our hooks in place would keep their graph breaks.
@@ -178,9 +180,3 @@ def measure(
         reserved_bytes=plain.reserved_bytes,
         context_bytes=plain.context_bytes,
     )
-
-
-def _with_index(device: torch.device) -> torch.device:
-    if device.type not in ("cpu", "cuda"):
-        raise UnsupportedError(f"bytes can be measured on cpu and cuda, not on {device}.")
-    return torch.empty(0, device=device).device if device.type == "cuda" else device

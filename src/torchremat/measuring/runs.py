@@ -65,7 +65,7 @@ class Subject:
         )
 
     def device(self, wanted: torch.device | str | None = None) -> torch.device:
-        """Return the device wanted; if none is, that of the first parameter or else input, or the CPU.
+        """Return the device wanted, as its tensors name it, or that of the first parameter or input, else the CPU.
 
         Raises:
             UnsupportedError: There is no such device.
@@ -83,7 +83,8 @@ def _existing(wanted: torch.device | str) -> torch.device:
         raise UnsupportedError(f'device={wanted!r} is no device, like "cpu" or "cuda:0".') from error
     if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
         raise UnsupportedError(f"device={wanted!r}: torch finds {torch.cuda.device_count()} CUDA devices here.")
-    return place
+    # Tensors on "cuda" have the index of the current device, and those on "cpu:0" have none.
+    return torch.empty(0, device=place).device if place.type in ("cpu", "cuda") else place
 
 
 def subject_of(
