@@ -127,6 +127,72 @@ def fully_sharded_and_gathered_ahead():
     at_all_budgets(model)
 
 
+def gradients(model):
+    return [one.grad.full_tensor() for one in model.parameters()]
+
+
+def added_up(model, plans):
+    """Gradients of three batches that are reduced with the last; at each point the model may be planned for."""
+    for number in range(3):
+        model.set_requires_gradient_sync(number == 2)
+        if plans:
+            Planner(model, step, cost="flops")
+        (step(model) * (number + 1)).backward()
+    return gradients(model)
+
+
+def planning_leaves_what_is_added_up():
+    # Planning added its own gradients to those that FSDP2 had not reduced yet, or reduced the user's with its own.
+    mixed = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    for options in ({}, {"mp_policy": mixed}, {"reshard_after_forward": False}):
+        expected, found = added_up(sharded(**options), False), added_up(sharded(**options), True)
+
+        assert all(map(torch.equal, found, expected))
+
+
+def planning_leaves_what_is_not_summed_over_replicas():
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    found = []
+    for plans in (False, True):
+        model = sharded(mesh)
+        for is_last in (False, True):
+            model.set_requires_all_reduce(is_last)
+            if plans:
+                Planner(model, step, cost="flops")
+            step(model).backward()
+        found.append(gradients(model))
+
+    assert all(map(torch.equal, *found))
+
+
+def a_step_that_reduces_nothing():
+    for options in ({}, {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}):
+        model = sharded(**options)
+        model.set_requires_gradient_sync(False)
+        for _ in range(2):
+            planner = Planner(model, step)
+            for size in ("100%", planner.floor_bytes):
+                chosen = verified(model, planner.plan(size))
+            assert chosen.recomputed_calls > 0
+            step(model).backward()  # from now on there are gradients
+
+
+def verify_compares_gradients_that_are_not_reduced():
+    model, runs = sharded(), []
+
+    def other_each_time(model):
+        runs.append(1)
+        y = model(X)
+        y.register_hook(lambda gradient: gradient * len(runs))
+        return y.square().mean()
+
+    model.set_requires_gradient_sync(False)
+    report = verify(model, other_each_time)
+
+    assert report.is_exact is False
+    assert any("`blocks.0.up.weight` that is not reduced differs" in line for line in report.differences)
+
+
 def replicated_and_sharded():
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
 
@@ -212,6 +278,10 @@ CASES = {
         fully_sharded_in_mixed_precision,
         fully_sharded_and_gathered_ahead,
         a_forward_alone_leaves_nothing_gathered,
+        planning_leaves_what_is_added_up,
+        planning_leaves_what_is_not_summed_over_replicas,
+        a_step_that_reduces_nothing,
+        verify_compares_gradients_that_are_not_reduced,
         frees_of_gloo_are_seen,
         an_error_of_one_process_is_raised_in_both,
         the_larger_batch_counts,

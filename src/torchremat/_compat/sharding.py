@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol, cast
 from weakref import ref
 
+import torch
 from torch import nn
 
 from torchremat._compat.binding import private
@@ -29,6 +31,15 @@ if TYPE_CHECKING:
 # The gathered one is the same object each time, and gathering does not move its version: what has been written shows
 # in the sharded one alone.
 
+# NOTE [ Gradients that FSDP2 has not reduced ]
+#
+# While gradients are added up (`set_requires_gradient_sync(False)`, or `set_requires_all_reduce(False)`) they are not
+# in the `.grad` of the sharded parameters, until a backward that reduces takes them from
+#
+#     the `.grad` of the gathered parameter      as autograd has written it
+#     `unsharded_accumulated_grad`               the same, where it is reduced in another dtype
+#     `_partial_reduce_output` of the group      of parts that are reduced, and yet to be summed over replicas
+
 _FSDP = "a region in a module that `fully_shard` has sharded"
 _MANAGED = "_is_fsdp_managed_module"
 _FSDP_MODULE = "torch.distributed.fsdp._fully_shard._fsdp_state"  # imported by whoever has used `fully_shard`
@@ -46,6 +57,7 @@ class _Param(Protocol):
     _sharded_local_tensor: Tensor
     _module_info: _Info
     _param_fqn: str | None
+    _unsharded_param: nn.Parameter
 
 
 class _Communication(Protocol):
@@ -138,22 +150,58 @@ def _groups_of(state: _State | None) -> list[_Group]:
     return [] if one is None else [one]
 
 
+def _groups_in(modules: Iterable[nn.Module]) -> Iterator[_Group]:
+    for module in modules if has_fsdp() else ():
+        if is_sharded(module):
+            yield from _groups_of(cast("_Module", module)._get_fsdp_state())
+
+
+def _unreduced(modules: Iterable[nn.Module]) -> Iterator[tuple[str, object, str]]:
+    """Yield where gradients may lie: whose, the owner, and its attribute."""
+    for group in _groups_in(modules):
+        yield "parameters together", group, "_partial_reduce_output"
+        for param in group.fsdp_params:
+            name = param._param_fqn or param._module_info.param_name
+            yield name, param, "unsharded_accumulated_grad"
+            if hasattr(param, "_unsharded_param"):  # it comes with the first forward
+                yield name, param._unsharded_param, "grad"
+
+
+def unreduced_gradients(modules: Iterable[nn.Module]) -> dict[str, Tensor]:
+    """Return what the sharded ones of some modules have added up. See NOTE [ Gradients that FSDP2 has not reduced ]."""
+    found = ((name, getattr(owner, place, None)) for name, owner, place in _unreduced(modules))
+    return {name: gradient for name, gradient in found if gradient is not None}
+
+
+@contextmanager
+def unreduced_gradients_aside(modules: Sequence[nn.Module]) -> Generator[None]:
+    """Set them aside for the block, with zeros in their place; what is added up in it is dropped."""
+    aside = [(owner, place, getattr(owner, place, None)) for _, owner, place in _unreduced(modules)]
+    try:
+        for owner, place, gradient in aside:
+            if gradient is not None:
+                setattr(owner, place, torch.zeros_like(gradient))
+        yield
+    finally:
+        for _, owner, place in _unreduced(modules):
+            setattr(owner, place, None)
+        for owner, place, gradient in aside:
+            setattr(owner, place, gradient)
+
+
 def reshard(modules: Iterable[nn.Module]) -> None:
     """Bring the sharded ones of some modules to where a backward leaves them, for forwards that none has followed.
 
     Such a forward leaves parameters gathered, those of the outermost module at least, and its modules among those that
     the next backward gathers ahead.
     """
-    for module in modules if has_fsdp() else ():
-        if not is_sharded(module):
+    for group in _groups_in(modules):
+        if not hasattr(group.comm_ctx, "post_forward_order"):  # it comes with the first forward
             continue
-        for group in _groups_of(cast("_Module", module)._get_fsdp_state()):
-            if not hasattr(group.comm_ctx, "post_forward_order"):  # it comes with the first forward
-                continue
-            if group.reshard_after_backward:
-                group.reshard()
-            group.comm_ctx.post_forward_order.clear()
-            group._post_forward_indices.clear()
+        if group.reshard_after_backward:
+            group.reshard()
+        group.comm_ctx.post_forward_order.clear()
+        group._post_forward_indices.clear()
 
 
 def all_shards() -> Iterator[tuple[nn.Module, str, Shard]]:

@@ -9,6 +9,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from torchremat._compat.sharding import unreduced_gradients
 from torchremat.measuring.communication import communication_bytes
 from torchremat.measuring.tracker import address_of, tensors_in
 
@@ -67,10 +68,11 @@ def bytes_before(
     held = {id(tensor) for tensor in inputs}
     parameters = [parameter for model in models for parameter in model.parameters()]
     others = [leaf for leaf in leaves if id(leaf) not in held]  # the optimizer may have more than the model
+    modules = [module for model in models for module in model.modules()]
     state = [] if optimizer is None else list(cast("dict[Tensor, object]", optimizer.state).values())
     return BytesBefore(
         parameter_bytes=bytes_of([*parameters, *others]),
-        gradient_bytes=bytes_of(leaf.grad for leaf in leaves),
+        gradient_bytes=bytes_of([*(leaf.grad for leaf in leaves), *unreduced_gradients(modules).values()]),
         buffer_bytes=bytes_of(buffer for model in models for buffer in model.buffers()),
         optimizer_bytes=bytes_of(state),
         input_bytes=bytes_of(inputs),

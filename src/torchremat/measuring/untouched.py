@@ -2,7 +2,8 @@
 
 Put back, whether the block ends or raises (KeyboardInterrupt included, and one that comes meanwhile waits):
 
-    gradients        the same `.grad` objects with the same values; during the block there are zeros in their place
+    gradients        the same `.grad` objects with the same values; during the block there are zeros in their place;
+                     likewise what FSDP2 has added up and not reduced
     buffers          the same objects, values and versions; those assigned or registered in the block are dropped
     RNG              torch on the CPU and on every CUDA device, Python's `random`, NumPy's global generator
     training flags   of every module
@@ -24,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from torchremat._compat.sharding import reshard
+from torchremat._compat.sharding import reshard, unreduced_gradients_aside
 from torchremat.measuring.bindings import set_version
 from torchremat.measuring.interrupts import uninterrupted
 
@@ -56,6 +57,7 @@ def untouched(
         stack.enter_context(_generators())
         stack.enter_context(_training_flags(modules))
         stack.enter_context(_buffers(modules))
+        stack.enter_context(unreduced_gradients_aside(modules))
         stack.enter_context(_gradients(leaves))
         try:
             yield

@@ -10,6 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from torchremat._compat.sharding import unreduced_gradients
 from torchremat.measuring.exhaustion import is_out_of_memory
 from torchremat.measuring.runs import Subject, run_counted, run_plain, run_traced, subject_of
 from torchremat.measuring.step import run_backward
@@ -214,6 +215,8 @@ def _run(subject: Subject, device: torch.device, state_bytes: int) -> _Run:
             if leaf.grad is not None:
                 outcome[f"the gradient of `{names.get(id(leaf), f'input {place}')}`"] = _copied(leaf.grad)
         for model in subject.models:
+            for name, gradient in unreduced_gradients(model.modules()).items():
+                outcome[f"the gradient of `{name}` that is not reduced"] = _copied(gradient)
             for name, buffer in model.named_buffers():
                 outcome[f"the buffer `{name}`"] = _copied(buffer)
     return _Run(
