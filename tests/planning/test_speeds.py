@@ -25,16 +25,20 @@ class Clock:
         return self.now
 
 
+# Of two, so that sums are exact; short, as a store is that can be measured several times.
+UNIT_S = 2.0**-20
+
+
 class Queue:
-    """A store that takes 2 s of who puts, and writes 4 s and 1 s a KiB afterwards; a read takes 3 s of who gets."""
+    """A store that takes 2 units of who puts, and writes 4 and 1 a KiB afterwards; a read takes 3 of who gets."""
 
     def __init__(self, clock):
         self.clock = clock
         self.free_s = 0.0
 
     def put(self, tensor):
-        self.clock.now += 2
-        self.free_s = max(self.free_s, self.clock.now) + 4 + tensor.nbytes / 1024
+        self.clock.now += 2 * UNIT_S
+        self.free_s = max(self.free_s, self.clock.now) + (4 + tensor.nbytes / 1024) * UNIT_S
         return Queued(self, tensor)
 
 
@@ -52,7 +56,7 @@ class Queued:
         pass
 
     def get(self):
-        self.store.clock.now += 3
+        self.store.clock.now += 3 * UNIT_S
         return self.tensor
 
 
@@ -62,7 +66,7 @@ def clock(monkeypatch):
     monkeypatch.setattr(speeds, "time", clock)
 
     def compute(_self, times):
-        clock.now += times
+        clock.now += times * UNIT_S
 
     monkeypatch.setattr(speeds._Timed, "_compute", compute)
     return clock
@@ -72,17 +76,80 @@ def test_what_is_waited_for_and_what_it_takes_from_the_model_are_told_apart(cloc
     freight = Freight(tensors=((4096, torch.float32), (2048, torch.bool)))
     speed = measured_speed(Queue(clock), CPU, freight, None)
 
-    # 32 tensors of 1 KiB: the first is put in 2 s, then all are written one after the other, 5 s each.
-    assert speed.out.tensor_s == (2 + 32 * 5) / 32
+    # 32 tensors of 1 KiB: the first is put in 2 units, then all are written one after the other, 5 each.
+    assert speed.out.tensor_s == (2 + 32 * 5) / 32 * UNIT_S
     # Who has something else to do loses what it puts, and nothing that is written meanwhile.
-    assert speed.out.busy_tensor_s == 2
-    # Two tensors of 6 KiB: 2 s, and 2 * 4 + 6 s.
-    assert speed.out.byte_s == (2 + 2 * 4 + 6 - 2 * speed.out.tensor_s) / 6144
+    assert speed.out.busy_tensor_s == 2 * UNIT_S
+    # Two tensors of 6 KiB: 2, and 2 * 4 + 6.
+    assert speed.out.byte_s == ((2 + 2 * 4 + 6) * UNIT_S - 2 * speed.out.tensor_s) / 6144
     assert speed.out.busy_byte_s == 0
     # What is read by who needs it is never beside anything.
-    assert speed.back.tensor_s == speed.back.busy_tensor_s == 3
+    assert speed.back.tensor_s == speed.back.busy_tensor_s == 3 * UNIT_S
     assert speed.back.byte_s == speed.back.busy_byte_s == 0
     assert speed.spread == 0
+
+
+class Line:
+    """A store for which everybody waits, and that counts: so many bytes a second each way, and so long a tensor."""
+
+    def __init__(self, clock, byte_s, tensor_s):
+        self.clock, self.byte_s, self.tensor_s = clock, byte_s, tensor_s
+        self.moved_bytes = 0
+
+    def move(self, tensor):
+        self.clock.now += self.tensor_s + tensor.nbytes * self.byte_s
+        self.moved_bytes += tensor.nbytes
+
+    def put(self, tensor):
+        self.move(tensor)
+        return Lined(self, tensor)
+
+
+class Lined:
+    def __init__(self, store, tensor):
+        self.store, self.tensor, self.stored_bytes = store, tensor.clone(), tensor.nbytes
+
+    def prefetch(self):
+        pass
+
+    def get(self):
+        self.store.move(self.tensor)
+        return self.tensor
+
+
+FOUR_OF_8_MIB = Freight(tensors=((8 * 2**20, torch.float32),) * 4)
+
+
+def test_a_slow_store_is_measured_with_few_bytes(clock):
+    # 32 MiB were moved some twenty times, which takes two minutes at 10 MB/s.
+    store = Line(clock, byte_s=1e-7, tensor_s=0.0)
+    speed = measured_speed(store, CPU, FOUR_OF_8_MIB, None)
+
+    assert clock.now < 4
+    assert store.moved_bytes < 2**25
+    assert speed.measured_bytes == 2**18  # four times as much would take a little more than a tenth of a second
+    for pace in (speed.out, speed.back):
+        assert pace.byte_s + pace.tensor_s / 2**18 == pytest.approx(1e-7)
+        assert pace.busy_byte_s == pace.byte_s
+
+
+def test_a_store_that_takes_a_second_for_anything_is_moved_twice(clock):
+    store = Line(clock, byte_s=0.0, tensor_s=1.0)
+    speed = measured_speed(store, CPU, FOUR_OF_8_MIB, None)
+
+    assert clock.now < 10
+    assert speed.measured_bytes == 1024
+    for pace in (speed.out, speed.back):
+        assert pace.tensor_s == pace.busy_tensor_s == pytest.approx(1)
+    assert speed.spread == 1
+
+
+def test_a_fast_store_is_measured_with_all(clock):
+    speed = measured_speed(Line(clock, byte_s=1e-9, tensor_s=1e-6), CPU, FOUR_OF_8_MIB, None)
+
+    assert speed.measured_bytes == 2**25
+    assert speed.out.byte_s == pytest.approx(1e-9)
+    assert speed.out.tensor_s == pytest.approx(1e-6 + 1024e-9)
 
 
 def test_a_tensor_that_is_saved_twice_is_moved_once():

@@ -15,6 +15,10 @@ All four in turn, several times, for tensors as one unit saves them and for tiny
 tensor whatever its size, and those of a byte. What is computed is products of matrices and functions of their elements,
 as kernels of a model are either.
 
+A store may be slow: the part that is moved grows from one small tensor as long as the next one is expected to move
+within a tenth of a second each way, some thirty of which are waited for. One that takes longer for the smallest part is
+moved once, and believed to take all of it from the model.
+
 Deliberately missing: how fast a disk is that has to write what it is given at once. Moves go to the page cache here, as
 those of a step do; a step that stores more than the system lets wait there is slower, which `verify` tells.
 """
@@ -41,6 +45,9 @@ _FEWEST_ROUNDS = 3
 _ENOUGH_S = 1.0
 # Of a unit's tensors those are moved that come first, so many bytes of them.
 _MOST_BYTES = 32 * 2**20
+# A move of more seconds each way is not measured again, and none is tried that is expected to take them.
+_LONGEST_S = 0.1
+_GROWTH = 4
 # Enough to be stored at all, see `Catalog`.
 _TINY_BYTES = 1024
 _TINY_TENSORS = 32
@@ -74,6 +81,16 @@ class Freight:
             taken.append((size, dtype))
         return Freight(tensors=tuple(taken), times=self.times)
 
+    def part(self, limit_bytes: int) -> Freight:
+        """Return the first so many bytes; the last of the tensors may be a part of one."""
+        taken, left = list[tuple[int, torch.dtype]](), limit_bytes
+        for size, dtype in self.tensors:
+            if left < min(size, _TINY_BYTES):
+                break
+            taken.append((min(size, left), dtype))
+            left -= size
+        return Freight(tensors=tuple(taken), times=self.times)
+
 
 def measured_speed(store: Store, device: torch.device, freight: Freight, limit_bytes: int | None) -> Speed:
     """Return how fast a store is.
@@ -93,10 +110,10 @@ def measured_speed(store: Store, device: torch.device, freight: Freight, limit_b
         return Speed(out=never, back=never, spread=0.0, measured_bytes=0)
     of_tiny, of_all = _Timed(store, device, tiny), _Timed(store, device, freight)
     return Speed(
-        out=_pace(tiny, of_tiny.out, freight, of_all.out),
-        back=_pace(tiny, of_tiny.back, freight, of_all.back),
+        out=_pace(of_tiny.freight, of_tiny.out, of_all.freight, of_all.out),
+        back=_pace(of_tiny.freight, of_tiny.back, of_all.freight, of_all.back),
         spread=of_all.spread,
-        measured_bytes=freight.size_bytes,
+        measured_bytes=of_all.freight.size_bytes,
     )
 
 
@@ -122,15 +139,42 @@ def _pace(tiny: Freight, of_tiny: _Move, freight: Freight, of_all: _Move) -> Pac
 
 
 class _Timed:
-    """The seconds of moving some freight out and back."""
+    """The seconds of moving some freight, or the part of it that is quick, out and back.
+
+    Attributes:
+        freight: What was moved.
+        out: Its way out.
+        back: Its way back.
+        spread: By how much its moves varied.
+    """
 
     def __init__(self, store: Store, device: torch.device, freight: Freight) -> None:
-        self._store, self._device, self._freight = store, device, freight
+        self._store, self._device = store, device
         width = _WIDTH.get(device.type, _WIDTH_OF_DEVICES)
         # The generators that the model draws from are not touched.
         self._generator = torch.Generator(device).manual_seed(0)
         self._matrix = self._random(width, width)
-        self._step(1, moves=True)  # threads start, and files grow
+        self.freight = freight.part(_TINY_BYTES)
+        self._step(1, moves=True)  # threads start
+        once = self._grown(freight)
+        if max(once) > _LONGEST_S:
+            alone = busy = [once]
+            self.spread = 1.0
+        else:
+            alone, busy = self._rounds()
+            self.spread = _spread([sum(one) for one in alone])
+        self.out, self.back = (_move([one[i] for one in alone], [one[i] for one in busy]) for i in (0, 1))
+
+    def _grown(self, freight: Freight) -> tuple[float, float]:
+        """Let more of some freight be moved as long as that is expected to be quick; return the seconds of a move."""
+        took = self._added(0)
+        while self.freight != freight and _GROWTH * max(took) <= _LONGEST_S:
+            self.freight = freight.part(_GROWTH * self.freight.size_bytes)
+            took = self._added(0)
+        return took
+
+    def _rounds(self) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+        """Return the seconds that moves take with nothing else to do, and with enough."""
         found = [self._step(0, moves=True) for _ in range(_FEWEST_ROUNDS)]
         most_s = max(statistics.median(column) for column in zip(*found, strict=True))
         once_s = min(sum(self._step(1, moves=False)) for _ in range(_FEWEST_ROUNDS)) / 2
@@ -141,8 +185,7 @@ class _Timed:
         for _ in range(rounds):
             alone.append(self._added(0))
             busy.append(self._added(times))
-        self.out, self.back = (_move([one[i] for one in alone], [one[i] for one in busy]) for i in (0, 1))
-        self.spread = _spread([sum(one) for one in alone])
+        return alone, busy
 
     def _added(self, times: int) -> tuple[float, float]:
         kept, moved = self._step(times, moves=False), self._step(times, moves=True)
@@ -152,11 +195,11 @@ class _Timed:
         """Return the seconds of a forward and a backward with so much to compute."""
         trips = {0: Trip(store=0, leaves_after=1, comes_before=1)} if moves else {}
         journey = Journey(Itinerary((self._store,), trips))
-        tensors = [self._made(size, dtype) for size, dtype in self._freight.tensors]
+        tensors = [self._made(size, dtype) for size, dtype in self.freight.tensors]
         start = torch.zeros(2, device=self._device, requires_grad=True)
 
         def save(_args: object, _kwargs: object) -> object:
-            return _saving(start, tensors, self._freight.times)
+            return _saving(start, tensors, self.freight.times)
 
         def compute(args: tuple[object, ...], _kwargs: object) -> object:
             return _computing(cast("Tensor", args[0]), lambda: self._compute(times))
