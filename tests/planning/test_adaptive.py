@@ -522,6 +522,70 @@ def test_a_step_above_the_budget_is_told_and_the_next_plans_leave_more(monkeypat
     assert tight.peak_bytes < loose.peak_bytes
 
 
+class Picking(nn.Module):
+    """A wide layer for the rows that begin with a positive number."""
+
+    def __init__(self, pick):
+        super().__init__()
+        self.pick, self.up, self.down = pick, nn.Linear(8, 256), nn.Linear(256, 8)
+
+    def forward(self, x):
+        rows = self.pick(x[:, 0] > 0)
+        return x.index_add(0, rows, self.down(F.gelu(self.up(x[rows]))))
+
+
+def picking(pick=lambda mask: torch.where(mask)[0]):
+    torch.manual_seed(0)
+    return nn.Sequential(*(Picking(pick) for _ in range(4)))
+
+
+def picked(share, rows=128):
+    """Rows of which this share is picked, whatever is added to them."""
+    x = torch.randn(rows, 8, generator=torch.Generator().manual_seed(0))
+    x[:, 0] = torch.where(torch.arange(rows) < share * rows, 100.0, -100.0)
+    return x
+
+
+def loss_of_rows(model, x):
+    return model(x).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("pick", "measured"),
+    [
+        (lambda mask: mask.nonzero()[:, 0], 3),
+        (lambda mask: torch.arange(len(mask))[mask], 3),
+        (lambda mask: torch.argsort(mask.byte())[:32], 1),
+    ],
+)
+def test_where_sizes_depend_on_values_every_step_is_measured(pick, measured, monkeypatch):
+    calls, real = [], gauges.record_allocations
+    monkeypatch.setattr(gauges, "record_allocations", lambda device: calls.append(device) or real(device))
+    adaptive = Adaptive(picking(pick), loss_of_rows, budget="1GiB", cost="flops")
+    for _ in range(3):
+        adaptive(picked(0.5))
+
+    assert len(calls) == measured
+
+
+def test_a_batch_of_a_known_shape_that_needs_more_is_told():
+    # More rows were picked than in the batch that was measured, so that nobody looked, and the budget was exceeded.
+    model = picking()
+    rise = plain_bytes(model, loss_of_rows, picked(0.5)) - fixed_bytes(model)
+    adaptive = Adaptive(model, loss_of_rows, budget=fixed_bytes(model) + int(1.2 * rise), cost="flops", over="warn")
+    for _ in range(2):
+        adaptive(picked(0.5))
+
+    with pytest.warns(BudgetWarning, match="measured at .*, above the budget"):
+        adaptive(picked(1.0))
+
+    (loose,) = adaptive.plans
+    assert loose.recomputed_calls == 0
+    adaptive(picked(0.5))
+    (tight,) = adaptive.plans
+    assert tight.recomputed_calls > 0
+
+
 class _Needing:
     """A recorder that saw a higher peak."""
 

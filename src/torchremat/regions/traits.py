@@ -52,6 +52,7 @@ class Traits:
         is_kept: Whether its outputs can be. See NOTE [ What is never kept ].
         is_random: Whether it draws random numbers.
         accumulates: Whether it is one of those that add a gradient to what is there.
+        is_sized_by_values: Whether the sizes of its outputs may depend on values of its inputs.
         writes: The places and names of the arguments that it writes.
         is_plain: Whether none of this calls for more than to ask about it.
         run: Runs it.
@@ -64,6 +65,7 @@ class Traits:
     is_kept: bool = False
     is_random: bool = False
     accumulates: bool = False
+    is_sized_by_values: bool = False
     writes: tuple[tuple[int, str], ...] = ()
     is_plain: bool = field(init=False)
     run: Callable[..., object] = field(init=False)
@@ -103,6 +105,7 @@ def _traits_of(operator: Any) -> Traits:
     )
     cast = name == "aten._to_copy.default"
     empty = name.startswith(_WITHOUT_VALUES)
+    tags = getattr(operator, "tags", ())
     return Traits(
         operator,
         ignored,
@@ -110,7 +113,8 @@ def _traits_of(operator: Any) -> Traits:
         is_counted=not (ignored or cast or (aliases and not writes)),
         is_kept=not (ignored or aliases or writes or empty or cast),
         accumulates=name.startswith(_ACCUMULATING),
-        is_random=torch.Tag.nondeterministic_seeded in getattr(operator, "tags", ()),
+        is_random=torch.Tag.nondeterministic_seeded in tags,
+        is_sized_by_values=torch.Tag.dynamic_output_shape in tags,
         writes=writes,
     )
 

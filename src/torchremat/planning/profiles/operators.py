@@ -108,12 +108,14 @@ class OperatorTrace:
         values: By number.
         saves: In order; what has no memory to show is left out.
         storages: For the number of a storage here its number in the trace of the calls, if that knows it.
+        is_sized_by_values: Whether one made as many elements as values said.
     """
 
     runs: list[Run] = field(default_factory=list[Run])
     values: list[SeenValue] = field(default_factory=list[SeenValue])
     saves: list[Save] = field(default_factory=list[Save])
     storages: dict[int, int] = field(default_factory=dict[int, int])
+    is_sized_by_values: bool = False
 
 
 # What makes an operator take time that has no flops: the bytes that it moves, and that it is called.
@@ -260,6 +262,10 @@ class OperatorLog(EagerMode):
         result = func(*args, **named)
         seconds = self._seconds() - start_s
         ends = self.mark()
+        if traits.is_sized_by_values:
+            # Of indices masks alone are counted.
+            masks = any(one.dtype in (torch.bool, torch.uint8) for one in tensors[1:])
+            self.trace.is_sized_by_values |= masks or func is not torch.ops.aten.index.Tensor
         makes: dict[int, None] = {}
         for tensor in written_by(traits.writes, args, named):
             value = self._written(tensor)

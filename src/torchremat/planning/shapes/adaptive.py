@@ -258,12 +258,13 @@ class Adaptive(Generic[B]):
         if not chosen.fits and not chosen.steps:
             warnings.warn(self._nothing_fits(chosen, look), BudgetWarning, stacklevel=3)
         start_s = time.perf_counter()
-        wanted = not chosen.family.is_near_measured(look.shape)
+        is_unlike = not chosen.family.is_near_measured(look.shape)
+        wanted = is_unlike or chosen.family.is_sized_by_values
         before_bytes = self._before_bytes(look) if wanted or self._device.type == "cuda" else 0
         planned = installed(self._model, chosen.calls, chosen.tree, Settings(), chosen.held)
         plan = planned if chosen.has_regions else nullcontext()
         with plan, gauge(self._device, wanted=wanted) as measured:
-            with calls_noted(self._model) if wanted else nullcontext() as names:
+            with calls_noted(self._model) if is_unlike else nullcontext() as names:
                 loss = loss_of(self._step(self._model, batch))
             result = loss.detach()
             run_backward(loss)
@@ -293,7 +294,8 @@ class Adaptive(Generic[B]):
         if over_bytes > 0 and not self._classes.knows(look):
             self._learn(look, batch)
         if family.knows(look.shape) or not self._classes.knows(look):
-            family.measured.append(look.shape)
+            if look.shape not in family.measured:
+                family.measured.append(look.shape)
             family.over_share = max(family.over_share, over_bytes / max(1, rise_bytes))
         if measured_bytes > self.budget_bytes and chosen.fits:
             said = (

@@ -113,6 +113,11 @@ class Family:
         return not self.has_told_calls or names == [call.name for call in self.largest.coarse.units.trace.calls]
 
     @property
+    def is_sized_by_values(self) -> bool:
+        """Whether batches of one shape may need different bytes: sizes in the model depend on values."""
+        return any(own.coarse.units.trace.operators.is_sized_by_values for own in self.grains)
+
+    @property
     def largest(self) -> Grains:
         """The profile at the largest shape, as it is mixed."""
         return max(zip(self.shapes, self._mixable, strict=True), key=lambda one: math.prod(one[0]))[1]
