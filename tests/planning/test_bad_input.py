@@ -441,6 +441,16 @@ def test_a_budget_beyond_all_sizes_is_refused_before_any_work(budget):
     assert not ran
 
 
+@pytest.mark.parametrize("call", [plan, fit])
+def test_a_margin_that_is_none_is_refused_before_any_work(call):
+    # The step was profiled first, and what that took was lost.
+    ran = []
+
+    with pytest.raises(BudgetError, match="'much' is not a size"):
+        call(block(), lambda m: ran.append(1) or step(m), budget="80%", margin="much")
+    assert not ran
+
+
 @pytest.mark.parametrize("margin", [False, 0.0, None, "", "0"])
 def test_a_margin_is_a_size_or_the_number_0(margin):
     planner = Planner(block(), step)

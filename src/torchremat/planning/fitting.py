@@ -57,10 +57,12 @@ def fit(
         progress: As for `plan`.
 
     Raises:
-        BudgetError: No plan fits, by prediction or by measurement; the model is as it was.
+        BudgetError: The budget or the margin is no size, or no plan fits, by prediction or by measurement; the model is
+            as it was.
         StepError: See `plan`.
     """
     check_budget(budget, subject_of(step, model, optimizer, needs_model=True).device(device))
+    margin_of(margin)
     planner = Planner(
         model,
         step,

@@ -311,12 +311,13 @@ def plan(
         progress: Called with how far planning is; see `Planner`.
 
     Raises:
-        BudgetError: The budget is no size, or no plan fits it.
+        BudgetError: The budget or the margin is no size, or no plan fits it.
         DeviceError: With `on="meta"`: the device is not known, or its description lacks something.
         StepError: The step returns no loss, or calls other modules each time.
         UnsupportedError: A profiler is active, the device has no allocation events, one of the stores is none or loses
             digits and that is not allowed, or stores are given for a step that calls several modules.
     """
+    margin_of(margin)  # what is wrong with it is said before any work, as of the budget
     if on is None:
         subject = subject_of(step, model, optimizer, needs_model=True)
         check_budget(budget, subject.device(torch_device(device)))
