@@ -64,6 +64,7 @@ def test_a_description_by_hand_needs_no_more_than_its_fields(tmp_path):
         ({"overheads": {"region_s": 1}}, "object with region_s, collected_s, replayed_s in seconds is needed"),
         ({"overheads": {"region_s": 1, "collected_s": -1, "replayed_s": 0}}, "in seconds is needed"),
         ({"kernels": []}, "kernels is no object of signatures"),
+        ({"name": ["small"]}, r"name is \['small'\], a str is needed"),
         ({"version": 9}, "this torchremat reads"),
     ],
 )
@@ -77,15 +78,20 @@ def test_what_is_wrong_with_a_description_is_said(tmp_path, changes, message):
 def test_what_is_no_file_of_a_device_is_said(tmp_path):
     (tmp_path / "list.json").write_text("[]")
     (tmp_path / "text.json").write_text("h100")
+    (tmp_path / "deep.json").write_text("[" * 100_000)
 
-    for name, message in {"list": "not a list", "text": "cannot be read", "absent": "cannot be read"}.items():
-        with pytest.raises(DeviceError, match=message):
+    for name in ("text", "absent", "deep"):
+        with pytest.raises(DeviceError, match="cannot be read"):
             Device.load(tmp_path / f"{name}.json")
+    with pytest.raises(DeviceError, match="not a list"):
+        Device.load(tmp_path / "list.json")
 
 
 def test_names_that_are_not_known_are_answered_with_those_that_are():
     with pytest.raises(DeviceError, match=r"device='h10' is no device that is known here\. Is 'h100' meant\?.*a100"):
         device_of("h10")
+    with pytest.raises(DeviceError, match="is no device that is known here"):
+        device_of("h" * 5000)  # no file has such a name: an OSError of the system
     with pytest.raises(DeviceError, match="it has to know which"):
         device_of(None)
     with pytest.raises(DeviceError, match="needs on='meta' beside it"):

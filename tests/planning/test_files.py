@@ -196,6 +196,9 @@ def _set(*keys, value):
         (_set("plain_seconds", value=float("nan")), r"plain_seconds is nan, float is needed"),
         (_set("plain_seconds", value=float("inf")), r"plain_seconds is inf, float is needed"),
         (_set("plain_seconds", value=None), r"plain_seconds is None, float is needed"),
+        (_set("plain_seconds", value=10**400), r"plain_seconds is 2\*\*1328 or more, which no number of a plan is"),
+        (_set("peak_bytes", value=10**400), r"peak_bytes is 2\*\*1328 or more"),
+        (_set("calls", "roots", value=[]), r"`calls` has no roots, and without one nothing is recomputed"),
         (_set("cost", value="money"), r"cost is 'money', one of 'seconds', 'flops' is needed"),
         (_set("plain_source", value=1), r"plain_source is 1, one of 'measured', 'predicted' is needed"),
         (_set("units", value={}), r"units is \{\}, a list is needed"),
@@ -221,6 +224,17 @@ def _set(*keys, value):
 def test_damaged_fields_are_named(path, change, said):
     with pytest.raises(PlanError, match=said):
         Plan.load(changed(path, change))
+
+
+@pytest.mark.parametrize("kind", ["others", "opened"])
+def test_calls_that_are_no_units_are_of_modules_of_the_model(path, kind):
+    # They were not looked at: an AttributeError of torch, from the middle of `apply`.
+    call = {"name": "absent", "number": 0, "inside": ["0"]}
+    plan = Plan.load(changed(path, _set("calls", kind, value=[call])))
+    model, _ = KINDS["loop"]()
+
+    with pytest.raises(PlanError, match="there is no module `absent`"):
+        plan.apply(model)
 
 
 def test_a_unit_without_calls_is_an_error(path):

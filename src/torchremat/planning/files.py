@@ -20,6 +20,9 @@ from torchremat.schedules.chain import Keep, Region, Tree, kept
 SCHEMA = "torchremat.plan"
 VERSION = 1
 
+# Beyond this nothing is a number of a plan, and floats end not much later.
+_MOST_BITS = 128
+
 T = TypeVar("T")
 
 
@@ -66,7 +69,8 @@ def _check_tree(plan: object, source: str) -> None:
     # `Plan` is defined above this module, which sees it as a dataclass with these fields.
     fields_of = cast("dict[str, object]", vars(plan))
     tree, units = cast("Tree", fields_of["tree"]), cast("tuple[object, ...]", fields_of["units"])
-    calls = cast("dict[str, tuple[object, ...]]", vars(fields_of["calls"]))["units"]
+    known = cast("dict[str, tuple[object, ...]]", vars(fields_of["calls"]))
+    calls = known["units"]
     found = list(_stages(tree))
     if found != list(range(len(units))) or len(calls) != len(units):
         raise PlanError(
@@ -93,6 +97,8 @@ def _check_tree(plan: object, source: str) -> None:
     empty = [unit for unit, made in enumerate(calls) if not made]
     if empty:
         raise PlanError(f"{source}: the units {empty} have no calls.")
+    if not known["roots"]:
+        raise PlanError(f"{source}: `calls` has no roots, and without one nothing is recomputed.")
 
 
 def _stages(nodes: Tree) -> list[int]:
@@ -167,6 +173,8 @@ def _read(value: object, kind: object, where: str) -> object:
 
 
 def _read_plain(value: object, kind: type, where: str) -> object:
+    if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+        raise PlanError(f"{where} is 2**{value.bit_length() - 1} or more, which no number of a plan is.")
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if type(value) is not kind or (isinstance(value, float) and not math.isfinite(value)):

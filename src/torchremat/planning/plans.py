@@ -221,7 +221,8 @@ class Plan:
             if name in there and here[name] != there[name]
         ]
         modules = {name for name, _ in model.named_modules()}
-        named = {call.name for unit in self.calls.units for call in unit} | set(self.calls.roots)
+        calls = (*(call for unit in self.calls.units for call in unit), *self.calls.others, *self.calls.opened)
+        named = {call.name for call in calls} | set(self.calls.roots)
         problems += [f"there is no module `{name}`" for name in sorted(named - modules)]
         if problems:
             shown = "\n".join(f"  {problem}" for problem in problems[:12])

@@ -79,8 +79,11 @@ class Device:
         ]
         if self.type not in ("cpu", "cuda"):
             problems.append(f"type is {self.type!r}, 'cpu' or 'cuda' is needed")
-        if not self.flops or not all(map(_is_positive, self.flops.values())):
-            problems.append(f"flops is {dict(self.flops)!r}, at least one dtype with a number above 0 is needed")
+        rates = list(self.flops.values()) if isinstance(self.flops, Mapping) else []  # pyright: ignore[reportUnnecessaryIsInstance]  user input
+        if not rates or not all(map(_is_positive, rates)):
+            problems.append(f"flops is {self.flops!r}, at least one dtype with a number above 0 is needed")
+        if not isinstance(self.name, str):  # pyright: ignore[reportUnnecessaryIsInstance]  user input
+            problems.append(f"name is {self.name!r}, a str is needed")
         if problems:
             raise DeviceError(f"device {self.name!r}: {'; '.join(problems)}.")
 
@@ -105,7 +108,7 @@ class Device:
         """
         try:
             content: object = json.loads(Path(path).read_text())
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise DeviceError(f"{path}: cannot be read as the description of a device: {error}.") from error
         if not isinstance(content, dict):
             raise DeviceError(
@@ -241,6 +244,13 @@ _BUILT_IN: dict[str, Device] = dict(
 )
 
 
+def _is_file(name: str) -> bool:
+    try:
+        return Path(name).is_file()
+    except OSError:  # longer than a name can be
+        return False
+
+
 def device_of(device: object) -> Device:
     """Return a description: one that is given, that of a name in the table, or that in a file.
 
@@ -253,7 +263,7 @@ def device_of(device: object) -> Device:
         return device
     if isinstance(device, str) and device.lower() in _BUILT_IN:
         return _BUILT_IN[device.lower()]
-    if isinstance(device, Path) or (isinstance(device, str) and (device.endswith(".json") or Path(device).is_file())):
+    if isinstance(device, Path) or (isinstance(device, str) and (device.endswith(".json") or _is_file(device))):
         return Device.load(device)
     if device is None:
         raise DeviceError(f"on='meta' plans for a device that is not here, so it has to know which. {allowed}.")
