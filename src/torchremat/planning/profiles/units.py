@@ -8,7 +8,8 @@ units: a transformer's blocks, a U-Net's, encoder before decoder, whatever the t
     mutation          a call that writes to its input in place cannot start a region, for the recompute would find the
                       input changed: it is glued to the call that produced the input, and both are one unit; if that
                       is not the call just before, or if a later call writes to an input, the call is no unit at all
-    barrier           regions do not span two calls of a root, of which each opens a scope of its own
+    barrier           regions do not span two calls of a root, of which each opens a scope of its own: also where a
+                      root is called inside of another one, as by a step that calls a part of the model beside all of it
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 
 from torchremat.errors import StepError
 from torchremat.planning.profiles.tracing import Call, Trace
@@ -32,8 +34,8 @@ class Unit:
 
     Attributes:
         calls: Indices into the trace.
-        keys: For each call its module's name and how often that was called before in the same call of the root.
-        root: Which call of a root it belongs to, counted from 0.
+        keys: For each call its module's name and how often that was called before in the same scope.
+        scope: The call of a root that opens the scope it is called in, as an index into the trace.
         inputs: Storages of its inputs that are neither parameters nor buffers nor made inside.
         links: Those of them that a region which contains the previous units can recompute: outputs of an earlier unit,
             by identity and version, as (storage, unit).
@@ -43,7 +45,7 @@ class Unit:
 
     calls: tuple[int, ...]
     keys: tuple[tuple[str, int], ...]
-    root: int
+    scope: int
     inputs: tuple[int, ...]
     links: tuple[tuple[int, int], ...]
     outputs: tuple[int, ...]
@@ -72,6 +74,15 @@ class Units:
     units: tuple[Unit, ...]
     others: tuple[tuple[int, tuple[str, int]], ...]
     opened: tuple[tuple[int, tuple[str, int]], ...] = ()
+
+    @cached_property
+    def rows(self) -> tuple[range, ...]:
+        """The units that one scope sees one after the other: no region spans two of these rows."""
+        rows: list[range] = []
+        for _, group in groupby(range(len(self.units)), key=lambda unit: self.units[unit].scope):
+            first, *others = group
+            rows.append(range(first, (others or [first])[-1] + 1))
+        return tuple(rows)
 
     def entered(self, unit: int) -> int:
         """Return the time in the trace at which a unit begins."""
@@ -138,14 +149,11 @@ def find_units(trace: Trace, split: frozenset[int] = frozenset()) -> Units:
             "the step calls no module of the model with grad mode on; is it given another model than the one it uses?"
         )
     total = sum(_saved_bytes(trace, root) for root in roots)
-    names: set[str] = set()
-    chosen: list[tuple[int, int]] = []
-    for index in roots:
-        names.update(_expanded_names(trace, index, total, is_root=True))
-    for root, index in enumerate(roots):
-        flat = _flat(trace, index, names)
-        chosen += [(root, inner) for call in flat for inner in (_parts(trace, call) if call in split else [call])]
-    return _Linker(trace, roots, chosen).units()
+    opening = frozenset(trace.calls[root].name for root in roots)
+    names = set[str]().union(*(_expanded_names(trace, root, total, opening, is_root=True) for root in roots))
+    flat = [call for root in roots for call in _flat(trace, root, names)]
+    chosen = [inner for call in flat for inner in (_parts(trace, call) if call in split else [call])]
+    return _Linker(trace, roots, opening, chosen).units()
 
 
 def _saved_bytes(trace: Trace, call: int) -> int:
@@ -154,10 +162,12 @@ def _saved_bytes(trace: Trace, call: int) -> int:
     return sum(trace.storage_bytes[storage] for storage in inside - seen - trace.fixed if storage >= 0)
 
 
-def _expanded_names(trace: Trace, index: int, total: int, *, is_root: bool) -> set[str]:
+def _expanded_names(trace: Trace, index: int, total: int, opening: frozenset[str], *, is_root: bool) -> set[str]:
     children = [child for child in trace.children(index) if trace.calls[child].grad]
     if not children:
         return set()
+    # What opens a scope wherever it is called cannot be part of a unit.
+    is_root = is_root or any(trace.calls[inner].name in opening for inner in trace.descendants(index))
     whole = _saved_bytes(trace, index)
     own = {storage for storage, _ in trace.calls[index].saved} - trace.fixed
     glue = sum(trace.storage_bytes[storage] for storage in own if storage >= 0)
@@ -165,7 +175,7 @@ def _expanded_names(trace: Trace, index: int, total: int, *, is_root: bool) -> s
         return set()
     names = {trace.calls[index].name}
     for child in children:
-        names |= _expanded_names(trace, child, total, is_root=False)
+        names |= _expanded_names(trace, child, total, opening, is_root=False)
     return names
 
 
@@ -193,28 +203,29 @@ def splittable(units: Units) -> frozenset[int]:
 class _Linker:
     """Makes units of the chosen calls: glues those that mutate, links the rest."""
 
-    def __init__(self, trace: Trace, roots: list[int], chosen: list[tuple[int, int]]) -> None:
+    def __init__(self, trace: Trace, roots: list[int], opening: frozenset[str], chosen: list[int]) -> None:
         self.trace = trace
         self.roots = roots
+        self.opening = opening
         self.chosen = chosen
-        self.is_chosen = frozenset(index for _, index in chosen)
+        self.is_chosen = frozenset(chosen)
         self.groups: list[list[int]] = []
-        self.root_of: list[int] = []
+        self.scope_of: list[int] = []
 
     def units(self) -> Units:
-        for root, index in self.chosen:
-            call = self.trace.calls[index]
-            if call.mutated and self.groups and self.root_of[-1] == root and self.produces(self.groups[-1], call):
+        for index in self.chosen:
+            call, scope = self.trace.calls[index], self.scope(index)
+            if call.mutated and self.groups and self.scope_of[-1] == scope and self.produces(self.groups[-1], call):
                 self.groups[-1].append(index)
                 continue
             if call.mutated or self.is_written_later(index, call):
                 continue  # it stays code between the units
             self.groups.append([index])
-            self.root_of.append(root)
+            self.scope_of.append(scope)
         keys = self.keys()
         units = [self.unit(number, group, keys) for number, group in enumerate(self.groups)]
         grouped = {index for group in self.groups for index in group}
-        others = tuple((index, keys[index]) for _, index in self.chosen if index not in grouped)
+        others = tuple((index, keys[index]) for index in self.chosen if index not in grouped)
         opened = tuple((index, keys[index]) for _, index in self.counted() if index not in self.is_chosen)
         return Units(trace=self.trace, roots=tuple(self.roots), units=tuple(units), others=others, opened=opened)
 
@@ -233,25 +244,32 @@ class _Linker:
             for place in later.mutated
         )
 
+    def scope(self, index: int) -> int:
+        """Return the call of a root that opens the scope of a call: one around it, or itself if there is none."""
+        outer = self.trace.calls[index].parent
+        while outer is not None and self.trace.calls[outer].name not in self.opening:
+            outer = self.trace.calls[outer].parent
+        return index if outer is None else outer
+
     def counted(self) -> Iterator[tuple[int, int]]:
-        """Yield the chosen calls and those around them that were taken apart, in the order of their entry."""
+        """Yield the chosen calls and those around them that were taken apart, in the order of entry, with scopes."""
         seen: set[int] = set()
-        for root, index in self.chosen:
-            around = [index]
-            outer = None if index == self.roots[root] else self.trace.calls[index].parent
-            while outer is not None and outer != self.roots[root] and outer not in seen:
+        for index in self.chosen:
+            around, scope = [index], self.scope(index)
+            outer = None if index == scope else self.trace.calls[index].parent
+            while outer is not None and outer != scope and outer not in seen:
                 around.append(outer)
                 outer = self.trace.calls[outer].parent
             seen.update(around)
-            yield from ((root, call) for call in reversed(around))
+            yield from ((scope, call) for call in reversed(around))
 
     def keys(self) -> dict[int, tuple[str, int]]:
         counts: dict[tuple[int, str], int] = {}
         keys: dict[int, tuple[str, int]] = {}
-        for root, index in self.counted():
+        for scope, index in self.counted():
             name = self.trace.calls[index].name
-            count = counts.get((root, name), 0)
-            counts[root, name] = count + 1
+            count = counts.get((scope, name), 0)
+            counts[scope, name] = count + 1
             keys[index] = (name, count)
         return keys
 
@@ -272,7 +290,7 @@ class _Linker:
         return Unit(
             calls=tuple(group),
             keys=tuple(keys[index] for index in group),
-            root=self.root_of[number],
+            scope=self.scope_of[number],
             inputs=tuple(inputs),
             links=tuple(links.items()),
             carried=tuple({storage: None for call in calls for storage in call.carried if storage >= 0}),
@@ -281,7 +299,7 @@ class _Linker:
 
     def producer(self, number: int, identity: int, version: int) -> int | None:
         for earlier in reversed(range(number)):
-            if self.root_of[earlier] != self.root_of[number]:
+            if self.scope_of[earlier] != self.scope_of[number]:
                 return None
             for index in self.groups[earlier]:
                 for seen in self.trace.calls[index].outputs:

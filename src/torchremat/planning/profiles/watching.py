@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from itertools import groupby
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 from torch import Tensor, UntypedStorage
@@ -199,10 +198,9 @@ def every_unit(units: Units, pieces: int | None = None) -> Tree:
         return tuple(singles)
     size = -(-len(singles) // pieces)
     tree: list[Keep | Region] = []
-    for _, group in groupby(range(len(singles)), key=lambda index: units.units[index].root):
-        members = list(group)
-        for start in range(0, len(members), size):
-            first, *rest = [singles[index] for index in members[start : start + size]]
+    for row in units.rows:
+        for start in range(row.start, row.stop, size):
+            first, *rest = singles[start : min(start + size, row.stop)]
             tree.append(Region((first, *rest)) if rest else first)
     return tuple(tree)
 
@@ -213,14 +211,13 @@ def halves(units: Units) -> Tree:
     Of the others it holds the inputs of few: as many as there are halves around one unit.
     """
     tree: list[Keep | Region] = []
-    for _, group in groupby(range(len(units.units)), key=lambda index: units.units[index].root):
-        members = list(group)
-        middle = (len(members) + 1) // 2
-        tree += [_halved(part) for part in (members[:middle], members[middle:]) if part]
+    for row in units.rows:
+        middle = (len(row) + 1) // 2
+        tree += [_halved(part) for part in (row[:middle], row[middle:]) if part]
     return tuple(tree)
 
 
-def _halved(members: list[int]) -> Region:
+def _halved(members: range) -> Region:
     if len(members) == 1:
         return Region((Keep(members[0]),))
     middle = (len(members) + 1) // 2

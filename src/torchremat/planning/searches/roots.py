@@ -1,4 +1,4 @@
-"""Trees made fit for the roots of a step: calls of the same root are treated alike."""
+"""Trees made fit for the roots of a step: what is called in the same way is treated alike."""
 
 from __future__ import annotations
 
@@ -7,37 +7,49 @@ from collections.abc import Iterable, Iterator, Sequence
 from torchremat.planning.profiles.units import Unit, Units
 from torchremat.schedules.chain import Keep, Region, Tree
 
+# A call as a scope knows it, and what one scope knows of some units in a row.
+Key = tuple[str, int]
+Keys = tuple[tuple[Key, ...], ...]
+
 
 def fitted(units: Units, tree: Tree) -> Tree:
-    """Return the tree with no region across two calls of a root, and calls of the same root treated alike.
+    """Return the tree with no region across two scopes, and calls that a scope cannot tell apart treated alike.
 
-    A root that is called several times in a step has one scope, whose choices hold for each of its calls. Nor has it
-    regions over several modules that FSDP2 has sharded, which gathers the parameters of one at a time.
+    A root that is called several times in a step has one scope, whose choices hold for each of its calls; and so do
+    those for a module that is called by several roots. Nor has the tree regions over several modules that FSDP2 has
+    sharded, which gathers the parameters of one at a time.
     """
     if units.trace.sharded:
         labels = [_shard_of(unit, units.trace.sharded) for unit in units.units]
         tree = tuple(_parted(tree, labels))
-    groups: list[list[int]] = []
-    for index, unit in enumerate(units.units):
-        if unit.root == len(groups):
-            groups.append([])
-        elif unit.root > len(groups):  # a root without units
-            groups += [[] for _ in range(unit.root - len(groups) + 1)]
-        groups[unit.root].append(index)
-    if len(groups) <= 1:
+    if len(units.rows) <= 1:
         return tree
+    keys = [tuple(units.units[index].keys for index in row) for row in units.rows]
+    astray = _astray(keys)
+    alone = [not astray.isdisjoint(unit.keys) for unit in units.units]
+    if astray:
+        tree = tuple(_parted(tree, [str(index) if is_alone else "" for index, is_alone in enumerate(alone)]))
     result: list[Keep | Region] = []
-    model: dict[tuple[tuple[tuple[str, int], ...], ...], tuple[int, Tree]] = {}
-    for group in filter(None, groups):
-        key = tuple(units.units[index].keys for index in group)
-        if key in model:
-            start, known = model[key]
-            part = tuple(_shifted(node, group[0] - start) for node in known)
-        else:
-            part = tuple(_within(tree, group[0], group[-1]))
-            model[key] = (group[0], part)
-        result += part
+    model: dict[Keys, tuple[int, Tree]] = {}
+    of_key: dict[Key, Keep | Region] = {}
+    for row, own in zip(units.rows, keys, strict=True):
+        if own not in model:
+            model[own] = row.start, tuple(_within(tree, row.start, row.stop - 1))
+        start, known = model[own]
+        for node in known:
+            moved = _shifted(node, row.start - start)
+            if alone[moved.first]:
+                kept = moved if isinstance(moved, Keep) else Region((Keep(moved.first),))
+                chosen = of_key.setdefault(units.units[moved.first].keys[0], kept)
+                moved = _shifted(chosen, moved.first - chosen.first)
+            result.append(moved)
     return tuple(result)
+
+
+def _astray(keys: Iterable[Keys]) -> frozenset[Key]:
+    """Return the calls that are in several rows which are not the same: a region there would be another here."""
+    known: dict[Key, Keys] = {}
+    return frozenset(key for row in keys for unit in row for key in unit if known.setdefault(key, row) != row)
 
 
 def _shard_of(unit: Unit, sharded: frozenset[str]) -> str:
