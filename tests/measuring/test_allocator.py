@@ -224,6 +224,33 @@ def test_an_active_profiler_is_refused_and_keeps_its_events():
     assert not profiler_is_active()
 
 
+def test_a_second_thread_is_refused():
+    # torch tells of a profiler in its own thread alone: planning in two threads at once ended in a segmentation fault.
+    found: list[object] = []
+
+    def record():
+        found.append(profiler_is_active())
+        try:
+            with record_allocations(CPU):
+                found.append("recorded")
+        except UnsupportedError as error:
+            found.append(str(error))
+
+    with record_allocations(CPU) as recorder:
+        kept = KIB(256)
+        first = threading.Thread(target=record)
+        first.start()
+        first.join()
+    second = threading.Thread(target=record)
+    second.start()
+    second.join()
+
+    active, refused, *after = found
+    assert active and "plan and measure in one thread at a time" in str(refused)
+    assert after == [False, "recorded"]
+    assert recorder.trace.peak_bytes == kept.nbytes
+
+
 def test_every_kind_of_profiler_counts_as_active():
     with torch.autograd.profiler.profile():
         assert profiler_is_active()

@@ -35,6 +35,7 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
+from threading import Lock
 from typing import Protocol, cast
 
 import numpy as np
@@ -212,6 +213,11 @@ class AllocationRecorder:
         )
 
 
+# Held while a block is recorded. torch crashes where a second thread starts a profiler, and tells of the first one only
+# in the thread that has started it.
+_recording = Lock()
+
+
 @contextmanager
 def record_allocations(device: torch.device) -> Generator[AllocationRecorder]:
     """Record what the allocator of `device` does during the block.
@@ -224,11 +230,20 @@ def record_allocations(device: torch.device) -> Generator[AllocationRecorder]:
 
     Raises:
         UnsupportedError: A profiler is active, and a second one would empty it; or the block itself started one; or
-            the device has no such events.
+            another thread records; or the device has no such events.
     """
     if device.type not in ("cpu", "cuda"):
         raise UnsupportedError(f"allocations can be recorded on cpu and cuda, not on {device}.")
     check_no_profiler()
+    if not _recording.acquire(blocking=False):  # another thread was faster
+        raise _active()
+    try:
+        yield from _recorded(device)
+    finally:
+        _recording.release()
+
+
+def _recorded(device: torch.device) -> Generator[AllocationRecorder]:
     if device.type == "cuda":
         device = torch.empty(0, device=device).device  # with its index
     recorder = AllocationRecorder(device)
@@ -249,9 +264,10 @@ def record_allocations(device: torch.device) -> Generator[AllocationRecorder]:
 def profiler_is_active() -> bool:
     """Return whether a profiler runs in this process: torch.profiler, autograd's, a legacy one, NVTX or ITT emission.
 
-    One that is warming up (`torch.profiler.schedule`) counts: a second profiler then crashes the process.
+    One that is warming up (`torch.profiler.schedule`) counts, and so does a block that another thread records: a second
+    profiler then crashes the process.
     """
-    if a_profiler_runs():
+    if _recording.locked() or a_profiler_runs():
         return True
     # torch keeps no flag for the warm-up, only the profiler object itself knows. It has entered, and has no results.
     # An object refers to its type, so this finds all of them; the whole heap is searched, in tens of milliseconds.
@@ -267,10 +283,14 @@ def check_no_profiler() -> None:
         UnsupportedError: One is.
     """
     if profiler_is_active():
-        raise UnsupportedError(
-            "a profiler is active, and torch runs one at a time: a second one would leave the first without events. "
-            "Record allocations outside of it."
-        )
+        raise _active()
+
+
+def _active() -> UnsupportedError:
+    return UnsupportedError(
+        "a profiler is active, and torch runs one at a time: a second one would leave the first without events. "
+        "Record allocations outside of it; plan and measure in one thread at a time."
+    )
 
 
 def _emit(mark: int) -> None:
