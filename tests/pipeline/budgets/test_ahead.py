@@ -76,7 +76,7 @@ def test_every_tree(name):
     for parameter in module.parameters():
         parameter.grad = torch.zeros_like(parameter)
 
-    plain, *found = shares(planner.solver, {}, ahead=True)
+    plain, *found = shares(planner.solver, ahead=True)
     differences, is_within = set(), True
     for share in found:
         plan = planner.plan_of(share.candidate, 0, "0")
@@ -96,6 +96,6 @@ def test_every_tree(name):
     assert differences == {(0, 0)}
     assert is_within
     trees = [share.candidate.tree for share in found]
-    assert len(trees) > 20
+    assert len(trees) > 15
     assert any(isinstance(node, Keep) and node.option for tree in trees for node in tree) == (name == "operators")
     assert (max(map(depth, trees)) > 2) == (name == "nested")

@@ -1,7 +1,6 @@
 """What a device holds at each of its actions."""
 
 from torchremat.pipeline.budgets.loads import Load, loads_of, most_held
-from torchremat.pipeline.budgets.pipes import loads_of_pipe
 from torchremat.schedules.pipelines import one_forward_one_backward, parse
 
 
@@ -53,19 +52,6 @@ def test_two_stages_of_a_process_and_outputs_that_stay():
         Load(1, "forward", ((0, 1),), beside_bytes=8),
         Load(1, "backward", ((0, 1),), beside_bytes=8),
         Load(0, "backward", (), beside_bytes=16),
-    ]
-
-
-def test_each_device_of_a_pipe_holds_all_microbatches():
-    loads = list(loads_of_pipe(2, 2, {0: 8}, {0: 100}, {0: 60}))
-
-    # A gradient comes for microbatch 0 while microbatch 1 runs; those of weights are added up over both,
-    # and while the second one of a weight is added, their sum is there as well.
-    assert loads == [
-        Load(0, "forward", ()),
-        Load(0, "forward", ((0, 1),)),
-        Load(0, "first", ((0, 1),), beside_bytes=8),
-        Load(0, "backward", (), beside_bytes=160),
     ]
 
 

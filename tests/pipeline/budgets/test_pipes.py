@@ -72,8 +72,7 @@ def test_gradients_are_equal_and_the_peak_is_within_the_budget(planner, budget):
 
     assert all(map(torch.equal, ours, expected))
     assert sum(calls) == 8 + sum(one.plan.recomputed_calls for one in plans if one.plan)
-    # Two stages have one device here, and whose cell of a clock comes first is not known: a bound from above.
-    assert 0.9 * device.peak_bytes <= measured(made(plans)) <= device.peak_bytes <= device.budget_bytes
+    assert 0.999 * device.peak_bytes <= measured(made(plans)) <= device.peak_bytes <= device.budget_bytes
 
 
 @pytest.mark.parametrize("budget", ["100%", "80%", "60%", "35%"])
@@ -81,32 +80,7 @@ def test_the_predicted_peak_of_a_device_with_one_stage(alone, budget):
     plans = alone.plan(budget)
     (device,) = plans.devices
 
-    # The gradients of a unit's weights count from its beginning: those of one, 8.3 KiB, are too many at most.
-    assert device.peak_bytes - 8512 <= measured(made(plans, stages=1)) <= device.peak_bytes
-
-
-@pytest.mark.parametrize("lowest", [False, True])
-def test_weights_that_are_more_than_a_microbatch(lowest):
-    # Once the peak was above the prediction: autograd adds the second gradient of a weight out of place.
-    torch.manual_seed(0)
-    pipe = Pipe(nn.Sequential(Block(64), Block(64)), [2], devices=["cpu"], chunks=CHUNKS, checkpoint="never")
-    x = X.view(-1, 64)[:8]
-
-    def step(pipe):
-        return pipe(x).square().mean()
-
-    planner = StagePlanner(pipe, step, cost="flops")
-    plans = planner.plan("100%")
-    if lowest:
-        plans = planner.plan(plans.devices[0].floor_bytes)
-    plans.apply(pipe)
-    for parameter in pipe.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    with cells_inline(), record_allocations(torch.device("cpu")) as recorder:
-        step(pipe).backward()
-
-    measured_bytes = recorder.trace.peak_bytes + 2 * sum(one.nbytes for one in pipe.parameters()) + x.nbytes
-    assert measured_bytes <= plans.devices[0].peak_bytes
+    assert 0.999 * device.peak_bytes <= measured(made(plans, stages=1)) <= device.peak_bytes
 
 
 def test_a_lower_budget_recomputes_more(planner):
@@ -203,9 +177,8 @@ def test_the_optimizer_counts(name, has_stepped):
         optimizer.step()
     stepping_bytes = recorder.trace.peak_bytes + there
 
-    assert device.peak_bytes - 8512 <= max(peak_bytes, stepping_bytes) <= device.peak_bytes <= device.budget_bytes
-    # The output of the pipe may still be there.
-    assert device.optimizer_peak_bytes == stepping_bytes + X.nbytes
+    assert 0.999 * device.peak_bytes <= max(peak_bytes, stepping_bytes) <= device.peak_bytes <= device.budget_bytes
+    assert device.optimizer_peak_bytes == stepping_bytes
 
 
 def test_an_optimizer_whose_step_alone_is_too_much():

@@ -19,7 +19,7 @@ from torchremat.errors import bug
 from torchremat.planning.walks.microbatches import Share
 from torchremat.schedules.pipelines import Action
 
-Phase = Literal["forward", "ahead", "backward", "first", "input", "weight", "loss"]
+Phase = Literal["forward", "ahead", "backward", "first", "second", "last", "input", "weight", "loss"]
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class Load:
 
     Attributes:
         running: The stage that runs; None while the loss of a batch does.
-        phase: What of it: the forward, a recompute ahead of the gradient, the whole backward, that of the first
-            microbatch of several in one backward, a part of it, or the loss between both.
+        phase: What of it: the forward, a recompute ahead of the gradient, the whole backward, that of the first,
+            second or last microbatch of several in one backward, a part of it, or the loss between both.
         held: How many microbatches each stage holds beside the one that runs, before their backward.
         between: How many each stage holds between the two parts of their backward.
         beside_bytes: What is there beside them: of the loss, or between stages.
@@ -55,7 +55,11 @@ class Load:
             case "backward":
                 return held + share.backward_bytes
             case "first":
-                return held + share.first_bytes
+                return held + share.sums.first_bytes
+            case "second":
+                return held + share.sums.second_bytes
+            case "last":
+                return held + share.sums.last_bytes
             case "input":
                 return held + share.input_bytes
             case "weight":

@@ -20,6 +20,7 @@ from torchremat.pipeline.budgets.pipes import sites_of_pipe
 from torchremat.pipeline.budgets.plans import DevicePlan, StagePlan, StagePlans, stages_in
 from torchremat.pipeline.budgets.samples import Sample, Site
 from torchremat.pipeline.budgets.schedules import site_of_schedule
+from torchremat.pipeline.budgets.sums import Sums
 from torchremat.pipeline.pipe import Pipe
 from torchremat.planning.budgets import bytes_of, margin_of, percentage_of
 from torchremat.planning.layout import check_bare
@@ -142,6 +143,11 @@ class _Planned:
             for one in site.samples
             if one.ends is not None
         }
+        self._sums = {
+            one.stage: Sums(one.module, one.step, self._planners[one.stage].solver.grains, site.microbatches).predict
+            for one in site.samples
+            if one.added
+        }
         self.microbatches = site.microbatches
 
     @cached_property
@@ -149,7 +155,10 @@ class _Planned:
         with heap_set_aside():
             return {
                 one.stage: shares(
-                    self._planners[one.stage].solver, _weights(one), self._parts.get(one.stage), ahead=one.ahead
+                    self._planners[one.stage].solver,
+                    self._parts.get(one.stage),
+                    self._sums.get(one.stage),
+                    ahead=one.ahead,
                 )
                 for one in self.site.samples
             }
@@ -243,21 +252,13 @@ def _planner(sample: Sample, site: Site, cost: Cost) -> Planner:
         raise StepError(f"stage {sample.stage}: {error}") from error
 
 
-def _weights(sample: Sample) -> dict[str, int]:
-    """Return the bytes of the gradients of each module's weights."""
-    return {
-        name: sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad)
-        for name, module in sample.module.named_modules()
-    }
-
-
 def _words(chosen: Chosen) -> str:
     match chosen.highest.phase:
         case "forward":
             return f"forward of stage {chosen.highest.running}"
         case "ahead":
             return f"look-ahead of stage {chosen.highest.running}"
-        case "backward" | "first":
+        case "backward" | "first" | "second" | "last":
             return f"backward of stage {chosen.highest.running}"
         case "input" | "weight":
             return f"{chosen.highest.phase} part of the backward of stage {chosen.highest.running}"

@@ -24,6 +24,7 @@ class Sample:
         step: Called with them, runs the microbatch from its input and returns what backward begins from.
         ends: The same for a backward in two parts; None if there is none.
         ahead: Whether microbatches of the stage may be recomputed before their gradient comes.
+        added: Whether one backward runs several of them, and adds up the gradients of their weights.
     """
 
     stage: int
@@ -31,6 +32,7 @@ class Sample:
     step: Callable[[nn.Module], object]
     ends: Callable[[nn.Module], Ends] | None = None
     ahead: bool = False
+    added: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

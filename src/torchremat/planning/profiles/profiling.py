@@ -15,11 +15,15 @@ stopped at its last save (cut there). So one pass gives (full, truncated) x (sec
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
+from torchremat.measuring.allocator import AllocationTrace, Recorder
+from torchremat.measuring.before import BytesBefore
 from torchremat.measuring.exhaustion import is_out_of_memory, let_go
 from torchremat.measuring.heap import free_unused, heap_set_aside
 from torchremat.measuring.runs import Subject, subject_of
@@ -137,20 +141,69 @@ def _fits(units: Units, machine: Machine) -> bool:
 
 
 def _measured(model: nn.Module, subject: Subject, units: Units, tree: Tree, machine: Machine) -> Profile:
+    found = watch(model, subject, units, tree, machine).profile()
+    return replace(found, overheads=machine.overheads(), generator_bytes=machine.generator_bytes)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class WatchedStep:
+    """A step in which every unit was a region, as it was taken down.
+
+    Attributes:
+        units: The units.
+        tree: The tree that it ran under.
+        watcher: What was noted.
+        trace: The allocator's events.
+        before: What lay in memory before.
+        marks: The ids of those at the step's beginning, at the end of its forward, and at its end.
+    """
+
+    units: Units
+    tree: Tree
+    watcher: Watcher
+    trace: AllocationTrace
+    before: BytesBefore
+    marks: tuple[int, int, int]
+
+    def profile(self, trace: AllocationTrace | None = None) -> Profile:
+        """Return the profile; of other events with the same marks, if they are given."""
+        events = self.trace if trace is None else trace
+        return read_profile(self.units, self.tree, self.watcher, events, self.before, marks=self.marks)
+
+
+def watch(
+    model: nn.Module,
+    subject: Subject,
+    units: Units,
+    tree: Tree,
+    machine: Machine,
+    *,
+    noting: Callable[[Recorder], AbstractContextManager[None]] = lambda _: nullcontext(),
+) -> WatchedStep:
+    """Run a step in which every unit is a region, and take it down.
+
+    Args:
+        model: The model.
+        subject: The step.
+        units: The units.
+        tree: A tree in which each is a region.
+        machine: Where it runs.
+        noting: Returns a context for the step, in which more is noted.
+    """
     fixed = [*model.parameters(), *model.buffers()]
     with subject.untouched():
         before = subject.before(machine.device)
         with machine.record() as recorder:
             watcher = Watcher(units, recorder.mark, recorder.pointer_of, fixed)
-            with installed(model, calls_of(units), tree, Settings(observer=watcher)):
+            with installed(model, calls_of(units), tree, Settings(observer=watcher)), noting(recorder):
                 begins = recorder.mark("step")
                 loss = subject.forward()
                 forward = recorder.mark("forward")
                 run_backward(loss)
                 ends = recorder.mark("end")
             del loss
-    found = read_profile(units, tree, watcher, recorder.trace, before, marks=(begins, forward, ends))
-    return replace(found, overheads=machine.overheads(), generator_bytes=machine.generator_bytes)
+    marks = begins, forward, ends
+    return WatchedStep(units=units, tree=tree, watcher=watcher, trace=recorder.trace, before=before, marks=marks)
 
 
 def _scaled(profile: Profile, forward_seconds: float | None) -> Profile:

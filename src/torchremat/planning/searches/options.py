@@ -79,6 +79,19 @@ def options_with(profiles: Sequence[Profile], selections: Selections, cost: Cost
     return [tuple(options) if any(options) else () for options in found]
 
 
+def options_like(options: Options, profile: Profile) -> Options:
+    """Return the options that hold the same operators as some do, in a profile of the same step.
+
+    Args:
+        options: By unit, of another profile.
+        profile: What the bytes are read from.
+    """
+    maker = _maker(profile, "flops") if options else None
+    if maker is None:
+        return ()
+    return tuple(tuple(maker.like(unit, one) for one in found) for unit, found in enumerate(options))
+
+
 def _maker(profile: Profile, cost: Cost) -> _Maker | None:
     allocations = profile.units.trace.allocations
     log = profile.units.trace.operators
@@ -202,6 +215,13 @@ class _Maker:
             ordinals=tuple(_ordinal(runs, index) for index in sorted(selection.held)),
             operators=tuple(run.name for run in runs if run.traits.is_counted),
         )
+
+    def like(self, unit: int, option: OptionBytes) -> OptionBytes:
+        """Return what a unit needs if it holds the operators that an option holds."""
+        runs = self.runs(unit)
+        counted = (index for index, run in enumerate(runs) if run.traits.is_counted)
+        held = (index for index in counted if _ordinal(runs, index) in option.ordinals)
+        return self.option(unit, evaluate(self.flow(unit), held))
 
     def form(self, unit: int) -> Dataflow | None:
         """Return the operators of a unit without what depends on shapes; None if it has no options."""

@@ -12,7 +12,7 @@ what is kept, so chains with tails of several heights have the trees for few mic
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -21,9 +21,7 @@ import numpy as np
 from torchremat.planning.searches.solving import Candidate, Search, Solver
 from torchremat.planning.walks.ahead import after_lookahead
 from torchremat.planning.walks.memory import Walk
-from torchremat.planning.walks.moments import Live, Moment
 from torchremat.planning.walks.parts import PartsPrediction
-from torchremat.planning.walks.prediction import chosen_options, over_bytes
 from torchremat.schedules.persistent import Persistent
 
 # Tails, as shares of the plain peak, and how many trees are taken of each chain.
@@ -42,8 +40,7 @@ class Share:
         backward_bytes: Highest during its backward.
         ahead_bytes: If it may be recomputed before its gradient comes: highest meanwhile. The peaks of its backward
             count then that all of it is there.
-        first_bytes: The same in a backward of several microbatches, for the one that comes first: autograd holds the
-            gradients of weights, which those of the others are added to.
+        sums: What other microbatches of the same backward make of it.
         input_bytes: If its backward has two parts: highest during the first, for inputs.
         between_bytes: And from there to the beginning of the second, for weights.
         weight_bytes: And highest during the second.
@@ -54,12 +51,38 @@ class Share:
     kept_bytes: int
     forward_bytes: int
     backward_bytes: int
-    first_bytes: int
     cost: float
+    sums: SumsPrediction
     ahead_bytes: int = 0
     input_bytes: int = 0
     between_bytes: int = 0
     weight_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SumsPrediction:
+    """The peak of the backward of a microbatch that is one of several in one backward.
+
+    One backward runs them all, and autograd adds up the gradients of a weight before it adds them to what is there. So
+    from the first to the last there are sums, and peaks are over what is there before with all of them.
+
+    Attributes:
+        first_bytes: Of the one that comes first: what it makes stays. Before it there are none.
+        second_bytes: Of the next one: it may add out of place.
+        last_bytes: Of the one that comes last: each sum goes when it has been added to.
+    """
+
+    first_bytes: int = 0
+    second_bytes: int = 0
+    last_bytes: int = 0
+
+
+class Sums(Protocol):
+    """Predicts what a microbatch needs that is one of several in one backward, under a tree."""
+
+    def __call__(self, candidate: Candidate, /) -> SumsPrediction:
+        """Return the peaks."""
+        ...
 
 
 class Parts(Protocol):
@@ -71,7 +94,7 @@ class Parts(Protocol):
 
 
 def shares(
-    search: Search, weights: Mapping[str, int], parts: Parts | None = None, *, ahead: bool = False
+    search: Search, parts: Parts | None = None, sums: Sums | None = None, *, ahead: bool = False
 ) -> tuple[Share, ...]:
     """Return what is worth choosing for a part of a model, whatever its budget is and however many microbatches it has.
 
@@ -79,17 +102,17 @@ def shares(
 
     Args:
         search: For one microbatch.
-        weights: The bytes of the gradients of each module's weights, by its name.
         parts: Predicts what a backward in two parts needs, if there are such.
+        sums: Predicts what a backward needs that is one of several, if there are such.
         ahead: Whether microbatches may be recomputed before their gradient comes.
     """
     found = {id(candidate): candidate for solver in search.solvers for candidate in _candidates(solver)}
     found.pop(id(search.plain), None)
-    others = _undominated(_share(candidate, weights, parts, ahead) for candidate in found.values())
-    return (_share(search.plain, weights, parts, ahead), *others)
+    others = _undominated(_share(candidate, parts, sums, ahead) for candidate in found.values())
+    return (_share(search.plain, parts, sums, ahead), *others)
 
 
-def _share(candidate: Candidate, weights: Mapping[str, int], parts: Parts | None, ahead: bool) -> Share:
+def _share(candidate: Candidate, parts: Parts | None, sums: Sums | None, ahead: bool) -> Share:
     prediction, split = candidate.prediction, None if parts is None else parts(candidate, ahead=ahead)
     recomputing, backward = 0, 0
     if ahead:
@@ -99,8 +122,8 @@ def _share(candidate: Candidate, weights: Mapping[str, int], parts: Parts | None
         kept_bytes=max(0, prediction.kept_bytes),
         forward_bytes=max(0, prediction.forward_bytes),
         backward_bytes=max(0, prediction.backward_bytes, backward),
-        first_bytes=max(0, prediction.backward_bytes, _first_bytes(candidate, weights)),
         cost=candidate.cost,
+        sums=SumsPrediction() if sums is None else sums(candidate),
         ahead_bytes=recomputing,
         input_bytes=0 if split is None else max(0, split.input_bytes),
         between_bytes=0 if split is None else max(0, split.between_bytes),
@@ -111,23 +134,6 @@ def _share(candidate: Candidate, weights: Mapping[str, int], parts: Parts | None
 def _walk(candidate: Candidate) -> Walk:
     profile = candidate.profile
     return Walk(profile.units, profile.sizes, profile.order, profile.lifetimes, candidate.tree, profile.options)
-
-
-def _first_bytes(candidate: Candidate, weights: Mapping[str, int]) -> int:
-    """Return the peak of a backward in which what each unit adds to gradients stays."""
-    profile, highest, added = candidate.profile, 0, 0
-    parted, begun = {unit for unit, _ in chosen_options(candidate.tree)}, set[int]()
-    for state in _walk(candidate):
-        if not isinstance(state, Live) or state.key[0] in (Moment.FORWARD, Moment.LEFT, Moment.END):
-            continue
-        moment, unit = state.key
-        # The recompute of a unit that holds some of what it saves lies inside of its backward.
-        if unit not in begun and (moment is Moment.BACKWARD or unit in parted):
-            begun.add(unit)
-            added += sum(weights.get(name, 0) for name, _ in profile.units.units[unit].keys)
-        live = profile.extra_bytes[state.key] + state.held_bytes + over_bytes(profile, state)
-        highest = max(highest, live + added)
-    return highest
 
 
 def _candidates(solver: Solver) -> Iterator[Candidate]:
@@ -151,7 +157,7 @@ def _of_table(solver: Solver, table: Persistent) -> Iterator[Candidate]:
 
 def _undominated(found: Iterable[Share]) -> list[Share]:
     kept: list[Share] = []
-    sizes = np.zeros((0, 9))
+    sizes = np.zeros((0, 11))
     for share in sorted(found, key=_sizes):
         row = np.array(_sizes(share))
         if not (sizes <= row).all(axis=1).any():
@@ -166,7 +172,9 @@ def _sizes(share: Share) -> tuple[float, ...]:
         share.kept_bytes,
         share.ahead_bytes,
         share.backward_bytes,
-        share.first_bytes,
+        share.sums.first_bytes,
+        share.sums.second_bytes,
+        share.sums.last_bytes,
         share.forward_bytes,
         share.input_bytes,
         share.between_bytes,

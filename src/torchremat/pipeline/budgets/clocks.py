@@ -1,0 +1,137 @@
+"""What a device of a `Pipe` holds at each of its actions: forwards clock by clock, and backwards the other way around.
+
+                     forward                                  backward
+    a stage holds    microbatches that have been there        those whose backward has not been
+    between stages   what the next stage has not taken yet    gradients that the stage before has not taken yet
+    after the last   its outputs, until they are put          the gradient of all outputs, and whatever else the
+                     together and the loss is computed        loss holds, until the last stage has run them all
+    of each weight   -                                        a sum, from the first microbatch of its stage to the last
+
+Of the nodes that could run, autograd takes for each device the one that was made last. So a device for itself runs all
+cells in the order of the forward turned around. With others it may have to wait for a gradient of theirs, and in which
+order it runs the cells of a clock is not said: each of them may be the first one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torchremat.pipeline.budgets.loads import Load, Phase, counted
+from torchremat.pipeline.budgets.losses import LossBytes
+from torchremat.schedules.pipelines import clock_cycles
+
+
+@dataclass(frozen=True)
+class Passed:
+    """What each microbatch takes from one stage to another, and as a gradient back.
+
+    Attributes:
+        source: The stage that makes it.
+        target: The stage that takes it.
+        size_bytes: Of a microbatch.
+    """
+
+    source: int
+    target: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clocks:
+    """The clocks of a pipe, as a device sees them.
+
+    Attributes:
+        microbatches: Of a step.
+        stages: Of the pipe.
+        sums: The stages of the device, with the bytes of the gradients of their weights.
+        passed: What goes from stage to stage, and from the last one to the loss, which is one more.
+        loss: What the loss needs.
+    """
+
+    microbatches: int
+    stages: int
+    sums: Mapping[int, int]
+    passed: Sequence[Passed]
+    loss: LossBytes
+
+    def loads(self) -> Iterator[Load]:
+        """Yield what the device holds at each of its actions."""
+        last = self.stages - 1
+        clocks = [[stage for _, stage in clock] for clock in clock_cycles(self.microbatches, self.stages)]
+        if len(self.sums) == self.stages:
+            clocks = [[stage] for clock in clocks for stage in clock]
+        ran = Counter[int]()
+        for clock in clocks:
+            for stage in self._here(clock):
+                yield Load(
+                    stage, "forward", self._held(ran), beside_bytes=self._waiting(self.passed, ran, clock, stage)
+                )
+            ran.update(clock)
+        if last in self.sums:
+            yield Load(None, "loss", self._held(ran), beside_bytes=self.loss.peak_bytes)
+        back = [Passed(one.target, one.source, one.size_bytes) for one in self.passed if one.target <= last]
+        done = Counter[int]()
+        for clock in reversed(clocks):
+            for stage in self._here(clock):
+                beside = self._waiting(back, done, clock, stage) + self._added(done, clock, stage)
+                if last in self.sums:
+                    beside += self.loss.held_bytes[done[last]]
+                yield Load(
+                    stage, self._phase(done[stage]), self._held(ran - done - Counter([stage])), beside_bytes=beside
+                )
+            done.update(clock)
+
+    def _here(self, clock: Collection[int]) -> list[int]:
+        return [stage for stage in clock if stage in self.sums]
+
+    def _held(self, counts: Counter[int]) -> tuple[tuple[int, int], ...]:
+        return counted(Counter({stage: count for stage, count in counts.items() if stage in self.sums}))
+
+    def _waiting(self, passed: Sequence[Passed], ran: Counter[int], clock: Collection[int], stage: int) -> int:
+        """Return the bytes that wait on the device between stages while one runs, whose own input counts with it.
+
+        Args:
+            passed: What goes from where to where.
+            ran: How many microbatches each stage has run before the clock.
+            clock: The stages that run in it.
+            stage: The one of them that runs.
+        """
+        total, more = 0, Counter[int]()
+        for one in passed:
+            waiting = ran[one.source] - ran[one.target]
+            if one.source in self.sums:
+                # What goes to another device was copied there when the clock began.
+                is_taken = one.target == stage or (one.target in clock and not self._is_here(one.target))
+                total += (waiting - is_taken) * one.size_bytes
+                more[one.source] += one.size_bytes
+                if not is_taken and one.target in clock:
+                    more[one.target] -= one.size_bytes
+            elif self._is_here(one.target) and one.target in clock and one.target != stage:
+                total += one.size_bytes
+                more[one.target] -= one.size_bytes
+        others = [one for one in self._here(clock) if one != stage]
+        return total + sum(max(0, more[one]) for one in others)
+
+    def _is_here(self, stage: int) -> bool:
+        """Whether a stage is on the device; the loss is where the last stage is."""
+        return min(stage, self.stages - 1) in self.sums
+
+    def _added(self, done: Counter[int], clock: Collection[int], stage: int) -> int:
+        """Return the bytes of the sums of gradients that are there while the backward of a stage runs."""
+        if self.microbatches == 1:
+            return 0
+        begun = {one for one in self.sums if 0 < done[one] < self.microbatches}
+        begun |= {one for one in self._here(clock) if one != stage}
+        return sum(self.sums[one] for one in begun)
+
+    def _phase(self, number: int) -> Phase:
+        """Return the phase of a backward that so many others of its stage came before."""
+        if self.microbatches == 1:
+            return "backward"
+        if number == 0:
+            return "first"
+        if number == self.microbatches - 1:
+            return "last"
+        return "second" if number == 1 else "backward"

@@ -1,0 +1,128 @@
+"""What a step needs from the outputs of a pipe on: its loss, run by itself.
+
+The outputs of the microbatches are made, put together as a pipe does it, and given to the step. In backward each of
+them notes when its gradient has come; from then on the last stage would run its backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
+
+from torchremat.measuring.allocator import record_allocations
+from torchremat.measuring.step import loss_of, run_backward
+from torchremat.measuring.untouched import untouched
+from torchremat.pipeline.budgets.samples import Taken
+from torchremat.pipeline.dependency import replaced
+from torchremat.pipeline.microbatch import Microbatch, gather
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossBytes:
+    """What a loss needs, over what is there before there are outputs.
+
+    Attributes:
+        peak_bytes: Highest until a gradient has come.
+        held_bytes: While the backwards of microbatches run, in their order, and after the last one of them: gradients
+            of all outputs, and what else is still there.
+        grads: The gradients of the outputs of the first microbatch: tensors of the same form.
+    """
+
+    peak_bytes: int
+    held_bytes: tuple[int, ...]
+    grads: tuple[Tensor, ...]
+
+
+def loss_bytes(
+    module: nn.Module, device: torch.device, step: Callable[[Any], object], outputs: Sequence[Taken]
+) -> LossBytes:
+    """Return what a step needs beside a pipe.
+
+    Args:
+        module: The pipe.
+        device: Of its outputs.
+        step: Called with what stands for the pipe, returns the loss.
+        outputs: Of its microbatches.
+    """
+    stand_in = _StandIn(outputs)
+    with untouched(module), record_allocations(device) as recorder:
+        stand_in.note = lambda: recorder.mark("gradient")
+        begins = recorder.mark("begin")
+        loss = loss_of(step(stand_in))
+        run_backward(loss)
+        recorder.mark("end")
+        del loss
+    trace = recorder.trace
+    came, ends = [mark.id for mark in trace.marks if mark.label == "gradient"], len(trace.marks) - 1
+    first = came[0] if came else ends
+    held = [trace.live_bytes_at(mark) for mark in came]
+    # Whatever comes later than in a microbatch's turn is there in all.
+    held += [trace.live_bytes_at(ends)] * (len(outputs) + 1 - len(held))
+    return LossBytes(
+        peak_bytes=trace.peak_bytes_between(begins, first), held_bytes=tuple(held), grads=tuple(stand_in.grads)
+    )
+
+
+class _Given(torch.autograd.Function):
+    """Makes the outputs of a microbatch, and notes when their gradients have come."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, stand_in: _StandIn, number: int, _: Tensor, *outputs: Tensor) -> tuple[Tensor, ...]:
+        """Return new tensors with the values of the outputs."""
+        ctx.set_materialize_grads(False)
+        saved = cast("Any", ctx)
+        saved.stand_in, saved.number = stand_in, number
+        saved.shapes = [(one.shape, one.dtype, one.device) for one in outputs]
+        return tuple(output.clone() for output in outputs)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *grads: Tensor | None) -> tuple[None, ...]:
+        """Note the gradients, and let them go."""
+        saved = cast("Any", ctx)
+        stand_in = cast("_StandIn", saved.stand_in)
+        stand_in.note()
+        if saved.number == 0:
+            stand_in.forms = [
+                (shape, torch.empty(shape, device="meta").stride() if grad is None else grad.stride(), dtype, device)
+                for grad, (shape, dtype, device) in zip(grads, saved.shapes, strict=True)
+            ]
+        return (None,) * (3 + len(grads))
+
+
+Form = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
+
+
+class _StandIn(nn.Module):
+    """In the place of the pipe: returns what it has returned."""
+
+    def __init__(self, outputs: Sequence[Taken]) -> None:
+        super().__init__()
+        self._outputs = outputs
+        self.note: Callable[[], object] = lambda: None
+        self.forms: list[Form] = []
+
+    def forward(self, *_: object, **__: object) -> object:
+        """Return the outputs, put together."""
+        root = torch.zeros((), requires_grad=True)
+        return gather([self._again(number, one, root) for number, one in enumerate(self._outputs)])
+
+    def _again(self, number: int, output: Taken, root: Tensor) -> Microbatch:
+        pairs = zip(output.given.tensors, output.requires, strict=True)
+        tensors = [tensor if requires else tensor.clone() for tensor, requires in pairs]
+        places = [place for place, requires in enumerate(output.requires) if requires]
+        if places:
+            tensors = replaced(tensors, places, _Given.apply(self, number, root, *(tensors[place] for place in places)))
+        return Microbatch(output.given.template, tensors)
+
+    @property
+    def grads(self) -> list[Tensor]:
+        """Tensors of the form of the gradients of the first microbatch."""
+        return [
+            torch.empty_strided(shape, stride, dtype=dtype, device=device).zero_()
+            for shape, stride, dtype, device in self.forms
+        ]

@@ -1,0 +1,188 @@
+"""A microbatch that is one of several in one backward, watched: what autograd holds of the gradients of weights.
+
+One backward runs all microbatches, and autograd adds up the gradients of a weight before it adds them to what is there.
+So what becomes of one that has been made is
+
+    microbatch     it                                                            of its weight there is
+    first          stays                                                         this one, from then on
+    second         is added, out of place if the first one is a view, and goes   a sum, all the time
+    others         is added and goes                                             a sum, all the time
+    last           is added to the sum and this to `.grad`, and both go          a sum, until then
+
+Of one microbatch by itself it is added to `.grad` and goes. So its events are those of each of the others but for
+these, and what a profile reads from them are the peaks of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+from torch import Tensor, nn
+
+from torchremat.measuring.allocator import AllocationTrace, Mark, Recorder
+from torchremat.measuring.heap import heap_set_aside
+from torchremat.measuring.runs import Subject, subject_of
+from torchremat.planning.elsewhere.machines import Here
+from torchremat.planning.profiles.profiling import Grains, watch
+from torchremat.planning.profiles.reading import Profile, intervals_of
+from torchremat.planning.profiles.tracing import Step
+from torchremat.planning.profiles.watching import every_unit
+from torchremat.planning.searches.mixing import aligned, mixed
+from torchremat.planning.searches.options import options_like
+from torchremat.planning.searches.solving import Candidate
+from torchremat.planning.walks.microbatches import SumsPrediction
+from torchremat.planning.walks.prediction import predict
+from torchremat.regions.selection import memory_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Turn:
+    """When the backward of a microbatch comes; of two the second is the last."""
+
+    is_first: bool = False
+    is_second: bool = False
+    is_last: bool = False
+
+
+class Sums:
+    """Predicts the backwards of microbatches, for trees over the units of a profile or of a mixture of its grains.
+
+    Args:
+        module: The stage.
+        step: Runs a microbatch.
+        grains: Its profile, with options.
+        microbatches: How many one backward runs, at least 2.
+    """
+
+    def __init__(self, module: nn.Module, step: Step, grains: Grains, microbatches: int) -> None:
+        subject = subject_of(step, module, None, needs_model=True)
+        with heap_set_aside():
+            runs = [_Run(module, subject, one) for one in (grains.coarse, grains.fine) if one is not None]
+        self._whole = grains.coarse
+        last = _Turn(is_second=microbatches == 2, is_last=True)
+        self._turns = [
+            _grains(runs, turn) for turn in (_Turn(is_first=True), _Turn(is_second=True, is_last=microbatches == 2))
+        ]
+        self._turns.append(_grains(runs, last))
+        self._mixtures: dict[int, tuple[Profile, list[Profile]]] = {}
+
+    def predict(self, candidate: Candidate) -> SumsPrediction:
+        """Return the peaks of the backwards under a tree."""
+        first, second, last = (predict(one, candidate.tree).backward_bytes for one in self._of(candidate.profile))
+        return SumsPrediction(first_bytes=first, second_bytes=second, last_bytes=last)
+
+    def _of(self, profile: Profile) -> list[Profile]:
+        """Return the profiles of each turn that have the units of a profile."""
+        if id(profile) not in self._mixtures:
+            whole = {call for unit in profile.units.units for call in unit.calls}
+            split = frozenset(call for unit in self._whole.units.units for call in unit.calls if call not in whole)
+            self._mixtures[id(profile)] = profile, [mixed(one, split) for one in self._turns]
+        return self._mixtures[id(profile)][1]
+
+
+def _grains(runs: list[_Run], turn: _Turn) -> Grains:
+    profiles = [run.profile(turn) for run in runs]
+    return aligned(Grains(coarse=profiles[0], fine=profiles[1] if len(profiles) > 1 else None))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Made:
+    """A gradient of a weight.
+
+    Attributes:
+        mark: When it is all there.
+        pointer: Its address; None if it has none to show.
+        size_bytes: Of the weight.
+        is_view: Whether it is a view of another tensor, so that nothing is added to it in place.
+    """
+
+    mark: int
+    pointer: int | None
+    size_bytes: int
+    is_view: bool
+
+
+class _Run:
+    """A watched step in which gradients of weights are noted."""
+
+    def __init__(self, module: nn.Module, subject: Subject, whole: Profile) -> None:
+        self._whole = whole
+        self._parameters = [one for one in module.parameters() if one.requires_grad]
+        self._made: list[_Made] = []
+        self._step = watch(
+            module, subject, whole.units, every_unit(whole.units), Here(whole.device), noting=self._noting
+        )
+        self._intervals = intervals_of(self._step.trace)
+
+    @contextmanager
+    def _noting(self, recorder: Recorder) -> Generator[None]:
+        with ExitStack() as stack:
+            for parameter in self._parameters:
+                stack.callback(parameter.register_hook(partial(self._note, recorder, parameter.nbytes)).remove)
+            yield
+
+    def _note(self, recorder: Recorder, size_bytes: int, gradient: Tensor) -> None:
+        memory = memory_of(gradient)
+        pointer = None if memory is None else recorder.pointer_of(memory)
+        mark = recorder.mark("gradient")
+        self._made.append(_Made(mark=mark, pointer=pointer, size_bytes=size_bytes, is_view=gradient._is_view()))
+
+    def profile(self, turn: _Turn) -> Profile:
+        """Return the profile of a backward in its turn."""
+        found = self._step.profile(self._trace(turn))
+        read = replace(
+            self._whole,
+            sizes=found.sizes,
+            lifetimes=found.lifetimes,
+            extra_bytes=found.extra_bytes,
+            after_bytes=found.after_bytes,
+            backwards=found.backwards,
+        )
+        return replace(read, options=options_like(self._whole.options, read))
+
+    def _trace(self, turn: _Turn) -> AllocationTrace:
+        """Return the events of a turn."""
+        trace = self._step.trace
+        delta = trace.delta_bytes.copy()
+        more: list[tuple[int, int]] = []  # at which mark, and of how many bytes
+        for made in self._made:
+            freed = self._freed(made)
+            if turn.is_first and freed is not None:
+                delta[freed] = 0
+            elif turn.is_first:
+                more.append((made.mark, made.size_bytes))
+            if turn.is_second and made.is_view:
+                more += [(made.mark, made.size_bytes), (made.mark, -made.size_bytes)]
+            if turn.is_last:
+                more.append((made.mark, -made.size_bytes))
+        return _with_events(replace(trace, delta_bytes=delta), more)
+
+    def _freed(self, made: _Made) -> int | None:
+        """Return the event that frees a gradient; None if there is none."""
+        trace = self._step.trace
+        position = trace.marks[made.mark].position
+        for allocated, freed in self._intervals.get(made.pointer or 0, ()):
+            if allocated < position <= freed < len(trace.delta_bytes):
+                return freed
+        return None
+
+
+def _with_events(trace: AllocationTrace, events: list[tuple[int, int]]) -> AllocationTrace:
+    """Return a trace with more events, given by the mark that each comes at and its bytes; no address is theirs."""
+    ids = np.array([mark for mark, _ in events], np.int64)
+    at = np.array([trace.marks[mark].position for mark in ids], np.int64)
+
+    def before(mark: Mark) -> int:
+        return int(((at < mark.position) | ((at == mark.position) & (ids < mark.id))).sum())
+
+    return replace(
+        trace,
+        time_ns=np.insert(trace.time_ns, at, [trace.marks[mark].time_ns for mark in ids]),
+        ptr=np.insert(trace.ptr, at, -1 - np.arange(len(events))),
+        delta_bytes=np.insert(trace.delta_bytes, at, [size for _, size in events]),
+        marks=tuple(replace(mark, position=mark.position + before(mark)) for mark in trace.marks),
+    )
