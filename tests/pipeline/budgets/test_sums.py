@@ -112,3 +112,23 @@ def test_a_batch_that_cannot_be_cut_evenly():
     found = list(shares(blocks(4, 16), [2, 2], 4, torch.randn(107, 16)))
 
     assert all(0.98 <= share <= 1 for share in found), found
+
+
+class Head(nn.Module):
+    """Gives a score to each token, with the weights of an embedding."""
+
+    def __init__(self, embedding):
+        super().__init__()
+        self.weight = embedding.weight
+
+    def forward(self, x):
+        return functional.linear(x, self.weight)
+
+
+def test_stages_that_share_a_weight():
+    # Once it lay there twice, with its gradient.
+    embedding = nn.Embedding(256, 16)
+    layers = nn.Sequential(embedding, *blocks(2, 16), Head(embedding))
+    found = list(shares(layers, [2, 2], 4, torch.arange(128) % 256, entropy))
+
+    assert all(0.98 <= share <= 1 for share in found), found

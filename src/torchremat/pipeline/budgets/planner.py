@@ -13,6 +13,7 @@ from torch import nn
 from torchremat._compat.pipelining import group_of
 from torchremat.errors import BudgetError, PipelineError, StepError, UnsupportedError
 from torchremat.measuring.heap import heap_set_aside
+from torchremat.measuring.tracker import address_of
 from torchremat.pipeline.budgets.choosing import Choices, Chosen
 from torchremat.pipeline.budgets.optimizers import optimizer_bytes
 from torchremat.pipeline.budgets.parts import Parts
@@ -28,6 +29,7 @@ from torchremat.planning.planner import Planner
 from torchremat.planning.profiles.peers import gathered
 from torchremat.planning.searches.chains import Cost
 from torchremat.planning.walks.microbatches import Share, shares
+from torchremat.regions.selection import memory_of
 from torchremat.tensors.sizes import format_bytes
 
 T = TypeVar("T")
@@ -172,7 +174,8 @@ class _Planned:
         """Parameters, gradients and buffers of all stages here, and the state of their optimizer."""
         found = (planner.profile.before for planner in self._planners.values())
         state_bytes = 0 if self._optimizer is None else self._optimizer.state_bytes
-        return sum(one.total_bytes - one.input_bytes for one in found) + state_bytes
+        stages_bytes = sum(one.total_bytes - one.input_bytes for one in found)
+        return stages_bytes - _shared_bytes([one.module for one in self.site.samples]) + state_bytes
 
     @property
     def _fixed_bytes(self) -> int:
@@ -250,6 +253,18 @@ def _planner(sample: Sample, site: Site, cost: Cost) -> Planner:
         return Planner(sample.module, sample.step, device=site.device, cost=cost)
     except StepError as error:
         raise StepError(f"stage {sample.stage}: {error}") from error
+
+
+def _shared_bytes(modules: Sequence[nn.Module]) -> int:
+    """Return what some modules have that others before them have too: parameters with their gradients, and buffers."""
+    known, shared_bytes = set[int](), 0
+    for module in modules:
+        tensors = (*module.parameters(), *module.buffers())
+        own = {address_of(memory): tensor for tensor in tensors if (memory := memory_of(tensor)) is not None}
+        shared = (own[address] for address in own.keys() & known)
+        shared_bytes += sum(one.untyped_storage().nbytes() + (one.nbytes if one.requires_grad else 0) for one in shared)
+        known |= own.keys()
+    return shared_bytes
 
 
 def _words(chosen: Chosen) -> str:
