@@ -11,7 +11,7 @@ from torchremat import Session
 from torchremat.measuring.allocator import record_allocations
 from torchremat.pipeline.budgets.samples import received
 from torchremat.planning.planner import Planner
-from torchremat.planning.walks.microbatches import shares
+from torchremat.planning.walks.microbatches import SumsPrediction, shares
 from torchremat.schedules.chain import Keep, Region
 
 WIDTH = 16
@@ -68,6 +68,11 @@ def depth(nodes):
     return max((1 + depth(node.children) for node in nodes if isinstance(node, Region)), default=0)
 
 
+def plainly(candidate):
+    """Leaves in the choice what needs little where nothing is recomputed ahead: deep trees, which are tried as well."""
+    return SumsPrediction(first_bytes=candidate.prediction.backward_bytes)
+
+
 @pytest.mark.parametrize("name", STAGES)
 def test_every_tree(name):
     torch.manual_seed(0)
@@ -76,7 +81,7 @@ def test_every_tree(name):
     for parameter in module.parameters():
         parameter.grad = torch.zeros_like(parameter)
 
-    plain, *found = shares(planner.solver, ahead=True)
+    plain, *found = shares(planner.solver, sums=plainly, ahead=True)
     differences, is_within = set(), True
     for share in found:
         plan = planner.plan_of(share.candidate, 0, "0")
@@ -96,6 +101,6 @@ def test_every_tree(name):
     assert differences == {(0, 0)}
     assert is_within
     trees = [share.candidate.tree for share in found]
-    assert len(trees) > 15
+    assert len(trees) > 20
     assert any(isinstance(node, Keep) and node.option for tree in trees for node in tree) == (name == "operators")
     assert (max(map(depth, trees)) > 2) == (name == "nested")

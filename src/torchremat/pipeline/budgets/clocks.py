@@ -8,8 +8,9 @@
     of each weight   -                                        a sum, from the first microbatch of its stage to the last
 
 Of the nodes that could run, autograd takes for each device the one that was made last. So a device for itself runs all
-cells in the order of the forward turned around. With others it may have to wait for a gradient of theirs, and in which
-order it runs the cells of a clock is not said: each of them may be the first one.
+cells in the order of the forward turned around, once the calling thread has made more nodes than a worker makes in a
+step: what leads from stage to stage is made there, and each thread counts for itself. With others it may have to wait
+for a gradient of theirs, and in which order it runs the cells of a clock is not said: each may be the first one.
 """
 
 from __future__ import annotations
