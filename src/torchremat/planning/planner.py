@@ -39,10 +39,9 @@ from torchremat.tensors.handles import Store
 
 _COSTS = ("seconds", "flops")
 
-# Predictions are exact for most models, and off by some hundred bytes where kernels choose workspace by alignment.
-# So much of a budget is left free for that: bytes, or this share if it is more.
+# Predictions are exact for most models, and off by some hundred bytes where kernels choose workspace by alignment,
+# whatever the size of the model. So many bytes of a budget are left free for that.
 _ROOM_BYTES = 4096
-_ROOM_SHARE = 4096
 
 # How much of the search is told to be done when the plan is found, and only the lowest peak is sought.
 _SOLVING_SHARE = 0.75
@@ -137,7 +136,7 @@ class Planner:
 
     def budget_for(self, peak_bytes: int) -> int:
         """Return the smallest budget for which a plan with a predicted peak is made."""
-        return peak_bytes + max(_ROOM_BYTES, peak_bytes // (_ROOM_SHARE - 1) + 1)
+        return peak_bytes + _ROOM_BYTES
 
     def save_device(self, path: str | Path) -> None:
         """Write a description of the planner's device, with the kernels of its step, for plans on other machines.
@@ -206,7 +205,7 @@ class Planner:
         target = size - margin_bytes - tighten_bytes
         optimizer_peak = self.optimizer_peak_bytes or 0
         if self.peak_of(self.solver.plain) > target:
-            target -= max(_ROOM_BYTES, size // _ROOM_SHARE)
+            target -= _ROOM_BYTES
         pace = self.solver.pace
         with heap_set_aside():
             with pace.running():
