@@ -126,7 +126,14 @@ def compile_arguments(backend: object, partition: PartitionFunction, key: Callab
     bound("torch._functorch.compile_utils", "raise_getitems")
     if backend == "inductor":
         bound("torch._inductor.config", "custom_partitioner_fn")
-        return {"backend": "inductor", "options": {"custom_partitioner_fn": partitioner_for_inductor(partition, key)}}
+        return {
+            "backend": "inductor",
+            "options": {
+                "custom_partitioner_fn": partitioner_for_inductor(partition, key),
+                # Else memory that nobody needs is kept until something of its size is made, however much later.
+                "allow_buffer_reuse": False,
+            },
+        }
     made = bound("torch._dynamo.backends.common", "AotAutograd")
     if isinstance(backend, made):
         return {"backend": made(**{**cast("Any", backend).kwargs, "partition_fn": partition})}

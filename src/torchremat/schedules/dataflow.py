@@ -43,6 +43,8 @@ class Operator:
             or a write in place.
         workspace_bytes: What it needs while it runs, beside its inputs and outputs. Counted where the live bytes of a
             list are walked; selections of what to hold have no moments inside of operators.
+        fuses: Whether a compiler makes one kernel of it and the only reader of what it makes, if that fuses too.
+            Counted like a workspace.
     """
 
     name: str
@@ -51,6 +53,7 @@ class Operator:
     cost: float
     replaceable: bool = True
     workspace_bytes: int = 0
+    fuses: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from torchremat.errors import ScheduleError
@@ -167,7 +167,7 @@ def walk(
     keep: Iterable[int],
     beside_bytes: int,
 ) -> Iterator[tuple[int, str]]:
-    """Yield what is live while each operator runs, with its name. A value is freed after the last that reads it.
+    """Yield what is live while each kernel runs, with its name. A value is freed after the last that reads it.
 
     Args:
         operators: In the order in which they run.
@@ -177,6 +177,7 @@ def walk(
         beside_bytes: All else that is live.
     """
     stays = set(keep)
+    operators = fused(operators, stays)
     last = {value: index for index, operator in enumerate(operators) for value in (*operator.outputs, *operator.inputs)}
     there = set(begin)
     live = beside_bytes + sum(size_bytes[value] for value in there)
@@ -190,6 +191,32 @@ def walk(
             if last[value] == index and value in there and value not in stays:
                 there.remove(value)
                 live -= size_bytes[value]
+
+
+def fused(operators: Sequence[Operator], keep: set[int]) -> list[Operator]:
+    """Return the kernels of a list: an operator, and with it those whose values nobody else reads, if all of them fuse.
+
+    Such a value is never in memory. What it is made of is, until its reader has run.
+
+    Args:
+        operators: In the order in which they run.
+        keep: Values that are read after the list.
+    """
+    readers: dict[int, set[int]] = {}
+    for index, operator in enumerate(operators):
+        for value in operator.inputs:
+            readers.setdefault(value, set()).add(index)
+    kernels: dict[int, Operator] = dict(enumerate(operators))
+    for index, operator in enumerate(operators):
+        reading = {reader for value in operator.outputs for reader in readers.get(value, ())}
+        if not operator.fuses or len(reading) != 1 or not keep.isdisjoint(operator.outputs):
+            continue
+        (last,) = reading
+        if kernels[last].fuses:
+            inner = kernels.pop(index)
+            others = (value for value in kernels[last].inputs if value not in operator.outputs)
+            kernels[last] = replace(kernels[last], inputs=tuple(dict.fromkeys((*inner.inputs, *others))))
+    return list(kernels.values())
 
 
 def _picked(joint: Joint, indices: Iterable[int]) -> list[Operator]:

@@ -51,6 +51,7 @@ class Reading:
         device: Whose bytes count: the one that has most of them.
         numbers: The values by the addresses of their storages.
         workspaces: What kernels allocate beside their results.
+        fuses: Whether a compiler makes kernels of its own of the graph, out of several operators.
     """
 
     joint: Joint
@@ -59,6 +60,7 @@ class Reading:
     device: torch.device
     numbers: dict[int, int]
     workspaces: Workspaces
+    fuses: bool
 
     def peak_bytes(self, forward: Graph, backward: Graph) -> int:
         """Return the peak of two graphs that were made of the joint one, as they are."""
@@ -96,19 +98,29 @@ class Reading:
             made = tuple(dict.fromkeys(value for value in self._values(node) if value not in there))
             there.update(made)
             beside = self.workspaces.of(node, sum(self.joint.size_bytes[value] for value in made))
-            operators.append(Operator(name=node.name, inputs=inputs, outputs=made, cost=0.0, workspace_bytes=beside))
+            operators.append(
+                Operator(
+                    name=node.name,
+                    inputs=inputs,
+                    outputs=made,
+                    cost=0.0,
+                    workspace_bytes=beside,
+                    fuses=self.fuses and _fuses(node),
+                )
+            )
         output = next(iter(graph.find_nodes(op="output")))
         return operators, {value for node in output.all_input_nodes for value in self._values(node)}
 
 
-def read_graph(graph: Graph, num_fwd_outputs: int, cost: Cost = "seconds", *, copies_layouts: bool = False) -> Reading:
+def read_graph(graph: Graph, num_fwd_outputs: int, cost: Cost = "seconds", *, fuses: bool = False) -> Reading:
     """Return a joint graph as data.
 
     Args:
         graph: The graph; its nodes have stand-ins for their results.
         num_fwd_outputs: How many of its outputs are the forward's.
         cost: What operators cost: `"seconds"` by the roofline, or `"flops"`; bytes then only break ties.
-        copies_layouts: Whether inputs that convolutions read are copied to another layout, and the copies kept.
+        fuses: Whether it is for a compiler that makes kernels of its own, as Inductor does. That also copies inputs which
+            convolutions read to another layout, and keeps the copies.
     """
     device = _device_of(graph)
     workspaces = measured_workspaces(graph, device)
@@ -157,6 +169,7 @@ def read_graph(graph: Graph, num_fwd_outputs: int, cost: Cost = "seconds", *, co
                         outputs=made,
                         cost=again,
                         workspace_bytes=workspaces.of(node, sum(sizes[value] for value in made)),
+                        fuses=fuses and _fuses(node),
                     )
                 )
         else:
@@ -164,7 +177,7 @@ def read_graph(graph: Graph, num_fwd_outputs: int, cost: Cost = "seconds", *, co
         if isinstance(node.meta.get("val"), Tensor):
             for value in values:
                 nodes.setdefault(value, node)
-    if copies_layouts:
+    if fuses:
         for value in _read_by_convolutions(graph, numbers):
             sizes[value] *= 2
     output = next(iter(graph.find_nodes(op="output")))
@@ -186,6 +199,7 @@ def read_graph(graph: Graph, num_fwd_outputs: int, cost: Cost = "seconds", *, co
         device=device,
         numbers=numbers,
         workspaces=workspaces,
+        fuses=fuses,
     )
 
 
@@ -255,6 +269,11 @@ def _draws(node: Node) -> bool:
     place = names.index("dropout_p")
     given = node.args[place] if place < len(node.args) else node.kwargs.get("dropout_p", arguments[place].default_value)
     return bool(given != 0.0)
+
+
+def _fuses(node: Node) -> bool:
+    tags = getattr(node.target, "tags", ())
+    return torch.Tag.pointwise in tags or torch.Tag.reduction in tags
 
 
 def _writes(node: Node) -> bool:

@@ -8,7 +8,9 @@ all of the forward again. Ours chooses what to save by the peak of both graphs, 
     3  torch's own functions make the two graphs of what is to be saved, with what is made again as late as it can be
     4  the peak of these graphs is the prediction
 
-Missing on purpose: values that are made again twice. Kernels that a compiler fuses need less than is predicted.
+Missing on purpose: values that are made again twice. Of the kernels that a compiler makes only the plainest are told
+beforehand, an operator with the only reader of its result; others need less than is predicted, or, with several
+results, more.
 """
 
 from __future__ import annotations
@@ -123,7 +125,7 @@ class PeakPartitioner:
         """
         forward, backward = torch_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **options)
         fuses = optimizes_kernels(options)
-        reading = read_graph(joint.graph, num_fwd_outputs, self.cost, copies_layouts=fuses)
+        reading = read_graph(joint.graph, num_fwd_outputs, self.cost, fuses=fuses)
         never_larger(joint)
         if reading.workspaces.unknown:
             warnings.warn(_not_counted(reading.workspaces.unknown), CompileWarning, stacklevel=2)
