@@ -119,8 +119,8 @@ def read_graph(graph: Graph, num_fwd_outputs: int, cost: Cost = "seconds", *, fu
         graph: The graph; its nodes have stand-ins for their results.
         num_fwd_outputs: How many of its outputs are the forward's.
         cost: What operators cost: `"seconds"` by the roofline, or `"flops"`; bytes then only break ties.
-        fuses: Whether it is for a compiler that makes kernels of its own, as Inductor does. That also copies inputs which
-            convolutions read to another layout, and keeps the copies.
+        fuses: Whether it is for a compiler that makes kernels of its own, as Inductor does. That also copies inputs
+            which convolutions read to another layout, and keeps the copies.
     """
     device = _device_of(graph)
     workspaces = measured_workspaces(graph, device)
