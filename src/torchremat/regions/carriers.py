@@ -61,6 +61,7 @@ class Carrier(Generic[K]):
 
     def put(self, key: K, one: Carried) -> None:
         """Put a value; one that waits under this key goes."""
+        _tell(one.value)
         if self._is_apart():
             self._apart()[self, key] = one
         else:
@@ -88,6 +89,7 @@ class Carrier(Generic[K]):
                 raise KeyError(key)
             one = Carried(kept.thaw(words), (), is_reentrant=False)
         self._hold(key, one, words)
+        _tell(one.value)
         return one.value
 
     def left(self) -> dict[K, Carried]:
@@ -110,6 +112,11 @@ class Carrier(Generic[K]):
             kept = Frozen(one.value)
             for call in calls:
                 call.freeze((Carrier, key), kept)
+
+
+def _tell(value: object) -> None:
+    if thread.on_carried is not None:
+        thread.on_carried(value)
 
 
 def _recomputes(call: Call, other: Call) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 from weakref import ReferenceType
@@ -28,6 +28,7 @@ class Thread(threading.local):
             were made in it.
         frozen: What the call that runs again has frozen in its forward, by name.
         carried: What is on its way in the recompute that runs, by carrier and key; None outside of recomputes.
+        on_carried: Told of each value that is put into a carrier, and when it is taken out.
         scopes: The scopes that are open, innermost last. Kept by `runs`.
         selecting: Who sees the operators that run, for a policy.
         moved: The generators that kept draws have moved in the recompute that runs, and the states they had before.
@@ -40,6 +41,7 @@ class Thread(threading.local):
         self.calls: list[Call] = []
         self.frozen: Mapping[object, Iterator[Frozen]] = {}
         self.carried: dict[tuple[object, object], Carried] | None = None
+        self.on_carried: Callable[[object], None] | None = None
         self.scopes: list[object] = []
         self.selecting: Collecting | Replaying | None = None
         self.moved: dict[torch.Generator | torch.device, Tensor] | None = None

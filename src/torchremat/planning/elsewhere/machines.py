@@ -14,8 +14,8 @@ import torch
 from torchremat.measuring.allocator import Recorder, check_no_profiler, record_allocations
 from torchremat.measuring.runs import Subject
 from torchremat.planning.budgets import capacity_of, free_on
+from torchremat.planning.profiles.dropping import nothing_kept
 from torchremat.planning.profiles.overheads import Overheads, overheads
-from torchremat.planning.profiles.tracing import nothing_kept
 
 
 class Machine(Protocol):

@@ -12,8 +12,8 @@ modules there are three forwards: one runs eagerly and shows operators, one comp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from weakref import ReferenceType, ref
 
@@ -31,10 +31,12 @@ from torchremat.measuring.modules import has_compiled, is_compiled
 from torchremat.measuring.step import loss_of
 from torchremat.measuring.tracker import address_of
 from torchremat.measuring.untouched import untouched
+from torchremat.planning.profiles.dropping import never, nothing_kept
 from torchremat.planning.profiles.interception import intercepted
 from torchremat.planning.profiles.operators import OperatorLog, OperatorTrace
 from torchremat.regions.guards import tensors_inside
 from torchremat.regions.selection import memory_of
+from torchremat.regions.threads import thread
 from torchremat.tensors.structure import split, tensors_in
 
 Step = Callable[[nn.Module], object]
@@ -70,7 +72,8 @@ class Call:
         saved: Storages that autograd saved directly in it, not in the calls inside, as (storage, time).
         entered: Time of entry: the number of entries and exits of calls before it.
         left: Time of exit.
-        carried: Storages that are in its other arguments (a cache, say) when the forward has ended.
+        carried: Storages that are in its other arguments (a cache, say) when the forward has ended, and skips from
+            outside of it that are popped in it.
         flops: Flops of its forward.
         flops_saved: Flops of its forward up to its last save.
         grad: Whether grad mode was on.
@@ -212,11 +215,20 @@ class _Tracer:
             self.step_saved.append((number, self.time))
         return None
 
+    def carried(self, value: object) -> None:
+        """Note a value where it is put, and where it is taken: calls that began between get it past their arguments."""
+        for tensor in tensors_in(value):
+            storage = self.storage(tensor, new=True)
+            for call in (self.calls[index] for index in self.open):
+                if self.born.get(storage, 0) < call.entered and storage not in call.carried:
+                    call.carried = (*call.carried, storage)
+
     def look_into_objects(self) -> None:
         """Note which tensors the other arguments hold, and let go of them."""
         for index in list(self.objects_of):
             inside = tensors_inside(self.objects_of.pop(index))
-            self.calls[index].carried = tuple({self.storage(one): None for one in inside})
+            call = self.calls[index]
+            call.carried = tuple(dict.fromkeys((*call.carried, *map(self.storage, inside))))
 
     def run(
         self,
@@ -320,10 +332,12 @@ def _run_traced(model: nn.Module, step: Step, flops: FlopCounter, log: OperatorL
     tracer = _Tracer(model, flops, log)
     try:
         with intercepted(model, tracer.run):
-            push_saved_tensor_hooks(tracer.save, _never)
+            push_saved_tensor_hooks(tracer.save, never)
+            thread.on_carried = tracer.carried
             try:
                 result = step(model)
             finally:
+                thread.on_carried = None
                 pop_saved_tensor_hooks()
         tracer.look_into_objects()
     finally:
@@ -362,29 +376,6 @@ def _joined(model: nn.Module, own: Trace, eager: Trace) -> Trace:
     log = eager.operators
     log.storages = {storage: numbers[number] for storage, number in log.storages.items() if number in numbers}
     return replace(own, flops=eager.flops, operators=log, allocations=eager.allocations)
-
-
-@contextmanager
-def nothing_kept() -> Generator[None]:
-    """Drop whatever autograd saves in the block, so that a forward needs about the memory of one without grad."""
-    push_saved_tensor_hooks(_dropped, _never)
-    try:
-        yield
-    finally:
-        pop_saved_tensor_hooks()
-
-
-@outside_graphs
-def _dropped(_: Tensor) -> None:
-    """Keep nothing of a tensor."""
-
-
-def _never(_: object) -> Tensor:
-    raise StepError(
-        "the step has run backward itself. Return the loss without calling backward: it is run here, and with it the "
-        "plan. Where it is `torch.autograd.grad` for a gradient penalty, that saves all a second time, out of a plan's "
-        "reach: `wrap` the blocks by hand, and `verify`."
-    )
 
 
 def _signature(module: nn.Module, tensors: list[Tensor]) -> tuple[object, ...]:

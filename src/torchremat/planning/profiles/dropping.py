@@ -1,0 +1,40 @@
+"""Forwards of which autograd keeps nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from torchremat._compat.autograd import pop_saved_tensor_hooks, push_saved_tensor_hooks
+from torchremat._compat.graphs import outside_graphs
+from torchremat.errors import StepError
+
+
+@contextmanager
+def nothing_kept() -> Generator[None]:
+    """Drop whatever autograd saves in the block, so that a forward needs about the memory of one without grad."""
+    push_saved_tensor_hooks(_dropped, never)
+    try:
+        yield
+    finally:
+        pop_saved_tensor_hooks()
+
+
+@outside_graphs
+def _dropped(_: Tensor) -> None:
+    """Keep nothing of a tensor."""
+
+
+def never(_: object) -> Tensor:
+    """Unpack nothing: no backward may run where nothing is kept.
+
+    Raises:
+        StepError: Always.
+    """
+    raise StepError(
+        "the step has run backward itself. Return the loss without calling backward: it is run here, and with it the "
+        "plan. Where it is `torch.autograd.grad` for a gradient penalty, that saves all a second time, out of a plan's "
+        "reach: `wrap` the blocks by hand, and `verify`."
+    )
