@@ -2,8 +2,7 @@
 
 Two watched steps are enough for every mixture. In the coarse one each unit is a region; in the fine one each call
 inside of the units that can be split is. What a unit's own code between those calls saves is no choice once the unit
-is split: it is the difference between what is live beside the plan in the fine step and in the coarse one, counted up
-unit by unit.
+is split; see `glue`.
 
     extra(moment of a whole unit)      = coarse extra + what the split units before it save in their own code
     extra(moment of a call inside)     = fine extra - what the units before it that are not split would save in theirs
@@ -18,6 +17,7 @@ from torchremat.planning.profiles.profiling import Grains
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.profiles.units import find_units, splittable
 from torchremat.planning.profiles.watching import every_unit
+from torchremat.planning.searches.glue import glue_of
 from torchremat.planning.walks.memory import Walk
 from torchremat.planning.walks.moments import Key, Lifetimes, Live, Moment
 from torchremat.planning.walks.parts import PartsWalk
@@ -111,42 +111,34 @@ class _Mixture:
         within = [self._fine_units(unit.calls) for unit in coarse.units.units]
         self.first = [inside[0] for inside in within]
         self.last = [inside[-1] for inside in within]
-        self.glue = self._glue_bytes()
+        self.glue = glue_of(coarse, fine, list(zip(self.first, self.last, strict=True)))
+        self.counted = self.glue.counted(self.split)
 
     def _fine_units(self, calls: tuple[int, ...]) -> list[int]:
         trace = self.coarse.units.trace
         inside = {inner for call in calls for inner in trace.descendants(call)}
         return [i for i, unit in enumerate(self.fine.units.units) if unit.calls[0] in inside]
 
-    def _glue_bytes(self) -> list[int]:
-        """For each coarse unit, what its own code saves if it is split; 0 for one that the fine profile has whole."""
-        coarse, fine = self.coarse, self.fine
-        beside = [
-            fine.extra_bytes[Moment.FORWARD, first] - coarse.extra_bytes[Moment.FORWARD, unit]
-            for unit, first in enumerate(self.first)
-        ]
-        beside.append(fine.extra_bytes[Moment.END, 0] - coarse.extra_bytes[Moment.END, 0])
-        return [after - before for before, after in pairwise(beside)]
-
-    def glue_before(self, unit: int, *, split: bool) -> int:
-        return sum(size for i, size in enumerate(self.glue[:unit]) if (i in self.split) is split)
+    def _saved_before(self, unit: int, *, whole: bool) -> int:
+        """What own code has saved when a coarse unit begins, over what the profile of its moments says."""
+        within = sum(size for i, size in enumerate(self.glue.within[:unit]) if (i in self.split) is whole)
+        counted = sum(self.counted[: unit + 1])
+        return within + counted if whole else counted - sum(self.glue.between[: unit + 1]) - within
 
     def profile(self) -> Profile:
         extra: dict[Key, int] = {}
         after: dict[Key, int] = {}
         for index, (source, place, whole) in enumerate(self.origin):
             for moment in _UNIT_MOMENTS:
-                until = len(self.glue) if self.stays and moment in _BACKWARD_MOMENTS else whole
-                beside = (
-                    self.glue_before(until, split=True)
-                    if source is self.coarse
-                    else -self.glue_before(until, split=False)
-                )
+                until = len(self.glue.within) if self.stays and moment in _BACKWARD_MOMENTS else whole
+                beside = self._saved_before(until, whole=source is self.coarse)
                 if (moment, place) in source.extra_bytes:
                     extra[moment, index] = source.extra_bytes[moment, place] + beside
                     after[moment, index] = source.after_bytes[moment, place]
         order = self._order()
-        extra[Moment.END, 0] = self.coarse.extra_bytes[Moment.END, 0] + self.glue_before(len(self.glue), split=True)
+        extra[Moment.END, 0] = self.coarse.extra_bytes[Moment.END, 0] + self._saved_before(
+            len(self.glue.within), whole=True
+        )
         after[Moment.END, 0] = self.origin[order[0] if order else 0][0].after_bytes[Moment.END, 0]
         # What runs between two units belongs to a split one if either is: its own code before and after the calls
         # inside.

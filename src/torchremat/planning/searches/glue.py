@@ -1,0 +1,132 @@
+"""What units save in their own code, between the calls inside of them: it stays if they are split.
+
+Seen is what is live beside the plan, in the coarse watched step around each unit and in the fine one around each call
+inside. The difference grows by what own code saves, and between the last call inside of one unit and the first inside
+of the next that is the code of both. The trace tells which of them saves what.
+
+Variables of own code are live beside the plan too, but only until it returns. The trace keeps nothing that is saved:
+what is live in it are variables.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+
+from torchremat.planning.profiles.reading import Profile
+from torchremat.planning.walks.moments import Moment
+
+
+@dataclass(frozen=True, kw_only=True)
+class Glue:
+    """Bytes saved by own code, beside boundary storages; of a unit that the fine profile has whole there are none.
+
+    Attributes:
+        within: By each coarse unit, between the first call inside and the last.
+        between: Before the first call inside of each, and since the last call inside of the one before; one more for
+            what comes after all of them.
+        first: Those of them that the unit itself saves, by the trace.
+        last: Those that the one before it does.
+    """
+
+    within: Sequence[int]
+    between: Sequence[int]
+    first: Sequence[int]
+    last: Sequence[int]
+
+    def counted(self, split: set[int]) -> list[int]:
+        """Return what of `between` is saved by units that are split.
+
+        Args:
+            split: These units. Of the code of two, of which one is split, it gets what the trace does not know of.
+        """
+        found: list[int] = []
+        for unit, (size, first, last) in enumerate(zip(self.between, self.first, self.last, strict=True)):
+            match unit - 1 in split, unit in split:
+                case True, True:
+                    found.append(size)
+                case True, False:
+                    found.append(max(last, size - first))
+                case False, True:
+                    found.append(max(first, size - last))
+                case _:
+                    found.append(0)
+        return found
+
+
+def glue_of(coarse: Profile, fine: Profile, inside: Sequence[tuple[int, int]]) -> Glue:
+    """Return what own code saves.
+
+    Args:
+        coarse: The profile in which each unit is a region.
+        fine: The one in which each call inside is, with the same boundary storages.
+        inside: For each coarse unit the first and the last unit of the fine profile that it is or contains.
+    """
+    saves = _Saves(coarse, fine)
+    entered, left, first, last = list[int](), list[int](), list[int](), [0]
+    for unit, (begin, end) in enumerate(inside):
+        own, inner = coarse.units, fine.units
+        calls, begins, ends = own.units[unit].calls, inner.units[begin].calls[0], inner.units[end].calls[-1]
+        more = saves.variables(begins, ended=False) - saves.variables(calls[0], ended=False)
+        entered.append(_more(coarse, fine, Moment.FORWARD, unit, begin) - more)
+        more = saves.variables(ends, ended=True) - saves.variables(calls[-1], ended=True)
+        left.append(_more(coarse, fine, Moment.LEFT, unit, end) - more)
+        first.append(saves.between(own.entered(unit), inner.entered(begin)))
+        last.append(saves.between(inner.left(end), own.left(unit)))
+    after = fine.extra_bytes[Moment.END, 0] - coarse.extra_bytes[Moment.END, 0]
+    return Glue(
+        within=_differences(entered, left),
+        between=_differences((0, *left), (*entered, after)),
+        first=(*first, 0),
+        last=last,
+    )
+
+
+def _more(coarse: Profile, fine: Profile, moment: Moment, unit: int, place: int) -> int:
+    """How much more is live beside the plan at a fine unit than at the coarse one that it lies in."""
+    return fine.extra_bytes[moment, place] - coarse.extra_bytes[moment, unit]
+
+
+def _differences(before: Iterable[int], after: Iterable[int]) -> tuple[int, ...]:
+    return tuple(b - a for a, b in zip(before, after, strict=True))
+
+
+class _Saves:
+    """The storages that own code saves in a trace, each when it does for the first time."""
+
+    def __init__(self, coarse: Profile, fine: Profile) -> None:
+        self.trace = trace = coarse.units.trace
+        boundary = coarse.lifetimes.boundary
+        inside = {inner for unit in fine.units.units for call in unit.calls for inner in trace.descendants(call)}
+        saves = [one for index, call in enumerate(trace.calls) if index not in inside for one in call.saved]
+        time_of: dict[int, int] = {}
+        for storage, time in sorted(saves, key=lambda one: one[1]):
+            if storage not in boundary and storage not in trace.fixed:
+                time_of.setdefault(storage, time)
+        self.times = list(time_of.values())
+        self.bytes = [0, *accumulate(trace.storage_bytes[storage] for storage in time_of)]
+        # What is live in the trace by time, of storages that the plan counts, and of these.
+        change = np.zeros(trace.end + 2, np.int64)
+        begins = {storage: trace.born[storage] for storage in boundary}
+        begins.update((storage, time + 1) for storage, time in time_of.items())
+        for storage, begin in begins.items():
+            end = trace.died.get(storage, trace.end) + 1
+            if begin < end:
+                change[[begin, end]] += (trace.storage_bytes[storage], -trace.storage_bytes[storage])
+        self.counted = np.cumsum(change)
+
+    def between(self, begin: int, end: int) -> int:
+        """Return the bytes saved from one time until another."""
+        return self.bytes[bisect_left(self.times, end)] - self.bytes[bisect_left(self.times, begin)]
+
+    def variables(self, call: int, *, ended: bool) -> int:
+        """Return the bytes live when a call begins or ends, of which the plan does not know, up to a constant."""
+        own, allocations = self.trace.calls[call], self.trace.allocations
+        if allocations is None:
+            return 0
+        mark, time = (own.ends, own.left) if ended else (own.begins, own.entered)
+        return allocations.live_bytes_at(mark) - int(self.counted[time])
