@@ -100,7 +100,7 @@ class _Saves:
 
     def __init__(self, coarse: Profile, fine: Profile) -> None:
         self.trace = trace = coarse.units.trace
-        boundary = coarse.lifetimes.boundary
+        self.boundary = boundary = coarse.lifetimes.boundary
         inside = {inner for unit in fine.units.units for call in unit.calls for inner in trace.descendants(call)}
         saves = [one for index, call in enumerate(trace.calls) if index not in inside for one in call.saved]
         time_of: dict[int, int] = {}
@@ -128,5 +128,10 @@ class _Saves:
         own, allocations = self.trace.calls[call], self.trace.allocations
         if allocations is None:
             return 0
-        mark, time = (own.ends, own.left) if ended else (own.begins, own.entered)
-        return allocations.live_bytes_at(mark) - int(self.counted[time])
+        if not ended:
+            return allocations.live_bytes_at(own.begins) - int(self.counted[own.entered])
+        # What a call was given is still there at its last mark, though nobody else may have it. A region holds it.
+        given = {seen.storage for seen in own.inputs if seen.storage in self.boundary}
+        gone = (one for one in given if self.trace.died.get(one, own.left) < own.left)
+        held = int(self.counted[own.left]) + sum(self.trace.storage_bytes[one] for one in gone)
+        return allocations.live_bytes_at(own.ends) - held
