@@ -226,7 +226,7 @@ def frees_of_gloo_are_seen():
             reduce(sums, whole)
 
     live = recorder.trace.live_bytes()
-    assert (int(live.max()), int(live[-1])) == (2 * 8192, 0)
+    assert (int(live.max()), int(live[-1])) == (2 * 8192, 0), (live.max(), live[-1])
 
 
 def an_error_of_one_process_is_raised_in_both():

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
 _GATHERS = ("all_gather_single", "_allgather_base")
 _CALLS = (*_GATHERS, "reduce_scatter_single", "_reduce_scatter_base", "allreduce")
-_PATIENCE_S = 1.0  # for a tensor that somebody else has begun to hold meanwhile
+_PATIENCE_S = 10.0  # for a tensor that somebody else has begun to hold meanwhile
+_POLL_S = 1e-4  # asleep, so that the threads of gloo get a core
 
 
 @contextmanager
@@ -75,7 +76,7 @@ def _settled(
             call(group, *args).wait()
             deadline = time.monotonic() + _PATIENCE_S
             while [holders_in_torch(one) for one in tensors] != before and time.monotonic() < deadline:
-                time.sleep(0)
+                time.sleep(_POLL_S)
         return _done() if is_later else None  # as a backend that has waited itself does
 
     return settled
