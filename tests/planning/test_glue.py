@@ -1,11 +1,13 @@
 """What blocks compute in their own code, before, between and after the modules that they call."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import torchremat
-from torchremat.pipeline.skip import pop, skippable, stash
+from pipeline.budgets.blocks import Pop, Stash
 
 WIDTH = 16
 X = torch.randn(512, WIDTH, generator=torch.Generator().manual_seed(0))
@@ -61,20 +63,6 @@ class Branches(nn.Module):
         return (self.a(torch.relu(x)) + self.b(torch.relu(x) * x)).exp()
 
 
-@skippable(stash=["skip"])
-class Stash(Block):
-    def forward(self, x):
-        yield stash("skip", x * 2)
-        return Block.forward(self, x)
-
-
-@skippable(pop=["skip"])
-class Pop(Block):
-    def forward(self, x):
-        skip = yield pop("skip")
-        return Block.forward(self, x) + skip
-
-
 KINDS = [
     (Before, Block, Before, Block),
     (Block, Before, Block, Before),
@@ -82,7 +70,7 @@ KINDS = [
     (Block, Scaled, Before, Scaled),
     (Nested, Scaled, Before, Nested),
     (Branches, Nested, Block, Branches),
-    (Block, Stash, Block, Block, Pop, Block),
+    (Block, partial(Stash, WIDTH), Block, Block, partial(Pop, WIDTH), Block),
 ]
 
 
@@ -90,7 +78,9 @@ def step(model: nn.Module):
     return model(X).square().mean()
 
 
-@pytest.mark.parametrize("kinds", KINDS, ids=lambda kinds: "-".join(kind.__name__ for kind in kinds))
+@pytest.mark.parametrize(
+    "kinds", KINDS, ids=lambda kinds: "-".join(getattr(kind, "func", kind).__name__ for kind in kinds)
+)
 def test_what_own_code_saves_and_holds_counts_where_it_does(kinds):
     # Of two neighbours the second was split, and what it saves before its first call was taken for the first one's.
     torch.manual_seed(0)

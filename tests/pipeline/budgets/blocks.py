@@ -1,7 +1,9 @@
-"""A block whose activations are larger than its input, and that counts its calls."""
+"""A block whose activations are larger than its input, and that counts its calls; two with a skip between them."""
 
 from torch import nn
 from torch.nn import functional
+
+from torchremat.pipeline.skip import pop, skippable, stash
 
 
 class Block(nn.Module):
@@ -15,3 +17,21 @@ class Block(nn.Module):
     def forward(self, x):
         self.calls += 1
         return x + self.down(functional.gelu(self.up(x)))
+
+
+@skippable(stash=["skip"])
+class Stash(Block):
+    """Stashes a tensor of its own."""
+
+    def forward(self, x):
+        yield stash("skip", x * 2)
+        return Block.forward(self, x)
+
+
+@skippable(pop=["skip"])
+class Pop(Block):
+    """Adds what `Stash` has stashed."""
+
+    def forward(self, x):
+        skip = yield pop("skip")
+        return Block.forward(self, x) + skip

@@ -8,12 +8,11 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from pipeline.budgets.blocks import Block
+from pipeline.budgets.blocks import Block, Pop, Stash
 from pipeline.inline import cells_inline
 from torchremat import BudgetError, Pipe, PipelineError, PlanError, StepError, UnsupportedError
 from torchremat.measuring.allocator import record_allocations
 from torchremat.pipeline import StagePlanner, StagePlans, plan_stages
-from torchremat.pipeline.skip import pop, skippable, stash
 
 WIDTH, CHUNKS = 16, 4
 X = torch.randn(128, WIDTH, generator=torch.Generator().manual_seed(0))
@@ -218,20 +217,6 @@ def test_a_table_tells_of_devices_and_stages(planner):
 
     assert re.search(r"^cpu +\d", text, re.MULTILINE)
     assert re.search(r"^1 +4 .* never$", text, re.MULTILINE)
-
-
-@skippable(stash=["skip"])
-class Stash(Block):
-    def forward(self, x):
-        yield stash("skip", x)
-        return Block.forward(self, x)
-
-
-@skippable(pop=["skip"])
-class Pop(Block):
-    def forward(self, x):
-        skip = yield pop("skip")
-        return Block.forward(self, x) + skip
 
 
 def skipping(checkpoint="never", balance=(2, 2, 2)):
