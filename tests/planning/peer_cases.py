@@ -61,7 +61,7 @@ def everywhere(value):
     return found
 
 
-def verified(model, chosen):
+def verified(model, chosen, step=step):
     chosen.apply(model)
     report = verify(model, step)
     unwrap(model)
@@ -263,6 +263,48 @@ def the_larger_batch_counts_in_each_part_of_a_mesh():
     assert first == second
 
 
+def one_frontier(planner):
+    """The frontier of a planner, which is the same in all processes, and so is the plan of each of its points."""
+    found = planner.frontier(points=6)
+    half = (found.points[0].budget_bytes + found.points[-1].budget_bytes) // 2
+    plans = [found.plan(one) for one in (*found.points, half, "90%")]
+
+    first, *others = everywhere((found.points, found.ran_out, plans))
+    assert all(first == one for one in others)
+    return found
+
+
+def a_frontier_of_unlike_processes():
+    # Each had its own, and the plans were those of the first: when its batch was the smaller one, what units keep in
+    # part had too few bytes for the other, which was also warned in every step of inputs larger than planned for.
+    for larger in range(2):
+        rows = 64 if dist.get_rank() == larger else 32
+        for model in (DistributedDataParallel(net()), sharded()):
+
+            def uneven(model, rows=rows):
+                return model(X[:rows]).square().mean()
+
+            found = one_frontier(Planner(model, uneven, cost="flops"))
+
+            assert len(found.points) > 3
+            for point in found.points:
+                verified(model, found.plan(point), uneven)
+
+
+def a_frontier_whose_search_ends_in_one_process():
+    for slow in range(2):
+        model = sharded()
+        planner = Planner(model, step, cost="flops")
+        if dist.get_rank() == slow:
+            planner.solver.pace.most_s = 0.0
+
+        found = one_frontier(planner)
+
+        # One process seeks for all: of equals the first.
+        assert found.ran_out == (slow == 0)
+        verified(model, found.plan(found.points[-1]))
+
+
 def no_plan_fits():
     with pytest.raises(BudgetError, match="no plan fits the budget"):
         plan(DistributedDataParallel(net()), step, budget="1KiB")
@@ -286,6 +328,8 @@ CASES = {
         an_error_of_one_process_is_raised_in_both,
         the_larger_batch_counts,
         the_larger_batch_counts_in_each_part_of_a_mesh,
+        a_frontier_of_unlike_processes,
+        a_frontier_whose_search_ends_in_one_process,
         no_plan_fits,
     )
 }

@@ -54,7 +54,8 @@ class FrontierPoint:
 class Frontier:
     """The plans of which none is better than another in both peak and time. Made by `frontier`.
 
-    It keeps the planner, so a plan for any budget is made in milliseconds.
+    It keeps the planner, so a plan for any budget is made in milliseconds. All processes that train a model together
+    have the same points, and call `plan` together.
 
     Attributes:
         points: From the plain step, which recomputes nothing, to the lowest peak that was found.
@@ -68,7 +69,7 @@ class Frontier:
     device: str
     ran_out: bool
     _planner: Planner = field(repr=False)
-    _candidates: tuple[Candidate, ...] = field(repr=False)
+    _candidates: tuple[Candidate, ...] = field(repr=False)  # by point, in the process that plans for all
 
     @property
     def is_choice(self) -> bool:
@@ -100,7 +101,7 @@ class Frontier:
                     f"{lowest.budget_bytes} bytes ({format_bytes(lowest.budget_bytes)}), at {lowest.slowdown:.2f} x "
                     "the plain time."
                 )
-        return self._planner.plan_of(self._candidates[place], size, name)
+        return self._planner.for_all(lambda: self._planner.plan_of(self._candidates[place], size, name))
 
     def _cheapest(self, size: int) -> int | None:
         return next((place for place, point in enumerate(self.points) if point.budget_bytes <= size), None)
@@ -159,6 +160,24 @@ def check_points(points: int) -> None:
 
 def frontier_of(planner: Planner, points: int) -> Frontier:
     """Return the frontier of a planner, which has its profile already; see `frontier`."""
+    candidates: list[Candidate] = []
+
+    def sought() -> tuple[tuple[FrontierPoint, ...], bool]:
+        candidates.extend(_sought(planner, points))
+        return tuple(_point(planner, found) for found in candidates), planner.solver.pace.ran_out
+
+    found, ran_out = planner.for_all(sought)
+    return Frontier(
+        points=found,
+        cost=planner.solver.cost_unit,
+        device=planner.device,
+        ran_out=ran_out,
+        _planner=planner,
+        _candidates=tuple(candidates),
+    )
+
+
+def _sought(planner: Planner, points: int) -> tuple[Candidate, ...]:
     search = planner.solver
     with heap_set_aside(), search.pace.running():
         with search.pace.part(0.0, _FLOOR_SHARE):
@@ -166,15 +185,7 @@ def frontier_of(planner: Planner, points: int) -> Frontier:
         limits = [lowest + (plain - lowest) * place // (points - 1) for place in range(points)]
         with search.pace.part(_FLOOR_SHARE, 1.0):
             solved = [found for limit in search.pace.parts(limits) if (found := search.solve(limit)) is not None]
-    chosen = _undominated(planner, [*solved, search.floor])
-    return Frontier(
-        points=tuple(_point(planner, found) for found in chosen),
-        cost=search.cost_unit,
-        device=planner.device,
-        ran_out=search.pace.ran_out,
-        _planner=planner,
-        _candidates=chosen,
-    )
+    return _undominated(planner, [*solved, search.floor])
 
 
 def _undominated(planner: Planner, candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:

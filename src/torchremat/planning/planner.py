@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from torch import nn
@@ -31,13 +31,13 @@ from torchremat.planning.profiles.peers import peers_of
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.profiles.tracing import Step
 from torchremat.planning.profiles.weighing import check_stores, weighed
-from torchremat.planning.searches.chains import Cost
+from torchremat.planning.searches.chains import Cost, check_cost
 from torchremat.planning.searches.pace import Pace
 from torchremat.planning.searches.progress import Progress, checked
 from torchremat.planning.searches.solving import Candidate, Search
 from torchremat.tensors.handles import Store
 
-_COSTS = ("seconds", "flops")
+T = TypeVar("T")
 
 # Predictions are exact for most models, and off by some hundred bytes where kernels choose workspace by alignment,
 # whatever the size of the model. So many bytes of a budget are left free for that.
@@ -86,8 +86,7 @@ class Planner:
         on: Literal["meta"] | None = None,
         progress: Callable[[Progress], None] | None = None,
     ) -> None:
-        if cost not in _COSTS:
-            raise BudgetError(f"cost={cost!r}: allowed are 'seconds' and 'flops'.")
+        check_cost(cost)
         pace = Pace(observer=checked(progress))
         self._stores = check_stores(stores, allow_lossy=allow_lossy)
         if self._stores and on is not None:
@@ -103,7 +102,8 @@ class Planner:
                 "leave out stores."
             )
         pace.tell("profiling", None)
-        grains = profiled_together(self._peers, profiled, self._subject, self._machine)
+        agreed = profiled_together(self._peers, profiled, self._subject, self._machine)
+        grains, self._leader = agreed.grains, agreed.largest
         if self._machine.notice:
             warnings.warn(self._machine.notice, DeviceWarning, stacklevel=_outside())
         self.profile: Profile = grains.coarse
@@ -196,7 +196,7 @@ class Planner:
         percent = percentage_of(budget)
         if percent is not None:
             self.plain_peak()
-        return self._peers.first(lambda: self._planned(budget, percent, margin, tighten_bytes))
+        return self.for_all(lambda: self._planned(budget, percent, margin, tighten_bytes))
 
     def _planned(self, budget: int | str, percent: float | None, margin: int | str, tighten_bytes: int) -> Plan:
         plain_bytes, source = self._known_plain()
@@ -221,6 +221,12 @@ class Planner:
         """Return what a step takes under the best plan for each budget; see `torchremat.frontier`."""
         check_points(points)
         return frontier_of(self, points)
+
+    def for_all(self, made: Callable[[], T]) -> T:
+        """Return in each of the processes that train the model what the one with the largest step makes."""
+        if self._peers.are_several:
+            self._peers.each(lambda: self.plain_step)  # which all have to run, as it reduces gradients
+        return self._peers.at(self._leader, made)
 
     @property
     def device(self) -> str:

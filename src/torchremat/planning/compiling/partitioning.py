@@ -22,7 +22,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import get_args
 
 from torch.fx import GraphModule
 
@@ -30,7 +29,7 @@ from torchremat._compat.inductor import never_larger, optimizes_kernels, partiti
 from torchremat.errors import BudgetError, CompileWarning
 from torchremat.planning.budgets import bytes_of, margin_of, percentage_of
 from torchremat.planning.compiling.graphs import Reading, read_graph
-from torchremat.planning.searches.chains import Cost
+from torchremat.planning.searches.chains import Cost, check_cost
 from torchremat.schedules.joint import Split, split
 from torchremat.schedules.saving import Saver
 from torchremat.tensors.sizes import format_bytes, parse_bytes
@@ -102,8 +101,7 @@ class PeakPartitioner:
     def __init__(self, budget: int | str, *, margin: int | str = 0, cost: Cost = "seconds") -> None:
         if percentage_of(budget) is None:
             parse_bytes(budget)
-        if cost not in get_args(Cost):
-            raise BudgetError(f"cost={cost!r}: allowed are 'seconds' and 'flops'.")
+        check_cost(cost)
         self.budget = budget
         self.cost: Cost = cost
         self.margin_bytes = margin_of(margin)

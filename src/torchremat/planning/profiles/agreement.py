@@ -42,7 +42,21 @@ class Figures:
     optimizer: OptimizerBytes | None
 
 
-def profiled_together(peers: Peers, model: nn.Module, subject: Subject, machine: Machine) -> Grains:
+@dataclass(frozen=True, kw_only=True)
+class Agreed:
+    """A profile with the figures of all processes.
+
+    Attributes:
+        grains: The profile.
+        largest: The place of the process whose step is the largest. It plans for all, since there is more to a profile
+            than processes tell each other: operators, and what the allocator did.
+    """
+
+    grains: Grains
+    largest: int
+
+
+def profiled_together(peers: Peers, model: nn.Module, subject: Subject, machine: Machine) -> Agreed:
     """Return the profile of a step, with the figures of all processes that train the model.
 
     Raises:
@@ -59,7 +73,8 @@ def profiled_together(peers: Peers, model: nn.Module, subject: Subject, machine:
         return figures_of(found[0].coarse), None if fine is None else figures_of(fine)
 
     told = peers.all(figures)
-    return found[0] if len(told) == 1 else agreed_grains(found[0], told)
+    largest = max(range(len(told)), key=lambda place: sum(told[place][0].storage_bytes))
+    return Agreed(grains=found[0] if len(told) == 1 else agreed_grains(found[0], told), largest=largest)
 
 
 def _check_forward(model: nn.Module, subject: Subject) -> None:
@@ -129,7 +144,10 @@ def _agreed(profile: Profile, told: Sequence[Figures]) -> Profile:
         profile,
         units=units,
         sizes=tuple(_most(of_unit) for of_unit in zip(*(one.sizes for one in told), strict=True)),
-        costs=tuple(_mean(of_unit) for of_unit in zip(*(one.costs for one in told), strict=True)),
+        costs=tuple(
+            _mean(own, of_unit)
+            for own, of_unit in zip(profile.costs, zip(*(one.costs for one in told), strict=True), strict=True)
+        ),
         extra_bytes=_highest([one.extra_bytes for one in told]),
         after_bytes=_highest([one.after_bytes for one in told]),
         start_bytes=max(one.start_bytes for one in told),
@@ -151,7 +169,7 @@ def _most(told: Sequence[T]) -> T:
     return replace(first, **{name: max(getattr(one, name) for one in told) for name in numbers})
 
 
-def _mean(told: Sequence[UnitCosts]) -> UnitCosts:
-    """Return the mean of each field that is in seconds."""
-    names = {one.name for one in fields(told[0]) if one.name.startswith("seconds")}
-    return replace(told[0], **{name: sum(getattr(one, name) for one in told) / len(told) for name in names})
+def _mean(own: UnitCosts, told: Sequence[UnitCosts]) -> UnitCosts:
+    """Return costs with the mean of each field that is in seconds; flops are those of the operators at hand."""
+    names = {one.name for one in fields(own) if one.name.startswith("seconds")}
+    return replace(own, **{name: sum(getattr(one, name) for one in told) / len(told) for name in names})

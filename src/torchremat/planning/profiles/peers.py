@@ -4,7 +4,7 @@ Each of them has a budget of its own, and the same plan: a region that one recom
 parameters, or reduce gradients, in another order. So they agree, in this order, on
 
     a profile      the most bytes of any process, the mean of the seconds
-    a plan         that of the first process
+    a plan         that of the process whose step is the largest, and so all points of a frontier
     a measurement  the most bytes of any process, the differences of all
 
 Data parallel are a model in DistributedDataParallel and one that FSDP2 has sharded, together with those that hold its
@@ -86,9 +86,23 @@ class Peers:
             return [work()]
         return [one for those in gathered(lambda: self._along(groups[1:], work), groups[0]) for one in those]
 
-    def first(self, work: Callable[[], T]) -> T:
-        """Do some work in each process, and return the result of the first one."""
-        return self.all(work)[0]
+    def each(self, work: Callable[[], T]) -> T:
+        """Do some work in each process, and return its result here; what one raises, all raise."""
+        found: list[T] = []
+        self.all(lambda: found.append(work()))
+        return found[0]
+
+    @property
+    def place(self) -> int:
+        """Which of the results of `all` is that of this process."""
+        place = 0
+        for group in self._groups:
+            place = place * dist.get_world_size(group) + dist.get_rank(group)
+        return place
+
+    def at(self, place: int, work: Callable[[], T]) -> T:
+        """Do some work in the process at a place, and return the result in each; what it raises, all raise."""
+        return cast("T", self.all(lambda: work() if place == self.place else None)[place])
 
 
 def peers_of(model: nn.Module) -> Peers:

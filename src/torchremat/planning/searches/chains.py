@@ -6,8 +6,9 @@ interpreter, never by the chain.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
+from torchremat.errors import BudgetError
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.walks.moments import Moment, OptionBytes
 from torchremat.planning.walks.prediction import extra_at
@@ -19,6 +20,12 @@ Cost = Literal["seconds", "flops"]
 # A plan for flops tells plans of equally many apart by the seconds that they would take on a device of no name, so that
 # it is the same everywhere: those of a forward weigh as much as this share of its flops.
 _SECONDS_SHARE = 1e-3
+
+
+def check_cost(cost: object) -> None:
+    """Raise a BudgetError where a cost is none."""
+    if cost not in get_args(Cost):
+        raise BudgetError(f"cost={cost!r}: allowed are 'seconds' and 'flops'.")
 
 
 def amount(profile: Profile, cost: Cost, *, seconds: float, nominal_s: float, flops: float) -> float:

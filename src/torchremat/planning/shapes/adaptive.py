@@ -32,7 +32,7 @@ from torchremat.planning.budgets import bytes_of, margin_of, percentage_of
 from torchremat.planning.elsewhere.machines import Here
 from torchremat.planning.layout import check_bare, installed
 from torchremat.planning.profiles.profiling import profile_subject
-from torchremat.planning.searches.chains import Cost
+from torchremat.planning.searches.chains import Cost, check_cost
 from torchremat.planning.shapes.batches import Look, look_of
 from torchremat.planning.shapes.classes import Classes, PlannedShape, ShapeClass
 from torchremat.planning.shapes.gauges import calls_noted, gauge
@@ -100,8 +100,7 @@ class Adaptive(Generic[B]):
         self._device = subject_of(_bound(step), model, optimizer, needs_model=True).device(device)
         if percentage_of(budget) is not None:
             raise BudgetError(f"budget={budget!r}: the plain peak is another for each shape; give the budget in bytes.")
-        if cost not in ("seconds", "flops"):
-            raise BudgetError(f"cost={cost!r}: allowed are 'seconds' and 'flops'.")
+        check_cost(cost)
         if over not in ("raise", "warn"):
             raise BudgetError(f"over={over!r}: allowed are 'raise' and 'warn'.")
         if type(classes) is not int or classes < 1:
