@@ -78,24 +78,29 @@ class Reading:
         ]
         return max((size for size, _ in live), default=joint.fixed_bytes)
 
+    def block(self, size: int) -> int:
+        """Return what the allocator gives for so many bytes."""
+        return _block(size, self.device)
+
     def saved(self, forward: Graph, num_fwd_outputs: int) -> frozenset[int]:
         """Return the values that a forward graph returns beside its own outputs."""
         output = next(iter(forward.find_nodes(op="output")))
         returned = [node for node in _flat(output.args) if isinstance(node, Node)][num_fwd_outputs:]
-        return frozenset(value for node in returned for value in self._values(node) if value in self.joint.maker)
+        return frozenset(value for node in returned for value in self.values_of(node) if value in self.joint.maker)
 
-    def _values(self, node: Node) -> list[int]:
+    def values_of(self, node: Node) -> list[int]:
+        """Return the values that a node's tensors are, or are views of."""
         return [self.numbers[address] for address in _addresses(node) if address in self.numbers]
 
     def _operators(self, graph: Graph) -> tuple[list[Operator], set[int]]:
         """Return the operators of a graph, and the values that it returns."""
-        there = {value for node in graph.find_nodes(op="placeholder") for value in self._values(node)}
+        there = {value for node in graph.find_nodes(op="placeholder") for value in self.values_of(node)}
         operators: list[Operator] = []
         for node in graph.nodes:
             if node.op != "call_function":
                 continue
-            inputs = tuple(dict.fromkeys(value for one in node.all_input_nodes for value in self._values(one)))
-            made = tuple(dict.fromkeys(value for value in self._values(node) if value not in there))
+            inputs = tuple(dict.fromkeys(value for one in node.all_input_nodes for value in self.values_of(one)))
+            made = tuple(dict.fromkeys(value for value in self.values_of(node) if value not in there))
             there.update(made)
             beside = self.workspaces.of(node, sum(self.joint.size_bytes[value] for value in made))
             operators.append(
@@ -109,7 +114,7 @@ class Reading:
                 )
             )
         output = next(iter(graph.find_nodes(op="output")))
-        return operators, {value for node in output.all_input_nodes for value in self._values(node)}
+        return operators, {value for node in output.all_input_nodes for value in self.values_of(node)}
 
 
 def read_graph(graph: Graph, num_fwd_outputs: int, cost: Cost = "seconds", *, fuses: bool = False) -> Reading:
@@ -119,12 +124,10 @@ def read_graph(graph: Graph, num_fwd_outputs: int, cost: Cost = "seconds", *, fu
         graph: The graph; its nodes have stand-ins for their results.
         num_fwd_outputs: How many of its outputs are the forward's.
         cost: What operators cost: `"seconds"` by the roofline, or `"flops"`; bytes then only break ties.
-        fuses: Whether it is for a compiler that makes kernels of its own, as Inductor does. That also copies inputs
-            which convolutions read to another layout, and keeps the copies.
+        fuses: Whether it is for a compiler that makes kernels of its own, as Inductor does.
     """
     device = _device_of(graph)
     workspaces = measured_workspaces(graph, device)
-    block_bytes = _BLOCK_BYTES.get(device.type, _BLOCK_BYTES_ELSEWHERE)
     numbers: dict[int, int] = {}
     sizes: list[int] = []
     nodes: dict[int, Node] = {}
@@ -136,7 +139,7 @@ def read_graph(graph: Graph, num_fwd_outputs: int, cost: Cost = "seconds", *, fu
     def number(tensor: Tensor, size: int) -> int:
         found = numbers.setdefault(address_of(tensor.untyped_storage()), len(sizes))
         if found == len(sizes):
-            sizes.append(-(-size // block_bytes) * block_bytes if tensor.device == device else 0)
+            sizes.append(_block(size, device) if tensor.device == device else 0)
         return found
 
     def numbered(node: Node) -> list[int]:
@@ -177,9 +180,6 @@ def read_graph(graph: Graph, num_fwd_outputs: int, cost: Cost = "seconds", *, fu
         if isinstance(node.meta.get("val"), Tensor):
             for value in values:
                 nodes.setdefault(value, node)
-    if fuses:
-        for value in _read_by_convolutions(graph, numbers):
-            sizes[value] *= 2
     output = next(iter(graph.find_nodes(op="output")))
     returned = _flat(output.args)
     given = set(incoming)
@@ -203,6 +203,11 @@ def read_graph(graph: Graph, num_fwd_outputs: int, cost: Cost = "seconds", *, fu
     )
 
 
+def _block(size: int, device: torch.device) -> int:
+    block_bytes = _BLOCK_BYTES.get(device.type, _BLOCK_BYTES_ELSEWHERE)
+    return -(-size // block_bytes) * block_bytes
+
+
 def _cost(flops: int, moved_bytes: int, device: torch.device, cost: Cost) -> float:
     if cost == "flops":
         return flops + moved_bytes * _TIE
@@ -212,14 +217,6 @@ def _cost(flops: int, moved_bytes: int, device: torch.device, cost: Cost) -> flo
 def _numbered(returned: Sequence[object], numbers: dict[int, int]) -> tuple[int, ...]:
     found = [address for node in returned if isinstance(node, Node) for address in _addresses(node)]
     return tuple(dict.fromkeys(numbers[address] for address in found))
-
-
-def _read_by_convolutions(graph: Graph, numbers: dict[int, int]) -> set[int]:
-    """The inputs of a graph that convolutions read."""
-    readers = (node for node in graph.nodes if "convolution" in str(node.target))
-    read = {address for node in readers for one in node.all_input_nodes[:2] for address in _addresses(one)}
-    given = {address for node in graph.find_nodes(op="placeholder") for address in _addresses(node)}
-    return {numbers[address] for address in read & given}
 
 
 def _flat(arguments: object) -> list[object]:

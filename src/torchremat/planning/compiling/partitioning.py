@@ -6,11 +6,10 @@ all of the forward again. Ours chooses what to save by the peak of both graphs, 
     1  torch splits the graph as it does without a budget: a candidate, and the graph is tidied
     2  `Saver` chooses, on the graph read as data
     3  torch's own functions make the two graphs of what is to be saved, with what is made again as late as it can be
-    4  the peak of these graphs is the prediction
+    4  the peak of these graphs is the prediction; where Inductor makes kernels of them, the peak of its programs, and
+       2 to 4 are gone through a few times until that comes close to the budget
 
-Missing on purpose: values that are made again twice. Of the kernels that a compiler makes only the plainest are told
-beforehand, an operator with the only reader of its result; others need less than is predicted, or, with several
-results, more.
+Missing on purpose: values that are made again twice.
 """
 
 from __future__ import annotations
@@ -25,12 +24,13 @@ from pathlib import Path
 
 from torch.fx import GraphModule
 
-from torchremat._compat.inductor import never_larger, optimizes_kernels, partition_saving, torch_partition
+from torchremat._compat.inductor import never_larger, optimizes_kernels, torch_partition
 from torchremat.errors import BudgetError, CompileWarning
 from torchremat.planning.budgets import bytes_of, margin_of, percentage_of
+from torchremat.planning.compiling.aiming import aimed
 from torchremat.planning.compiling.graphs import Reading, read_graph
+from torchremat.planning.compiling.halves import Halver, Halves
 from torchremat.planning.searches.chains import Cost, check_cost
-from torchremat.schedules.joint import Split, split
 from torchremat.schedules.saving import Saver
 from torchremat.tensors.sizes import format_bytes, parse_bytes
 
@@ -121,31 +121,30 @@ class PeakPartitioner:
         Raises:
             BudgetError: No split fits the budget.
         """
-        forward, backward = torch_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **options)
-        fuses = optimizes_kernels(options)
-        reading = read_graph(joint.graph, num_fwd_outputs, self.cost, fuses=fuses)
+        graphs = torch_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **options)
+        reading = read_graph(joint.graph, num_fwd_outputs, self.cost, fuses=optimizes_kernels(options))
         never_larger(joint)
-        if reading.workspaces.unknown:
-            warnings.warn(_not_counted(reading.workspaces.unknown), CompileWarning, stacklevel=2)
-        theirs = reading.saved(forward.graph, num_fwd_outputs)
-        theirs_peak = reading.peak_bytes(forward.graph, backward.graph)
-        saver = Saver(reading.joint, [theirs])
-        plain_bytes = saver.plain.peak_bytes
+        if reading.workspaces.trials.unknown:
+            warnings.warn(_not_counted(reading.workspaces.trials.unknown), CompileWarning, stacklevel=2)
+        halver = Halver(joint, reading, num_fwd_outputs)
+        theirs = halver.given(*graphs)
+        saver = Saver(reading.joint, [theirs.split.saved])
+        plain = halver.of(saver.plain) if reading.fuses else None
+        plain_bytes = saver.plain.peak_bytes if plain is None else plain.peak_bytes
         budget = self._bytes(reading, plain_bytes)
         limit = budget - self.margin_bytes
         # What Inductor makes again it fuses with what reads it, and its own split is made for that.
-        if fuses and theirs_peak <= limit:
-            found = split(reading.joint, theirs)
-            self._note(reading, saver, found, budget, theirs_peak, is_torchs=True)
-            return forward, backward
-        found = saver.solve(limit)
-        if found is None:
-            raise BudgetError(self._nothing_fits(budget, saver.floor.peak_bytes, reading.joint.fixed_bytes))
-        nodes = [reading.nodes[value] for value in sorted(found.saved) if value in reading.nodes]
-        forward, backward = partition_saving(joint, nodes, num_fwd_outputs)
-        peak = reading.peak_bytes(forward.graph, backward.graph)
-        self._note(reading, saver, found, budget, peak, is_torchs=False)
-        return forward, backward
+        is_torchs = reading.fuses and theirs.peak_bytes <= limit
+        if is_torchs:
+            found = theirs
+        elif reading.fuses:
+            found = aimed(saver, limit, halver.of, [plain] if plain is not None else [])
+        else:
+            found = halver.of(saver.solve(limit) or saver.floor)
+        if found.peak_bytes > limit:
+            raise BudgetError(self._nothing_fits(budget, found.peak_bytes, reading.joint.fixed_bytes))
+        self._note(reading, saver, found, budget, plain_bytes, is_torchs=is_torchs)
+        return found.forward, found.backward
 
     def __reduce__(self) -> tuple[Callable[[int | str], PeakPartitioner], tuple[int | str]]:
         """Return what makes one like it, with nothing split so far: caches of compilers pickle it as a key."""
@@ -170,18 +169,20 @@ class PeakPartitioner:
             "parameters and inputs; a smaller batch lowers the rest."
         )
 
-    def _note(self, reading: Reading, saver: Saver, found: Split, budget: int, peak: int, *, is_torchs: bool) -> None:
-        joint = reading.joint
+    def _note(
+        self, reading: Reading, saver: Saver, found: Halves, budget: int, plain_bytes: int, *, is_torchs: bool
+    ) -> None:
+        joint, split = reading.joint, found.split
         costs = (joint.operators[index].cost for index in joint.of_forward)
         forward_cost = sum(cost for cost in costs if math.isfinite(cost))
-        more = found.cost - saver.bound(budget - self.margin_bytes)
-        again = [index for index in set(found.forward) & set(found.backward) if joint.operators[index].cost > 0]
+        more = split.cost - saver.bound(budget - self.margin_bytes)
+        again = [index for index in set(split.forward) & set(split.backward) if joint.operators[index].cost > 0]
         self.partitions.append(
             Partition(
                 budget_bytes=budget,
-                peak_bytes=peak,
-                plain_peak_bytes=saver.plain.peak_bytes,
-                saved_bytes=sum(joint.size_bytes[value] for value in found.saved),
+                peak_bytes=found.peak_bytes,
+                plain_peak_bytes=plain_bytes,
+                saved_bytes=sum(joint.size_bytes[value] for value in split.saved),
                 fixed_bytes=joint.fixed_bytes,
                 recomputed_operators=len(again),
                 recomputed_flops=sum(reading.flops[index] for index in again),

@@ -1,35 +1,30 @@
-"""What kernels allocate beside their results: each kind of call in a joint graph, run by itself on made-up tensors.
+"""What kernels allocate beside their results: each kind of call in a joint graph, run by itself.
 
-A call is known by its operator, and by shapes, strides, dtypes and options of its arguments. The allocator's events
-between two marks say how high it went. It runs twice, since the first time libraries set themselves up. What it
-returns is what later calls are given: kernels return other strides and dtypes than a graph says they do. Only the
-operators of torch are run: what those of others do beside their result, nobody knows.
+A call is known by its operator, and by shapes, strides, dtypes and options of its arguments. What it returns is what
+later calls are given: kernels return other strides and dtypes than a graph says they do.
 
-Missing on purpose: what a compiler's own kernels take, and workspace that depends on values, which are zeros here.
+Missing on purpose: what a compiler's own kernels take.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from torchremat._compat.fakes import without_fakes
 from torchremat._compat.inductor import known
 from torchremat._compat.operators import is_operator, name_of
-from torchremat.errors import UnsupportedError
-from torchremat.measuring.allocator import AllocationRecorder, record_allocations
 from torchremat.measuring.tracker import address_of
-from torchremat.measuring.untouched import RandomNumbers
+from torchremat.planning.compiling.trials import OF_TORCH, Shape, Trials, made_up, shapes_of
 from torchremat.tensors.structure import tensors_in
 
-_OF_TORCH = ("aten", "prims", "inductor_prims")
 # They allocate nothing beside their results.
 _WITHOUT = ("_c10d_functional",)
 
@@ -39,22 +34,19 @@ class Workspaces:
     """The kernels of a graph.
 
     Attributes:
-        high_bytes: The most that each call allocates, its results included.
-        storage_bytes: Of the tensors that each returns.
-        unknown: Operators that could not be run, with the reason.
+        trials: What has run.
     """
 
-    high_bytes: Mapping[str, int] = field(default_factory=dict[str, int])
-    storage_bytes: Mapping[str, list[int]] = field(default_factory=dict[str, list[int]])
-    unknown: Mapping[str, str] = field(default_factory=dict[str, str])
+    trials: Trials
 
     def of(self, node: Node, made_bytes: int) -> int:
         """Return what a call allocates beside the results of `made_bytes`."""
-        return max(0, self.high_bytes.get(_described(node), 0) - made_bytes) if self.high_bytes else 0
+        high = self.trials.high_bytes
+        return max(0, high.get(_described(node), 0) - made_bytes) if high else 0
 
     def made_by(self, node: Node, tensors: Sequence[Tensor]) -> list[int]:
         """Return the bytes of the storages of what a call returns; `tensors` is what the graph has in their place."""
-        real = self.storage_bytes.get(_described(node)) if node.op == "call_function" else None
+        real = self.trials.storage_bytes.get(_described(node)) if node.op == "call_function" else None
         said = [known(one.untyped_storage().nbytes()) for one in tensors]
         return said if real is None or len(real) != len(said) else real
 
@@ -62,103 +54,42 @@ class Workspaces:
 def measured_workspaces(graph: Graph, device: torch.device) -> Workspaces:
     """Run each kind of call once, and return what the allocator of a device saw.
 
-    At any time there are the arguments and results of one call, beside what is there already. Generators are
-    afterwards what they were before.
+    At any time there are the arguments and results of one call, beside what is there already.
     """
-    before = RandomNumbers()
-    try:
-        with without_fakes(), torch.no_grad(), record_allocations(device) as recorder:
-            calls = _Calls(recorder)
-            for node in graph.nodes:
-                calls.add(node)
-    except UnsupportedError as error:
-        return Workspaces(unknown={"all operators": str(error)})
-    finally:
-        before.put_back()
-    trace = recorder.trace
-    high = {
-        call: trace.peak_bytes_between(first, last) - trace.live_bytes_at(first)
-        for call, (first, last) in calls.marks.items()
-    }
-    return Workspaces(high_bytes=high, storage_bytes=calls.storage_bytes, unknown=calls.unknown)
+    trials = Trials(device)
+    with trials.recorded():
+        for node in graph.nodes:
+            _try(node, trials)
+    return Workspaces(trials=trials)
 
 
-class _Calls:
-    """The calls that have run.
-
-    Attributes:
-        marks: Around each.
-        storage_bytes: Of the tensors that each has returned.
-        unknown: The operators of those that have not.
-    """
-
-    def __init__(self, recorder: AllocationRecorder) -> None:
-        self.marks: dict[str, tuple[int, int]] = {}
-        self.storage_bytes: dict[str, list[int]] = {}
-        self.unknown: dict[str, str] = {}
-        self._recorder = recorder
-        self._results: dict[str, object] = {}  # without data
-
-    def add(self, node: Node) -> None:
-        """Run a call unless it is known, or does nothing."""
-        if node.op != "call_function" or not is_operator(node.target) or _is_view(node):
-            return
-        space, call = name_of(node.target).namespace, _described(node)
-        if space in _OF_TORCH and call not in self.marks:
-            try:
-                self._run(node, call)
-            except Exception as error:  # noqa: BLE001  whatever an operator finds wrong with arguments that are zeros
-                self.unknown[str(node.target)] = str(error).partition("\n")[0]
-        elif space not in (*_OF_TORCH, *_WITHOUT):
-            self.unknown[str(node.target)] = "it is not torch's own"
-
-    def _run(self, node: Node, call: str) -> None:
+def _try(node: Node, trials: Trials) -> None:
+    """Run a call unless it is known, or does nothing."""
+    if node.op != "call_function" or not is_operator(node.target) or _is_view(node):
+        return
+    space = name_of(node.target).namespace
+    if space in OF_TORCH:
         real: dict[Node, object] = {}
 
         def made(one: Node) -> Any:
-            return real.setdefault(one, _made_up(self._value(one)))
+            return real.setdefault(one, made_up(_value(one, trials)))
 
-        args = cast("tuple[object, ...]", map_arg(node.args, made))
-        kwargs = cast("dict[str, object]", map_arg(node.kwargs, made))
-        function = cast("Any", node.target)
-        function(*args, **kwargs)
-        first = self._recorder.mark("call")
-        result = function(*args, **kwargs)
-        self.marks[call] = first, self._recorder.mark("done")
-        self.storage_bytes[call] = [one.untyped_storage().nbytes() for one in tensors_in(result)]
-        self._results[call] = _shapes(result)
+        def prepare() -> Callable[[], object]:
+            args = cast("tuple[object, ...]", map_arg(node.args, made))
+            kwargs = cast("dict[str, object]", map_arg(node.kwargs, made))
+            return partial(cast("Any", node.target), *args, **kwargs)
 
-    def _value(self, node: Node) -> Any:
-        """The shapes that a call has returned, or else those that the graph says it does."""
-        if node.target is operator.getitem:
-            return self._value(cast("Node", node.args[0]))[node.args[1]]
-        known_result = self._results.get(_described(node)) if is_operator(node.target) else None
-        return _shapes(node.meta.get("val")) if known_result is None else known_result
+        trials.run(_described(node), str(node.target), prepare)
+    elif space not in _WITHOUT:
+        trials.unknown[str(node.target)] = "it is not torch's own"
 
 
-class _Shape(NamedTuple):
-    size: list[int]
-    stride: list[int]
-    dtype: torch.dtype
-    device: torch.device
-
-
-def _shapes(value: object) -> object:
-    """Return what an operator takes or makes with shapes in the place of tensors, and numbers in that of symbols."""
-    if isinstance(value, Tensor):
-        size, stride = ([known(one) for one in numbers] for numbers in (value.shape, value.stride()))
-        return _Shape(size, stride, value.dtype, value.device)
-    if isinstance(value, list | tuple):
-        return [_shapes(one) for one in cast("list[object]", value)]
-    return known(value) if isinstance(value, torch.SymInt) else value
-
-
-def _made_up(value: object) -> object:
-    if not isinstance(value, _Shape):
-        return value
-    steps = zip(value.size, value.stride, strict=True)
-    elements = 1 + sum((length - 1) * step for length, step in steps) if all(value.size) else 0
-    return torch.zeros(elements, dtype=value.dtype, device=value.device).as_strided(value.size, value.stride)
+def _value(node: Node, trials: Trials) -> Any:
+    """The shapes that a call has returned, or else those that the graph says it does."""
+    if node.target is operator.getitem:
+        return _value(cast("Node", node.args[0]), trials)[node.args[1]]
+    known_result = trials.results.get(_described(node)) if is_operator(node.target) else None
+    return shapes_of(node.meta.get("val")) if known_result is None else known_result
 
 
 def _described(node: Node) -> str:
@@ -166,8 +97,8 @@ def _described(node: Node) -> str:
 
 
 def _description(node: Node) -> Any:
-    shapes = _shapes(node.meta.get("val"))
-    return str(tuple(shapes) if isinstance(shapes, _Shape) else shapes)
+    shapes = shapes_of(node.meta.get("val"))
+    return str(tuple(shapes) if isinstance(shapes, Shape) else shapes)
 
 
 def _is_view(node: Node) -> bool:

@@ -1,0 +1,150 @@
+"""The Python program that Inductor writes around the kernels of a graph, had without compiling any kernel.
+
+Inductor offers what it has written to whoever sets `GraphLowering.save_output_code`, before it loads it; to load it is
+what compiles the kernels. So a graph is given to Inductor with a receiver that ends the compilation there.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+from torch.fx import GraphModule, Node
+
+from torchremat._compat.inductor import bound
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wrapper:
+    """What Inductor has written of a graph.
+
+    Attributes:
+        code: The program.
+        tensors: Size, strides, dtype and device of each input and buffer that has a name in it.
+        hints: What the symbols in it stand for.
+        strides: Of the tensors that it returns; None for what is no tensor.
+    """
+
+    code: str
+    tensors: Mapping[str, tuple[list[int], list[int], torch.dtype, torch.device]]
+    hints: Mapping[str, int]
+    strides: Sequence[tuple[int, ...] | None]
+
+
+class _Seen(Exception):
+    """The program was received."""
+
+
+def donated(forward: GraphModule, backward: GraphModule, num_fwd_outputs: int) -> list[int]:
+    """Return the places of the inputs of a backward whose memory it may write its results to: nobody else has them."""
+    if not bound("torch._functorch", "config").donated_buffer:
+        return []
+    (output,) = forward.graph.find_nodes(op="output")
+    saved = cast("Sequence[object]", output.args[0])[num_fwd_outputs:]
+    sizes = sum(isinstance(one, Node) and not isinstance(one.meta.get("val"), torch.Tensor) for one in saved)
+    forward_said = SimpleNamespace(
+        num_forward=num_fwd_outputs,
+        tensors_saved_for_backwards_slice=slice(num_fwd_outputs, num_fwd_outputs + len(saved) - sizes),
+        num_symints_saved_for_bw=sizes,
+    )
+    collect = bound("torch._functorch._aot_autograd.graph_compile", "collect_bw_donated_buffer_idxs")
+    return collect(forward, backward, forward_said)
+
+
+def wrapper_of(
+    graph: GraphModule,
+    inputs: Sequence[object],
+    *,
+    visible: int,
+    is_backward: bool = False,
+    donated: Sequence[int] = (),
+) -> Wrapper:
+    """Return what Inductor writes of a graph, with the options and the tracing that are active.
+
+    Args:
+        graph: The graph, which stays as it is.
+        inputs: Stand-ins for its inputs.
+        visible: How many of its results come first that users see, whose strides are kept.
+        is_backward: Whether it is that of a backward.
+        donated: The places of the inputs whose memory results may be written to.
+
+    Raises:
+        VersionError: This torch has no such hooks.
+        Exception: Whatever Inductor finds wrong with the graph.
+    """
+    lowering = bound("torch._inductor.graph", "GraphLowering")
+    virtual = bound("torch._inductor.virtualized", "V")
+    config = bound("torch._inductor", "config")
+    compile_ = bound("torch._inductor.compile_fx", "compile_fx_inner")
+    found: list[Wrapper] = []
+
+    def receive(code: str) -> None:
+        found.append(_read(virtual.graph, code))
+        raise _Seen
+
+    tried = copy.deepcopy(graph)
+    (output,) = tried.graph.find_nodes(op="output")
+    returned = output.args[0]
+    output.meta["user_visible_output_idxs"] = [i for i in range(visible) if isinstance(returned[i], Node)]
+    with ExitStack() as stack:
+        stack.enter_context(_replaced(lowering, "save_output_code", staticmethod(receive)))
+        # Inductor looks for them where they are noted only after a graph was split.
+        stack.enter_context(
+            _replaced(import_module("torch._inductor.graph"), "get_donated_idxs", lambda: list(donated))
+        )
+        stack.enter_context(config.patch(fx_graph_cache=False, fx_graph_remote_cache=False))
+        try:
+            compile_(tried, inputs, is_backward=is_backward)
+        except Exception:
+            if not found:  # Inductor may wrap what the receiver raised
+                raise
+    return found[0]
+
+
+def extern_kernels() -> object:
+    """Return what programs call operators by that are given a result to write to."""
+    return bound("torch._inductor.select_algorithm", "extern_kernels")
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: object) -> Generator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def _read(lowered: Any, code: str) -> Wrapper:
+    hints = {str(symbol): int(value) for symbol, value in _symbols(lowered.sizevars.shape_env).items()}
+
+    def numbers(values: Sequence[object]) -> list[int]:
+        return [_number(one, hints) for one in values]
+
+    tensors: dict[str, tuple[list[int], list[int], torch.dtype, torch.device]] = {}
+    for name, buffer in {**lowered.graph_inputs, **lowered.name_to_buffer}.items():
+        with suppress(Exception):  # whatever has no such layout is no tensor: lists of results, and nothing at all
+            layout = buffer.get_layout()
+            tensors[name] = numbers(layout.size), numbers(layout.stride), layout.dtype, layout.device
+    strides = [
+        tuple(numbers(one.get_stride())) if hasattr(one, "get_stride") and one.has_tensor_output() else None
+        for one in lowered.graph_outputs
+    ]
+    return Wrapper(code=code, tensors=tensors, hints=hints, strides=strides)
+
+
+def _symbols(environment: Any) -> Mapping[Any, Any]:
+    name = "backed_var_to_val" if hasattr(environment, "backed_var_to_val") else "var_to_val"
+    return getattr(environment, name)
+
+
+def _number(size: Any, hints: Mapping[str, int]) -> int:
+    symbols = getattr(size, "free_symbols", None)
+    return int(size.subs({one: hints[str(one)] for one in symbols}) if symbols else size)

@@ -1,0 +1,76 @@
+"""The two graphs of a split, and what they need."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+
+from torch.fx import GraphModule
+
+from torchremat._compat.inductor import partition_saving
+from torchremat.errors import CompileWarning
+from torchremat.planning.compiling.graphs import Reading
+from torchremat.planning.compiling.running import programs_peak
+from torchremat.planning.compiling.trials import Trials
+from torchremat.schedules.joint import Split, split
+
+
+@dataclass(frozen=True, kw_only=True)
+class Halves:
+    """Two graphs of a joint one.
+
+    Attributes:
+        split: What they save, and what is made again.
+        forward: The graph of the forward.
+        backward: The graph of the backward.
+        peak_bytes: What they need as they will run.
+    """
+
+    split: Split
+    forward: GraphModule
+    backward: GraphModule
+    peak_bytes: int
+
+
+class Halver:
+    """Makes the two graphs of any split of one joint graph.
+
+    Args:
+        joint: The graph, tidied.
+        reading: The same, read.
+        num_fwd_outputs: How many of its outputs are the forward's.
+    """
+
+    def __init__(self, joint: GraphModule, reading: Reading, num_fwd_outputs: int) -> None:
+        self.reading = reading
+        self._joint = joint
+        self._num_fwd_outputs = num_fwd_outputs
+        self._reads_programs = reading.fuses
+        self._trials = Trials(reading.device)
+
+    def of(self, found: Split) -> Halves:
+        """Make the graphs of a split, with what is made again as late as it can be."""
+        nodes = [self.reading.nodes[value] for value in sorted(found.saved) if value in self.reading.nodes]
+        forward, backward = partition_saving(self._joint, nodes, self._num_fwd_outputs)
+        return Halves(split=found, forward=forward, backward=backward, peak_bytes=self._peak(forward, backward))
+
+    def given(self, forward: GraphModule, backward: GraphModule) -> Halves:
+        """Take graphs that were made otherwise."""
+        found = split(self.reading.joint, self.reading.saved(forward.graph, self._num_fwd_outputs))
+        return Halves(split=found, forward=forward, backward=backward, peak_bytes=self._peak(forward, backward))
+
+    def _peak(self, forward: GraphModule, backward: GraphModule) -> int:
+        """What graphs need: as they are, or by the programs that a compiler writes of them."""
+        if self._reads_programs:
+            try:
+                return programs_peak(self.reading, forward, backward, self._num_fwd_outputs, self._trials)
+            except Exception as error:  # noqa: BLE001  whatever of a compiler is not as it was
+                self._reads_programs = False
+                reason = str(error).partition("\n")[0]
+                warnings.warn(
+                    f"what Inductor makes of the graphs is not known ({type(error).__name__}: {reason}), and bytes are "
+                    "those of their operators. A real peak may be above the predicted one: leave a margin.",
+                    CompileWarning,
+                    stacklevel=2,
+                )
+        return self.reading.peak_bytes(forward.graph, backward.graph)

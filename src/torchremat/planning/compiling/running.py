@@ -1,0 +1,213 @@
+"""What lies in memory while a forward and its backward run as Inductor has written them."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from torchremat._compat.inductor import is_incoming
+from torchremat._compat.wrappers import donated, wrapper_of
+from torchremat.errors import UnsupportedError
+from torchremat.planning.compiling.graphs import Reading
+from torchremat.planning.compiling.programs import Program, is_operator
+from torchremat.planning.compiling.trials import Shape, Trials
+
+_EMPTY = "empty_strided_"
+_VIEW = "reinterpret_tensor"
+
+_Held = frozenset[int]  # storages
+_NOTHING: _Held = frozenset()
+
+
+def programs_peak(
+    reading: Reading, forward: GraphModule, backward: GraphModule, num_fwd_outputs: int, trials: Trials
+) -> int:
+    """Return the peak of two graphs that were made of a joint one, as Inductor will run them.
+
+    Args:
+        reading: The joint graph, read.
+        forward: The graph of the forward; its first results are those of the function that is compiled.
+        backward: The graph of the backward, whose inputs are named as what the forward saves.
+        num_fwd_outputs: How many results are the function's. They are held until the backward has ended.
+        trials: The operators that programs call, as far as they have run; more may follow.
+
+    Raises:
+        UnsupportedError: A program does what is not known here.
+    """
+    inputs, results = _inputs(forward), [one.name if isinstance(one, Node) else "" for one in _results(forward)]
+    written = wrapper_of(forward, [node.meta["val"] for node in inputs], visible=num_fwd_outputs)
+    first = Program(written)
+    strides = dict(zip(results, written.strides, strict=True))
+    then = _inputs(backward)
+    second = Program(
+        wrapper_of(
+            backward,
+            [_restrided(node.meta["val"], strides.get(node.name)) for node in then],
+            visible=len(_results(backward)),
+            is_backward=True,
+            donated=donated(forward, backward, num_fwd_outputs),
+        )
+    )
+    with trials.recorded():
+        first.try_operators(trials)
+        second.try_operators(trials)
+    memory = _Memory(reading, trials)
+    saved = dict(zip(results, memory.run(first, [_NOTHING for _ in inputs]), strict=True))
+    memory.add(filter(is_incoming, then))
+    memory.run(second, [saved.get(node.name, _NOTHING) for node in then])
+    return memory.peak_bytes
+
+
+def _inputs(graph: GraphModule) -> list[Node]:
+    return list(graph.graph.find_nodes(op="placeholder"))
+
+
+def _results(graph: GraphModule) -> Sequence[object]:
+    (output,) = graph.graph.find_nodes(op="output")
+    return cast("Sequence[object]", output.args[0])
+
+
+def _restrided(value: object, strides: tuple[int, ...] | None) -> object:
+    """What a forward saves has the strides that its program gives it."""
+    if not isinstance(value, Tensor) or strides is None or value.stride() == strides:
+        return value
+    return value.as_strided(value.size(), strides)
+
+
+class _Memory:
+    """The storages that programs make, while they run one after the other.
+
+    Whoever calls a program holds what he gives it once for each input, which the program takes over, and is given a
+    hold of all that it returns. Parameters and inputs of the step are there all the time, and are no storages here.
+
+    Attributes:
+        peak_bytes: The most so far.
+    """
+
+    def __init__(self, reading: Reading, trials: Trials) -> None:
+        self._reading = reading
+        self._trials = trials
+        self._live_bytes = self.peak_bytes = reading.joint.fixed_bytes
+        self._sizes: list[int] = []
+        self._holders: Counter[int] = Counter()
+        # Of the program that runs: by name, and by name and place for those that have several tensors.
+        self._names: dict[str, _Held] = {}
+        self._places: dict[tuple[str, int], _Held] = {}
+
+    def add(self, nodes: Iterable[Node]) -> None:
+        """Count tensors that are there from now on."""
+        values = {value for node in nodes for value in self._reading.values_of(node)}
+        self._live_bytes += sum(self._reading.joint.size_bytes[value] for value in values)
+
+    def run(self, program: Program, inputs: Sequence[_Held]) -> list[_Held]:
+        """Run a program, and return what its results hold."""
+        self._names, self._places = {}, {}
+        for line in program.lines:
+            match line:
+                case ast.Assign(targets=[ast.Tuple(elts=names)], value=ast.Name(id="args")):
+                    self._names = dict(zip(map(ast.unparse, names), inputs, strict=True))
+                case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                    self._assign(program, name, value)
+                case ast.Delete(targets=targets):
+                    for target in targets:
+                        self._drop(ast.unparse(target))
+                case ast.Expr(value=ast.Call() as call) if is_operator(call):
+                    self._reach(self._trials.high_bytes.get(program.described(call), 0))
+                case ast.Expr() | ast.Assert() | ast.Pass():  # kernels among them
+                    pass
+                case ast.Return(value=ast.Tuple(elts=results)):
+                    returned = [self._held(one) for one in results]
+                    for held in returned:
+                        self._hold(held)
+                    for name in list(self._names):
+                        self._drop(name)
+                    return returned
+                case _:
+                    raise UnsupportedError(f"the program has a line of an unknown kind: {ast.unparse(line)}")
+        raise UnsupportedError("the program returns nothing.")
+
+    def _assign(self, program: Program, name: str, value: ast.expr) -> None:
+        match value:
+            case ast.Call(func=ast.Name(id=function), args=[size, stride, dtype, *_]) if function.startswith(_EMPTY):
+                device = torch.device(function.removeprefix(_EMPTY))
+                shape = Shape(program.number(size), program.number(stride), program.number(dtype), device)
+                held = self._made([self._counted(shape)])
+            case ast.Call() if is_operator(value):
+                held = self._run(program, name, value)
+            case ast.Call(func=function) if ast.unparse(function) != _VIEW and name in program.tensors:
+                raise UnsupportedError(f"the program makes a tensor by {ast.unparse(function)}.")
+            case _:
+                held = self._held(value)
+                self._hold(held)
+        self._drop(name)
+        self._names[name] = held
+
+    def _held(self, value: ast.expr) -> _Held:
+        """The storages that an expression has."""
+        match value:
+            case ast.Name(id=name):
+                return self._names.get(name, _NOTHING)
+            case ast.Call(func=ast.Name(id=function), args=[of, *_]) if function == _VIEW:
+                return self._held(of)
+            case ast.Subscript(value=ast.Name(id=name), slice=ast.Constant(value=int(place))):
+                return self._places.get((name, place), _NOTHING)
+            case _:
+                return _NOTHING
+
+    def _run(self, program: Program, name: str, call: ast.Call) -> _Held:
+        """Run an operator that makes what it returns."""
+        described = program.described(call)
+        self._reach(self._trials.high_bytes.get(described, 0))
+        if described in self._trials.results:
+            places = _places(self._trials.results[described])
+            held = self._made(self._trials.storage_bytes[described])
+        else:  # it is known what Inductor says of it
+            parts = {place: program.tensors[part] for place, part in program.parts(name) if part in program.tensors}
+            places = list(parts)
+            held = self._made(self._counted(one) for one in parts.values())
+        for place, storage in zip(places, sorted(held), strict=True):
+            self._places[name, place] = frozenset({storage})
+        return held
+
+    def _counted(self, shape: Shape) -> int:
+        """The bytes of a tensor, if it is on the device whose bytes count."""
+        if shape.device.type != self._reading.device.type or not all(shape.size):
+            return 0
+        steps = zip(shape.size, shape.stride, strict=True)
+        return (1 + sum((length - 1) * step for length, step in steps)) * shape.dtype.itemsize
+
+    def _made(self, sizes: Iterable[int]) -> _Held:
+        """Make storages, each of which is held once."""
+        first = len(self._sizes)
+        self._sizes += [self._reading.block(size) for size in sizes]
+        made = frozenset(range(first, len(self._sizes)))
+        self._hold(made)
+        self._live_bytes += sum(self._sizes[first:])
+        self._reach(0)
+        return made
+
+    def _reach(self, beside_bytes: int) -> None:
+        """Note what is there now, and for the moment beside it."""
+        self.peak_bytes = max(self.peak_bytes, self._live_bytes + beside_bytes)
+
+    def _hold(self, held: _Held) -> None:
+        self._holders.update(held)
+
+    def _drop(self, name: str) -> None:
+        """Give the hold of a name back; a storage that nobody holds is gone."""
+        for storage in self._names.pop(name, _NOTHING):
+            self._holders[storage] -= 1
+            if not self._holders[storage]:
+                self._live_bytes -= self._sizes[storage]
+
+
+def _places(result: object) -> list[int]:
+    """Where in what an operator returns there are tensors."""
+    results = cast("list[object]", result) if isinstance(result, list) else [result]
+    return [place for place, one in enumerate(results) if isinstance(one, Shape)]
