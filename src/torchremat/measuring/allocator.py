@@ -36,7 +36,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from threading import Lock
-from typing import Protocol, cast
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -46,10 +46,11 @@ from torch import UntypedStorage
 from torchremat._compat.collectives import settled_collectives
 from torchremat.errors import UnsupportedError
 from torchremat.measuring.bindings import (
-    ALLOCATION,
+    MEMORY,
     Allocation,
     ProfilerEvent,
     a_profiler_runs,
+    allocation_of,
     emit,
     start_profiler,
     stop_profiler,
@@ -183,25 +184,25 @@ class AllocationRecorder:
 
     def _finish(self, nodes: Iterable[ProfilerEvent], start_ns: int) -> None:
         """Make the trace of the profiler's events."""
-        seen = sorted(nodes, key=lambda node: node.start_time_ns)
-        marked_ns = {
-            int(node.name.removeprefix(_MARK)): node.start_time_ns for node in seen if node.name.startswith(_MARK)
-        }
+        # Each attribute of an event is a call of C++, and events are many: read once.
+        seen = sorted(((node.start_time_ns, node.name, node) for node in nodes), key=lambda one: one[0])
+        marked_ns = {int(name.removeprefix(_MARK)): time_ns for time_ns, name, _ in seen if name.startswith(_MARK)}
         if _BLOCK not in marked_ns:
             raise UnsupportedError(
                 "the block started a profiler of its own, which took the place of the one that records allocations. "
                 "Take the profiler out of the step."
             )
-        raw, calls = _raw_events(seen, self.device), [node.start_time_ns for node in seen if node.name == _CALL]
+        said = ((time_ns, allocation_of(node)) for time_ns, name, node in seen if name == MEMORY)
+        raw, calls = _raw_events(said, self.device), [time_ns for time_ns, name, _ in seen if name == _CALL]
         events, foreign_freed_bytes = _matched(raw, calls=calls, keep_foreign=self.device.type == "cuda")
         columns = np.array(events, dtype=np.int64).reshape(-1, 3)
         times = columns[:, 0]
-        marks: list[Mark] = []
-        for mark in range(len(self._marked)):
-            label, wall_ns = self._marked[mark]
-            time_ns = marked_ns.get(mark, wall_ns)
-            position = int(np.searchsorted(times, time_ns))
-            marks.append(Mark(id=mark, label=label, time_ns=time_ns, position=position))
+        marked = [(label, marked_ns.get(mark, wall_ns)) for mark, (label, wall_ns) in sorted(self._marked.items())]
+        positions = np.searchsorted(times, [time_ns for _, time_ns in marked]).tolist()
+        marks = [
+            Mark(id=mark, label=label, time_ns=time_ns, position=position)
+            for mark, ((label, time_ns), position) in enumerate(zip(marked, positions, strict=True))
+        ]
         self._trace = AllocationTrace(
             device=self.device,
             start_ns=start_ns,
@@ -244,8 +245,7 @@ def record_allocations(device: torch.device) -> Generator[AllocationRecorder]:
 
 
 def _recorded(device: torch.device) -> Generator[AllocationRecorder]:
-    if device.type == "cuda":
-        device = torch.empty(0, device=device).device  # with its index
+    device = torch.empty(0, device=device).device  # as events name it: a GPU with its index, the CPU without
     recorder = AllocationRecorder(device)
     start_ns = time.time_ns()
     try:
@@ -315,13 +315,11 @@ def _walk(roots: Iterable[ProfilerEvent]) -> Iterator[ProfilerEvent]:
         waiting += node.children[::-1]
 
 
-def _raw_events(nodes: Iterable[ProfilerEvent], device: torch.device) -> Iterator[tuple[int, int, int]]:
+def _raw_events(said: Iterable[tuple[int, Allocation | None]], device: torch.device) -> Iterator[tuple[int, int, int]]:
     """Yield (time_ns, ptr, delta_bytes) of each allocation or free on `device`."""
-    for node in nodes:
-        if node.tag == ALLOCATION:
-            fields = cast(Allocation, node.extra_fields)
-            if fields.device.type == device.type and (device.type == "cpu" or fields.device.index == device.index):
-                yield node.start_time_ns, fields.ptr, fields.alloc_size
+    for time_ns, allocation in said:
+        if allocation is not None and allocation.device == device:
+            yield time_ns, allocation.ptr, allocation.alloc_size
 
 
 def _matched(

@@ -22,14 +22,12 @@ is_wrapper_subclass = cast(
 
 
 class ProfilerEvent(Protocol):
-    """A node of the profiler's event tree. Those named "[memory]" carry an `Allocation`."""
+    """A node of the profiler's event tree."""
 
     @property
     def name(self) -> str: ...  # noqa: D102  as torch's
     @property
     def start_time_ns(self) -> int: ...  # noqa: D102  as torch's
-    @property
-    def tag(self) -> object: ...  # noqa: D102  as torch's
     @property
     def children(self) -> list[ProfilerEvent]: ...  # noqa: D102  as torch's
     @property
@@ -51,7 +49,8 @@ class _Results(Protocol):
     def experimental_event_tree(self) -> list[ProfilerEvent]: ...
 
 
-ALLOCATION: object = private("_C._profiler._EventType.Allocation", needed_for=_MEASURING)
+MEMORY = "[memory]"  # the name of the events that carry an `Allocation`
+_ALLOCATION = cast("type[object]", private("_C._profiler._ExtraFields_Allocation", needed_for=_MEASURING))
 _CPU: object = private("_C._profiler.ProfilerActivity.CPU", needed_for=_MEASURING)
 _KINETO: object = private("_C._profiler.ProfilerState.KINETO", needed_for=_MEASURING)
 _USER_SCOPE: object = private("_C._profiler.RecordScope.USER_SCOPE", needed_for=_MEASURING)
@@ -104,6 +103,12 @@ def start_profiler() -> None:
 def stop_profiler() -> Iterable[ProfilerEvent]:
     """Stop torch's profiler and return the roots of its event trees; none if another one took its place."""
     return _disable_profiler().experimental_event_tree()
+
+
+def allocation_of(event: ProfilerEvent) -> Allocation | None:
+    """Return what an event says of an allocator; None for one that only has the name of those that do."""
+    fields = event.extra_fields
+    return cast(Allocation, fields) if isinstance(fields, _ALLOCATION) else None
 
 
 def emit(name: str) -> None:

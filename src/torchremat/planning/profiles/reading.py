@@ -8,6 +8,7 @@ if it ends at its last save                cut there
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -305,8 +306,8 @@ class _Reader:
 
     def copies(self, own: Watched) -> dict[str, int]:
         """What the unit's region copies of generator states and buffers; see `UnitBytes`."""
-        position, live = self.position, self.live_with_copies
-        calls = [pair for pair in self.watcher.copying if own.looks <= pair[0] < own.ends]
+        position, live, copying = self.position, self.live_with_copies, self.watcher.copying
+        calls = copying[bisect_left(copying, (own.looks,)) : bisect_left(copying, (own.ends,))]
         settling = live[position[own.settles] : position[own.ends] + 1]
         return {
             "look_bytes": max(int(live[position[b]] - live[position[a]]) for a, b in calls),

@@ -14,7 +14,7 @@ units: a transformer's blocks, a U-Net's, encoder before decoder, whatever the t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -209,6 +209,7 @@ class _Linker:
         self.opening = opening
         self.chosen = chosen
         self.is_chosen = frozenset(chosen)
+        self.writing = [(index, call) for index, call in enumerate(trace.calls) if call.mutated]
         self.groups: list[list[int]] = []
         self.scope_of: list[int] = []
 
@@ -223,7 +224,8 @@ class _Linker:
             self.groups.append([index])
             self.scope_of.append(scope)
         keys = self.keys()
-        units = [self.unit(number, group, keys) for number, group in enumerate(self.groups)]
+        rows = groupby(range(len(self.groups)), key=self.scope_of.__getitem__)
+        units = [unit for _, row in rows for unit in self.row(row, keys)]
         grouped = {index for group in self.groups for index in group}
         others = tuple((index, keys[index]) for index in self.chosen if index not in grouped)
         opened = tuple((index, keys[index]) for _, index in self.counted() if index not in self.is_chosen)
@@ -239,8 +241,8 @@ class _Linker:
         versions = {seen.identity: seen.version for seen in call.inputs}
         return any(
             later.inputs[place].identity in versions
-            for later in self.trace.calls[index + 1 :]
-            if later.entered > call.left
+            for number, later in self.writing
+            if number > index and later.entered > call.left
             for place in later.mutated
         )
 
@@ -273,7 +275,16 @@ class _Linker:
             keys[index] = (name, count)
         return keys
 
-    def unit(self, number: int, group: list[int], keys: dict[int, tuple[str, int]]) -> Unit:
+    def row(self, numbers: Iterable[int], keys: dict[int, tuple[str, int]]) -> Iterator[Unit]:
+        """Yield the units of groups that one scope sees one after the other."""
+        made: dict[tuple[int, int], int] = {}  # by identity and version, the last unit whose output it is
+        for number in numbers:
+            yield self.unit(number, keys, made)
+            calls = (self.trace.calls[index] for index in self.groups[number])
+            made.update({(seen.identity, seen.version): number for call in calls for seen in call.outputs})
+
+    def unit(self, number: int, keys: dict[int, tuple[str, int]], made: dict[tuple[int, int], int]) -> Unit:
+        group = self.groups[number]
         calls = [self.trace.calls[index] for index in group]
         inside: set[tuple[int, int]] = set()
         inputs: dict[int, None] = {}
@@ -283,7 +294,7 @@ class _Linker:
                 if (seen.identity, seen.version) in inside or seen.storage in self.trace.fixed or seen.storage < 0:
                     continue
                 inputs[seen.storage] = None
-                producer = self.producer(number, seen.identity, seen.version)
+                producer = made.get((seen.identity, seen.version))
                 if producer is not None:
                     links[seen.storage] = producer
             inside.update((seen.identity, seen.version) for seen in call.outputs)
@@ -296,13 +307,3 @@ class _Linker:
             carried=tuple({storage: None for call in calls for storage in call.carried if storage >= 0}),
             outputs=tuple({seen.storage: None for call in calls for seen in call.outputs if seen.storage >= 0}),
         )
-
-    def producer(self, number: int, identity: int, version: int) -> int | None:
-        for earlier in reversed(range(number)):
-            if self.scope_of[earlier] != self.scope_of[number]:
-                return None
-            for index in self.groups[earlier]:
-                for seen in self.trace.calls[index].outputs:
-                    if (seen.identity, seen.version) == (identity, version):
-                        return earlier
-        return None

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
+
+import numpy as np
 
 from torchremat.planning.profiles.units import Units
 
@@ -164,6 +167,10 @@ class Lifetimes:
             for unit, size in zip(units.units, sizes, strict=True)
             for storage in (*unit.inputs, *unit.outputs, *unit.carried, *size.saved, *size.left)
         }.union(others)
+        born, died = units.trace.born, units.trace.died
+        self._storages = np.array(sorted(self.boundary), np.int64)
+        self._born = np.array([born[one] for one in self._storages.tolist()], np.int64)
+        self._died = np.array([died.get(one, units.trace.end) for one in self._storages.tolist()], np.int64)
         count = len(units.units)
         self.entered = [self._alive(units.entered(unit)) for unit in range(count)]
         self.left = [self._alive(units.left(unit)) for unit in range(count)]
@@ -181,8 +188,7 @@ class Lifetimes:
         return found
 
     def _alive(self, time: int) -> list[int]:
-        born, died = self._trace.born, self._trace.died
-        return [s for s in self.boundary if born[s] <= time <= died.get(s, time)]
+        return self._storages[(self._born <= time) & (time <= self._died)].tolist()
 
     def _glue(self, units: Units) -> list[tuple[int, int]]:
         inside: set[int] = set()
@@ -191,4 +197,4 @@ class Lifetimes:
                 inside.update(self._trace.descendants(call))
         saved = [one for i, call in enumerate(self._trace.calls) if i not in inside for one in call.saved]
         ends = [units.left(unit) for unit in range(len(units.units))]
-        return [(s, sum(end <= t for end in ends)) for s, t in (*saved, *self._trace.step_saved) if s in self.boundary]
+        return [(s, bisect_right(ends, t)) for s, t in (*saved, *self._trace.step_saved) if s in self.boundary]
