@@ -1,5 +1,9 @@
 """What two processes, or four, do with one model in each of them."""
 
+from contextlib import contextmanager
+from itertools import count
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,6 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchremat import BudgetError, Planner, StepError, measure, plan, unwrap, verify
 from torchremat.measuring.allocator import record_allocations
+from torchremat.planning.elsewhere.machines import Here
+from torchremat.planning.profiles import profiling
 
 WIDTH = 32
 X = torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(0))
@@ -67,7 +73,7 @@ def verified(model, chosen, step=step):
     unwrap(model)
 
     assert report.is_exact
-    assert report.peak_bytes == report.predicted_bytes <= chosen.budget_bytes
+    assert report.peak_bytes == report.predicted_bytes <= chosen.budget_bytes, (report, chosen)
     first, *others = everywhere((chosen, report))
     assert all(first == one for one in others)
     return chosen
@@ -305,6 +311,47 @@ def a_frontier_whose_search_ends_in_one_process():
         verified(model, found.plan(found.points[-1]))
 
 
+@contextmanager
+def short_of_memory(failing):
+    """Lets memory run out in the forward of some watched steps, in process 1 alone."""
+    runs, measured = count(), profiling._measured
+
+    def short(*args):
+        if dist.get_rank() == 1 and next(runs) in failing:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return measured(*args)
+
+    with mock.patch.object(profiling, "_measured", short):
+        yield
+
+
+def all_watch_what_one_has_memory_for():
+    # A process without room for its units watched halves of the calls inside of them, and those of the others counted
+    # as "other modules". Or it left out the watched step of these calls, while others waited in the reductions of it.
+    for failing, in_halves, has_fine in (((0,), False, True), ((0, 1), True, False), ((1,), False, False)):
+        for model in (DistributedDataParallel(net()), sharded()):
+            with short_of_memory(failing):
+                planner = Planner(model, step)
+
+            names = [unit.name for unit in planner.profile.units.units]
+            assert sum(name.endswith(".up") for name in names) == 4 * in_halves
+            assert (planner.solver.grains.fine is not None) == has_fine
+            for size in ("100%", planner.floor_bytes):
+                verified(model, planner.plan(size))
+
+
+def no_process_runs_what_one_has_no_room_for():
+    for model in (DistributedDataParallel(net()), sharded()):
+        with mock.patch.object(Here, "free_bytes", return_value=[None, 0][dist.get_rank()]):
+            planner = Planner(model, step)
+            chosen = planner.plan("90%")
+
+        assert planner.solver.grains.fine is None
+        assert chosen.plain_source == "predicted"
+        assert "does not fit into memory" in str(chosen.certificate)
+        verified(model, chosen)
+
+
 def no_plan_fits():
     with pytest.raises(BudgetError, match="no plan fits the budget"):
         plan(DistributedDataParallel(net()), step, budget="1KiB")
@@ -330,6 +377,8 @@ CASES = {
         the_larger_batch_counts_in_each_part_of_a_mesh,
         a_frontier_of_unlike_processes,
         a_frontier_whose_search_ends_in_one_process,
+        all_watch_what_one_has_memory_for,
+        no_process_runs_what_one_has_no_room_for,
         no_plan_fits,
     )
 }

@@ -96,11 +96,10 @@ def fit_with(
         plan = planner.plan(budget, margin=margin, tighten_bytes=over)
         plan.apply(model)
         try:
-            traced = run_traced(subject, device, before_bytes=0)
+            risen = max(peers.all(lambda: run_traced(subject, device, before_bytes=0).peak_bytes))
         except BaseException:
             plan.remove(model)
             raise
-        risen = max(peers.all(lambda traced=traced: traced.peak_bytes))
         measured = max(planner.fixed_bytes + risen, planner.optimizer_peak_bytes or 0)
         limit = plan.budget_bytes - margin_bytes
         if measured <= limit:

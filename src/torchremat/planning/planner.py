@@ -17,12 +17,12 @@ from torchremat.measuring.exhaustion import is_out_of_memory
 from torchremat.measuring.heap import heap_set_aside
 from torchremat.measuring.runs import run_traced, subject_of
 from torchremat.planning.bounds.pulls import PlainStep, Unseen, plain_step
-from torchremat.planning.budgets import bytes_of, check_budget, free_on, margin_of, percentage_of
+from torchremat.planning.budgets import bytes_of, check_budget, margin_of, percentage_of
 from torchremat.planning.descriptions import made_plan, nothing_fits
 from torchremat.planning.elsewhere.calibration import device_here
 from torchremat.planning.elsewhere.devices import Device, device_of
 from torchremat.planning.elsewhere.fakes import placed, torch_device
-from torchremat.planning.elsewhere.machines import Here
+from torchremat.planning.elsewhere.machines import Here, has_room
 from torchremat.planning.frontiers import MOST_POINTS, Frontier, check_points, frontier_of
 from torchremat.planning.layout import bare
 from torchremat.planning.plans import PlainSource, Plan
@@ -159,28 +159,25 @@ class Planner:
         """Return the peak of a plain training step, measured if it fits, else predicted."""
         if self._plain is None:
             self.solver.pace.tell("profiling", None)
-            measured = self._peers.all(self._measured_plain)
-            fitting = [one for one in measured if one is not None]
-            if len(fitting) == len(measured):
-                self._plain = max(fitting)
-            else:
+            risen = self._measured_plain()
+            if risen is None:
                 self._plain = self.peak_of(self.solver.plain), "predicted"
+            else:
+                self._plain = max(self.fixed_bytes + risen, self.optimizer_peak_bytes or 0), "measured"
         return self._plain
 
-    def _measured_plain(self) -> tuple[int, PlainSource] | None:
-        if not self._machine.is_here:
+    def _measured_plain(self) -> int | None:
+        needed_bytes = self.solver.plain.prediction.peak_bytes
+        if not self._machine.is_here or not self._peers.everywhere(lambda: has_room(self._machine, needed_bytes)):
             return None
-        free = free_on(self.profile.device)
-        if free is not None and free < self.solver.plain.prediction.peak_bytes:
-            return None
+        device = self.profile.device
         try:
             with bare(self._model):
-                traced = run_traced(self._subject, self.profile.device, before_bytes=0)
+                return max(self._peers.all(lambda: run_traced(self._subject, device, before_bytes=0).peak_bytes))
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
             return None
-        return max(self.fixed_bytes + traced.peak_bytes, self.optimizer_peak_bytes or 0), "measured"
 
     def plan(self, budget: int | str, *, margin: int | str = 0, tighten_bytes: int = 0) -> Plan:
         """Return the fastest plan found whose predicted peak is within the budget.
@@ -225,7 +222,7 @@ class Planner:
     def for_all(self, made: Callable[[], T]) -> T:
         """Return in each of the processes that train the model what the one with the largest step makes."""
         if self._peers.are_several:
-            self._peers.each(lambda: self.plain_step)  # which all have to run, as it reduces gradients
+            _ = self.plain_step  # which all have to run, as it reduces gradients
         return self._peers.at(self._leader, made)
 
     @property
@@ -254,6 +251,7 @@ class Planner:
                 self.solver.cost_unit,
                 forward_seconds=self.profile.forward_seconds,
                 peak_bytes=self.solver.plain.prediction.peak_bytes,
+                peers=self._peers,
             )
 
     def plan_of(

@@ -22,8 +22,9 @@ from torchremat.measuring.flops import FlopCounter
 from torchremat.measuring.runs import Subject
 from torchremat.measuring.step import run_backward
 from torchremat.measuring.tracker import address_of
-from torchremat.planning.elsewhere.machines import Machine
+from torchremat.planning.elsewhere.machines import Machine, has_room
 from torchremat.planning.profiles.operators import OperatorLog, OperatorTrace
+from torchremat.planning.profiles.peers import Peers
 from torchremat.planning.searches.chains import Cost
 from torchremat.planning.searches.flows import pooled_seconds
 from torchremat.regions.selection import memory_of
@@ -59,7 +60,13 @@ class Unseen:
 
 
 def plain_step(
-    subject: Subject, machine: Machine, cost: Cost, *, forward_seconds: float, peak_bytes: int
+    subject: Subject,
+    machine: Machine,
+    cost: Cost,
+    *,
+    forward_seconds: float,
+    peak_bytes: int,
+    peers: Peers | None = None,
 ) -> PlainStep | Unseen:
     """Run a plain step, which leaves no trace, and return what it did.
 
@@ -69,12 +76,13 @@ def plain_step(
         cost: The unit of the costs.
         forward_seconds: Of the forward when nothing watches it; the seconds of operators are scaled to that.
         peak_bytes: What the step will need, beside what lies there; it is not run where that is not free.
+        peers: The processes that all run it, or none does.
     """
-    free_bytes = machine.free_bytes()
-    if free_bytes is not None and free_bytes < peak_bytes:
+    peers = peers or Peers()
+    if not peers.everywhere(lambda: has_room(machine, peak_bytes)):
         return Unseen(reason=_NO_ROOM)
     try:
-        return _plain_step(subject, machine, cost, forward_seconds)
+        return peers.each(lambda: _plain_step(subject, machine, cost, forward_seconds))
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise

@@ -71,6 +71,12 @@ class Machine(Protocol):
         ...
 
 
+def has_room(machine: Machine, needed_bytes: int) -> bool:
+    """Return whether so many bytes are free on a machine, as far as anybody knows."""
+    free_bytes = machine.free_bytes()
+    return free_bytes is None or free_bytes >= needed_bytes
+
+
 class Here:
     """This machine, with one of its devices."""
 

@@ -4,6 +4,7 @@ interception.py  the forward of every module, routed through one function
 tracing.py       the calls of a forward, and what they save
 operators.py     the operators of each call
 units.py         the flat order of calls that a plan chooses among
+roots.py         trees made fit for the roots of a step, and for what is sharded
 watching.py      the step in which every unit is a region
 backwards.py     the backward of one unit in it
 reading.py       figures, read out of the allocator's events

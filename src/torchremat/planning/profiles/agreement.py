@@ -17,8 +17,6 @@ from torchremat.planning.profiles.optimizers import OptimizerBytes
 from torchremat.planning.profiles.peers import Peers
 from torchremat.planning.profiles.profiling import Grains, profile_subject
 from torchremat.planning.profiles.reading import Profile, UnitCosts
-from torchremat.planning.profiles.tracing import trace
-from torchremat.planning.profiles.units import find_units
 from torchremat.planning.walks.moments import Key, Moment, UnitBytes
 
 T = TypeVar("T", UnitBytes, UnitCosts, BytesBefore, OptimizerBytes)
@@ -28,7 +26,6 @@ T = TypeVar("T", UnitBytes, UnitCosts, BytesBefore, OptimizerBytes)
 class Figures:
     """What processes tell each other of a profile."""
 
-    names: tuple[str, ...]
     order: tuple[int, ...]
     storage_bytes: tuple[int, ...]
     sizes: tuple[UnitBytes, ...]
@@ -62,31 +59,16 @@ def profiled_together(peers: Peers, model: nn.Module, subject: Subject, machine:
     Raises:
         StepError: See `profile`; or the processes do not run the same step.
     """
-    found: list[Grains] = []
-    if peers.are_several:
-        # Before any backward: a process that has stopped takes no part in its reductions, and others would wait.
-        peers.all(lambda: _check_forward(model, subject))
-
-    def figures() -> tuple[Figures, Figures | None]:
-        found.append(beside(profile_subject(model, subject, machine), reduced_bytes(model, machine.device)))
-        fine = found[0].fine
-        return figures_of(found[0].coarse), None if fine is None else figures_of(fine)
-
-    told = peers.all(figures)
+    found = profile_subject(model, subject, machine, peers=peers)
+    grains = beside(found, reduced_bytes(model, machine.device))
+    told = peers.all(lambda: (figures_of(grains.coarse), None if grains.fine is None else figures_of(grains.fine)))
     largest = max(range(len(told)), key=lambda place: sum(told[place][0].storage_bytes))
-    return Agreed(grains=found[0] if len(told) == 1 else agreed_grains(found[0], told), largest=largest)
-
-
-def _check_forward(model: nn.Module, subject: Subject) -> None:
-    """Run the forward alone, and raise what is wrong with it."""
-    with subject.untouched():
-        find_units(trace(model, subject.step))
+    return Agreed(grains=grains if len(told) == 1 else agreed_grains(grains, told), largest=largest)
 
 
 def figures_of(profile: Profile) -> Figures:
     """Return what there is to tell of a profile."""
     return Figures(
-        names=tuple(unit.name for unit in profile.units.units),
         order=profile.order,
         storage_bytes=tuple(profile.units.trace.storage_bytes.values()),
         sizes=profile.sizes,
@@ -119,7 +101,7 @@ def agreed_grains(grains: Grains, told: Sequence[tuple[Figures, Figures | None]]
     """Return the profile of a process with the figures of all.
 
     Raises:
-        StepError: A process called other modules than the first one.
+        StepError: Backward comes to the modules in another order than in the first process.
     """
     coarse = _agreed(grains.coarse, [one for one, _ in told])
     fine = [one for _, one in told if one is not None]
@@ -131,11 +113,12 @@ def agreed_grains(grains: Grains, told: Sequence[tuple[Figures, Figures | None]]
 def _agreed(profile: Profile, told: Sequence[Figures]) -> Profile:
     first = told[0]
     for rank, one in enumerate(told):
-        if (one.names, one.order, len(one.storage_bytes)) != (first.names, first.order, len(first.storage_bytes)):
+        if (one.order, len(one.storage_bytes)) != (first.order, len(first.storage_bytes)):
             raise StepError(
-                f"process {rank} called other modules in the step than process 0: {', '.join(one.names)}, in backward "
-                f"in the order {one.order}, against {', '.join(first.names)} in the order {first.order}. Processes "
-                "that share their parameters need the same plan, so give them batches of the same kind."
+                f"process {rank} passed other tensors between its modules than process 0, or came to them in backward "
+                f"in another order: {len(one.storage_bytes)} tensors, and calls {one.order}, against "
+                f"{len(first.storage_bytes)} and {first.order}. Processes that share their parameters need the same "
+                "plan, so give them batches of the same kind."
             )
     storages = dict(enumerate(max(sizes) for sizes in zip(*(one.storage_bytes for one in told), strict=True)))
     units = replace(profile.units, trace=replace(profile.units.trace, storage_bytes=storages))

@@ -92,6 +92,10 @@ class Peers:
         self.all(lambda: found.append(work()))
         return found[0]
 
+    def everywhere(self, check: Callable[[], bool]) -> bool:
+        """Return whether something holds in each process."""
+        return all(self.all(check))
+
     @property
     def place(self) -> int:
         """Which of the results of `all` is that of this process."""

@@ -15,23 +15,27 @@ stopped at its last save (cut there). So one pass gives (full, truncated) x (sec
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import torch
 from torch import nn
 
+from torchremat.errors import StepError
 from torchremat.measuring.allocator import AllocationTrace, Recorder
 from torchremat.measuring.before import BytesBefore
 from torchremat.measuring.exhaustion import is_out_of_memory, let_go
 from torchremat.measuring.heap import free_unused, heap_set_aside
 from torchremat.measuring.runs import Subject, subject_of
 from torchremat.measuring.step import run_backward
-from torchremat.planning.elsewhere.machines import Here, Machine
+from torchremat.planning.elsewhere.machines import Here, Machine, has_room
 from torchremat.planning.layout import calls_of, check_bare, installed
-from torchremat.planning.profiles.optimizers import measure_optimizer
+from torchremat.planning.profiles.optimizers import OptimizerBytes, measure_optimizer
+from torchremat.planning.profiles.peers import Peers
 from torchremat.planning.profiles.reading import Profile, read_profile
+from torchremat.planning.profiles.roots import by_shard
 from torchremat.planning.profiles.tracing import Step, trace
 from torchremat.planning.profiles.units import Units, find_units, splittable
 from torchremat.planning.profiles.watching import Watcher, every_unit, halves
@@ -74,70 +78,128 @@ def profile(
     return profile_subject(model, subject, Here(subject.device(device)))
 
 
-def profile_subject(model: nn.Module, subject: Subject, machine: Machine, *, fine: bool = True) -> Grains:
+def profile_subject(
+    model: nn.Module, subject: Subject, machine: Machine, *, fine: bool = True, peers: Peers | None = None
+) -> Grains:
     """Profile the step of a subject, which is one of `model`, on a machine; see `profile`.
+
+    Several processes run the same steps in the same order, for backward waits until it has reduced its gradients with
+    those of all: each raises what one of them does, and where memory runs out in one, all watch what that one can.
 
     Args:
         model: The model.
         subject: The step.
         machine: Where it runs.
         fine: Whether the calls inside of units are watched as well; it takes as long as the rest.
+        peers: The processes that train the model; None if this one alone does.
     """
-    check_bare(model)
-    with machine.entered(), heap_set_aside():
-        return _grains(model, subject, machine, fine=fine)
+    peers = peers or Peers()
+    peers.each(lambda: check_bare(model))
+    with peers.each(machine.entered), heap_set_aside():
+        return _Profiling(model, subject, machine, peers).grains(fine=fine)
 
 
-def _grains(model: nn.Module, subject: Subject, machine: Machine, *, fine: bool) -> Grains:
-    units = find_units(trace(model, subject.step, machine.record))
-    split = splittable(units)
-    finest = find_units(units.trace, split) if split else units
-    coarse = _measured_somehow(model, subject, units, finest, machine)
-    seconds = machine.forward_seconds(subject)
-    own = None if subject.optimizer is None else measure_optimizer(subject, subject.optimizer, machine)
-    coarse = replace(_scaled(coarse, seconds), optimizer=own)
-    if not fine or coarse.units is finest or len(finest.units) > _MOST_UNITS or not _fits(finest, machine):
-        return Grains(coarse=coarse, fine=None)
-    try:
-        parts = _measured(model, subject, finest, every_unit(finest), machine)
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        return Grains(coarse=coarse, fine=None)
-    return Grains(coarse=coarse, fine=_scaled(parts, seconds))
+_Way: TypeAlias = tuple[Units, Tree]
 
 
-def _measured_somehow(model: nn.Module, subject: Subject, units: Units, finest: Units, machine: Machine) -> Profile:
-    """Run the watched step, in the first of these ways that fits. Each needs less memory, and more time.
+@dataclass(frozen=True, eq=False)
+class _Profiling:
+    """What `profile_subject` does, with what all of it needs."""
 
-    units             each a region
-    units in pieces   a region around several of them
-    calls in halves   of those inside of units, each a region; around both halves of a half one more, and so on
-    """
-    ways = [(units, every_unit(units))]
-    if len(units.units) > 3:
-        ways.append((units, every_unit(units, max(2, math.isqrt(len(units.units))))))
-        if not _fits(units, machine):
-            del ways[0]
-    if len(finest.units) <= _MOST_UNITS:
-        ways.append((finest, halves(finest)))
-    *others, last = ways
-    for own, tree in others:
-        try:
-            return _measured(model, subject, own, tree, machine)
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            let_go(error)
-        free_unused()
-    return _measured(model, subject, *last, machine)
+    model: nn.Module
+    subject: Subject
+    machine: Machine
+    peers: Peers
+
+    def grains(self, *, fine: bool) -> Grains:
+        units = self.peers.each(lambda: find_units(trace(self.model, self.subject.step, self.machine.record)))
+        _check_same_calls(self.peers.all(lambda: [unit.name for unit in units.units]))
+        split = splittable(units)
+        finest = find_units(units.trace, split) if split else units
+        ways = self.ways(units, finest)
+        place, coarse = self.watched(ways)
+        seconds = self.seconds()
+        coarse = replace(_scaled(coarse, seconds), optimizer=self.peers.each(self.optimizer))
+        if not fine or coarse.units is finest or len(finest.units) > _MOST_UNITS or not self.fits(finest):
+            return Grains(coarse=coarse, fine=None)
+        # Who has no room for it runs once more what had, as the others wait for it.
+        place, parts = self.watched([(finest, every_unit(finest)), ways[place]])
+        return Grains(coarse=coarse, fine=None if place else _scaled(parts, seconds))
+
+    def ways(self, units: Units, finest: Units) -> list[_Way]:
+        """Return the ways of watching a step. Each needs less memory, and more time.
+
+        units             each a region
+        units in pieces   a region around several of them
+        calls in halves   of those inside of units, each a region; around both halves of a half one more, and so on
+        """
+        ways = [(units, every_unit(units))]
+        if len(units.units) > 3:
+            ways.append((units, every_unit(units, max(2, math.isqrt(len(units.units))))))
+            if not self.fits(units):
+                del ways[0]
+        if len(finest.units) <= _MOST_UNITS:
+            ways.append((finest, halves(finest)))
+        return [(own, by_shard(own, tree)) for own, tree in ways]
+
+    def watched(self, ways: Sequence[_Way]) -> tuple[int, Profile]:
+        """Run the watched step in the first of some ways for which each process has room; return its place as well."""
+        place, found = 0, list[Profile]()
+
+        def run() -> int:
+            found.clear()
+            reached, profile = self.watched_here(ways, place)
+            found.append(profile)
+            return reached
+
+        while len(set(reached := self.peers.all(run))) > 1:
+            place = max(reached)
+            # DistributedDataParallel allocates its buckets anew in the forward after its first backward: in this one.
+            self.seconds()
+        return reached[0], found[0]
+
+    def watched_here(self, ways: Sequence[_Way], place: int) -> tuple[int, Profile]:
+        """Run the watched step in the first of some ways, from a place on, for which there is room here."""
+        *others, last = enumerate(ways[place:], place)
+        for reached, (units, tree) in others:
+            try:
+                return reached, _measured(self.model, self.subject, units, tree, self.machine)
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                let_go(error)
+            free_unused()
+        return last[0], _measured(self.model, self.subject, *last[1], self.machine)
+
+    def seconds(self) -> float | None:
+        """Run a forward that nothing watches, and return its seconds, if they tell anything."""
+        return self.peers.each(lambda: self.machine.forward_seconds(self.subject))
+
+    def optimizer(self) -> OptimizerBytes | None:
+        """Measure the optimizer, if there is one."""
+        own = self.subject.optimizer
+        return None if own is None else measure_optimizer(self.subject, own, self.machine)
+
+    def fits(self, units: Units) -> bool:
+        """Whether each process has room for a step in which each unit is a region."""
+        return self.peers.everywhere(lambda: _fits(units, self.machine))
+
+
+def _check_same_calls(names: Sequence[Sequence[str]]) -> None:
+    """Raise a StepError where the modules that some processes called are not the same."""
+    for rank, one in enumerate(names):
+        if one != names[0]:
+            raise StepError(
+                f"process {rank} called other modules in the step than process 0: {', '.join(one)}, against "
+                f"{', '.join(names[0])}. Processes that share their parameters need the same plan, so give them "
+                "batches of the same kind."
+            )
 
 
 def _fits(units: Units, machine: Machine) -> bool:
     """Whether a step in which each unit is a region holds little enough for what is free now."""
     held = {storage for unit in units.units for storage in unit.inputs}
-    free = machine.free_bytes()
-    return free is None or 2 * sum(units.trace.storage_bytes[storage] for storage in held) < free
+    return has_room(machine, 2 * sum(units.trace.storage_bytes[storage] for storage in held))
 
 
 def _measured(model: nn.Module, subject: Subject, units: Units, tree: Tree, machine: Machine) -> Profile:

@@ -10,6 +10,5 @@ storing.py    which kept units go to a store, and when
 heights.py    the moments that decide whether a change fits
 pace.py       how long it may take, and how far it is
 progress.py   what is told of that
-roots.py      trees made fit for the roots of a step
 solving.py    the search
 """

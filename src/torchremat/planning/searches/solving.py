@@ -18,12 +18,12 @@ import numpy as np
 
 from torchremat.planning.profiles.profiling import Grains
 from torchremat.planning.profiles.reading import Profile
+from torchremat.planning.profiles.roots import fitted
 from torchremat.planning.searches.chains import Cost, amount, chain_of
 from torchremat.planning.searches.heights import Heights
 from torchremat.planning.searches.mixing import aligned, divisible, mixed
 from torchremat.planning.searches.options import options_of
 from torchremat.planning.searches.pace import Pace
-from torchremat.planning.searches.roots import fitted
 from torchremat.planning.searches.storing import Storing
 from torchremat.planning.walks.cargo import NO_LOADS, Loads, Offer
 from torchremat.planning.walks.prediction import Prediction, predict

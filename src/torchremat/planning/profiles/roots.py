@@ -16,12 +16,9 @@ def fitted(units: Units, tree: Tree) -> Tree:
     """Return the tree with no region across two scopes, and calls that a scope cannot tell apart treated alike.
 
     A root that is called several times in a step has one scope, whose choices hold for each of its calls; and so do
-    those for a module that is called by several roots. Nor has the tree regions over several modules that FSDP2 has
-    sharded, which gathers the parameters of one at a time.
+    those for a module that is called by several roots. See also `by_shard`.
     """
-    if units.trace.sharded:
-        labels = [_shard_of(unit, units.trace.sharded) for unit in units.units]
-        tree = tuple(_parted(tree, labels))
+    tree = by_shard(units, tree)
     if len(units.rows) <= 1:
         return tree
     keys = [tuple(units.units[index].keys for index in row) for row in units.rows]
@@ -44,6 +41,13 @@ def fitted(units: Units, tree: Tree) -> Tree:
                 moved = _shifted(chosen, moved.first - chosen.first)
             result.append(moved)
     return tuple(result)
+
+
+def by_shard(units: Units, tree: Tree) -> Tree:
+    """Return the tree with no region over several modules that FSDP2 has sharded: it gathers those of one at a time."""
+    if not units.trace.sharded:
+        return tree
+    return tuple(_parted(tree, [_shard_of(unit, units.trace.sharded) for unit in units.units]))
 
 
 def _astray(keys: Iterable[Keys]) -> frozenset[Key]:
