@@ -38,6 +38,9 @@ def with_lbfgs():
     model, step = build()
     return model, step, torch.optim.LBFGS(model.parameters())
 
+def never():
+    return nn.Linear(2, 2), lambda model: 1 / 0
+
 def no_loss():
     return nn.Linear(2, 2), lambda model: None
 
@@ -275,6 +278,27 @@ def test_an_error_of_the_library_is_one_message(arguments, message):
 
     assert message in result.stderr
     assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("code", "arguments", "message"),
+    [
+        (1, ["measure", "--plot", "step.abc"], "step.abc: the ending says which kind of picture"),
+        (1, ["plan", "--budget", "60%", "--plot", "step.abc"], "step.abc: the ending says which kind of picture"),
+        (1, ["frontier", "--plot", "step.abc"], "step.abc: the ending says which kind of picture"),
+        (1, ["fit", "--budget", "60%", "--plot", "step.abc"], "step.abc: the ending says which kind of picture"),
+        (1, ["plan", "--budget", "9999TiB"], "but cpu has"),
+        (1, ["fit", "--budget", "9999TiB"], "but cpu has"),
+        (1, ["plan", "--budget", "1MiB", "--margin", "1MiB"], "leaves nothing of the budget of 1.00 MiB"),
+        (2, ["plan", "--budget", "60%", "--on", "meta", "--save-device", "cpu.json"], "leave out --on meta"),
+    ],
+)
+def test_what_is_wrong_is_said_before_the_step_is_run(code, arguments, message):
+    command, *options = arguments
+
+    result = run(command, "factories:never", *options, code=code)
+
+    assert message in result.stderr
 
 
 def test_a_plan_for_another_model_is_refused():

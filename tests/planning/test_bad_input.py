@@ -12,6 +12,7 @@ from torch.profiler import ProfilerActivity
 from planning.kinds import KINDS, Loop, block, inputs, linear, square
 from planning.steps import differences, fingerprint, outcome, recomputed_flops
 from torchremat import (
+    Adaptive,
     BudgetError,
     PlanError,
     Planner,
@@ -19,6 +20,7 @@ from torchremat import (
     UnsupportedError,
     WrapError,
     fit,
+    guard,
     measure,
     plan,
     verify,
@@ -441,14 +443,31 @@ def test_a_budget_beyond_all_sizes_is_refused_before_any_work(budget):
     assert not ran
 
 
-@pytest.mark.parametrize("call", [plan, fit])
-def test_a_margin_that_is_none_is_refused_before_any_work(call):
+def adapted(model, own, **options):
+    return Adaptive(model, lambda m, batch: own(m), **options)
+
+
+def guarded(model, own, **options):
+    with guard(model, own, **options) as safe:
+        safe(model)
+
+
+@pytest.mark.parametrize("call", [plan, fit, adapted, guarded])
+@pytest.mark.parametrize(
+    ("margin", "said"), [("much", "'much' is not a size"), (2**30, "leaves nothing of the budget of 1.00 GiB")]
+)
+def test_a_margin_that_is_none_is_refused_before_any_work(call, margin, said):
     # The step was profiled first, and what that took was lost.
     ran = []
 
-    with pytest.raises(BudgetError, match="'much' is not a size"):
-        call(block(), lambda m: ran.append(1) or step(m), budget="80%", margin="much")
+    with pytest.raises(BudgetError, match=said):
+        call(block(), lambda m: ran.append(1) or step(m), budget="1GiB", margin=margin)
     assert not ran
+
+
+def test_what_is_no_model_is_named_without_running_as_well():
+    with pytest.raises(StepError, match=r"a torch\.nn\.Module is needed, got int"):
+        plan(3, step, budget="80%", on="meta", device="h100")
 
 
 @pytest.mark.parametrize("margin", [False, 0.0, None, "", "0"])

@@ -10,6 +10,7 @@ import os
 import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -39,11 +40,13 @@ from torchremat.cli.targets import Subject, TargetError, load
 from torchremat.errors import DeviceWarning, TorchrematError
 from torchremat.measuring.keeping import saved
 from torchremat.measuring.measurement import measure
+from torchremat.measuring.pictures import check_picture
 from torchremat.planning.budgets import margin_of
 from torchremat.planning.fitting import fit_with
 from torchremat.planning.frontiers import MOST_POINTS
 from torchremat.planning.planner import Planner
 from torchremat.planning.plans import Plan
+from torchremat.planning.requests import check_request
 from torchremat.planning.searches.chains import Cost
 from torchremat.planning.searches.progress import Observer
 from torchremat.planning.verification import Report, verify
@@ -94,7 +97,7 @@ def _show(found: object) -> None:
 def measure_command(target: Target, plot: Plot = None, device: Device = None) -> None:
     """Print what a training step takes: peak, seconds, flops."""
     with _working("measuring"):
-        _check_files(plot)
+        _check_files(plot=plot)
         own, place = load(target), place_of(device)
         own.train_once()
         found = measure(own.step, own.model, optimizer=own.optimizer, device=place)
@@ -135,10 +138,12 @@ def plan_command(
 ) -> None:
     """Print the fastest plan found that is predicted to stay within a budget."""
     with _saying_errors(), progress_bar(_err) as progress:
-        _check_files(out, plot, save_device)
-        size, free = budget_of(budget), margin_of(number_of(margin))
-        _, planner = _planner(target, device, progress, cost=cost, operators=operators, store=store, on=on)
-        found = planner.plan(size, margin=free)
+        _check_files(out, save_device, plot=plot)
+        if save_device is not None and on is not None:
+            raise TargetError(f"--save-device describes the device that the step runs on: leave out --on {on}.")
+        asked = _Asked(budget_of(budget), margin_of(number_of(margin)))
+        _, planner = _planner(target, device, progress, asked, cost=cost, operators=operators, store=store, on=on)
+        found = planner.plan(asked.budget, margin=asked.margin_bytes)
         text = str(found)  # works the certificate out
         if save_device is not None:
             planner.save_device(save_device)
@@ -160,8 +165,8 @@ def frontier_command(
 ) -> None:
     """Print peak against time over all budgets, with the budget to pass for each point."""
     with _saying_errors(), progress_bar(_err) as progress:
-        _check_files(out, plot)
-        _, planner = _planner(target, device, progress, cost=cost, operators=operators, store=store, on=on)
+        _check_files(out, plot=plot)
+        _, planner = _planner(target, device, progress, None, cost=cost, operators=operators, store=store, on=on)
         found = planner.frontier(points=points)
     _out.print(frontier_table(found))
     for remark in found.remarks:
@@ -202,10 +207,12 @@ def fit_command(
 ) -> None:
     """Plan, and confirm the plan by real steps with and without it; exit code 1 as in verify."""
     with _saying_errors(), progress_bar(_err) as progress:
-        _check_files(out, plot)
-        size, free = budget_of(budget), margin_of(number_of(margin))
-        own, planner = _planner(target, device, progress, cost=cost, operators=operators, store=store)
-        found = fit_with(planner, own.model, own.step, budget=size, optimizer=own.optimizer, margin=free)
+        _check_files(out, plot=plot)
+        asked = _Asked(budget_of(budget), margin_of(number_of(margin)))
+        own, planner = _planner(target, device, progress, asked, cost=cost, operators=operators, store=store)
+        found = fit_with(
+            planner, own.model, own.step, budget=asked.budget, optimizer=own.optimizer, margin=asked.margin_bytes
+        )
         text = str(found)  # works the certificate out
     with _working("verifying"):
         report = verify(own.model, own.step, optimizer=own.optimizer, device=place_of(device))
@@ -216,10 +223,19 @@ def fit_command(
     _judge(found, report)
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """What a plan is to stay within."""
+
+    budget: int | str
+    margin_bytes: int
+
+
 def _planner(
     target: str,
     device: str | None,
     show: Observer,
+    asked: _Asked | None,
     *,
     cost: Cost,
     operators: bool,
@@ -229,6 +245,16 @@ def _planner(
     """Return what a factory makes, and its planner; what this warns of is said in one line."""
     place, stores = described_of(device, on), stores_of(store)  # what is wrong with them is said before a model is made
     own = load(target)
+    if asked is not None:
+        check_request(
+            own.model,
+            own.step,
+            asked.budget,
+            margin=asked.margin_bytes,
+            optimizer=own.optimizer,
+            device=place,
+            on=on,
+        )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", DeviceWarning)
         planner = Planner(
@@ -247,11 +273,13 @@ def _planner(
     return own, planner
 
 
-def _check_files(*paths: Path | None) -> None:
-    """Raise before any work is done if a file could not be written after it."""
-    for path in paths:
+def _check_files(*paths: Path | None, plot: Path | None = None) -> None:
+    """Raise before any work is done if a file or a picture could not be written after it."""
+    for path in (*paths, plot):
         if path is not None and (path.is_dir() or not path.parent.is_dir()):
             raise TargetError(f"{path} cannot be written: {path.parent} is no folder, or it is one itself.")
+    if plot is not None:
+        check_picture(plot)
 
 
 def _keep(found: Plan, out: Path | None, plot: Path | None) -> None:

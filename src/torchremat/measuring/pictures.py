@@ -11,21 +11,30 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def new_figure(path: str | Path, *, width_inches: float, height_inches: float) -> Figure:
-    """Return an empty figure that can be saved at `path`, whose ending says which kind of picture.
+def check_picture(path: str | Path) -> None:
+    """Raise where no picture could be drawn into a file, before there is anything to draw.
 
     Raises:
         UnsupportedError: matplotlib is not installed, or knows no pictures with such an ending.
     """
     try:
-        from matplotlib.figure import Figure
+        from matplotlib.backend_bases import FigureCanvasBase
     except ImportError as error:
         raise UnsupportedError(
             "a plot needs matplotlib, which is not installed. Install it with: pip install 'torchremat[plot]'"
         ) from error
-    figure = Figure(figsize=(width_inches, height_inches), dpi=160, layout="constrained")
-    kinds = figure.canvas.get_supported_filetypes()
-    ending = Path(path).suffix.removeprefix(".").lower()
-    if ending not in kinds:  # without one, matplotlib would write a file of another name
+    kinds = FigureCanvasBase.get_supported_filetypes()
+    if Path(path).suffix.removeprefix(".").lower() not in kinds:  # without one, a file of another name would be written
         raise UnsupportedError(f"{path}: the ending says which kind of picture, one of {', '.join(sorted(kinds))}.")
-    return figure
+
+
+def new_figure(path: str | Path, *, width_inches: float, height_inches: float) -> Figure:
+    """Return an empty figure that can be saved at `path`, whose ending says which kind of picture.
+
+    Raises:
+        UnsupportedError: See `check_picture`.
+    """
+    check_picture(path)
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width_inches, height_inches), dpi=160, layout="constrained")

@@ -7,7 +7,8 @@ searches/                trees, operators and stores, sought and judged
 bounds/                  how far the best tree found can be from the best possible
 budgets, layout, inputs  what a plan is for, and how a tree is put on a model
 plans, files             a plan as data
-planner, descriptions    `plan`, and what it tells
+requests, planner        `plan`: what it checks, and what it does
+descriptions             what it tells
 frontiers, staircases    peak against time over all budgets
 verification, fitting    one real step
 shapes/                  steps of changing shapes

@@ -50,14 +50,22 @@ def bytes_of(budget: int | str, device: torch.device | str, capacity: int | None
     return size
 
 
-def check_budget(budget: int | str, device: torch.device | str, capacity: int | None = None) -> None:
-    """Raise where a budget cannot be met on a device, before any work is done.
+def check_budget(
+    budget: int | str, device: torch.device | str, capacity: int | None = None, *, margin: int | str = 0
+) -> None:
+    """Raise where a budget cannot be met on a device, or a margin leaves nothing of it, before any work is done.
 
     Raises:
-        BudgetError: It is no size and no percentage, or more than the device has.
+        BudgetError: It is no size and no percentage, or more than the device has; or the margin is no size, or as large
+            as the budget.
     """
-    if percentage_of(budget) is None:
-        bytes_of(budget, device, capacity)
+    reserved = margin_of(margin)
+    size = bytes_of(budget, device, capacity) if percentage_of(budget) is None else None
+    if size is not None and reserved >= size:
+        raise BudgetError(
+            f"margin={margin!r} is {format_bytes(reserved)}, which leaves nothing of the budget of "
+            f"{format_bytes(size)} ({budget})."
+        )
 
 
 def margin_of(margin: int | str) -> int:

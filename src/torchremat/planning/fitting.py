@@ -10,11 +10,12 @@ from torch import nn
 
 from torchremat.errors import BudgetError, bug
 from torchremat.measuring.runs import run_traced, subject_of
-from torchremat.planning.budgets import check_budget, margin_of
+from torchremat.planning.budgets import margin_of
 from torchremat.planning.planner import Planner
 from torchremat.planning.plans import Plan
 from torchremat.planning.profiles.peers import peers_of
 from torchremat.planning.profiles.tracing import Step
+from torchremat.planning.requests import check_request
 from torchremat.planning.searches.chains import Cost
 from torchremat.planning.searches.progress import Progress
 from torchremat.tensors.handles import Store
@@ -61,8 +62,7 @@ def fit(
             as it was.
         StepError: See `plan`.
     """
-    check_budget(budget, subject_of(step, model, optimizer, needs_model=True).device(device))
-    margin_of(margin)
+    check_request(model, step, budget, margin=margin, optimizer=optimizer, device=device)
     planner = Planner(
         model,
         step,

@@ -15,13 +15,13 @@ from torch import nn
 from torchremat.errors import BudgetError, DeviceError, DeviceWarning, UnsupportedError
 from torchremat.measuring.exhaustion import is_out_of_memory
 from torchremat.measuring.heap import heap_set_aside
-from torchremat.measuring.runs import run_traced, subject_of
+from torchremat.measuring.runs import run_traced
 from torchremat.planning.bounds.pulls import PlainStep, Unseen, plain_step
-from torchremat.planning.budgets import bytes_of, check_budget, margin_of, percentage_of
+from torchremat.planning.budgets import bytes_of, margin_of, percentage_of
 from torchremat.planning.descriptions import made_plan, nothing_fits
 from torchremat.planning.elsewhere.calibration import device_here
-from torchremat.planning.elsewhere.devices import Device, device_of
-from torchremat.planning.elsewhere.fakes import placed, torch_device
+from torchremat.planning.elsewhere.devices import Device
+from torchremat.planning.elsewhere.fakes import placed
 from torchremat.planning.elsewhere.machines import Here, has_room
 from torchremat.planning.frontiers import MOST_POINTS, Frontier, check_points, frontier_of
 from torchremat.planning.layout import bare
@@ -31,6 +31,7 @@ from torchremat.planning.profiles.peers import peers_of
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.profiles.tracing import Step
 from torchremat.planning.profiles.weighing import check_stores, weighed
+from torchremat.planning.requests import check_request
 from torchremat.planning.searches.chains import Cost, check_cost
 from torchremat.planning.searches.pace import Pace
 from torchremat.planning.searches.progress import Progress, checked
@@ -188,17 +189,17 @@ class Planner:
             tighten_bytes: Bytes by which an earlier plan for this budget was too high when it was measured.
 
         Raises:
-            BudgetError: The budget is no size, or no plan fits; the message has the smallest budget that works.
+            BudgetError: The budget or the margin is no size, or no plan fits; the message has the smallest budget that
+                works.
         """
-        percent = percentage_of(budget)
+        percent, margin_bytes = percentage_of(budget), margin_of(margin)
         if percent is not None:
             self.plain_peak()
-        return self.for_all(lambda: self._planned(budget, percent, margin, tighten_bytes))
+        return self.for_all(lambda: self._planned(budget, percent, margin_bytes, tighten_bytes))
 
-    def _planned(self, budget: int | str, percent: float | None, margin: int | str, tighten_bytes: int) -> Plan:
+    def _planned(self, budget: int | str, percent: float | None, margin_bytes: int, tighten_bytes: int) -> Plan:
         plain_bytes, source = self._known_plain()
         size = int(plain_bytes * percent / 100) if percent is not None else self.bytes_of(budget)
-        margin_bytes = margin_of(margin)
         target = size - margin_bytes - tighten_bytes
         optimizer_peak = self.optimizer_peak_bytes or 0
         if self.peak_of(self.solver.plain) > target:
@@ -320,13 +321,7 @@ def plan(
         UnsupportedError: A profiler is active, the device has no allocation events, one of the stores is none or loses
             digits and that is not allowed, or stores are given for a step that calls several modules.
     """
-    margin_of(margin)  # what is wrong with it is said before any work, as of the budget
-    if on is None:
-        subject = subject_of(step, model, optimizer, needs_model=True)
-        check_budget(budget, subject.device(torch_device(device)))
-    elif on == "meta":
-        described = device_of(device)
-        check_budget(budget, described.name, described.memory_bytes)
+    check_request(model, step, budget, margin=margin, optimizer=optimizer, device=device, on=on)
     planner = Planner(
         model,
         step,

@@ -132,6 +132,37 @@ def test_wrong_counts_are_named(planner):
         made(planner.plan("60%"), stages=4)
 
 
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"budget": "much"}, BudgetError),
+        ({"budget": 1.5}, BudgetError),
+        ({"budget": None}, BudgetError),
+        ({"budget": "0%"}, BudgetError),
+        ({"budget": "9999TiB"}, BudgetError),
+        ({"budget": ["1GiB", "1GiB"]}, PipelineError),
+        ({"margin": "much"}, BudgetError),
+        ({"margin": "1GiB"}, BudgetError),
+        ({"cost": "money"}, BudgetError),
+        ({"optimizer": "fast"}, StepError),
+        ({"optimizer": torch.optim.SGD([nn.Parameter(torch.zeros(1))])}, StepError),
+        ({"lookahead": True}, UnsupportedError),
+    ],
+)
+def test_wrong_options_are_refused_before_any_work(options, error):
+    # All stages were profiled first, and what that took was lost.
+    ran = []
+
+    with pytest.raises(error):
+        plan_stages(made(), lambda pipe: ran.append(1) or step(pipe), **{"budget": "1GiB", **options})
+    assert not ran
+
+
+def test_what_is_no_step_is_named():
+    with pytest.raises(StepError, match="step: a function that returns the loss is needed, got int"):
+        plan_stages(made(), 3, budget="1GiB")
+
+
 def test_plans_for_another_module_are_refused(planner):
     plans = planner.plan("60%")
     other = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(8)))

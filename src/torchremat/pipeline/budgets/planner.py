@@ -13,6 +13,7 @@ from torch import nn
 from torchremat._compat.pipelining import group_of
 from torchremat.errors import BudgetError, PipelineError, StepError, UnsupportedError
 from torchremat.measuring.heap import heap_set_aside
+from torchremat.measuring.step import check_kinds, check_steps_on
 from torchremat.measuring.tracker import address_of
 from torchremat.pipeline.budgets.choosing import Choices, Chosen
 from torchremat.pipeline.budgets.optimizers import optimizer_bytes
@@ -23,11 +24,11 @@ from torchremat.pipeline.budgets.samples import Sample, Site
 from torchremat.pipeline.budgets.schedules import site_of_schedule
 from torchremat.pipeline.budgets.sums import Sums
 from torchremat.pipeline.pipe import Pipe
-from torchremat.planning.budgets import bytes_of, margin_of, percentage_of
+from torchremat.planning.budgets import bytes_of, check_budget, margin_of, percentage_of
 from torchremat.planning.layout import check_bare
 from torchremat.planning.planner import Planner
 from torchremat.planning.profiles.peers import gathered
-from torchremat.planning.searches.chains import Cost
+from torchremat.planning.searches.chains import Cost, check_cost
 from torchremat.planning.walks.microbatches import Share, shares
 from torchremat.regions.selection import memory_of
 from torchremat.tensors.sizes import format_bytes
@@ -61,6 +62,8 @@ class StagePlanner:
         lookahead: bool | None = None,
         cost: Cost = "seconds",
     ) -> None:
+        check_kinds(step, None, optimizer, needs_model=False)
+        check_cost(cost)
         own, self._stages = stages_in(pipeline)
         if isinstance(pipeline, Pipe) and lookahead is not None:
             raise UnsupportedError(
@@ -69,6 +72,9 @@ class StagePlanner:
             )
         for _, module in own:
             check_bare(module)
+        if optimizer is not None:
+            check_steps_on(optimizer, [parameter for _, module in own for parameter in module.parameters()])
+        self._devices = _devices_of(pipeline)
         self._group: dist.ProcessGroup | None = None
         self._is_alone = isinstance(pipeline, Pipe)
         if isinstance(pipeline, Pipe):
@@ -92,7 +98,7 @@ class StagePlanner:
             BudgetError: See `plan_stages`.
             PipelineError: See `plan_stages`.
         """
-        found = self._told(lambda: [one.plan(each, margin) for one, each in self._with_budgets(budget)])
+        found = self._told(lambda: [one.plan(each, margin) for one, each in self._with_budgets(budget, margin)])
         stages = sorted((stage for _, those in found for stage in those), key=lambda one: one.stage)
         return StagePlans(
             stages=tuple(stages),
@@ -100,18 +106,10 @@ class StagePlanner:
             microbatches=self._planned[0].microbatches,
         )
 
-    def _with_budgets(self, budget: Budgets) -> list[tuple[_Planned, int | str]]:
+    def _with_budgets(self, budget: Budgets, margin: int | str) -> list[tuple[_Planned, int | str]]:
         """Return the devices of this process, each with its budget."""
-        count = len(self._planned) if self._is_alone else dist.get_world_size(self._group)
-        budgets = [budget] * count if isinstance(budget, int | str) else list(budget)
-        if len(budgets) != count:
-            what = "devices" if self._is_alone else "processes"
-            names = f": {', '.join(one.site.name for one in self._planned)}" if self._is_alone else ""
-            raise PipelineError(
-                f"budget: {len(budgets)} were given for {count} {what}{names}. Give one for each, or one for all."
-            )
         first = 0 if self._is_alone else dist.get_rank(self._group)
-        return list(zip(self._planned, budgets[first:], strict=False))
+        return list(zip(self._planned, _budgets_of(self._devices, budget, margin)[first:], strict=False))
 
     def _told(self, work: Callable[[], list[T]], *, ours_alone: bool = False) -> list[T]:
         """Return what some work finds here or, with many processes, in all of them, which all stop where one does."""
@@ -248,6 +246,36 @@ class _Planned:
         )
 
 
+def _devices_of(pipeline: object) -> Sequence[torch.device | str]:
+    """Return the devices of a pipe, or what the processes of a schedule are called."""
+    if isinstance(pipeline, Pipe):
+        return list(dict.fromkeys(pipeline.devices))
+    group = cast("dist.ProcessGroup | None", group_of(pipeline))
+    return [f"process {rank}" for rank in range(dist.get_world_size(group))]
+
+
+def _budgets_of(devices: Sequence[torch.device | str], budget: Budgets, margin: int | str) -> list[int | str]:
+    """Return the budget of each device or process.
+
+    Raises:
+        BudgetError: See `check_budget`.
+        PipelineError: There are more or fewer of them.
+    """
+    if isinstance(budget, Sequence) and not isinstance(budget, str):
+        budgets = list(budget)
+    else:
+        budgets = [budget] * len(devices)
+    if len(budgets) != len(devices):
+        are_here = all(isinstance(one, torch.device) for one in devices)
+        what = f"devices: {', '.join(map(str, devices))}" if are_here else "processes"
+        raise PipelineError(
+            f"budget: {len(budgets)} were given for {len(devices)} {what}. Give one for each, or one for all."
+        )
+    for each, device in zip(budgets, devices, strict=True):
+        check_budget(each, device, margin=margin)
+    return budgets
+
+
 def _planner(sample: Sample, site: Site, cost: Cost) -> Planner:
     try:
         return Planner(sample.module, sample.step, device=site.device, cost=cost)
@@ -318,11 +346,13 @@ def plan_stages(
         margin: Bytes of each budget to leave free.
 
     Raises:
-        BudgetError: A budget is no size, or no plans fit it; the message has the smallest that works.
+        BudgetError: A budget or the margin is no size, or no plans fit it; the message has the smallest that works.
         PipelineError: There are more or fewer budgets than devices.
         PlanError: A stage has a plan or a wrapped module already.
         StepError: The step does not run the pipeline, or returns no loss; or the optimizer is that of no stage here.
         UnsupportedError: A schedule of another class, `lookahead` for a `Pipe`, or a profiler is active; or the
             optimizer cannot step by itself.
     """
+    stages_in(pipeline)  # it is a pipeline
+    _budgets_of(_devices_of(pipeline), budget, margin)
     return StagePlanner(pipeline, step, optimizer=optimizer, lookahead=lookahead, cost=cost).plan(budget, margin=margin)

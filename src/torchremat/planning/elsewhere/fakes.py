@@ -246,6 +246,7 @@ class Elsewhere:
     ) -> tuple[nn.Module, Subject]:
         """Return copies that hold fakes of all that a step touches."""
         given = subject_of(step, model, optimizer, needs_model=True, needs_values=False)
+        check_bare(model)
         copied = self.fakes.module(model)
         for other in given.models:
             self.fakes.module(other)
@@ -330,7 +331,6 @@ def placed(
         return Here(subject.device(torch_device(device))), model, subject
     if on != "meta":
         raise UnsupportedError(f"on={on!r}: allowed are None, to run the step, and 'meta', to run nothing.")
-    check_bare(model)
     elsewhere = Elsewhere(device_of(device))
     return elsewhere, *elsewhere.subject(model, step, optimizer)
 

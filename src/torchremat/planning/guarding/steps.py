@@ -38,7 +38,7 @@ from torchremat.planning.guarding.snapshots import Before
 from torchremat.planning.guarding.sources import check_no_iterators, optimizers_of
 from torchremat.planning.guarding.tightening import Applied, BoundStep, Room, Tightening, first_plan
 from torchremat.planning.plans import Plan
-from torchremat.planning.searches.chains import Cost
+from torchremat.planning.searches.chains import Cost, check_cost
 from torchremat.regions.guards import check_named
 from torchremat.tensors.structure import split
 
@@ -347,7 +347,7 @@ def guard(
         UnsupportedError: One of several processes and no `group`, or the model is guarded already.
         StepError: `model`, `step` or `optimizer` is something else.
         PlanError: `plan` was made for another model, or came together with `budget`.
-        BudgetError: `budget` is no size. That no plan fits it is said by the first step.
+        BudgetError: `budget` or `margin` is no size, or `cost` is none. That no plan fits it is said by the first step.
     """
     check_kinds(step, model, optimizer, needs_model=True)
     check_materialised(model)
@@ -356,7 +356,9 @@ def guard(
     if budget is not None and plan is not None:
         raise PlanError("guard: `budget` and `plan` are given; a plan has its budget. Give one of them.")
     if budget is not None:
-        check_budget(budget, next((one.device for one in model.parameters()), torch.device("cpu")))
+        check_budget(budget, next((one.device for one in model.parameters()), torch.device("cpu")), margin=margin)
+    margin_of(margin)
+    check_cost(cost)
     for one in guard:
         check_named(one)
     if any(one in _guarded for one in model.modules()):

@@ -28,7 +28,7 @@ from torchremat.errors import BudgetError, BudgetWarning, StepError, Unsupported
 from torchremat.measuring.allocator import profiler_is_active
 from torchremat.measuring.runs import subject_of
 from torchremat.measuring.step import check_takes, holdings_of, loss_of, run_backward
-from torchremat.planning.budgets import bytes_of, margin_of, percentage_of
+from torchremat.planning.budgets import bytes_of, check_budget, margin_of, percentage_of
 from torchremat.planning.elsewhere.machines import Here
 from torchremat.planning.layout import check_bare, installed
 from torchremat.planning.profiles.profiling import profile_subject
@@ -113,6 +113,7 @@ class Adaptive(Generic[B]):
                     "the others would wait for its gradients. Use one plan, for the largest batch: `torchremat.plan`."
                 )
         check_bare(model)
+        check_budget(budget, self._device, margin=margin)
         self.budget_bytes = bytes_of(budget, self._device)
         self._limit_bytes = self.budget_bytes - margin_of(margin)
         self._budget = str(budget)

@@ -1,0 +1,41 @@
+"""What is asked of a planner, checked before any work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import nn
+
+from torchremat.measuring.runs import subject_of
+from torchremat.planning.budgets import check_budget
+from torchremat.planning.elsewhere.devices import Device, device_of
+from torchremat.planning.elsewhere.fakes import torch_device
+from torchremat.planning.profiles.tracing import Step
+
+
+def check_request(
+    model: nn.Module,
+    step: Step,
+    budget: int | str,
+    *,
+    margin: int | str,
+    optimizer: torch.optim.Optimizer | None,
+    device: torch.device | str | Path | Device | None,
+    on: Literal["meta"] | None = None,
+) -> None:
+    """Raise where no plan could be for a budget, whatever the step does; see `plan` for the arguments.
+
+    Raises:
+        BudgetError: The budget or the margin is no size, the device has fewer bytes, or the margin leaves none.
+        DeviceError: With `on="meta"`: the device is not known, or its description lacks something.
+        StepError: One of the arguments is no model, step or optimizer.
+        UnsupportedError: There is no such device.
+    """
+    if on == "meta":
+        described = device_of(device)
+        check_budget(budget, described.name, described.memory_bytes, margin=margin)
+    else:
+        subject = subject_of(step, model, optimizer, needs_model=True)
+        check_budget(budget, subject.device(torch_device(device)), margin=margin)
