@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 import re
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -398,3 +400,25 @@ def test_on_is_meta_or_nothing(device):
 def test_a_device_that_is_not_here_cannot_be_saved(pair, tmp_path):
     with pytest.raises(torchremat.DeviceError, match="is not here"):
         pair("gpt").meta.save_device(tmp_path / "device.json")
+
+
+FIRST_PLAN = """
+import gc, weakref
+import torch
+import torchremat
+
+def planned():
+    model, x = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU()), torch.randn(4, 8)
+    torchremat.plan(model, lambda model: model(x).sum(), budget="100%", on="meta", device="h100")
+    return weakref.ref(model), weakref.ref(x)
+
+gc.disable()
+print([held() is None for held in planned()])
+"""
+
+
+def test_the_first_plan_of_a_process_leaves_nothing_to_the_collector():
+    # The first mode of fakes imports what keeps the frames that it is imported from, and so the planner and the model.
+    found = subprocess.run([sys.executable, "-c", FIRST_PLAN], capture_output=True, text=True, timeout=120)
+
+    assert found.stdout.strip() == "[True, True]", found.stderr

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache, wraps
+from importlib import import_module
+from threading import Thread
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 _FAKES = "planning without running"
 
 _FAKE = private("_C._TorchDispatchModeKey.FAKE", needed_for=_FAKES)
-fake_mode = cast(
+_FakeTensorMode = cast(
     "Callable[..., AbstractContextManager[object]]",
     private("_subclasses.fake_tensor.FakeTensorMode", needed_for=_FAKES),
 )
@@ -40,6 +42,24 @@ _NO_FAKE_KERNEL = cast(
         for name in ("UnsupportedOperatorException", "UnsupportedFakeTensorException")
     ),
 )
+
+
+def fake_mode(*, allow_non_fake_inputs: bool) -> AbstractContextManager[object]:
+    """Return a mode in which tensors without data are made."""
+    _import_alone()
+    return _FakeTensorMode(allow_non_fake_inputs=allow_non_fake_inputs)
+
+
+@cache
+def _import_alone() -> None:
+    """Import what the first mode imports, called by nobody.
+
+    When torch._dynamo is imported it calls `torch.fx.wrap`, whose frame holds itself in a cycle, and with it all that
+    called it: a planner, and the model.
+    """
+    thread = Thread(target=import_module, args=("torch._dynamo",))
+    thread.start()
+    thread.join()
 
 
 def lacks_fake_kernel(error: Exception) -> bool:

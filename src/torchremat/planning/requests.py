@@ -27,6 +27,8 @@ def check_request(
 ) -> None:
     """Raise where no plan could be for a budget, whatever the step does; see `plan` for the arguments.
 
+    What else `on` may be is for `placed` to refuse.
+
     Raises:
         BudgetError: The budget or the margin is no size, the device has fewer bytes, or the margin leaves none.
         DeviceError: With `on="meta"`: the device is not known, or its description lacks something.
@@ -36,6 +38,6 @@ def check_request(
     if on == "meta":
         described = device_of(device)
         check_budget(budget, described.name, described.memory_bytes, margin=margin)
-    else:
+    elif on is None:
         subject = subject_of(step, model, optimizer, needs_model=True)
         check_budget(budget, subject.device(torch_device(device)), margin=margin)
