@@ -1,17 +1,21 @@
 """What Inductor makes of a split is known before a kernel is compiled: peaks are the measured ones, to the byte."""
 
 from functools import partial
+from threading import Thread
 
 import pytest
 import torch
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
+from torch._dynamo.utils import counters
+from torch._inductor import metrics
 from torch._inductor.decomposition import select_decomp_table
 from torch.nn import functional as F
 
 import torchremat
-from compiled import MARKS, NEEDS_COMPILER, net, step
+from compiled import MARKS, NEEDS_COMPILER, fresh, net, step
+from torchremat._compat.inductor import bound
 from torchremat._compat.wrappers import Wrapper
 from torchremat.errors import BudgetError, CompileWarning, UnsupportedError
 from torchremat.planning.compiling import halves
@@ -21,6 +25,7 @@ from torchremat.planning.compiling.trials import Trials
 pytestmark = MARKS
 
 CPU = torch.device("cpu")
+GRAPH = "torch._inductor.graph.GraphLowering"
 
 
 class Convolutions(nn.Module):
@@ -144,6 +149,57 @@ def test_sizes_that_are_symbols_count_as_in_the_first_call():
     (static,) = split(model, x.clone(), "100%")
 
     assert dynamic.peak_bytes == static.peak_bytes
+
+
+@pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled:UserWarning")
+def test_programs_that_are_only_read_leave_no_trace(monkeypatch, tmp_path):
+    # Each left a folder with caches switched off, and kernels that never ran were counted.
+    seen = []
+    monkeypatch.setattr(f"{GRAPH}.save_output_code", seen.append)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    fresh()
+    metrics.reset()
+
+    with (
+        torch._inductor.config.patch({"trace.enabled": True}),
+        torch._dynamo.config.patch(debug_dir_root=str(tmp_path)),
+        torch.compiler.config.patch(force_disable_caches=True),
+    ):
+        split(*net(blocks=1), "100%")
+
+    assert (seen, metrics.generated_kernel_count, counters["inductor"]["extern_calls"]) == ([], 0, 0)
+    assert not [*tmp_path.glob("tmp*"), *tmp_path.glob("run_*")]
+
+
+def test_what_another_thread_compiles_meanwhile_stays_its_own(monkeypatch):
+    # Backwards are compiled when they first run, in whatever thread, without dynamo's lock: one that was while a
+    # program was read lost its own, and was told to write to memory that others have.
+    seen = []
+    inner = bound("torch._inductor.compile_fx", "compile_fx_inner")
+
+    def theirs():
+        seen.append(bound("torch._inductor.graph", "get_donated_idxs")())
+        bound("torch._inductor.graph", "GraphLowering").save_output_code("theirs")
+
+    def meanwhile(*args, **kwargs):
+        thread = Thread(target=theirs)
+        thread.start()
+        thread.join()
+        return inner(*args, **kwargs)
+
+    monkeypatch.setattr(f"{GRAPH}.save_output_code", seen.append)
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx_inner", meanwhile)
+    split(*net(blocks=1), "100%")
+
+    assert len(seen) >= 4
+    assert set(seen) == {None, "theirs"}
+
+
+def test_what_has_taken_the_compilation_over_is_told(monkeypatch):
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx_inner", lambda *_, **__: None)
+
+    with pytest.warns(CompileWarning, match="offers its program to nobody.*leave a margin"):
+        split(*net(blocks=1), "100%")
 
 
 # ======================================================================================================================

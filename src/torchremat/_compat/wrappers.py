@@ -7,8 +7,9 @@ what compiles the kernels. So a graph is given to Inductor with a receiver that 
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from types import SimpleNamespace
@@ -18,6 +19,9 @@ import torch
 from torch.fx import GraphModule, Node
 
 from torchremat._compat.inductor import bound
+from torchremat.errors import UnsupportedError
+
+_COMPILE = "torch._inductor.compile_fx"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +41,8 @@ class Wrapper:
     strides: Sequence[tuple[int, ...] | None]
 
 
-class _Seen(Exception):
-    """The program was received."""
+class _Seen(BaseException):
+    """The program was received. It is no error: what watches for those would report it, and keep folders for it."""
 
 
 def donated(forward: GraphModule, backward: GraphModule, num_fwd_outputs: int) -> list[int]:
@@ -76,17 +80,22 @@ def wrapper_of(
 
     Raises:
         VersionError: This torch has no such hooks.
+        UnsupportedError: Somebody else has taken its compilation over, and has not offered the program.
         Exception: Whatever Inductor finds wrong with the graph.
     """
     lowering = bound("torch._inductor.graph", "GraphLowering")
     virtual = bound("torch._inductor.virtualized", "V")
     config = bound("torch._inductor", "config")
-    compile_ = bound("torch._inductor.compile_fx", "compile_fx_inner")
+    compile_ = bound(_COMPILE, "compile_fx_inner")
     found: list[Wrapper] = []
+    others, here = lowering.save_output_code, threading.get_ident()
 
     def receive(code: str) -> None:
-        found.append(_read(virtual.graph, code))
-        raise _Seen
+        if threading.get_ident() == here:
+            found.append(_read(virtual.graph, code))
+            raise _Seen
+        if others is not None:  # a backward that is compiled at the same time, when it first runs
+            others(code)
 
     tried = copy.deepcopy(graph)
     (output,) = tried.graph.find_nodes(op="output")
@@ -94,22 +103,48 @@ def wrapper_of(
     output.meta["user_visible_output_idxs"] = [i for i in range(visible) if isinstance(returned[i], Node)]
     with ExitStack() as stack:
         stack.enter_context(_replaced(lowering, "save_output_code", staticmethod(receive)))
-        # Inductor looks for them where they are noted only after a graph was split.
+        stack.enter_context(_noted(donated))
+        stack.enter_context(_uncounted())
         stack.enter_context(
-            _replaced(import_module("torch._inductor.graph"), "get_donated_idxs", lambda: list(donated))
+            config.patch({"fx_graph_cache": False, "fx_graph_remote_cache": False, "trace.enabled": False})
         )
-        stack.enter_context(config.patch(fx_graph_cache=False, fx_graph_remote_cache=False))
-        try:
-            compile_(tried, inputs, is_backward=is_backward)
-        except Exception:
-            if not found:  # Inductor may wrap what the receiver raised
-                raise
+        # Where users switch caches off, each compilation has a folder of its own, and leaves it.
+        stack.enter_context(_replaced(import_module(_COMPILE), "with_fresh_cache_if_config", nullcontext))
+        stack.enter_context(suppress(_Seen))
+        compile_(tried, inputs, is_backward=is_backward)
+    if not found:
+        raise UnsupportedError("Inductor offers its program to nobody; something else has taken its compilation over.")
     return found[0]
 
 
 def extern_kernels() -> object:
     """Return what programs call operators by that are given a result to write to."""
     return bound("torch._inductor.select_algorithm", "extern_kernels")
+
+
+@contextmanager
+def _noted(donated: Sequence[int]) -> Generator[None]:
+    """Note for Inductor which inputs are donated, in what this thread compiles: AOTAutograd does after a split."""
+    context = bound("torch._guards", "TracingContext").try_get()
+    if context is None:
+        yield
+        return
+    with _replaced(context, "fw_metadata", SimpleNamespace(bw_donated_idxs=list(donated))):
+        yield
+
+
+@contextmanager
+def _uncounted() -> Generator[None]:
+    """Leave what Inductor counts as it was: who reads it asks about what runs."""
+    counters = bound("torch._dynamo.utils", "counters")
+    metrics = vars(import_module("torch._inductor.metrics"))
+    before = copy.deepcopy(counters), {name: value for name, value in metrics.items() if isinstance(value, int)}
+    try:
+        yield
+    finally:
+        counters.clear()
+        counters.update(before[0])
+        metrics.update(before[1])
 
 
 @contextmanager
