@@ -1,7 +1,6 @@
 """What Inductor makes of a split is known before a kernel is compiled: peaks are the measured ones, to the byte."""
 
 from functools import partial
-from threading import Thread
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from torch.nn import functional as F
 
 import torchremat
 from compiled import MARKS, NEEDS_COMPILER, fresh, net, step
-from torchremat._compat.inductor import bound
 from torchremat._compat.wrappers import Wrapper
 from torchremat.errors import BudgetError, CompileWarning, UnsupportedError
 from torchremat.planning.compiling import halves
@@ -169,30 +167,6 @@ def test_programs_that_are_only_read_leave_no_trace(monkeypatch, tmp_path):
 
     assert (seen, metrics.generated_kernel_count, counters["inductor"]["extern_calls"]) == ([], 0, 0)
     assert not [*tmp_path.glob("tmp*"), *tmp_path.glob("run_*")]
-
-
-def test_what_another_thread_compiles_meanwhile_stays_its_own(monkeypatch):
-    # Backwards are compiled when they first run, in whatever thread, without dynamo's lock: one that was while a
-    # program was read lost its own, and was told to write to memory that others have.
-    seen = []
-    inner = bound("torch._inductor.compile_fx", "compile_fx_inner")
-
-    def theirs():
-        seen.append(bound("torch._inductor.graph", "get_donated_idxs")())
-        bound("torch._inductor.graph", "GraphLowering").save_output_code("theirs")
-
-    def meanwhile(*args, **kwargs):
-        thread = Thread(target=theirs)
-        thread.start()
-        thread.join()
-        return inner(*args, **kwargs)
-
-    monkeypatch.setattr(f"{GRAPH}.save_output_code", seen.append)
-    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx_inner", meanwhile)
-    split(*net(blocks=1), "100%")
-
-    assert len(seen) >= 4
-    assert set(seen) == {None, "theirs"}
 
 
 def test_what_has_taken_the_compilation_over_is_told(monkeypatch):

@@ -7,7 +7,6 @@ what compiles the kernels. So a graph is given to Inductor with a receiver that 
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -74,7 +73,7 @@ def wrapper_of(
     Args:
         graph: The graph, which stays as it is.
         inputs: Stand-ins for its inputs.
-        visible: How many of its results come first that users see, whose strides are kept.
+        visible: How many of its results come first that users see, whose strides are kept if Inductor is to.
         is_backward: Whether it is that of a backward.
         donated: The places of the inputs whose memory results may be written to.
 
@@ -88,19 +87,18 @@ def wrapper_of(
     config = bound("torch._inductor", "config")
     compile_ = bound(_COMPILE, "compile_fx_inner")
     found: list[Wrapper] = []
-    others, here = lowering.save_output_code, threading.get_ident()
 
     def receive(code: str) -> None:
-        if threading.get_ident() == here:
-            found.append(_read(virtual.graph, code))
-            raise _Seen
-        if others is not None:  # a backward that is compiled at the same time, when it first runs
-            others(code)
+        found.append(_read(virtual.graph, code))
+        raise _Seen
 
     tried = copy.deepcopy(graph)
     (output,) = tried.graph.find_nodes(op="output")
     returned = output.args[0]
-    output.meta["user_visible_output_idxs"] = [i for i in range(visible) if isinstance(returned[i], Node)]
+    keeps_strides = config.bw_outputs_user_visible if is_backward else config.keep_output_stride
+    output.meta["user_visible_output_idxs"] = [
+        i for i in range(visible if keeps_strides else 0) if isinstance(returned[i], Node)
+    ]
     with ExitStack() as stack:
         stack.enter_context(_replaced(lowering, "save_output_code", staticmethod(receive)))
         stack.enter_context(_noted(donated))
@@ -124,7 +122,7 @@ def extern_kernels() -> object:
 
 @contextmanager
 def _noted(donated: Sequence[int]) -> Generator[None]:
-    """Note for Inductor which inputs are donated, in what this thread compiles: AOTAutograd does after a split."""
+    """Note which inputs are donated where Inductor looks for it; AOTAutograd notes it there after a split."""
     context = bound("torch._guards", "TracingContext").try_get()
     if context is None:
         yield
