@@ -24,6 +24,7 @@ from _tables import bar, markdown, mflop, mib, publish, yes
 from _torch_ways import WAYS
 from torch import Tensor, nn
 
+import decoders
 import models
 import torchremat
 from torchremat._compat.inductor import compile_arguments, torch_partition
@@ -39,6 +40,8 @@ MODELS: dict[str, Make] = {
 }
 SMALL: dict[str, Make] = {
     "GPT": lambda: models.gpt_step(blocks=3, width=64, context=64, batch=8, vocabulary=200),
+    "Llama-style": decoders.tiny_step,
+    "ResNet": lambda: models.resnet_step(batch=4, size=16, width=8),
 }
 TINY: dict[str, Make] = {"GPT": lambda: models.gpt_step(blocks=2, width=16, context=16, batch=2)}
 BACKENDS = {"aot_eager": MODELS, "inductor": SMALL}
@@ -201,7 +204,9 @@ def bars(backend: str, table: dict[str, list[dict[str, dict[str, float]]]]) -> I
         equal = [not row["ours"]["differs_from_plain"] for row in rows]
         yield bar(f"{backend}: gradients are equal to those without a budget, bit for bit", of(equal), all(equal))
     else:
-        yield bar(f"{backend}: the predicted peak is not below the measured one", figure, min(over) >= 0)
+        yield bar(
+            f"{backend}: the predicted peak is within 1% of the measured one", figure, max(map(abs, over)) <= 0.01
+        )
 
 
 def of(facts: list[bool]) -> str:
@@ -251,7 +256,7 @@ def off(count: int, largest: float) -> str:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--backend", choices=BACKENDS)
-    parser.add_argument("--model", choices=MODELS)
+    parser.add_argument("--model", choices=[*MODELS, *SMALL])
     own, rest = parser.parse_known_args()
     chosen = [
         (backend, model)
