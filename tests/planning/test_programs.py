@@ -1,6 +1,7 @@
 """What Inductor makes of a split is known before a kernel is compiled: peaks are the measured ones, to the byte."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torchremat._compat.wrappers import Wrapper
 from torchremat.errors import BudgetError, CompileWarning, UnsupportedError
 from torchremat.planning.compiling import halves
 from torchremat.planning.compiling.programs import Program
+from torchremat.planning.compiling.running import Memory
 from torchremat.planning.compiling.trials import Trials
 
 pytestmark = MARKS
@@ -234,3 +236,57 @@ def test_operators_of_others_are_not_run():
         made.try_operators(trials)
 
     assert trials.storage_bytes == trials.unknown == {}
+
+
+def peak(body, device, block=1, fixed=0, **tensors):
+    """The peak of a program whose inputs are its caller's; allocations are multiples of `block`."""
+    reading = SimpleNamespace(
+        joint=SimpleNamespace(fixed_bytes=fixed),
+        device=torch.device(device),
+        block=lambda size: -(-size // block) * block,
+    )
+    memory = Memory(reading, Trials(CPU))
+    memory.run(program(body, **tensors), [frozenset()])
+    return memory.peak_bytes
+
+
+def test_a_program_for_cuda_counts_blocks_of_its_allocator_and_nothing_on_the_host():
+    body = """\
+a, = args
+args.clear()
+with torch.cuda._DeviceGuard(0):
+    torch.cuda.set_device(0)
+    b = empty_strided_cuda((4, 4), (4, 1), torch.float32)
+    c = empty_strided_cpu((400, ), (1, ), torch.float32)
+    stream0 = get_raw_stream(0)
+    triton_poi_fused_add_0.run(a, b, 16, stream=stream0)
+    d = empty_strided_cuda((s0, 100), (100, 1), torch.bfloat16)
+    del b
+    e = empty_strided_cuda((1, ), (1, ), torch.float32)
+return (d, e, )"""
+
+    assert peak(body, "cuda", block=512, fixed=64) == 64 + 512 + 2048
+    assert peak(body, "cpu") == 1600
+
+
+def test_a_storage_is_there_as_long_as_one_of_its_names():
+    body = """\
+a, = args
+b = empty_strided_cpu((4, 4), (4, 1), torch.float32)
+c = reinterpret_tensor(b, (16, ), (1, ), 0); del b
+d = empty_strided_cpu((4, 4), (4, 1), torch.float32)
+{}
+e = empty_strided_cpu((4, 4), (4, 1), torch.float32)
+return (e, )"""
+
+    assert peak(body.format("del d"), "cpu") == 128
+    assert peak(body.format("c = d; del d"), "cpu") == 128
+    assert peak(body.format("cpp_fused_0(c, d)"), "cpu") == 192
+
+
+@pytest.mark.parametrize(
+    "line", ["b = somebodys_allocator(a)", "for i in range(3):\n    b = a", "b, c = self.parts[0](a)"]
+)
+def test_lines_that_are_not_understood_are_refused(line):
+    with pytest.raises(UnsupportedError):
+        peak(f"a, = args\n{line}\nreturn (b, )", "cpu", b=TENSOR)

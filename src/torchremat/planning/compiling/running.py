@@ -57,7 +57,7 @@ def programs_peak(
     with trials.recorded():
         first.try_operators(trials)
         second.try_operators(trials)
-    memory = _Memory(reading, trials)
+    memory = Memory(reading, trials)
     saved = dict(zip(results, memory.run(first, [_NOTHING for _ in inputs]), strict=True))
     memory.add(filter(is_incoming, then))
     memory.run(second, [saved.get(node.name, _NOTHING) for node in then])
@@ -80,7 +80,7 @@ def _restrided(value: object, strides: tuple[int, ...] | None) -> object:
     return value.as_strided(value.size(), strides)
 
 
-class _Memory:
+class Memory:
     """The storages that programs make, while they run one after the other.
 
     Whoever calls a program holds what he gives it once for each input, which the program takes over, and is given a
