@@ -18,12 +18,12 @@ def check_picture(path: str | Path) -> None:
         UnsupportedError: matplotlib is not installed, or knows no pictures with such an ending.
     """
     try:
-        from matplotlib.backend_bases import FigureCanvasBase
+        from matplotlib.figure import Figure
     except ImportError as error:
         raise UnsupportedError(
             "a plot needs matplotlib, which is not installed. Install it with: pip install 'torchremat[plot]'"
         ) from error
-    kinds = FigureCanvasBase.get_supported_filetypes()
+    kinds = Figure().canvas.get_supported_filetypes()
     if Path(path).suffix.removeprefix(".").lower() not in kinds:  # without one, a file of another name would be written
         raise UnsupportedError(f"{path}: the ending says which kind of picture, one of {', '.join(sorted(kinds))}.")
 
