@@ -1,7 +1,9 @@
 """What the tests of compiled code share: a block, backends, a backward under them, and what dynamo counted."""
 
 import contextlib
+import os
 import shutil
+import sys
 
 import pytest
 import torch
@@ -12,7 +14,9 @@ from torch.nn import functional as F
 from torchremat.measuring.allocator import record_allocations
 
 FAST = ["eager", "aot_eager"]
-NEEDS_COMPILER = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
+# The one that Inductor looks for, also where it only writes programs: it asks it what the processor can do.
+COMPILER = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+NEEDS_COMPILER = pytest.mark.skipif(shutil.which(COMPILER) is None, reason=f"Inductor needs a C++ compiler, {COMPILER}")
 INDUCTOR = pytest.param("inductor", marks=NEEDS_COMPILER)
 
 MARKS = [

@@ -118,6 +118,7 @@ def split(model, x, budget):
     return partitioner.partitions
 
 
+@NEEDS_COMPILER
 def test_splits_use_the_budget_up():
     # Kernels need less than operators do: by operators alone, the best split for this budget uses 87% of it.
     (partition,) = split(*net(blocks=3), "60%")
@@ -140,6 +141,7 @@ def test_what_cannot_be_read_is_told_and_operators_count(monkeypatch):
     assert partition.peak_bytes <= partition.budget_bytes
 
 
+@NEEDS_COMPILER
 def test_sizes_that_are_symbols_count_as_in_the_first_call():
     model, x = net(blocks=1)
     torch._dynamo.mark_dynamic(x, 0)
@@ -151,6 +153,7 @@ def test_sizes_that_are_symbols_count_as_in_the_first_call():
     assert dynamic.peak_bytes == static.peak_bytes
 
 
+@NEEDS_COMPILER
 @pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled:UserWarning")
 def test_programs_that_are_only_read_leave_no_trace(monkeypatch, tmp_path):
     # Each left a folder with caches switched off, and kernels that never ran were counted.

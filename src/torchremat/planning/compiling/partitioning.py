@@ -129,21 +129,20 @@ class PeakPartitioner:
         halver = Halver(joint, reading, num_fwd_outputs)
         theirs = halver.given(*graphs)
         saver = Saver(reading.joint, [theirs.split.saved])
-        plain = halver.of(saver.plain) if reading.fuses else None
-        plain_bytes = saver.plain.peak_bytes if plain is None else plain.peak_bytes
-        budget = self._bytes(reading, plain_bytes)
+        plain = halver.of(saver.plain)
+        budget = self._bytes(reading, plain.peak_bytes)
         limit = budget - self.margin_bytes
         # What Inductor makes again it fuses with what reads it, and its own split is made for that.
         is_torchs = reading.fuses and theirs.peak_bytes <= limit
         if is_torchs:
             found = theirs
         elif reading.fuses:
-            found = aimed(saver, limit, halver.of, [plain] if plain is not None else [])
+            found = aimed(saver, limit, halver.of, [plain])
         else:
             found = halver.of(saver.solve(limit) or saver.floor)
         if found.peak_bytes > limit:
             raise BudgetError(self._nothing_fits(budget, found.peak_bytes, reading.joint.fixed_bytes))
-        self._note(reading, saver, found, budget, plain_bytes, is_torchs=is_torchs)
+        self._note(reading, saver, found, budget, plain.peak_bytes, is_torchs=is_torchs)
         return found.forward, found.backward
 
     def __reduce__(self) -> tuple[Callable[[int | str], PeakPartitioner], tuple[int | str]]:
