@@ -8,7 +8,7 @@ that fits and one that does not, close in on the limit.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from torchremat.planning.compiling.halves import Halves
 from torchremat.schedules.joint import Split
@@ -22,20 +22,17 @@ _CAP_S = 60.0
 _CLOSE = 0.02
 
 
-def aimed(saver: Saver, limit_bytes: int, make: Callable[[Split], Halves], known: Iterable[Halves] = ()) -> Halves:
+def aimed(saver: Saver, limit_bytes: int, make: Callable[[Split], Halves]) -> Halves:
     """Return the split of least cost that is found whose programs fit; if none does, the lowest.
+
+    Those of the plain split are known not to.
 
     Args:
         saver: Finds splits for a target.
         limit_bytes: What the programs may need.
         make: Makes the two graphs of a split, and has a compiler write their programs.
-        known: Made before.
     """
-    made = {one.split.saved: one for one in known}
-    free = [one for one in made.values() if one.split.cost == 0 and one.peak_bytes <= limit_bytes]
-    if free:
-        return free[0]
-    most = len(made) + _MOST_TRIES
+    made: dict[frozenset[int], Halves] = {}
 
     def tried(split: Split) -> Halves:
         if split.saved not in made:
@@ -43,10 +40,10 @@ def aimed(saver: Saver, limit_bytes: int, make: Callable[[Split], Halves], known
         return made[split.saved]
 
     close = _CLOSE * (limit_bytes - saver.joint.fixed_bytes)
-    fits, breaks = saver.joint.fixed_bytes, saver.plain.peak_bytes + 1
-    target = min(limit_bytes, saver.plain.peak_bytes)
+    fits, breaks = saver.joint.fixed_bytes, saver.plain.peak_bytes
+    target = min(limit_bytes, breaks - 1)
     until_s = time.monotonic() + _CAP_S
-    while fits < target < breaks and len(made) < most and time.monotonic() < until_s:
+    while fits < target < breaks and len(made) < _MOST_TRIES and time.monotonic() < until_s:
         split = saver.solve(target)
         if is_lowest := split is None:
             split, target = saver.floor, saver.floor.peak_bytes

@@ -136,8 +136,10 @@ class PeakPartitioner:
         is_torchs = reading.fuses and theirs.peak_bytes <= limit
         if is_torchs:
             found = theirs
+        elif plain.peak_bytes <= limit:
+            found = plain
         elif reading.fuses:
-            found = aimed(saver, limit, halver.of, [plain])
+            found = aimed(saver, limit, halver.of)
         else:
             found = halver.of(saver.solve(limit) or saver.floor)
         if found.peak_bytes > limit:
