@@ -31,6 +31,9 @@ def trains_as_plain(wrapped, plain):
         ("layers.*", 1, "layers.0 layers.1 layers.2 layers.3"),
         ("layers.*", 2, "layers.0 layers.2"),
         ("layers.[12]", 1, "layers.1 layers.2"),
+        # The model itself, whose name is empty, was wrapped as well, and was the first of `every`.
+        ("*", 1, "inp layers head"),
+        ("*", 2, "inp head"),
         ("layers.*.linear", 3, "layers.0.linear layers.3.linear"),
         (Block, 1, "layers.0 layers.1 layers.2 layers.3"),
         (lambda name, module: isinstance(module, nn.Linear) and "layers" not in name, 1, "inp head"),

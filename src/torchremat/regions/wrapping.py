@@ -338,6 +338,8 @@ def _is_wrapped_already(name: str, module: nn.Module) -> str:
 
 
 def _glob(name: str, pattern: str) -> bool:
+    if not name:
+        return not pattern  # the model itself, which `fnmatch` finds under "*" as well
     parts, wanted = name.split("."), pattern.split(".")
     return len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))
 
