@@ -1,6 +1,7 @@
 """Models and steps out of the ordinary: each works, or gets an error that names it, and nothing has changed."""
 
 import random
+import re
 import signal
 
 import numpy as np
@@ -14,12 +15,15 @@ from planning.steps import differences, fingerprint, outcome, recomputed_flops
 from torchremat import (
     Adaptive,
     BudgetError,
+    Pipe,
     PlanError,
     Planner,
     StepError,
     UnsupportedError,
     WrapError,
+    compiled,
     fit,
+    frontier,
     guard,
     measure,
     plan,
@@ -27,6 +31,7 @@ from torchremat import (
     wrap,
 )
 from torchremat.measuring.bindings import set_version
+from torchremat.pipeline import attach, plan_stages
 
 
 def step(model):
@@ -468,6 +473,42 @@ def test_a_margin_that_is_none_is_refused_before_any_work(call, margin, said):
 def test_what_is_no_model_is_named_without_running_as_well():
     with pytest.raises(StepError, match=r"a torch\.nn\.Module is needed, got int"):
         plan(3, step, budget="80%", on="meta", device="h100")
+
+
+FLAGS = [
+    (plan, "operators"),
+    (plan, "allow_lossy"),
+    (fit, "operators"),
+    (fit, "allow_lossy"),
+    (frontier, "operators"),
+    (frontier, "allow_lossy"),
+    (adapted, "operators"),
+    (lambda model, own, **options: compiled(model, **options), "fullgraph"),
+    (lambda model, own, **options: compiled(model, **options), "dynamic"),
+    (lambda model, own, **options: plan_stages(Pipe(model, balance=[len(model)]), own, **options), "lookahead"),
+    (lambda model, own, budget, **options: attach(model, **options), "lookahead"),
+    (lambda model, own, budget, **options: attach(model, **options), "record"),
+]
+
+
+@pytest.mark.parametrize(("call", "name"), FLAGS)
+@pytest.mark.parametrize("value", ["no", 3, 0, torch.tensor(True)], ids=str)
+def test_options_that_are_on_or_off_are_nothing_else(call, name, value):
+    # "no" was taken for on, and 0 for off, without a word.
+    ran = []
+    options = {} if call is frontier else {"budget": 2**30}
+
+    with pytest.raises(UnsupportedError, match=rf"^{name}={re.escape(repr(value))}: True.* is needed"):
+        call(block(), lambda m: ran.append(1) or step(m), **options, **{name: value})
+    assert not ran
+
+
+def test_a_plan_is_applied_with_options_that_are_on_or_off_alone():
+    model = block()
+    made = plan(model, step, budget="100%")
+
+    with pytest.raises(UnsupportedError, match=r"^allow_lossy='no': True or False is needed"):
+        made.apply(model, allow_lossy="no")
 
 
 @pytest.mark.parametrize("margin", [False, 0.0, None, "", "0"])

@@ -31,7 +31,7 @@ from torchremat.planning.profiles.peers import peers_of
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.profiles.tracing import Step
 from torchremat.planning.profiles.weighing import check_stores, weighed
-from torchremat.planning.requests import check_request
+from torchremat.planning.requests import check_flags, check_request
 from torchremat.planning.searches.chains import Cost, check_cost
 from torchremat.planning.searches.pace import Pace
 from torchremat.planning.searches.progress import Progress, checked
@@ -69,8 +69,8 @@ class Planner:
     Raises:
         StepError: See `profile`; with `on="meta"` also where the step reads a value of a tensor.
         DeviceError: With `on="meta"`: the device is not known, or its description lacks something.
-        UnsupportedError: One of the stores is none, or loses digits and that is not allowed, or they are not here; or
-            `progress` is no function.
+        UnsupportedError: One of the stores is none, or loses digits and that is not allowed, or they are not here;
+            `progress` is no function; or `operators` or `allow_lossy` is neither True nor False.
     """
 
     def __init__(
@@ -88,6 +88,7 @@ class Planner:
         progress: Callable[[Progress], None] | None = None,
     ) -> None:
         check_cost(cost)
+        check_flags(operators=operators, allow_lossy=allow_lossy)
         pace = Pace(observer=checked(progress))
         self._stores = check_stores(stores, allow_lossy=allow_lossy)
         if self._stores and on is not None:
@@ -319,7 +320,8 @@ def plan(
         DeviceError: With `on="meta"`: the device is not known, or its description lacks something.
         StepError: The step returns no loss, or calls other modules each time.
         UnsupportedError: A profiler is active, the device has no allocation events, one of the stores is none or loses
-            digits and that is not allowed, or stores are given for a step that calls several modules.
+            digits and that is not allowed, stores are given for a step that calls several modules, or an option that
+            is on or off has another value.
     """
     check_request(model, step, budget, margin=margin, optimizer=optimizer, device=device, on=on)
     planner = Planner(

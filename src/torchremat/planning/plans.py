@@ -18,6 +18,7 @@ from torchremat.planning.files import from_json, to_json
 from torchremat.planning.inputs import InputSizes
 from torchremat.planning.layout import Calls, HeldOperators, check_bare, install, uninstall
 from torchremat.planning.profiles.weighing import check_stores
+from torchremat.planning.requests import check_flags
 from torchremat.planning.searches.chains import Cost
 from torchremat.planning.searches.pace import TIME_IS_OVER
 from torchremat.planning.walks.cargo import Speed, StoredUnit
@@ -168,8 +169,10 @@ class Plan:
         Raises:
             PlanError: The plan was made for another model (all differences are listed), or one is applied already, or
                 the plan needs stores and these are not they.
-            UnsupportedError: One of the stores is none, or loses digits and that is not allowed.
+            UnsupportedError: One of the stores is none, or loses digits and that is not allowed; or `allow_lossy` is
+                neither True nor False.
         """
+        check_flags(allow_lossy=allow_lossy)
         given = check_stores(stores, allow_lossy=allow_lossy)
         self.check(model)
         check_bare(model)

@@ -31,6 +31,7 @@ from torchremat.pipeline.prediction import costs_of, predict
 from torchremat.pipeline.recorder import Recorder
 from torchremat.pipeline.timeline import Timeline
 from torchremat.planning.layout import applied_scopes
+from torchremat.planning.requests import check_flags
 from torchremat.schedules.pipelines import recomputing
 from torchremat.tensors.sizes import parse_bytes
 
@@ -169,6 +170,7 @@ def attach(
             look-ahead that would meet sharded parameters.
         VersionError: This torch lacks a name that is reached for.
     """
+    check_flags(lookahead=lookahead, record=record)
     name = name_of(schedule)
     if isinstance(vars(schedule).get(STEP), _Step):
         raise UnsupportedError(

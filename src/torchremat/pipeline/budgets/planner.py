@@ -28,6 +28,7 @@ from torchremat.planning.budgets import bytes_of, check_budget, margin_of, perce
 from torchremat.planning.layout import check_bare
 from torchremat.planning.planner import Planner
 from torchremat.planning.profiles.peers import gathered
+from torchremat.planning.requests import check_flags
 from torchremat.planning.searches.chains import Cost, check_cost
 from torchremat.planning.walks.microbatches import Share, shares
 from torchremat.regions.selection import memory_of
@@ -64,6 +65,7 @@ class StagePlanner:
     ) -> None:
         check_kinds(step, None, optimizer, needs_model=False)
         check_cost(cost)
+        check_flags(may_be_none=True, lookahead=lookahead)
         own, self._stages = stages_in(pipeline)
         if isinstance(pipeline, Pipe) and lookahead is not None:
             raise UnsupportedError(
@@ -350,8 +352,8 @@ def plan_stages(
         PipelineError: There are more or fewer budgets than devices.
         PlanError: A stage has a plan or a wrapped module already.
         StepError: The step does not run the pipeline, or returns no loss; or the optimizer is that of no stage here.
-        UnsupportedError: A schedule of another class, `lookahead` for a `Pipe`, or a profiler is active; or the
-            optimizer cannot step by itself.
+        UnsupportedError: A schedule of another class, `lookahead` for a `Pipe` or of another kind than True, False and
+            None, or a profiler is active; or the optimizer cannot step by itself.
     """
     stages_in(pipeline)  # it is a pipeline
     _budgets_of(_devices_of(pipeline), budget, margin)

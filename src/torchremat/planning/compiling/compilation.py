@@ -21,6 +21,7 @@ from torchremat._compat.inductor import compile_arguments, graphs_compiled, neve
 from torchremat._compat.modes import has_modes
 from torchremat.errors import CompileWarning, VersionError
 from torchremat.planning.compiling.partitioning import Partition, PeakPartitioner
+from torchremat.planning.requests import check_flags
 from torchremat.planning.searches.chains import Cost
 
 P = ParamSpec("P")
@@ -137,7 +138,10 @@ def compiled(
 
     Raises:
         BudgetError: The budget is no size. The first call raises it if no split fits, with the least that works.
+        UnsupportedError: `fullgraph` is neither True nor False, or `dynamic` something else than these and None.
     """
+    check_flags(fullgraph=fullgraph)
+    check_flags(may_be_none=True, dynamic=dynamic)
     partitioner = PeakPartitioner(budget, margin=margin, cost=cost)
     reason = ""
     try:

@@ -32,6 +32,7 @@ from torchremat.planning.budgets import bytes_of, check_budget, margin_of, perce
 from torchremat.planning.elsewhere.machines import Here
 from torchremat.planning.layout import check_bare, installed
 from torchremat.planning.profiles.profiling import profile_subject
+from torchremat.planning.requests import check_flags
 from torchremat.planning.searches.chains import Cost, check_cost
 from torchremat.planning.shapes.batches import Look, look_of
 from torchremat.planning.shapes.classes import Classes, PlannedShape, ShapeClass
@@ -76,7 +77,8 @@ class Adaptive(Generic[B]):
         BudgetError: The budget is no size, or more than the device has; or a percentage, of which nobody could say of
             what.
         StepError: The step is no function of a model and a batch.
-        UnsupportedError: Several processes train together: a batch that one of them learns, the others would wait for.
+        UnsupportedError: Several processes train together: a batch that one of them learns, the others would wait for;
+            or `operators` is neither True nor False.
     """
 
     def __init__(
@@ -101,6 +103,7 @@ class Adaptive(Generic[B]):
         if percentage_of(budget) is not None:
             raise BudgetError(f"budget={budget!r}: the plain peak is another for each shape; give the budget in bytes.")
         check_cost(cost)
+        check_flags(operators=operators)
         if over not in ("raise", "warn"):
             raise BudgetError(f"over={over!r}: allowed are 'raise' and 'warn'.")
         if type(classes) is not int or classes < 1:
