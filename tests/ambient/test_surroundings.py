@@ -2,7 +2,9 @@
 
 import contextvars
 import threading
+from collections import defaultdict, deque
 from contextlib import ExitStack, contextmanager, nullcontext
+from types import SimpleNamespace
 from weakref import ref
 
 import pytest
@@ -494,6 +496,51 @@ def test_what_a_region_sets_in_context_variables_is_set_by_the_forward_alone():
     assert contextvars.copy_context().run(run) == 7
     assert seen == [0, 0, 0]
     assert variable.get() == 0
+
+
+def test_what_a_region_adds_to_containers_in_context_variables_is_added_by_the_forward_alone():
+    # Outputs that a hook collects so were there twice after backward.
+    found = {"outputs": [], "pairs": ([1], {2}, deque([3])), "counts": defaultdict(list)}
+    seen, x, context = [], leaf(3), contextvars.copy_context()
+    context.run(variable.set, found)
+
+    def put(x):
+        now = variable.get()
+        now["outputs"].append(x.detach())
+        now["counts"]["calls"].append(1)
+        now["pairs"][2].append(4)
+        return x.exp()
+
+    def take(x):
+        seen.append(len(variable.get()["outputs"]))
+        return x * variable.get()["outputs"].pop() + x.sin()
+
+    def body(x):
+        return take(put(x)).cos()
+
+    context.run(lambda: checkpoint(body, x).sum().backward())
+
+    grad, x.grad = x.grad, None
+    (x.exp() * x.detach() + x.exp().sin()).cos().sum().backward()
+    assert torch.equal(grad, x.grad)
+    assert seen == [1, 1]
+    assert found == {"outputs": [], "pairs": ([1], {2}, deque([3, 4])), "counts": {"calls": [1]}}
+
+
+def test_a_container_in_an_argument_as_well_is_one_in_the_recompute():
+    found, x, context = [], leaf(3), contextvars.copy_context()
+    context.run(variable.set, found)
+
+    def body(x, mine):
+        variable.get().append(x.detach())
+        return (x * mine.outputs.pop()).exp()
+
+    context.run(lambda: checkpoint(body, x, SimpleNamespace(outputs=found)).sum().backward())
+
+    grad, x.grad = x.grad, None
+    (x * x.detach()).exp().sum().backward()
+    assert torch.equal(grad, x.grad)
+    assert found == []
 
 
 # ----------------------------------------------------------------------------------------------------------- the price

@@ -2,6 +2,7 @@
 
 import gc
 from collections import Counter
+from contextvars import ContextVar
 from weakref import WeakSet
 
 import pytest
@@ -305,6 +306,35 @@ def test_a_planned_model_leaves_nothing_behind(without_collector):
         if number % 3:
             loss.backward()
         del loss
+
+    assert alive() == objects
+
+
+@pytest.mark.parametrize("pattern", ["*", nn.Sequential], ids=["blocks", "blocks in a region"])
+def test_outputs_that_a_hook_collects_leave_nothing_behind(pattern, without_collector):
+    # transformers collects the logits of routers so: in a list that hooks find by a context variable. The recompute
+    # adds its own, whose graph had the region behind it, and the region the context with the list: each step of
+    # training kept all of its regions, for ever.
+    collected = ContextVar("collected")
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)))
+    for block in model:
+        block[0].register_forward_hook(lambda module, args, output: collected.get().append(output))
+    wrap(model, pattern)
+
+    def step():
+        token = collected.set([])
+        try:
+            loss = model(torch.ones(4, 8)).sum() + sum(one.sum() for one in collected.get())
+        finally:
+            collected.reset(token)
+        loss.backward()
+
+    step()
+    gc.collect()
+    objects = alive()
+
+    for _ in range(5):
+        step()
 
     assert alive() == objects
 

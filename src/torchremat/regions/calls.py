@@ -18,6 +18,7 @@ from torchremat.ambient.locks import EXCHANGING
 from torchremat.ambient.registry import Captured, entries
 from torchremat.ambient.surroundings import Surroundings, surroundings
 from torchremat.errors import MutationError
+from torchremat.regions.contents import Copies
 from torchremat.regions.guards import Objects
 from torchremat.regions.modules import ChangedStateError, ModuleState
 from torchremat.regions.settings import Settings
@@ -185,15 +186,26 @@ class Call:
                 self._captured.restore(stack)
             return stack.pop_all()
 
-    def run_again(self, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-        """Run the call in a recompute: what it sets in context variables or has frozen is not set or frozen again."""
+    def run_again(self, copies: Copies, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        """Run the call in a recompute: what it sets in context variables or has frozen is not set or frozen again.
+
+        Args:
+            copies: Of the containers in context variables, see NOTE [ What a recompute leaves behind ].
+            args: As the forward's.
+            kwargs: As the forward's.
+        """
+        context = self._context.copy()  # a context can be entered once at a time
+        looked_after = frozenset[int]() if self.objects is None else self.objects.containers
+        for variable, value in self._context.items():
+            own = copies.of(value, looked_after)
+            if own is not value:
+                context.run(variable.set, own)
         if self._frozen is None and not thread.frozen:
-            return self._context.copy().run(self.body, args, kwargs)
+            return context.run(self.body, args, kwargs)
         had = thread.frozen
         thread.frozen = {name: iter(kept) for name, kept in self._frozen.items()} if self._frozen else {}
         try:
-            # A copy, since a context can be entered once at a time.
-            return self._context.copy().run(self.body, args, kwargs)
+            return context.run(self.body, args, kwargs)
         finally:
             thread.frozen = had
 

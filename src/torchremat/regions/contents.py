@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import random
 import types
-from collections import OrderedDict, deque
-from collections.abc import Iterator
-from copy import deepcopy
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Iterator, Set
+from copy import copy, deepcopy
 from typing import Any, cast
 
 import numpy as np
 from torch import nn
 
 MUTABLE = (list, dict, set, deque, bytearray)
+_BUILT_IN = {*MUTABLE, Counter, OrderedDict, defaultdict}
 
 
 class Foreign:
@@ -124,6 +125,44 @@ def copied(own: object) -> object:
         if isinstance(own, kind):
             return kind.copy(own)  # pyright: ignore[reportArgumentType]: it is of that kind
     raise TypeError(type(own).__name__)
+
+
+class Copies:
+    """Copies of built-in containers, with copies of those inside of them, each made once.
+
+    Nobody else has them, so that other threads may change the containers meanwhile.
+    """
+
+    __slots__ = ("_made",)
+
+    def __init__(self) -> None:
+        # By the id of a container: itself, its copy, and what that held at first.
+        self._made: dict[int, tuple[object, object, object]] = {}
+
+    def of(self, value: object, but: Set[int] = frozenset()) -> object:
+        """Return the copy of a value; itself if it is no container, one of those in `but` by id, or a tuple of such."""
+        if type(value) is tuple:
+            each = cast("tuple[object, ...]", value)
+            made = tuple(self.of(one, but) for one in each)
+            return made if any(a is not b for a, b in zip(each, made, strict=True)) else value
+        if type(value) not in _BUILT_IN or id(value) in but:
+            return value
+        if id(value) not in self._made:
+            new = copy(value)
+            self._made[id(value)] = value, new, None  # before what is inside, which may hold it as well
+            if isinstance(new, dict):
+                for key, one in cast("dict[object, object]", new).items():
+                    new[key] = self.of(one, but)
+            elif isinstance(new, list | deque):
+                for place, one in enumerate(cast("list[object]", new)):
+                    new[place] = self.of(one, but)
+            self._made[id(value)] = value, new, copied(new)
+        return self._made[id(value)][1]
+
+    def put_back(self) -> None:
+        """Let the copies hold what they held when they were made."""
+        for _, own, before in self._made.values():
+            make(own, before)
 
 
 def named_items(name: str, contents: object) -> Iterator[tuple[str, object]]:

@@ -231,6 +231,11 @@ class Objects:
                 self._before.append((own, contents))
                 pending += named_items(name, contents)
 
+    @property
+    def containers(self) -> frozenset[int]:
+        """The ids of the containers that are restored."""
+        return frozenset(id(own) for own, _ in self._before)
+
     def tensors(self) -> list[Tensor]:
         """Return the tensors inside that are still alive."""
         return [tensor for one in self._tensors if (tensor := one.tensor()) is not None]

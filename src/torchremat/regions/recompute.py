@@ -13,6 +13,7 @@ from torchremat._compat.compiled_autograd import in_compiled_backward
 from torchremat._compat.graphs import outside_graphs
 from torchremat.errors import MutationError, UnsupportedError, bug
 from torchremat.regions.choosing import Replay
+from torchremat.regions.contents import Copies
 from torchremat.regions.differences import Difference, DivergedError, Kind
 from torchremat.regions.guards import WrittenObjectError
 from torchremat.regions.modules import ChangedStateError
@@ -38,6 +39,16 @@ if TYPE_CHECKING:
 # operation: at a tensor of floating point, never written, that no gradient flows to, and that is as large as the one
 # saved before or after it, to which a gradient flows (nor at that one, if it is saved after).
 
+# NOTE [ What a recompute leaves behind ]
+# User code may keep an output of a recompute: a hook that collects outputs in a list, which it finds by a context
+# variable. The graph of that output has the hooks of the recompute for as long as it lives, as autograd keeps both
+# hooks of a saved tensor, and the regions inside. Behind them is a region, which has the context, and so the list: a
+# cycle through autograd, which the cycle collector does not see. So
+#
+#   1. a recompute finds copies of the containers in context variables, all its calls the same ones, and when it has run
+#      they hold what they held before: a region inside may look at them in a recompute of its own;
+#   2. a recompute lets go of its region when it has run, as there are other places to keep an output in.
+
 
 class _Stop(BaseException):
     """Ends a recompute at its last needed tensor.
@@ -61,6 +72,7 @@ class Recompute:
     __slots__ = (
         "_found",
         "checks",
+        "copies",
         "count",
         "difference",
         "is_stopped",
@@ -108,10 +120,11 @@ class Recompute:
         self.difference: Difference | None = None
         self.log = log
         self.checks = checks
+        self.copies = Copies()  # See NOTE [ What a recompute leaves behind ], 1
         self._found: tuple[Tensor, int] | None = None
 
-    def found(self) -> Tensor:
-        """Return the one tensor that was asked for without anybody to keep it for.
+    def found(self, region: Region) -> Tensor:
+        """Return the one tensor of a region that was asked for without anybody to keep it for.
 
         Raises:
             MutationError: It was written in place since it was saved.
@@ -119,8 +132,12 @@ class Recompute:
         assert self._found is not None
         tensor, version = self._found
         if tensor._version != version:
-            raise written_since(self.region, tensor, version, self.needed)
+            raise written_since(region, tensor, version, self.needed)
         return tensor
+
+    def end(self) -> None:
+        """Let go of the region. See NOTE [ What a recompute leaves behind ], 2."""
+        del self.region, self.key
 
     def _last(self) -> int:
         """Return the save to stop at; -2 to run to the end."""
@@ -183,6 +200,7 @@ class Recompute:
             thread.selecting = had_selecting
             thread.inner, thread.plain = had_inner, had_plain
             thread.carried = had_carried
+            self.copies.put_back()
         if self.values is not None and self.difference is None:
             found = self.values.differs_at_end()
             if found is not None:
@@ -204,7 +222,7 @@ class Recompute:
             restored = call.restored(without_gradients=self.keeps)
         except ChangedStateError as error:
             raise MutationError(error.message(region.name(number))) from None
-        run, pack = call.run_again, self.pack
+        run, pack = partial(call.run_again, self.copies), self.pack
         if self.log is not None:
             run, pack = partial(self.log.run, run, call.body), self._pack_logged
         replay = None

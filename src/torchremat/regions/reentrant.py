@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torchremat._compat.checkpoints import is_plain_backward
 from torchremat.errors import MutationError, UnsupportedError
 from torchremat.regions.calls import Call
+from torchremat.regions.contents import Copies
 from torchremat.regions.guards import WrittenObjectError
 from torchremat.regions.modules import ChangedStateError
 from torchremat.regions.runs import call_plainly
@@ -163,7 +164,7 @@ def _run_again(call: Call, args: _Inputs, function: str) -> object:
         restored = call.restored()
         try:
             with torch.enable_grad():
-                return call.run_again(args, {})
+                return call.run_again(Copies(), args, {})
         finally:
             if restored is not None:
                 restored.close()

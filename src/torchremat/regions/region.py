@@ -269,7 +269,7 @@ class Region:
         task = current_graph_task()
         key = task if session is None else session
         if key == -1:
-            return self._recompute(None, slot.index).found()  # outside any backward nothing is kept. See Rule 7
+            return self._recompute(None, slot.index).found(self)  # outside any backward nothing is kept. See Rule 7
         with self._lock:
             if not slot.has(key):
                 if session is not None and session.refuses(self, slot.index in self._unpacked):
@@ -376,6 +376,8 @@ class Region:
             recompute.run()
         except DivergedError as found:
             raise CheckpointError(explain(self, found.call, found.difference, log)) from None
+        finally:
+            recompute.end()
         if observer is not None:
             observer.recomputed(self)
         return recompute

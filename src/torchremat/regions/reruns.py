@@ -99,8 +99,10 @@ def rerun(region: Region, *, flipped: Iterable[nn.Module] = ()) -> Rerun:
         warnings.simplefilter("ignore")  # they were shown before
         _here.is_running = True
         stack.callback(setattr, _here, "is_running", False)
+        recompute = Recompute(region, None, None, found.log, checks=False)
+        stack.callback(recompute.end)
         try:
-            Recompute(region, None, None, found.log, checks=False).run()
+            recompute.run()
         except Exception as error:  # noqa: BLE001  user code may raise what it likes; it is part of what is found
             found.error = f"{type(error).__name__}: {error}".partition("\n")[0][:160]
     return found
