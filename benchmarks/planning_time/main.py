@@ -96,7 +96,7 @@ def grains_runs(grains: Grains) -> list[Run]:
 
 
 def program_seconds(make: Make) -> dict[str, object]:
-    """Solve the program that chooses operators for all of a forward at once, as if it were one block."""
+    """Choose operators for all of a forward at once, as if it were one block."""
     flow = flow_of(torchremat.Planner(*make(), cost="flops").profile, "flops")
     total = sum(value.size_bytes for value in flow.values if value.needed)
     seconds = {f"{share:.0%}": timed(lambda share=share: select(flow, int(share * total))) for share in SHARES}
@@ -165,7 +165,7 @@ def profile_steps(make: Make, rounds: int) -> dict[str, object]:
     optimizer = torch.optim.AdamW(model.parameters())
     runs = {
         "plain": training_step(model, step),
-        # Without parts of units, whose programs are solved when a planner is made: "options" has their seconds.
+        # Without parts of units, which are chosen when a planner is made: "options" has their seconds.
         "profile": lambda: torchremat.Planner(model, step, operators=False),
         "with optimizer": lambda: torchremat.Planner(model, step, optimizer=optimizer, operators=False),
     }

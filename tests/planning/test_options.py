@@ -91,10 +91,10 @@ def test_options_lie_between_keep_and_recompute():
     _, _, own, _ = known("gpt")
     plain = predict(own, tree_of(own, lambda _: 0)).kept_bytes
 
-    kept = [predict(own, tree_of(own, lambda _, number=number: number)).kept_bytes for number in range(1, 8)]
+    kept = [predict(own, tree_of(own, lambda _, number=number: number)).kept_bytes for number in range(1, 9)]
     flops = [options.flops for options in own.options[3]]
 
-    assert [len(options) for options in own.options] == [0, 0, 7, 7, 7, 0, 0]
+    assert [len(options) for options in own.options] == [0, 0, 8, 8, 8, 0, 0]
     assert kept == sorted(set(kept), reverse=True)
     assert kept[0] < plain
     assert flops == sorted(flops)

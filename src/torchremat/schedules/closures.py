@@ -14,16 +14,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import Bounds, LinearConstraint, OptimizeResult, milp
-from scipy.sparse import csr_array
 
 from torchremat.schedules.dataflow import Dataflow
+from torchremat.schedules.knapsacks import Floats, Knapsack
 
 # NOTE [ What a selection means ]
 #
@@ -38,13 +36,23 @@ from torchremat.schedules.dataflow import Dataflow
 #
 # An operator can be held if all its outputs can, or, if it is not replaceable, one that is needed.
 
-_GAP = 1e-4
+# NOTE [ A knapsack for each end ]
+#
+# Say that a recompute passes the first n operators and no more. Then what to hold is settled but for one thing:
+#
+#   what is saved after the first n     is held, or the recompute would not end there
+#   of the first n, what is held        does not run again if it is replaceable; if it is not, holding it spares nothing
+#
+# so each replaceable operator of the first n whose outputs are saved by then is held or runs, whatever is with the
+# others: things that weigh bytes and are worth what running them costs, in the room that is left. A recompute ends
+# where values are saved, so the best selection is the best of as many knapsacks as there are such positions, and most
+# of them are out of the question, by what they could be worth at most, once one has been solved.
+#
+# The fewest bytes at a cost are knapsacks too: of what is not held, which weighs what it costs and is worth its bytes.
+
 _CAP_S = 60.0
-# HiGHS stops within a millionth of the best as well, so the largest cost is made so many.
-_LARGEST = 1e3
-# Costs that are whole numbers of something stay whole, of at most so many: between two of them HiGHS need not look.
-_MOST_WHOLE = 1e6
-_ROUNDING = 1e-6  # HiGHS's own tolerance of a row
+# What costs at most this much more than the best is as good, and of that what holds the fewest bytes is the best.
+_GAP = 1e-4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +64,8 @@ class Selection:
         held_bytes: Of what is held from forward to recompute.
         cost: Of the recompute.
         ends: How many operators the recompute passes; 0 if there is none.
-        bound: No selection within the same limit costs less; equal to `cost` if it was solved to the end.
+        bound: No selection within the same limit costs less; at most a ten thousandth below `cost` if it was solved to
+            the end.
     """
 
     held: frozenset[int]
@@ -118,23 +127,20 @@ def select(
     flow: Dataflow,
     limit_bytes: int,
     *,
-    peak_bytes: int | None = None,
     overhead: float = 0.0,
     cap_s: float = _CAP_S,
 ) -> Selection | None:
     """Return the selection of least cost, to a ten thousandth, that holds at most so many bytes; None if there is none.
 
-    Two mixed-integer programs, solved by HiGHS: the least cost, and then the fewest bytes that have it.
+    Of those that cost as little the one that holds the fewest bytes. See NOTE [ A knapsack for each end ].
 
     Args:
         flow: The operators of a region.
         limit_bytes: Of what is held from forward to recompute.
-        peak_bytes: If given, also of what is there when the recompute has ended: all that backward needs, and what was
-            held for the recompute alone.
         overhead: See `evaluate`.
         cap_s: Seconds, after which the best selection found so far is returned, with its bound.
     """
-    return _Program(flow, overhead).solve(limit_bytes, peak_bytes, cap_s)
+    return _Knapsacks(flow, overhead).solve(limit_bytes, cap_s)
 
 
 def choices(
@@ -157,8 +163,8 @@ def choices(
         most_seconds: After so many the best ones found are returned.
     """
     ends_s = time.perf_counter() + most_seconds
-    program = _Program(flow, overhead)
-    most = program.solve(sum(value.size_bytes for value in flow.values), None, min(_CAP_S, most_seconds))
+    knapsacks = _Knapsacks(flow, overhead)
+    most = knapsacks.solve(sum(value.size_bytes for value in flow.values), min(_CAP_S, most_seconds))
     nothing = evaluate(flow, (), overhead=overhead)
     if most is None or not most.held:
         return ()
@@ -170,7 +176,7 @@ def choices(
         left_s = ends_s - time.perf_counter()
         if left_s <= 0:
             break
-        one = program.solve(limit, None, min(_CAP_S, left_s))
+        one = knapsacks.solve(limit, min(_CAP_S, left_s))
         if one is not None and one.held:
             found.append(one)
     return tuple(dict.fromkeys(one for one in found if not any(_beats(other, one) for other in (*found, nothing))))
@@ -183,163 +189,167 @@ def _beats(one: Selection, other: Selection) -> bool:
     return (one.held_bytes, one.cost) != (other.held_bytes, other.cost)
 
 
-class _Program:
-    """The mixed-integer program of a dataflow, with these variables, side by side.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _End:
+    """What is left to choose if a recompute ends at one position.
 
-    s    for each operator that can be held: it is
-    p    for each position at which values are saved: the recompute gets there
-    r    for each operator that can be held and replaced: it runs again
-    y    for each such operator: its outputs that backward does not need are held
+    Attributes:
+        held: Operators that have to be held.
+        held_bytes: What they take.
+        cost: If no others are held.
+        places: The others that may be, those that spare most for their bytes first.
+        spared: What holding each of them spares.
+        size_bytes: What each of them takes.
+        room_bytes: What they may take together.
     """
+
+    held: list[int]
+    held_bytes: float
+    cost: float
+    places: NDArray[np.int64]
+    spared: Floats
+    size_bytes: Floats
+    room_bytes: float
+
+    @cached_property
+    def knapsack(self) -> Knapsack:
+        """What to hold, to spare the most."""
+        return Knapsack(self.spared, self.size_bytes, self.room_bytes)
+
+    @property
+    def least(self) -> float:
+        """No selection with this end costs less."""
+        return self.cost - self.knapsack.bound
+
+    def left_out(self, most_cost: float) -> tuple[Knapsack, NDArray[np.int64]] | None:
+        """Return what not to hold, to save the most bytes at some cost at most, and what is asked for by place."""
+        room = most_cost - (self.cost - float(self.spared.sum()))
+        takes = np.flatnonzero(self.size_bytes > 0)[::-1]
+        # Of equal ones the first are left out, as those that spare most for their bytes are held.
+        takes = takes[np.argsort(-self.size_bytes[takes] / self.spared[takes], kind="stable")]
+        return None if room < 0 else (Knapsack(self.size_bytes[takes], self.spared[takes], room), takes)
+
+
+@dataclass
+class _Found:
+    """The best selection so far.
+
+    Attributes:
+        held: The operators.
+        held_bytes: What they take.
+        cost: Of the recompute.
+        missed: What was not looked at costs at least this.
+    """
+
+    held: list[int] = field(default_factory=list[int])
+    held_bytes: float = math.inf
+    cost: float = math.inf
+    missed: float = math.inf
+
+
+class _Knapsacks:
+    """The knapsacks of a dataflow. See NOTE [ A knapsack for each end ]."""
 
     def __init__(self, flow: Dataflow, overhead: float) -> None:
         self.flow = flow
         self.overhead = overhead
-        self.maker = {value: index for index, operator in enumerate(flow.operators) for value in operator.outputs}
-        needed = [(number, value) for number, value in enumerate(flow.values) if value.needed and value.saved_after]
-        self.ends = sorted({value.saved_after for _, value in needed})
-        self.candidates = [one for one in holdable(flow) if self.ends and one < len(flow.operators)]
-        self.s = {operator: place for place, operator in enumerate(self.candidates)}
-        self.p = {end: len(self.s) + place for place, end in enumerate(self.ends)}
-        before = len(self.s) + len(self.p)
-        segment_of = np.searchsorted(np.array(self.ends, np.int64), np.arange(len(flow.operators)), side="right")
-        # The position that a recompute must get to if it is to pass an operator; none behind the last.
-        self.segment = [self.ends[place] if place < len(self.ends) else None for place in segment_of.tolist()]
-        replaceable = [
-            one for one in self.candidates if flow.operators[one].replaceable and self.segment[one] is not None
-        ]
-        self.r = {operator: before + place for place, operator in enumerate(replaceable)}
-        self.y = {operator: before + len(replaceable) + place for place, operator in enumerate(replaceable)}
-        self.count = before + 2 * len(replaceable)
-        self.rows: list[dict[int, float]] = []
-        self.lowest: list[float] = []
-        self.upper: NDArray[np.float64] = np.ones(self.count)
-        self.cost: NDArray[np.float64] = np.zeros(self.count)
-        self._add_closure([(number, value.saved_after, value.holdable) for number, value in needed])
-        self._add_costs()
+        count, candidates = len(flow.operators), set(holdable(flow))
+        maker = {value: index for index, operator in enumerate(flow.operators) for value in operator.outputs}
+        self.cost = np.array([operator.cost for operator in flow.operators])
+        spared = [one.replaceable and index in candidates for index, one in enumerate(flow.operators)]
+        self.is_spared = np.array(spared, np.bool_)
+        # What holding an operator takes, for backward and for the recompute.
+        self.needed_bytes, self.other_bytes = np.zeros(count), np.zeros(count)
+        # Where the last of its outputs is saved that can be held to backward. A recompute goes to those that cannot.
+        self.saved_after, first_end = np.zeros(count, np.int64), 0
+        for number, value in enumerate(flow.values):
+            index = maker.get(number)
+            if index in candidates:
+                (self.needed_bytes if value.needed else self.other_bytes)[index] += value.size_bytes
+            if value.needed and value.holdable and index in candidates:
+                self.saved_after[index] = max(self.saved_after[index], value.saved_after)
+            elif value.needed and not (value.holdable and index is None):
+                first_end = max(first_end, value.saved_after)
+        ends = {0, *(value.saved_after for value in flow.values if value.needed)}
+        # No recompute passes what must not run again, and does wherever one gets to it.
+        runs_once = np.flatnonzero(np.isinf(self.cost) & ~self.is_spared)
+        last_end = int(runs_once[0]) if len(runs_once) else max(ends)
+        self.ends = sorted(end for end in ends if first_end <= end <= last_end)
+        self._sort()
 
-    def _at_least(self, row: dict[int, float], lowest: float) -> None:
-        self.rows.append(row)
-        self.lowest.append(lowest)
+    def _sort(self) -> None:
+        """Put the operators in the order of knapsacks. Of equal ones the last come first: their backward is first."""
+        size_bytes = self.needed_bytes + self.other_bytes
+        places = np.flatnonzero(self.is_spared & (self.cost > 0) & np.isfinite(self.cost))[::-1]
+        with np.errstate(divide="ignore"):
+            rates = self.cost[places] / size_bytes[places]
+        self.places = places[np.argsort(-rates, kind="stable")]
+        self.size_bytes = size_bytes[self.places]
 
-    def _add_closure(self, needed: list[tuple[int, int, bool]]) -> None:
-        for number, saved_after, can_be_held in needed:
-            end = self.p[saved_after]
-            maker = self.maker.get(number)
-            if maker is None:
-                if not can_be_held:
-                    self._at_least({end: 1.0}, 1.0)
-            elif can_be_held and maker in self.s:
-                self._at_least({end: 1.0, self.s[maker]: 1.0}, 1.0)
-            else:
-                self._at_least({end: 1.0}, 1.0)
-        for earlier, later in zip(self.ends, self.ends[1:], strict=False):
-            self._at_least({self.p[earlier]: 1.0, self.p[later]: -1.0}, 0.0)
-
-    def _add_costs(self) -> None:
-        for index, operator in enumerate(self.flow.operators):
-            segment = self.segment[index]
-            if segment is None:
-                continue
-            passing = self.p[segment]
-            self.cost[passing] += self.overhead
-            runs = self.r.get(index)
-            if runs is None:
-                if math.isinf(operator.cost):
-                    self.upper[passing] = 0.0
-                else:
-                    self.cost[passing] += operator.cost
-                continue
-            self._at_least({runs: 1.0, passing: -1.0, self.s[index]: 1.0}, 0.0)
-            self._at_least({self.y[index]: 1.0, passing: -1.0, self.s[index]: -1.0}, -1.0)
-            if math.isinf(operator.cost):
-                self.upper[runs] = 0.0
-            else:
-                self.cost[runs] += operator.cost
-
-    def _bytes(self, operator: int, *, needed: bool) -> int:
-        values = (self.flow.values[value] for value in self.flow.operators[operator].outputs)
-        return sum(value.size_bytes for value in values if value.needed is needed)
-
-    def solve(self, limit_bytes: int, peak_bytes: int | None, cap_s: float) -> Selection | None:
-        """See `select`."""
-        if not self.candidates:
-            found = evaluate(self.flow, (), overhead=self.overhead)
-            return found if math.isfinite(found.cost) and limit_bytes >= 0 else None
-        held: NDArray[np.float64] = np.zeros(self.count)
-        extra: NDArray[np.float64] = np.zeros(self.count)
-        for operator in self.candidates:
-            held[self.s[operator]] = self._bytes(operator, needed=True)
-            if operator in self.y:
-                extra[self.y[operator]] = self._bytes(operator, needed=False)
-        held += extra
-        scale = float(max(held.max(), 1.0))
-        limits = [(held, float(limit_bytes))]
-        if peak_bytes is not None:
-            needed = sum(value.size_bytes for number, value in enumerate(self.flow.values) if self._is_inside(number))
-            limits.append((extra, float(peak_bytes - needed)))
-        within = [LinearConstraint(row[None, :] / scale, -math.inf, limit / scale) for row, limit in limits]
-        measure, ends_s = _measure(self.cost), time.perf_counter() + cap_s
-        cheapest = self._minimised(self.cost / measure, within, ends_s)
-        if cheapest.x is None:
+    def _end(self, end: int, limit_bytes: int) -> _End | None:
+        """Return what is left to choose at a position; None if what has to be held there is too much."""
+        inside = np.arange(len(self.cost)) < end
+        spared = inside & self.is_spared
+        has_to = (self.saved_after > end) | (spared & np.isinf(self.cost))
+        held_bytes = float(self.needed_bytes[has_to].sum() + self.other_bytes[has_to & spared].sum())
+        if held_bytes > limit_bytes:
             return None
-        at_most = LinearConstraint(self.cost[None, :] / measure, -math.inf, float(cheapest.fun) + _ROUNDING)
-        fewest = self._minimised(held / scale, [*within, at_most], ends_s)
-        solution = cheapest.x if fewest.x is None else fewest.x
-        chosen = [operator for operator, place in self.s.items() if solution[place] > 0.5]
-        found = evaluate(self.flow, chosen, overhead=self.overhead)
-        bound = found.cost
-        if not cheapest.success:
-            bound = min(bound, max(0.0, float(cheapest.mip_dual_bound) * measure))
-        return Selection(
-            held=_useful(self.flow, found),
-            held_bytes=found.held_bytes,
-            cost=found.cost,
-            ends=found.ends,
-            bound=bound,
+        may = (inside & ~has_to)[self.places]
+        return _End(
+            held=np.flatnonzero(has_to).tolist(),
+            held_bytes=held_bytes,
+            cost=self.overhead * end + float(self.cost[inside & ~(has_to & spared)].sum()),
+            places=self.places[may],
+            spared=self.cost[self.places[may]],
+            size_bytes=self.size_bytes[may],
+            room_bytes=limit_bytes - held_bytes,
         )
 
-    def _minimised(self, weights: NDArray[np.float64], limits: list[LinearConstraint], ends_s: float) -> OptimizeResult:
-        """Solve the program for some weights, within some limits."""
-        return milp(
-            weights,
-            # With `s` the others are whole by themselves; told so, HiGHS need not solve for them once more.
-            integrality=np.ones(self.count, np.int64),
-            bounds=_bounds(self.upper),
-            constraints=[self._closure, *limits],
-            options={"mip_rel_gap": _GAP, "time_limit": max(0.0, ends_s - time.perf_counter())},
-        )
+    def solve(self, limit_bytes: int, cap_s: float) -> Selection | None:
+        """See `select`."""
+        ends_s = time.perf_counter() + cap_s
+        every = (self._end(end, limit_bytes) for end in self.ends)
+        ends = sorted((end for end in every if end is not None), key=lambda end: end.least)
+        if not ends:
+            return None
+        found = _Found()
+        self._spare_most(ends, found, ends_s)
+        least = min(found.cost, found.missed)
+        self._hold_least(ends, found, ends_s)
+        best = evaluate(self.flow, found.held, overhead=self.overhead)
+        return replace(best, held=_useful(self.flow, best), bound=max(0.0, min(best.cost, least)))
 
-    @cached_property
-    def _closure(self) -> LinearConstraint:
-        data, where = _sparse(self.rows)
-        return _at_least(csr_array((data, where), shape=(len(self.rows), self.count)), np.array(self.lowest))
+    def _spare_most(self, ends: list[_End], found: _Found, ends_s: float) -> None:
+        """Find what costs least."""
+        for end in ends:
+            if end.least >= found.cost:
+                break
+            if math.isfinite(found.cost) and time.perf_counter() >= ends_s:
+                found.missed = min(found.missed, end.least)
+                break
+            packing = end.knapsack.pack(above=end.cost - found.cost, ends_s=ends_s)
+            if packing.missed is not None:
+                found.missed = min(found.missed, end.cost - packing.missed)
+            if end.cost - packing.worth < found.cost:
+                found.cost = end.cost - packing.worth
+                found.held = [*end.held, *(int(end.places[place]) for place in packing.taken)]
+                found.held_bytes = end.held_bytes + float(end.size_bytes[list(packing.taken)].sum())
 
-    def _is_inside(self, number: int) -> bool:
-        return self.flow.values[number].needed and number in self.maker
-
-
-# The stubs of SciPy know single numbers alone as bounds, and its documentation arrays as well.
-
-
-def _bounds(upper: NDArray[np.float64]) -> Bounds:
-    return Bounds(*cast("tuple[float, float]", (np.zeros(len(upper)), upper)))
-
-
-def _at_least(rows: csr_array, lowest: NDArray[np.float64]) -> LinearConstraint:
-    return LinearConstraint(rows, *cast("tuple[float, float]", (lowest, np.full(len(lowest), np.inf))))
-
-
-def _measure(costs: NDArray[np.float64]) -> float:
-    """Return what to divide costs by: what they are all whole numbers of, if there is such a thing."""
-    largest = float(costs.max(initial=0.0))
-    if largest <= 0:
-        return 1.0
-    if largest < 2**53 and (costs == np.rint(costs)).all():
-        common = int(np.gcd.reduce(costs.astype(np.int64)))
-        if largest / common <= _MOST_WHOLE:
-            return float(common)
-    return largest / _LARGEST
+    def _hold_least(self, ends: list[_End], found: _Found, ends_s: float) -> None:
+        """Find what holds the fewest bytes at about the same cost."""
+        most_cost = found.cost * (1 + _GAP)
+        for end in ends:
+            if end.least > most_cost or time.perf_counter() >= ends_s:
+                break
+            asked = end.left_out(most_cost)
+            all_bytes = end.held_bytes + float(end.size_bytes.sum())
+            if asked is None or all_bytes - asked[0].bound >= found.held_bytes:
+                continue
+            packing = asked[0].pack(above=all_bytes - found.held_bytes, ends_s=ends_s)
+            if all_bytes - packing.worth < found.held_bytes:
+                out = set(asked[1][list(packing.taken)].tolist())
+                found.held = [*end.held, *(int(one) for place, one in enumerate(end.places) if place not in out)]
+                found.held_bytes = all_bytes - packing.worth
 
 
 def _useful(flow: Dataflow, found: Selection) -> frozenset[int]:
@@ -350,9 +360,3 @@ def _useful(flow: Dataflow, found: Selection) -> frozenset[int]:
         if any(flow.values[value].needed for value in flow.operators[index].outputs)
         or (index < found.ends and flow.operators[index].replaceable)
     )
-
-
-def _sparse(rows: list[dict[int, float]]) -> tuple[NDArray[np.float64], tuple[NDArray[np.int64], NDArray[np.int64]]]:
-    entries = [(weight, row, column) for row, columns in enumerate(rows) for column, weight in columns.items()]
-    table = np.array(entries, np.float64).reshape(-1, 3)
-    return table[:, 0], (table[:, 1].astype(np.int64), table[:, 2].astype(np.int64))

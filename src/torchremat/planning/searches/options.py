@@ -31,7 +31,7 @@ from torchremat.planning.walks.moments import OptionBytes
 from torchremat.schedules.closures import Selection, choices, evaluate, select
 from torchremat.schedules.dataflow import Dataflow, Value
 
-_POINTS = 8
+_POINTS = 16
 # What is best for a unit is as good as best for one that runs the same operators, if bytes and costs differ by less.
 _ALIKE = 0.05
 _MOST_OPERATORS = 3000
