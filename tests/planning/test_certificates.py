@@ -11,6 +11,7 @@ import models
 import torchremat
 from planning.steps import CPU, mixtures, random_tree
 from torchremat.measuring.runs import subject_of
+from torchremat.planning.bounds.executing import saves_of
 from torchremat.planning.bounds.pulls import Unseen, plain_step
 from torchremat.planning.bounds.underestimates import underestimate
 from torchremat.planning.elsewhere.machines import Here
@@ -89,6 +90,46 @@ def test_a_step_that_does_not_fit_is_not_run(monkeypatch):
     )
 
     assert isinstance(found, Unseen) and "does not fit into memory" in found.reason
+
+
+# -------------------------------------------------------------------------------------------------- regions
+
+
+def test_what_is_saved_where_an_operator_runs_again():
+    # The norm saves its input, weight, bias, mean and rstd; the product its input and the weight; gelu its input, which
+    # the product has made, and is counted there: a recompute that runs the product goes on to that save.
+    model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4), nn.GELU())
+    x = torch.randn(2, 4, requires_grad=True)
+    profile = torchremat.Planner(model, lambda model: model(x).sum(), cost="seconds").profile
+    trace = profile.units.trace.operators
+
+    saves = dict(zip((run.name for run in trace.runs), saves_of(trace), strict=True))
+
+    assert saves["aten.native_layer_norm.default"] == 5
+    assert saves["aten.addmm.default"] == 3
+    assert saves["aten.gelu.default"] == 0
+    assert sum(saves.values()) == len(trace.saves)
+
+
+def test_seconds_of_regions_are_part_of_the_bound():
+    # Once the bound knew nothing of what the executor takes, and plans of small operators seemed far from the best.
+    planner = torchremat.Planner(*tiny(), cost="seconds")
+    claim = planner.plan(planner.floor_bytes)._claim
+    slow = replace(claim.regions, begun_cost=1.0)
+
+    found, with_slow = claim.certificate(), replace(claim, cost=100.0, regions=slow).certificate()
+
+    assert "if what runs again does so in regions" in str(found)
+    assert found.bound_all <= found.cost
+    assert with_slow.bound_all > 1.0
+    assert len(claim.regions.saved_cost) == len(claim.step.flow.operators)
+
+
+def test_flops_know_nothing_of_regions(planner, step_bytes):
+    plan = planner.plan(planner.fixed_bytes + int(0.5 * step_bytes))
+
+    assert plan._claim.regions is None
+    assert "in regions" not in str(plan.certificate)
 
 
 # ------------------------------------------------------------------------------------------- underestimates

@@ -8,8 +8,10 @@ from itertools import pairwise
 import pytest
 
 from torchremat.errors import ScheduleError
-from torchremat.schedules.bounds import Pull, in_any_order, lower_bound
+from torchremat.schedules.bounds import Pull, Regions, in_any_order, lower_bound
 from torchremat.schedules.dataflow import Dataflow, Operator, Value
+
+NO_REGIONS = Regions(saved_cost=(), begun_cost=0.0)
 
 
 def make_flow(operators, sizes, needed=()):
@@ -48,11 +50,12 @@ def random_problem(seed):
     return flow, pulls, draw.randint(2, max(3, sum(sizes)))
 
 
-def cheapest(flow, pulls, limit):
+def cheapest(flow, pulls, limit, regions=NO_REGIONS):
     """Return the least cost of what runs again, by Dijkstra over what is live; infinite if nothing fits.
 
     All of the first forward is free here, and everything that it makes is there when backward begins: more freedom
-    than any schedule has, and none that the bound excludes.
+    than any schedule has, and none that the bound excludes. What is saved in regions costs once for each operator that
+    runs again, and something begins wherever one runs that is not the next after the last, or after a pull.
     """
     size = [value.size_bytes for value in flow.values]
     made = {value for operator in flow.operators for value in operator.outputs}
@@ -62,23 +65,29 @@ def cheapest(flow, pulls, limit):
         return sum(size[value] for value in live - outside)
 
     # A state: how many pulls are done, and what is live. Before the first pull anything may be thrown away.
-    start = (0, frozenset(range(len(size))))
+    start = (0, frozenset(range(len(size))), None, frozenset())
     costs, queue, count = {start: 0.0}, [(0.0, 0, start)], 0
     while queue:
         cost, _, state = heapq.heappop(queue)
         if cost > costs[state]:
             continue
-        done, live = state
+        done, live, last, ran = state
         if done == len(pulls):
             return cost
-        found = [(cost, (done, live - {value})) for value in live & made]
+        found = [(cost, (done, live - {value}, last, ran)) for value in live & made]
         pull = pulls[done]
         if set(pull.reads) <= live and bytes_of(live) + pull.beside_bytes <= limit:
-            found.append((cost, (done + 1, live)))
-        for operator in flow.operators:
+            found.append((cost, (done + 1, live, None, ran)))
+        for number, operator in enumerate(flow.operators):
             # A recompute takes no bytes here: the bound does not count them either.
             if set(operator.inputs) <= live and math.isfinite(operator.cost):
-                found.append((cost + operator.cost, (done, live | set(operator.outputs))))
+                price = cost + operator.cost
+                if regions.begun_cost and (last is None or number != last + 1):
+                    price += regions.begun_cost
+                if regions.saved_cost and number not in ran:
+                    price += regions.saved_cost[number]
+                runs = (number, ran | {number}) if regions.begun_cost else (None, ran)
+                found.append((price, (done, live | set(operator.outputs), *runs)))
         for price, after in found:
             if price < costs.get(after, math.inf):
                 costs[after] = price
@@ -98,6 +107,33 @@ def test_the_bound_is_never_above_the_best_of_all_schedules():
         tight += bound >= best - 1e-3 if math.isfinite(best) else math.isinf(bound)
     # It says something, too: in most of them it is the best itself.
     assert tight >= 100
+
+
+def test_the_bound_with_regions_is_never_above_the_best_of_all_schedules():
+    higher = 0
+    for seed in range(160):
+        flow, pulls, limit = random_problem(seed)
+        draw = random.Random(seed)
+        saved = tuple(float(draw.choice([0, 1, 2])) for _ in flow.operators)
+        regions = Regions(saved_cost=saved, begun_cost=float(draw.choice([1, 2])))
+
+        best = cheapest(flow, pulls, limit, regions)
+        bound, without = (lower_bound(flow, pulls, limit, regions=one).cost for one in (regions, None))
+
+        assert bound <= best + 1e-9, f"seed {seed}"
+        assert bound >= without - 1e-3
+        higher += math.isfinite(bound) and bound > without + 0.5
+    # In most of them nothing has to run again.
+    assert higher >= 8
+
+
+def test_regions_by_hand():
+    # With 5 bytes the second and the first value are made again, in one go: one begins, and what both save is put away.
+    flow = chain_flow([2, 2, 4], [5, 1, 2])
+    pulls = [Pull(reads=(3,)), Pull(reads=(2,)), Pull(reads=(1,))]
+    regions = Regions(saved_cost=(0.5, 0.25, 9.0), begun_cost=10.0)
+
+    assert lower_bound(flow, pulls, 5, regions=regions).cost == pytest.approx(6.0 + 0.75 + 10.0, abs=1e-2)
 
 
 def test_the_bound_falls_with_the_limit():

@@ -44,6 +44,11 @@ from torchremat.schedules.dataflow import Dataflow
 # bound, and the least over whole `held` is a higher one. More moments and rows can only raise it. Nothing is said of
 # the time before the first moment, nor of the bytes of a recompute: leaving rows out can only lower it.
 #
+# With one moment alone, run(o) says whether o runs again at all from then on. Then regions cost at least the sum of
+# saved_cost(o) run(o), and begun_cost for each o that runs again where the last operator before it that matters here
+# does not: between the two a region begins, or the first of them was passed over. Several moments would count what is
+# saved in a region inside of another once too often.
+#
 # Values that nobody makes, or of no bytes, are there for free. Whether a value could be held in practice does not
 # matter here: a bound that allows for more remains one.
 
@@ -70,6 +75,19 @@ class Pull:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Regions:
+    """What regions take at least, beside the operators that run in them.
+
+    Attributes:
+        saved_cost: By operator, if it runs again at all.
+        begun_cost: Where an operator runs again and the one before it does not.
+    """
+
+    saved_cost: tuple[float, ...]
+    begun_cost: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class LowerBound:
     """What every schedule costs at least.
 
@@ -88,13 +106,21 @@ def in_any_order(flow: Dataflow) -> tuple[Pull, ...]:
     return (Pull(reads=()), *(Pull(reads=(number,)) for number in needed))
 
 
-def lower_bound(flow: Dataflow, backward: Iterable[Pull], limit_bytes: int, *, most_seconds: float = 4.0) -> LowerBound:
+def lower_bound(
+    flow: Dataflow,
+    backward: Iterable[Pull],
+    limit_bytes: int,
+    *,
+    regions: Regions | None = None,
+    most_seconds: float = 4.0,
+) -> LowerBound:
     """Return what recomputing costs at least in any schedule under a limit. See NOTE [ A bound over all schedules ].
 
     Args:
         flow: The operators of the forward. Operators of infinite cost must not run again.
         backward: What backward reads, in its order.
         limit_bytes: Of all that is live in backward: values of the forward and what lies beside them.
+        regions: What they take; None if nobody knows.
         most_seconds: No program is begun after so many seconds, and the one under way ends soon: the bound is then
             lower than it could be, but remains one.
 
@@ -106,7 +132,7 @@ def lower_bound(flow: Dataflow, backward: Iterable[Pull], limit_bytes: int, *, m
     missing = sorted({value for pull in pulls for value in pull.reads if not 0 <= value < len(flow.values)})
     if missing:
         raise ScheduleError(f"backward reads the values {missing}, but the dataflow has {len(flow.values)}")
-    problem = _Problem(flow, pulls, limit_bytes)
+    problem = _Problem(flow, pulls, limit_bytes, regions)
 
     def left_s() -> float:
         return most_seconds - (time.perf_counter() - start_s)
@@ -131,8 +157,9 @@ def lower_bound(flow: Dataflow, backward: Iterable[Pull], limit_bytes: int, *, m
 class _Problem:
     """What all programs of one limit share."""
 
-    def __init__(self, flow: Dataflow, pulls: tuple[Pull, ...], limit_bytes: int) -> None:
+    def __init__(self, flow: Dataflow, pulls: tuple[Pull, ...], limit_bytes: int, regions: Regions | None) -> None:
         self.flow = flow
+        self.regions = regions
         self.pulls = pulls
         self.limit_bytes = limit_bytes
         self.size = [value.size_bytes for value in flow.values]
@@ -211,6 +238,7 @@ class _Program:
         self._run = [self._variables(operators) for _, operators in relevant]
         alone = len(moments) == 1  # then `after` is `run`
         self._after = self._run if alone else [self._variables(operators) for _, operators in relevant]
+        self._begun = self._variables(list(self._run[0])) if alone and problem.regions else {}
         self.cost = np.zeros(self._count)
         self.lowest = np.zeros(self._count)
         self.highest = np.ones(self._count)
@@ -222,6 +250,8 @@ class _Program:
             if not alone:
                 self._closure(k, self._after[k], self._later[k])
                 self._sums(k)
+        if alone and problem.regions:
+            self._regions(problem.regions)
         for before, after in pairwise(range(len(moments))):
             for value, variable in self._held[after].items():
                 self._row(0.0, (variable, 1.0), *self._there(before, self._run[before], value))
@@ -299,3 +329,13 @@ class _Program:
         for operator, variable in self._after[k].items():
             runs = [run[operator] for run in self._run[k:] if operator in run]
             self._row(0.0, (variable, 1.0), *((one, -1.0) for one in runs))
+
+    def _regions(self, regions: Regions) -> None:
+        """What regions take."""
+        before: tuple[tuple[int, float], ...] = ()
+        for operator, begun in self._begun.items():
+            runs = self._run[0][operator]
+            self.cost[runs] += regions.saved_cost[operator] / self._problem.unit
+            self.cost[begun] = regions.begun_cost / self._problem.unit
+            self._row(0.0, (runs, 1.0), (begun, -1.0), *before)
+            before = ((runs, -1.0),)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+from torchremat.planning.bounds.executing import regions_of
 from torchremat.planning.bounds.pulls import PlainStep, Unseen
 from torchremat.planning.bounds.underestimates import Underestimate, underestimate
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.searches.chains import Cost
 from torchremat.planning.walks.prediction import Prediction
-from torchremat.schedules.bounds import lower_bound
+from torchremat.schedules.bounds import Regions, lower_bound
 from torchremat.schedules.chain import Tree, kept
 from torchremat.schedules.interpreter import interpret
 from torchremat.schedules.persistent import least_cost
@@ -20,6 +22,10 @@ _ALL = (
     "every operator of the forward runs with the same kernels and costs as in one plain step, alone or again",
     "a tensor is held as its whole storage or not at all, and comes back by recomputing alone",
     "backward runs the operators that it runs in a plain step, in their order",
+)
+_EXECUTED = (
+    "what runs again does so in regions, and these take what was measured of them: for each tensor that is saved, and "
+    "where they begin or pass over an operator"
 )
 _PERSISTENT = "nested regions span whole calls of those that the plan is over, and take the bytes of the solver's chain"
 _NO_BOUND = "what was seen of a plain step does not fit the budget, though the plan does"
@@ -111,6 +117,7 @@ class Claim:
         step_cost: Of a plain step.
         limit_bytes: The budget without what lies there before a step.
         step: The plain step.
+        regions: What regions take by themselves; None if nothing is counted for them.
         nested: The calls that the plan chooses among; None if they make no chain.
         stores: Whether tensors wait in stores.
     """
@@ -121,6 +128,7 @@ class Claim:
     limit_bytes: int
     step: PlainStep | Unseen
     nested: Underestimate | None
+    regions: Regions | None = None
     stores: bool = False
 
     def certificate(self, *, most_seconds: float = 4.0) -> Certificate:
@@ -140,8 +148,13 @@ class Claim:
             if isinstance(self.step, Unseen):
                 missing.append(self.step.reason)
             else:
-                limit_bytes = self.limit_bytes
-                everything = lower_bound(self.step.flow, self.step.pulls, limit_bytes, most_seconds=most_seconds).cost
+                everything = lower_bound(
+                    self.step.flow,
+                    self.step.pulls,
+                    self.limit_bytes,
+                    regions=self.regions,
+                    most_seconds=most_seconds,
+                ).cost
                 if math.isinf(everything):
                     everything = None
                     missing.append(_NO_BOUND)
@@ -157,9 +170,17 @@ class Claim:
             bound_all=None if everything is None else min(everything, self.cost),
             bound_persistent=None if persistent is None else min(persistent, self.cost),
             seconds=time.perf_counter() - start_s,
-            assumptions=(*(_ALL if everything is not None else ()), *([_PERSISTENT] if persistent is not None else ())),
+            assumptions=tuple(self._assumptions(everything, persistent)),
             missing=tuple(missing),
         )
+
+    def _assumptions(self, everything: float | None, persistent: float | None) -> Iterator[str]:
+        if everything is not None:
+            yield from _ALL
+            if self.regions is not None:
+                yield _EXECUTED
+        if persistent is not None:
+            yield _PERSISTENT
 
 
 def claim_of(
@@ -198,5 +219,6 @@ def claim_of(
         limit_bytes=limit_bytes,
         step=step,
         nested=nested,
+        regions=regions_of(profile, step.flow) if unit == "seconds" and isinstance(step, PlainStep) else None,
         stores=stores,
     )

@@ -54,8 +54,8 @@ class Device:
         host_bandwidth: Bytes per second between it and the host's memory, in one direction.
         efficiency: The share of flops and bandwidth that real kernels reach.
         block_bytes: What its allocator rounds sizes up to.
-        overheads: Seconds that torchremat itself takes beside the kernels: for a region, and for each operator of
-            one that is kept in part.
+        overheads: Seconds that torchremat itself takes beside the kernels: for a region, for each tensor that is saved
+            in one, and for each operator of one that is kept in part.
         kernels: Measured kernels by signature.
     """
 
@@ -145,7 +145,8 @@ def _read(content: dict[str, object], source: str) -> Device:
     if not isinstance(content.get("flops", {}), dict):
         problems.append("flops is no object of dtypes")
     overheads, parts = content.get("overheads", asdict(NOMINAL)), [one.name for one in fields(Overheads)]
-    if not _is_table(overheads, parts):
+    # A description by hand may leave out what a tensor takes.
+    if not _is_table({"saved_s": 0.0, **overheads} if isinstance(overheads, dict) else overheads, parts):
         problems.append(f"overheads is {overheads!r:.40}, an object with {', '.join(parts)} in seconds is needed")
     kernels = content.get("kernels", {})
     if not isinstance(kernels, dict):

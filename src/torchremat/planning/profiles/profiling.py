@@ -274,8 +274,13 @@ def _scaled(profile: Profile, forward_seconds: float | None) -> Profile:
     If there is none, they are those of the kernels alone, and what a region takes by itself is missing.
     """
     if forward_seconds is None:
-        region_s = profile.overheads.region_s
-        costs = (replace(cost, seconds_truncated=cost.seconds_truncated + region_s) for cost in profile.costs)
+        costs = (
+            replace(
+                cost,
+                seconds_truncated=cost.seconds_truncated + profile.overheads.seconds(len(profile.units.saved(unit))),
+            )
+            for unit, cost in enumerate(profile.costs)
+        )
         return replace(profile, costs=tuple(costs))
     factor = forward_seconds / profile.forward_seconds
     costs = tuple(cost.slower(factor) for cost in profile.costs)

@@ -197,7 +197,8 @@ class _Maker:
         )
         boundary = {one: number for one in replay.held if (number := log.storages.get(one, -1)) in outputs}
         again = [index for index in range(selection.ends) if index not in replay.spared]
-        overhead_s = profile.overheads.seconds(len(runs), selection.ends)
+        saves = len(profile.units.saved(unit))
+        overhead_s = profile.overheads.seconds(saves, len(runs), selection.ends)
         backward = parted(profile.backwards[unit], self.saves(unit), self.flow(unit), selection, replay)
         return OptionBytes(
             kept=frozenset(boundary.values()),
@@ -210,7 +211,7 @@ class _Maker:
             recomputes=selection.ends > 0,
             seconds=overhead_s + sum(seconds[index] for index in again),
             overhead_s=overhead_s,
-            nominal_s=NOMINAL.seconds(len(runs), selection.ends) + sum(nominal_s[index] for index in again),
+            nominal_s=NOMINAL.seconds(saves, len(runs), selection.ends) + sum(nominal_s[index] for index in again),
             flops=sum(runs[index].flops for index in again),
             ordinals=tuple(_ordinal(runs, index) for index in sorted(selection.held)),
             operators=tuple(run.name for run in runs if run.traits.is_counted),

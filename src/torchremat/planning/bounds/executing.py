@@ -1,0 +1,44 @@
+"""What the executor takes at least where operators run again, for bounds in seconds.
+
+Whatever the schedule is, an operator runs again in a region, of one call or of many, and
+
+    saved    each tensor that is saved in a region takes a while to put away, in the forward and in the recompute
+    begun    where an operator runs again and the one before it does not, a region begins, or a policy was asked about
+             the one before, in the forward and in the recompute
+
+How many regions there are is up to the schedule, so what else they take is left out.
+"""
+
+from __future__ import annotations
+
+from torchremat.planning.profiles.operators import OperatorTrace
+from torchremat.planning.profiles.reading import Profile
+from torchremat.schedules.bounds import Regions
+from torchremat.schedules.dataflow import Dataflow
+
+
+def regions_of(profile: Profile, flow: Dataflow) -> Regions | None:
+    """Return what regions take in seconds; None if the operators of a plain step are not those of the profile."""
+    trace, overheads = profile.units.trace.operators, profile.overheads
+    if [run.name for run in trace.runs] != [operator.name for operator in flow.operators]:
+        return None
+    return Regions(
+        saved_cost=tuple(saves * overheads.saved_s for saves in saves_of(trace)),
+        begun_cost=min(overheads.region_s, overheads.collected_s + overheads.replayed_s),
+    )
+
+
+def saves_of(trace: OperatorTrace) -> list[int]:
+    """Return how many tensors are saved in a recompute for certain if an operator runs in it, for each operator.
+
+    A recompute ends with a save. So of what is saved between two operators, what the first has made is counted there,
+    and the rest where the second reads it.
+    """
+    found = [0] * len(trace.runs)
+    for save in trace.saves:
+        before = save.position - 1
+        if before >= 0 and save.value in trace.runs[before].makes:
+            found[before] += 1
+        elif save.position < len(trace.runs) and save.value in trace.runs[save.position].reads:
+            found[save.position] += 1
+    return found
