@@ -6,7 +6,9 @@ from torch import nn
 
 import models
 import zoo
-from planning.kinds import KINDS, Loop, block, inputs, square
+from planning.kinds import KINDS, Loop, block, inputs, linear, square
+from planning.steps import differences, outcome, recomputed_flops
+from torchremat import Planner, plan
 from torchremat.errors import StepError
 from torchremat.planning.profiles.tracing import trace
 from torchremat.planning.profiles.units import find_units
@@ -146,3 +148,81 @@ def test_a_step_that_calls_nothing_of_the_model_is_an_error():
 
     with pytest.raises(StepError, match="calls no module of the model with grad mode on; is it given another model"):
         find_units(trace(model, lambda m: square(other(inputs()))))
+
+
+class Renormed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.rest = nn.Embedding(16, 64, max_norm=0.1), Loop()
+
+    def forward(self, tokens):
+        return self.rest(self.embed(tokens))
+
+
+class Initialised(nn.Module):
+    """Sets its scale by its first batch, as the layers of a flow do."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.inner = nn.Parameter(torch.ones(64)), block()
+        self.register_buffer("is_ready", torch.tensor(False))
+
+    def forward(self, x):
+        if not self.is_ready:
+            with torch.no_grad():
+                self.scale.copy_(1 / x.std(0))
+                self.is_ready.fill_(True)
+        return self.inner(x * self.scale)
+
+
+class WritesLater(nn.Module):
+    """Its head is written after its call: a recompute would find other weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.rest, self.head = Loop(), linear()
+
+    def forward(self, x):
+        x = self.head(self.rest(x)) * 2
+        with torch.no_grad():
+            self.head.bias.mul_(1)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("model", "step", "expected"),
+    [
+        (
+            Renormed,
+            lambda m: square(m(torch.arange(16))),
+            "rest.layers.0 rest.layers.1<0 rest.layers.2<1 rest.layers.3<2",
+        ),
+        (
+            lambda: nn.Sequential(Initialised(), block(), Initialised()),
+            lambda m: square(m(inputs())),
+            "0.inner 1<0 2.inner",
+        ),
+        (WritesLater, lambda m: square(m(inputs())), "rest.layers.0 rest.layers.1<0 rest.layers.2<1 rest.layers.3<2"),
+    ],
+    ids=["renormed", "initialised", "written later"],
+)
+def test_a_call_whose_parameters_are_written_is_no_unit(model, step, expected):
+    # Its recompute finds other weights, so that planning ended in a MutationError about `optimizer.step()`.
+    torch.manual_seed(0)
+    model = model()
+    assert units_of(model, step) == expected
+
+    planner = Planner(model, step, cost="flops", operators=False)
+    plain = outcome(model, step)
+    planner.plan(planner.floor_bytes).apply(model)
+
+    assert differences(outcome(model, step), plain) == []
+    assert recomputed_flops(model, step) > 0
+
+
+def test_a_step_of_which_nothing_can_be_recomputed_is_an_error():
+    # It ended in an IndexError.
+    model = nn.Sequential(nn.Embedding(16, 64, max_norm=0.1))
+
+    with pytest.raises(StepError, match=r"no call of the model can be recomputed"):
+        plan(model, lambda m: m(torch.arange(16)).sum(), budget="100%")

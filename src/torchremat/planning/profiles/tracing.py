@@ -69,6 +69,7 @@ class Call:
         inputs: The tensors among its arguments.
         outputs: Those that it returned.
         mutated: Places in `inputs` whose tensors it wrote to in place.
+        is_overwritten: Whether a parameter of its module was written in place after its entry, by itself or later.
         saved: Storages that autograd saved directly in it, not in the calls inside, as (storage, time).
         entered: Time of entry: the number of entries and exits of calls before it.
         left: Time of exit.
@@ -91,6 +92,7 @@ class Call:
     inputs: list[Seen]
     outputs: list[Seen] = field(default_factory=list[Seen])
     mutated: list[int] = field(default_factory=list[int])
+    is_overwritten: bool = False
     saved: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     carried: tuple[int, ...] = ()
     entered: int
@@ -167,6 +169,8 @@ class _Tracer:
         self.identities: dict[int, tuple[int, ReferenceType[Tensor]]] = {}
         self.step_saved: list[tuple[int, int]] = []
         self.tensors = 0
+        self.parameters = {id(one) for one in model.parameters()}
+        self.versions: list[list[tuple[Tensor, int]]] = []  # at each call's entry, of its module's parameters
         self.idle_since = -1  # how many operators had run when the last call returned
         tensors = [*model.parameters(), *model.buffers()]
         self.fixed = frozenset(self.storage(tensor) for tensor in tensors)
@@ -272,6 +276,8 @@ class _Tracer:
             signature=_signature(module, tensors),
         )
         self.calls.append(call)
+        own = (one for one in module.parameters() if id(one) in self.parameters)  # `functional_call` has others
+        self.versions.append([(one, one._version) for one in own if not one.is_inference()])
         self.open.append(index)
         log, first = self.log, len(self.log.trace.runs)
         log.call = index
@@ -339,12 +345,15 @@ def _run_traced(model: nn.Module, step: Step, flops: FlopCounter, log: OperatorL
             finally:
                 thread.on_carried = None
                 pop_saved_tensor_hooks()
+        loss = loss_of(result)
+        del result  # logits and caches beside the loss go before backward, as they do in each run
         tracer.look_into_objects()
+        for call, versions in zip(tracer.calls, tracer.versions, strict=True):
+            call.is_overwritten = any(parameter._version != version for parameter, version in versions)
     finally:
         tracer.storages.clear()  # what dies from here on is not noted
         log.close()
-    loss_of(result)
-    del result
+    del loss
     return Trace(
         calls=tracer.calls,
         storage_bytes=tracer.storage_bytes,

@@ -7,7 +7,8 @@ units: a transformer's blocks, a U-Net's, encoder before decoder, whatever the t
 
     mutation          a call that writes to its input in place cannot start a region, for the recompute would find the
                       input changed: it is glued to the call that produced the input, and both are one unit; if that
-                      is not the call just before, or if a later call writes to an input, the call is no unit at all
+                      is not the call just before, or if a later call writes to an input, the call is no unit at all;
+                      neither is one whose parameters are written in it or later, as by `nn.Embedding(max_norm=...)`
     barrier           regions do not span two calls of a root, of which each opens a scope of its own: also where a
                       root is called inside of another one, as by a step that calls a part of the model beside all of it
 """
@@ -141,7 +142,7 @@ def find_units(trace: Trace, split: frozenset[int] = frozenset()) -> Units:
         split: Calls that would be units and are to be taken apart into the calls that they make.
 
     Raises:
-        StepError: The step calls no module of the model with grad mode on.
+        StepError: The step calls no module of the model with grad mode on, or none that could be recomputed.
     """
     roots = [index for index in trace.children(None) if trace.calls[index].grad]
     if not roots:
@@ -171,7 +172,8 @@ def _expanded_names(trace: Trace, index: int, total: int, opening: frozenset[str
     whole = _saved_bytes(trace, index)
     own = {storage for storage, _ in trace.calls[index].saved} - trace.fixed
     glue = sum(trace.storage_bytes[storage] for storage in own if storage >= 0)
-    if not is_root and (whole < _LEAST_SHARE * total or glue > _MOST_GLUE * whole):
+    is_whole = whole < _LEAST_SHARE * total or glue > _MOST_GLUE * whole
+    if is_whole and not is_root and not trace.calls[index].is_overwritten:
         return set()
     names = {trace.calls[index].name}
     for child in children:
@@ -216,13 +218,20 @@ class _Linker:
     def units(self) -> Units:
         for index in self.chosen:
             call, scope = self.trace.calls[index], self.scope(index)
+            if call.is_overwritten:
+                continue  # it stays code between the units, as do the calls below
             if call.mutated and self.groups and self.scope_of[-1] == scope and self.produces(self.groups[-1], call):
                 self.groups[-1].append(index)
                 continue
             if call.mutated or self.is_written_later(index, call):
-                continue  # it stays code between the units
+                continue
             self.groups.append([index])
             self.scope_of.append(scope)
+        if not self.groups:
+            raise StepError(
+                "no call of the model can be recomputed: each writes in place to its inputs or to its parameters. "
+                "There is nothing to plan; write out of place."
+            )
         keys = self.keys()
         rows = groupby(range(len(self.groups)), key=self.scope_of.__getitem__)
         units = [unit for _, row in rows for unit in self.row(row, keys)]
