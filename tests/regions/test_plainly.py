@@ -48,6 +48,19 @@ def test_a_recompute_inside_is_as_its_forward():
     assert inner.calls == 2 and x.grad is not None
 
 
+def test_a_reentrant_recompute_inside_makes_its_regions():
+    # It used to begin with what was around the backward: `plainly` there made plain calls of the regions inside of it,
+    # which then kept all that they saved until its own backward had passed them.
+    inner, x = Counted(three), torch.randn(3, requires_grad=True)
+    y = drop_in(lambda x: checkpoint(inner, x.sin()), x, use_reentrant=True)
+
+    with plainly():
+        y.sum().backward()
+
+    # Forward, the recompute of the outer region, which makes a region of the inner one, and the inner recompute.
+    assert inner.calls == 3 and x.grad is not None
+
+
 def test_it_ends_with_the_block_also_if_that_raises():
     body, x = Counted(three), torch.randn(3, requires_grad=True)
 

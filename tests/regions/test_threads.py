@@ -38,7 +38,7 @@ def at_once(work, *, count=_THREADS):
         try:
             start.wait(_PATIENCE_S)
             results[number] = work(number)
-            assert thread.recomputing == 0 and thread.calls == [] and thread.scopes == []
+            assert thread.now.recomputing == 0 and thread.now.calls == [] and thread.now.scopes == []
         except BaseException as error:  # noqa: BLE001
             errors.append(error)
 

@@ -5,28 +5,21 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack, contextmanager
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-
-class GeneratorState(NamedTuple):
-    """The state that a generator had."""
-
-    generator: torch.Generator | torch.device  # a device stands for its default generator
-    state: Tensor
-
-    def restore(self, stack: ExitStack) -> None:
-        """Restore it until `stack` is closed."""
-        stack.callback(set_generator, self.generator, get_generator(self.generator))
-        set_generator(self.generator, self.state)
+# The states that generators had; a device stands for its default generator.
+States = dict[torch.Generator | torch.device, Tensor]
 
 
 def get_generator(generator: torch.Generator | torch.device) -> Tensor:
     """Return the state of a generator, or of the default generator of a device, a byte tensor on the CPU."""
     if isinstance(generator, torch.Generator):
-        return _state_of(generator)
+        state = generator.get_state()
+        if _watchers:
+            _show(state)
+        return state
     return torch.get_device_module(generator).get_rng_state(generator)
 
 
@@ -38,33 +31,37 @@ def set_generator(generator: torch.Generator | torch.device, state: Tensor) -> N
         torch.get_device_module(generator).set_rng_state(state, generator)
 
 
-def generator_states(
-    devices: Iterable[torch.device] = (), generators: Iterable[torch.Generator] = ()
-) -> list[GeneratorState]:
+def generator_states(devices: Iterable[torch.device] = (), generators: Iterable[torch.Generator] = ()) -> States:
     """Return the states of `generators` and of the default ones of the CPU and `devices`, before a forward."""
-    states = [GeneratorState(_DEFAULT, _state_of(_DEFAULT))]
+    states: States = {_DEFAULT: get_generator(_DEFAULT)}
     for one in (*devices, *generators):
-        states.append(GeneratorState(one, get_generator(one)))
+        states[one] = get_generator(one)
     return states
 
 
-def drawn(before: list[GeneratorState]) -> list[GeneratorState]:
+def drawn(before: States) -> States:
     """Return those of the states `before` whose generators have drawn since; the others, of 5 KB each, can go."""
-    if len(before) == 1 and before[0].generator is _DEFAULT:
-        return [] if _equal(_state_of(_DEFAULT), before[0].state) else before
-    return [one for one in before if not _equal(get_generator(one.generator), one.state)]
+    moved: States = {}
+    for one, state in before.items():
+        if not _equal(get_generator(one), state):
+            moved[one] = state
+    return moved
+
+
+def restore(states: States, stack: ExitStack) -> None:
+    """Restore the states until `stack` is closed."""
+    for generator, state in states.items():
+        stack.callback(set_generator, generator, get_generator(generator))
+        set_generator(generator, state)
 
 
 _DEFAULT = torch.default_generator
 _watchers: list[Callable[[Tensor], None]] = []
 
 
-def _state_of(generator: torch.Generator) -> Tensor:
-    state = generator.get_state()
-    if _watchers:
-        for watcher in _watchers:
-            watcher(state)
-    return state
+def _show(state: Tensor) -> None:
+    for watcher in _watchers:
+        watcher(state)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
+from operator import call
 from typing import NamedTuple, TypeVar, cast
 
 import torch
@@ -101,7 +102,7 @@ class Surroundings:
         self._known = [flag.read() for flag in known_flags]
         self._others = [flag.read() for flag in other_flags]
         self._precisions = Precisions()
-        self._reads = [read() for read in _READS]
+        self._reads = list(map(call, _READS))
         self._autocast = [_autocast(kind) for kind in _DEVICE_TYPES]
         self._caches = torch.is_autocast_cache_enabled()
         self.casts = any(one.enabled for one in self._autocast)
@@ -112,7 +113,7 @@ class Surroundings:
     def are_here(self) -> bool:
         """Return whether this is what surrounds the caller now, so that nothing has to be restored."""
         # Under autocast there is always something to do: see `_restore_autocast`.
-        if self.casts or not self._state.check() or [read() for read in _READS] != self._reads:
+        if self.casts or not self._state.check() or list(map(call, _READS)) != self._reads:
             return False
         if not has_modes():
             return not self.has_modes

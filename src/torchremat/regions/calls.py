@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from torchremat._compat.transforms import is_in_batch, outside_batches
-from torchremat.ambient.generators import GeneratorState, drawn, generator_states
+from torchremat.ambient.generators import States, drawn, generator_states, restore
 from torchremat.ambient.locks import EXCHANGING
 from torchremat.ambient.registry import Captured, entries
 from torchremat.ambient.surroundings import Surroundings, surroundings
@@ -69,7 +69,7 @@ class Call:
         self.sources = sources
         self.slots = -1  # how many slots the region has after the call; negative while it runs for the first time
         self.modules: ModuleState
-        self.generators: list[GeneratorState] = []
+        self.generators: States = {}
         self.objects: Objects | None = None
         self.log: OperatorLog | None = None  # of the forward, with `debug=True`
         self.selection: Selection | None = None  # what is kept by a policy, here or in a region inside
@@ -125,7 +125,7 @@ class Call:
                 others += generators_reached(self.body) + self.modules.generators
             if self.objects is not None:
                 others += self.objects.generators
-            self.generators = generator_states(devices, dict.fromkeys(others) if others else ())
+            self.generators = generator_states(devices, others)
         if entries:
             self._captured = Captured()
 
@@ -180,8 +180,7 @@ class Call:
             if self.generators:
                 if is_in_batch():
                     stack.enter_context(outside_batches())
-                for generator in self.generators:
-                    generator.restore(stack)
+                restore(self.generators, stack)
             if self._captured is not None:
                 self._captured.restore(stack)
             return stack.pop_all()

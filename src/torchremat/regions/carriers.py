@@ -43,7 +43,7 @@ class Carried:
 
 def carried(value: object) -> Carried:
     """Return a value as put here."""
-    return Carried(value, tuple(thread.calls), is_in_reentrant_forward())
+    return Carried(value, tuple(thread.now.calls), is_in_reentrant_forward())
 
 
 class Carrier(Generic[K]):
@@ -56,7 +56,7 @@ class Carrier(Generic[K]):
     """
 
     def __init__(self, *, is_lasting: bool = False) -> None:
-        self._made_in = None if is_lasting else thread.carried
+        self._made_in = None if is_lasting else thread.now.carried
         self._values: dict[K, Carried] = {}
 
     def put(self, key: K, one: Carried) -> None:
@@ -97,15 +97,15 @@ class Carrier(Generic[K]):
         return dict(self._values)
 
     def _is_apart(self) -> bool:
-        return thread.carried is not None and thread.carried is not self._made_in
+        return thread.now.carried is not None and thread.now.carried is not self._made_in
 
     def _apart(self) -> dict[tuple[object, object], Carried]:
-        assert thread.carried is not None
-        return thread.carried
+        assert thread.now.carried is not None
+        return thread.now.carried
 
     def _hold(self, key: K, one: Carried, words: str) -> None:
         """Let the calls that run here for the first time hold a value that their recomputes would not put again."""
-        calls = [call for call in thread.calls if not any(_recomputes(call, other) for other in one.calls)]
+        calls = [call for call in thread.now.calls if not any(_recomputes(call, other) for other in one.calls)]
         if has_left_reentrant(one) or (calls and is_in_reentrant_forward()):
             raise reentrant(words)
         if calls:
@@ -126,7 +126,7 @@ def _recomputes(call: Call, other: Call) -> bool:
 
 def has_left_reentrant(one: Carried) -> bool:
     """Return whether a value was put in a reentrant region that has ended."""
-    return one.is_reentrant and any(all(call is not other for other in thread.calls) for call in one.calls)
+    return one.is_reentrant and any(all(call is not other for other in thread.now.calls) for call in one.calls)
 
 
 def reentrant(words: str) -> UnsupportedError:

@@ -40,9 +40,10 @@ class Choosing:
     ) -> None:
         self._region = region
         self._call = call
-        taken_over = next(thread.inner, None) if thread.recomputing else None
+        now = thread.now
+        taken_over = next(now.inner, None) if now.inner is not None and now.recomputing else None
         selection = None if taken_over is None else taken_over()
-        self._is_nested = bool(thread.calls) or thread.recomputing > 0
+        self._is_nested = bool(now.calls) or now.recomputing > 0
         self._run: Collecting | Replaying
         if selection is not None:
             self._run = Replaying(selection, takes=False)
@@ -58,8 +59,8 @@ class Choosing:
             # A region around it may draw after it. See NOTE [ Selective recompute ], 6
             preserve_rng = settings.preserve_rng or self._is_nested
             self._run = Collecting(selection, policy, settings.decisions, paths, preserve_rng)
-            if thread.calls and not isinstance(around, Replaying):
-                _selection_of(thread.calls[-1]).inner.append(ref(selection))
+            if now.calls and not isinstance(around, Replaying):
+                _selection_of(now.calls[-1]).inner.append(ref(selection))
         self.selection = call.selection = selection
         self._held: dict[UntypedStorage, tuple[Tensor, HeldTensor]] = {}
         for tensor, source in zip(tensors, call.sources, strict=True):
@@ -69,13 +70,10 @@ class Choosing:
 
     def run(self, run: Body, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Run the call and let its operators be seen."""
-        had = thread.inner
-        thread.inner = iter(self.selection.inner) if isinstance(self._run, Replaying) else iter(())
-        try:
-            with SeenBy(self._run):
-                return run(args, kwargs)
-        finally:
-            thread.inner = had
+        if isinstance(self._run, Replaying):
+            thread.now.inner = iter(self.selection.inner)  # the call puts back what was there
+        with SeenBy(self._run):
+            return run(args, kwargs)
 
     def hook(self, pack: Callable[[Tensor], object], *, computes: bool) -> Callable[[Tensor], object]:
         """Return the hook for what autograd saves: its slot has the tensor if that is kept anyway.
@@ -144,7 +142,7 @@ class Replay:
 
     def run(self, run: Body, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Run the call again; regions that it meets take over what theirs have kept."""
-        thread.inner = iter(self._selection.inner)
+        thread.now.inner = iter(self._selection.inner)
         with PutBack(), SeenBy(self._run):
             return run(args, kwargs)
 

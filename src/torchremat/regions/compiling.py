@@ -30,7 +30,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from torchremat._compat.graphs import only_in_graphs, uses_partitioner
 from torchremat._compat.modes import DispatchMode, is_traced_with_fakes
-from torchremat.ambient.generators import generator_states
+from torchremat.ambient.generators import generator_states, restore
 from torchremat.errors import UnsupportedError
 from torchremat.regions.settings import Settings
 from torchremat.tensors.structure import tensors_in
@@ -104,8 +104,7 @@ class _DrawsAgain(AbstractContextManager[None]):
         self.stack = ExitStack()
 
     def __enter__(self) -> None:
-        for one in self.states:
-            one.restore(self.stack)
+        restore(self.states, self.stack)
 
     def __exit__(self, *_: object) -> None:
         self.stack.close()

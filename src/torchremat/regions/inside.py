@@ -19,12 +19,12 @@ def is_checkpointing() -> bool:
 
     True as well in a region that is met inside a recompute. Other threads are not asked.
     """
-    return bool(thread.calls)
+    return bool(thread.now.calls)
 
 
 def is_recomputing() -> bool:
     """Return whether the caller runs in a recompute. Other threads are not asked."""
-    return thread.recomputing > 0
+    return thread.now.recomputing > 0
 
 
 def run_once(function: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
@@ -43,7 +43,7 @@ def run_once(function: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -
     >>> seen
     ['forward']
     """
-    if thread.recomputing == 0:
+    if thread.now.recomputing == 0:
         function(*args, **kwargs)
 
 
@@ -64,7 +64,7 @@ def frozen(name: str, tensor: Tensor) -> Tensor:
     """
     if not isinstance(tensor, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]: users are not type-checked
         raise UnsupportedError(f"frozen({name!r}, ...): a tensor is needed, got {type(tensor).__name__}.")
-    if thread.recomputing:
+    if thread.now.recomputing:
         kept = next(thread.frozen.get(name, iter(())), None)
         if kept is None:
             raise CheckpointError(
@@ -72,8 +72,8 @@ def frozen(name: str, tensor: Tensor) -> Tensor:
                 "not do the same twice: look for a branch on data or on state that has changed."
             )
         tensor = cast("Tensor", kept.thaw(f"frozen({name!r}, ...)"))
-    if thread.calls:
+    if thread.now.calls:
         frozen_now = Frozen(tensor)
-        for call in thread.calls:
+        for call in thread.now.calls:
             call.freeze(name, frozen_now)
     return tensor

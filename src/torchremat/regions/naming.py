@@ -34,7 +34,7 @@ def name(tensor: Tensor, name: str) -> Tensor:
         return tensor
     if not isinstance(tensor, Tensor) or not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]: users are not type-checked
         raise UnsupportedError(f"name(tensor, name): a tensor and a string are needed, got {tensor!r} and {name!r}.")
-    run = thread.selecting
+    run = thread.now.selecting
     if run is not None:
         with SeenBy(None):
             run.named(_NAME, tensor, name)

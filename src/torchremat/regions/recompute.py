@@ -18,8 +18,8 @@ from torchremat.regions.differences import Difference, DivergedError, Kind
 from torchremat.regions.guards import WrittenObjectError
 from torchremat.regions.modules import ChangedStateError
 from torchremat.regions.sessions import Session
-from torchremat.regions.slots import waits, written_since
-from torchremat.regions.threads import thread
+from torchremat.regions.slots import written_since
+from torchremat.regions.threads import Now, thread
 from torchremat.regions.values import ValueCheck
 from torchremat.tensors.held import ChangedError
 from torchremat.tensors.metadata import Metadata, agree, metadata_of
@@ -102,12 +102,12 @@ class Recompute:
         self.task = key if isinstance(key, int) and not retains_graph() else None
         self.only = only
         slots = region.slots
-        self.needed = len(slots) - 1 if only is None else only
-        while only is None and self.needed >= 0 and not waits(slots[self.needed]()):
-            self.needed -= 1
-        if not checks:
-            self.needed = -1
-        self.last = self.needed
+        needed = -1
+        if checks:
+            needed = len(slots) - 1 if only is None else only
+            while only is None and needed >= 0 and ((slot := slots[needed]()) is None or slot.value is not None):
+                needed -= 1
+        self.needed = self.last = needed
         if not region.settings.early_stop or region.fresh:
             self.last = self._last()
         self.count = 0
@@ -172,16 +172,10 @@ class Recompute:
         links: dict[Source, Tensor] = {}
         number = 0
         had_grad = torch.is_grad_enabled()
-        if had_grad and not thread.recomputing and in_compiled_backward():
+        if had_grad and not thread.now.recomputing and in_compiled_backward():
             raise UnsupportedError(DIFFERENTIATED)  # a graph that dynamo has given up, and runs as it is
         # See Rule 3; active hooks are covered by those of the recompute
-        had_scopes, thread.scopes = thread.scopes, []
-        had_calls, thread.calls = thread.calls, []
-        had_selecting, thread.selecting = thread.selecting, None
-        had_inner, had_plain = thread.inner, thread.plain
-        had_carried, thread.carried = thread.carried, {}
-        thread.plain = False
-        thread.recomputing += 1
+        had, thread.now = thread.now, Now(thread.now.recomputing + 1)
         set_grad_mode(True)
         try:
             for number, call in enumerate(list(region.made)):
@@ -194,12 +188,7 @@ class Recompute:
                     del links[source]
         finally:
             set_grad_mode(had_grad)
-            thread.recomputing -= 1
-            thread.scopes = had_scopes
-            thread.calls = had_calls
-            thread.selecting = had_selecting
-            thread.inner, thread.plain = had_inner, had_plain
-            thread.carried = had_carried
+            thread.now = had
             self.copies.put_back()
         if self.values is not None and self.difference is None:
             found = self.values.differs_at_end()
@@ -215,7 +204,7 @@ class Recompute:
     def _run_call(self, call: Call, number: int, links: dict[Source, Tensor]) -> None:
         region = self.region
         # As the template was made.
-        args, kwargs = join(call.template, [self._input(call, number, i, links) for i in range(len(call.sources))])  # pyright: ignore[reportGeneralTypeIssues]
+        args, kwargs = join(call.template, self._inputs(call, number, links))  # pyright: ignore[reportGeneralTypeIssues]
         output = None
         try:
             # The forward's own backward has left its gradients; those of the recompute are nobody's. See Rule 6
@@ -233,15 +222,19 @@ class Recompute:
             replay = Replay(call.selection, takes=takes, is_running=call.is_running)
             run, pack = partial(replay.run, run), replay.hook(pack)
         else:
-            thread.inner = iter(())  # what another recompute or call was to take over
+            thread.now.inner = None  # what another recompute or call was to take over
         push_saved_tensor_hooks(pack, self.unpack)
         try:
             output = run(args, kwargs)
+        except _Stop:
+            pass
+        except (KeyboardInterrupt, SystemExit):
+            raise
         except WrittenObjectError as error:
             raise MutationError(error.message(region.name(number))) from None
         except BaseException as error:
             # What arrives need not be the `_Stop`: TorchScript makes a RuntimeError of it, user code what it likes.
-            if not self.is_stopped or isinstance(error, KeyboardInterrupt | SystemExit):
+            if not self.is_stopped:
                 if isinstance(error, RuntimeError) and _WRITES_TO_LEAF in str(error):
                     raise MutationError(self._writes_to_input(number)) from error
                 raise
@@ -261,16 +254,18 @@ class Recompute:
             if region.last_use.get((number, place), -1) > number:
                 links[number, place] = tensor
 
-    def _input(self, call: Call, number: int, place: int, links: dict[Source, Tensor]) -> Tensor:
-        source = call.sources[place]
-        if source not in links:
-            if isinstance(source, tuple):
-                raise bug(f"call {number} links to output {source}, which the recompute does not have")
-            try:
-                links[source] = self.region.held[source].unpack()
-            except ChangedError as error:
-                raise MutationError(self._changed_input(call, number, place, error)) from None
-        return links[source]
+    def _inputs(self, call: Call, number: int, links: dict[Source, Tensor]) -> list[Tensor]:
+        found: list[Tensor] = []
+        for source in call.sources:
+            if source not in links:
+                if isinstance(source, tuple):
+                    raise bug(f"call {number} links to output {source}, which the recompute does not have")
+                try:
+                    links[source] = self.region.held[source].unpack()
+                except ChangedError as error:
+                    raise MutationError(self._changed_input(call, number, len(found), error)) from None
+            found.append(links[source])
+        return found
 
     @outside_graphs  # code under dynamo calls it, compiled or not
     def pack(self, tensor: Tensor) -> object:
@@ -309,8 +304,9 @@ class Recompute:
                     slot.version = value._version
                     slot.task = self.task
         if index == self.last:
-            self._stop()
-        return self.region.detached(tensor) if self.keeps else None  # See Rule 6
+            self.is_stopped = True
+            raise _Stop  # See Rule 5
+        return region.detached(tensor) if self.keeps else None  # See Rule 6
 
     def _pack_logged(self, tensor: Tensor) -> object:
         assert self.log is not None

@@ -28,7 +28,7 @@ from torchremat.regions.guards import WrittenObjectError
 from torchremat.regions.modules import ChangedStateError
 from torchremat.regions.runs import call_plainly
 from torchremat.regions.settings import Settings
-from torchremat.regions.threads import thread
+from torchremat.regions.threads import Now, thread
 from torchremat.regions.visible import modules_of
 from torchremat.tensors.metadata import version_of
 from torchremat.tensors.structure import join, place_of, split
@@ -50,12 +50,12 @@ class CheckpointFunction(torch.autograd.Function):
         call = Call(partial(call_plainly, run_function), None, [])
         call.look(inputs.tensors, modules, inputs.objects, _PRESERVING if preserve_rng_state else _NOT_PRESERVING)
         ctx.save_for_backward(*inputs.own)
-        thread.calls.append(call)
+        thread.now.calls.append(call)
         try:
             with _forwards:
                 outputs = run_function(*args)
         finally:
-            thread.calls.pop()
+            thread.now.calls.pop()
         call.settle()
         inputs.settle()
         ctx.call, ctx.inputs, ctx.function_name = call, inputs, _name_of(run_function)
@@ -155,11 +155,7 @@ class _Held:
 
 def _run_again(call: Call, args: _Inputs, function: str) -> object:
     name = f"reentrant region of {function}"
-    # See Rule 3
-    had_scopes, thread.scopes = thread.scopes, []
-    had_calls, thread.calls = thread.calls, []
-    had_carried, thread.carried = thread.carried, {}
-    thread.recomputing += 1
+    had, thread.now = thread.now, Now(thread.now.recomputing + 1)  # See Rule 3
     try:
         restored = call.restored()
         try:
@@ -171,10 +167,7 @@ def _run_again(call: Call, args: _Inputs, function: str) -> object:
     except (ChangedStateError, WrittenObjectError) as error:
         raise MutationError(error.message(name)) from None
     finally:
-        thread.recomputing -= 1
-        thread.scopes = had_scopes
-        thread.calls = had_calls
-        thread.carried = had_carried
+        thread.now = had
 
 
 class _Forwards(threading.local):

@@ -15,7 +15,7 @@ Missing on purpose: any list of live regions. Autograd owns the slots, so what i
 
 from __future__ import annotations
 
-import threading
+from _thread import RLock  # that of `threading` is a function around it
 from collections.abc import Callable
 from functools import partial
 from weakref import ReferenceType, ref
@@ -41,7 +41,7 @@ from torchremat.regions.recompute import Recompute
 from torchremat.regions.selecting import SeenBy, unseen
 from torchremat.regions.sessions import UNPACKED_ONCE, Session, active_session, open_sessions
 from torchremat.regions.settings import Settings
-from torchremat.regions.slots import GONE, LOST, Key, Slot, noted, pin, served, told, unpack, waits
+from torchremat.regions.slots import GONE, LOST, Key, Slot, noted, pin, served, told, unpack
 from torchremat.regions.threads import thread
 from torchremat.regions.values import Fingerprints
 from torchremat.tensors.held import HeldTensor, holding
@@ -87,7 +87,7 @@ class Region:
         self.metadata: list[Metadata] = []
         self.fresh: set[int] = set()  # see NOTE [ What is written after it was saved ]
         # With `check="values"`; what is made in a recompute is compared with what was made before it by its region.
-        compares = settings.check == "values" and not thread.recomputing and settings.turns.is_next()
+        compares = settings.check == "values" and not thread.now.recomputing and settings.turns.is_next()
         self.fingerprints = Fingerprints() if compares else None
         self.last_use: dict[Source, int] = {}
         self.runs_backward = False
@@ -95,9 +95,9 @@ class Region:
         self._known: dict[int, tuple[ReferenceType[Tensor], int, Source]] = {}
         self._recomputed: set[Key] = set()
         self._unpacked: dict[int, set[int]] = {}  # by slot, the backward calls of a session that have asked for it
-        self._lock = threading.RLock()
+        self._lock = RLock()
         session = active_session() if open_sessions else None
-        if session is not None and not thread.recomputing:
+        if session is not None and not thread.now.recomputing:
             session.created(self)
 
     @property
@@ -125,15 +125,11 @@ class Region:
             modules: The modules that run in it, for their state and devices.
             last: Whether no further call will join, so that outputs need not be remembered.
         """
-        around = thread.selecting
+        around = thread.now.selecting
         if around is None and self.settings.policy is None:
-            had, thread.inner = thread.inner, iter(())  # what a region around this one has kept is not for those inside
-            try:
-                return self._call(body, args, kwargs, modules, None, last=last)
-            finally:
-                thread.inner = had
+            return self._call(body, args, kwargs, modules, None, last)
         with SeenBy(None):
-            return self._call(body, args, kwargs, modules, partial(Choosing, self, around), last=last)
+            return self._call(body, args, kwargs, modules, partial(Choosing, self, around), last)
 
     def _call(
         self,
@@ -142,14 +138,13 @@ class Region:
         kwargs: dict[str, object],
         modules: list[nn.Module],
         choose: Callable[[Call, list[Tensor]], Choosing] | None,
-        *,
         last: bool,
     ) -> object:
         tensors: list[Tensor] = []
         objects: list[object] = []
         template = split_call(args, kwargs, tensors, objects)
         number, first_slot = len(self.made), len(self.slots)
-        call = Call(body, template, [self._source(tensor, number) for tensor in tensors], ref(self))
+        call = Call(body, template, self._sources(tensors, number), ref(self))
         observer = self.settings.observer
         if observer is not None:
             observer.looks(self)
@@ -170,8 +165,9 @@ class Region:
             pack, run = choosing.hook(pack, computes=pack != self._pack), partial(choosing.run, run)
         del tensors, objects
         self.made.append(call)
-        running = thread.calls
-        running.append(call)
+        now = thread.now
+        now.calls.append(call)
+        inner, now.inner = now.inner, None  # what a region around this one has kept is not for those inside
         try:
             push_saved_tensor_hooks(pack, back)  # See Rule 1
             try:
@@ -200,25 +196,29 @@ class Region:
             check_transform_inside(error)
             raise
         finally:
-            running.pop()
+            now.calls.pop()
+            now.inner = inner
         if not last:
             self._remember(output, number)
         elif self._known:
             self._known.clear()
         return output
 
-    def _source(self, tensor: Tensor, number: int) -> Source:
-        known = self._known.get(id(tensor)) if self._known else None
-        # By identity *and* version: after `h.add_(1)` between two calls `h` is the same object and another value.
-        if known is not None and known[0]() is tensor and known[1] == version_of(tensor):
-            source = known[2]
-        else:
-            source = len(self.held)
-            held = self.held_tensor(tensor)
-            self.held.append(held)  # See Rule 2
-            self._known[id(tensor)] = (ref(tensor), held.version, source)
-        self.last_use[source] = number
-        return source
+    def _sources(self, tensors: list[Tensor], number: int) -> list[Source]:
+        found: list[Source] = []
+        for tensor in tensors:
+            known = self._known.get(id(tensor))
+            # By identity *and* version: after `h.add_(1)` between two calls `h` is the same object and another value.
+            if known is not None and known[0]() is tensor and known[1] == version_of(tensor):
+                source = known[2]
+            else:
+                source = len(self.held)
+                held = self.held_tensor(tensor)
+                self.held.append(held)  # See Rule 2
+                self._known[id(tensor)] = (ref(tensor), held.version, source)
+            self.last_use[source] = number
+            found.append(source)
+        return found
 
     def _remember(self, output: object, number: int) -> None:
         tensors: list[Tensor] = []
@@ -275,7 +275,7 @@ class Region:
                 if session is not None and session.refuses(self, slot.index in self._unpacked):
                     raise CheckpointError(f"{self.name(self.call_of(slot.index))}: {UNPACKED_ONCE}")
                 self._recompute_for(key, slot.index)
-                if slot.task == key and not thread.recomputing:
+                if slot.task == key and not thread.now.recomputing:
                     return slot.tensor  # see `unpack` in slots.py; most regions are asked for the first time here
             return slot.take(key, keep=self._is_needed_again(slot, session, task))
 
@@ -287,7 +287,7 @@ class Region:
         # The node holds the tensor while it runs; nobody else needs it. See Rule 4
         if session is not None and not self._is_last_pass(session, task, slot.index):
             return True
-        if thread.recomputing:
+        if thread.now.recomputing:
             return False  # the input of a nested region, asked for once by each recompute of it
         # If the graph is not retained, the slot goes with the node. Otherwise a node that is written in Python may ask
         # again until it has run; one of torch's own does not.
@@ -295,7 +295,7 @@ class Region:
 
     def _is_last_pass(self, session: Session, task: int, index: int) -> bool:
         if session.drops:
-            return task >= 0 and not thread.recomputing and session.is_done_with()
+            return task >= 0 and not thread.now.recomputing and session.is_done_with()
         if session.passes is None or task < 0:
             return False
         tasks = self._unpacked.setdefault(index, set())
@@ -315,8 +315,8 @@ class Region:
             self.forget(key)
             raise
         self._recomputed.add(key)
-        if isinstance(key, Session):
-            key.owns(self)
+        if session is not None:
+            session.owns(self)
         else:
             at_end_of_backward(partial(_forget, ref(self), key))
 
@@ -346,7 +346,7 @@ class Region:
 
     def waits(self) -> bool:
         """Return whether autograd has slots of the region whose tensors have to be recomputed."""
-        return any(waits(slot()) for slot in self.slots)
+        return any((slot := one()) is not None and slot.value is None for one in self.slots)
 
     def forget(self, key: Key) -> None:
         """Drop the recomputed tensors that belong to a session or to a backward that has ended."""

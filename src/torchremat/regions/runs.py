@@ -129,7 +129,7 @@ class _Opened:
 
     def run(self, body: Body, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Run `body` with the scope open."""
-        scopes = thread.scopes
+        scopes = thread.now.scopes
         scopes.append(self)
         try:
             output = body(args, kwargs)
@@ -174,9 +174,9 @@ class _Continued:
 
 def continued(body: Body) -> Body:
     """Return `body` such that it sees, now and in a recompute, the scope that is open now."""
-    if not thread.scopes:
+    if not thread.now.scopes:
         return body
-    opened = cast("_Opened", thread.scopes[-1])
+    opened = cast("_Opened", thread.now.scopes[-1])
     if not opened.scope.names:
         return body
     return partial(_PLAIN.run, body) if opened.is_overruled() else _Continued(opened, body)
@@ -184,12 +184,12 @@ def continued(body: Body) -> Body:
 
 def is_in_scope() -> bool:
     """Return whether a scope is open that may have choices for calls."""
-    return bool(thread.scopes) and bool(cast("_Opened", thread.scopes[-1]).scope.names)
+    return bool(thread.now.scopes) and bool(cast("_Opened", thread.now.scopes[-1]).scope.names)
 
 
 def open_choice(name: str) -> Choice | None:
     """Return what the innermost open scope says of the next call of `name`; None without one."""
-    scopes = thread.scopes
+    scopes = thread.now.scopes
     return cast("_Opened", scopes[-1]).choice(name) if scopes else None
 
 
@@ -203,7 +203,7 @@ def run_choice(
     """Run a call as chosen, in the regions that are open for it."""
     if choice.is_open:
         return function(*args, **kwargs)
-    opened = cast("_Opened", thread.scopes[-1])
+    opened = cast("_Opened", thread.now.scopes[-1])
     body = partial(call_plainly, function)
     # The calls inside have a scope of their own, or none: never the one that this call is made in.
     inside = partial((choice.inside or _PLAIN).run, body)
@@ -268,9 +268,9 @@ class _Nested:
 
 
 def _regions_of_recompute() -> dict[Place, Region]:
-    if not thread.scopes:
-        thread.scopes.append(_Opened(_PLAIN))
-    return cast("_Opened", thread.scopes[-1]).regions
+    if not thread.now.scopes:
+        thread.now.scopes.append(_Opened(_PLAIN))
+    return cast("_Opened", thread.now.scopes[-1]).regions
 
 
 def _pack_hook() -> object:

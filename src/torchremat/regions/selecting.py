@@ -248,7 +248,7 @@ class _Mode(EagerMode):
         args: tuple[object, ...] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
-        run = thread.selecting
+        run = thread.now.selecting
         if run is None or run.mode is not self or hidden.now:
             return func(*args, **(kwargs or {}))
         return run.operator(func, args, kwargs or {})
@@ -264,7 +264,7 @@ class SeenBy(AbstractContextManager[None]):
         self._mode: _Mode | None = None
 
     def __enter__(self) -> None:
-        self._had = thread.selecting
+        self._had = thread.now.selecting
         if self._run is not None:
             # A backward in a region runs with the region's modes, in whatever thread.
             mode = innermost_dispatch_mode()
@@ -272,10 +272,10 @@ class SeenBy(AbstractContextManager[None]):
                 mode = self._mode = _Mode()
                 mode.__enter__()
             self._run.mode = mode
-        thread.selecting = self._run
+        thread.now.selecting = self._run
 
     def __exit__(self, *error: object) -> None:
-        thread.selecting = self._had
+        thread.now.selecting = self._had
         if self._mode is not None:
             self._mode.__exit__(*error)
 
@@ -300,11 +300,11 @@ def unseen(function: Callable[[A], T], argument: A) -> T:
     """Return `function(argument)`, whose operators nobody sees."""
     # An operator that passes through a mode takes longer than all else that a hook does.
     mode = take_dispatch_mode(_Mode)
-    run, thread.selecting = thread.selecting, None
+    run, thread.now.selecting = thread.now.selecting, None
     try:
         return function(argument)
     finally:
-        thread.selecting = run
+        thread.now.selecting = run
         if mode is not None:
             push_dispatch_mode(mode)
 

@@ -191,11 +191,6 @@ def written_since(region: Region, tensor: Tensor, version: int, index: int) -> M
     )
 
 
-def waits(slot: Slot | None) -> bool:
-    """Return whether a slot is alive and has no tensor of its own."""
-    return slot is not None and slot.value is None
-
-
 @outside_graphs
 def noted(note: Callable[[Tensor], object], pack: Pack, tensor: Tensor) -> object:
     """Pack a tensor after telling somebody of it."""
@@ -207,7 +202,7 @@ def noted(note: Callable[[Tensor], object], pack: Pack, tensor: Tensor) -> objec
 def unpack(slot: Slot) -> Tensor:
     """Return the tensor of a slot: the hook that autograd calls."""
     # What is recomputed already is handed out without any lock: no other node asks for it.
-    if slot.task != current_graph_task() or thread.recomputing:
+    if slot.task != current_graph_task() or thread.now.recomputing:
         return slot.region.unpack(slot)
     tensor = slot.tensor
     if tensor._version != slot.version:

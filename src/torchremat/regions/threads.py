@@ -19,34 +19,47 @@ if TYPE_CHECKING:
     from torchremat.regions.selection import Selection
 
 
-class Thread(threading.local):
-    """One thread.
+class Now:
+    """What goes on around the code that runs. A recompute begins with nothing of it. See Rule 3.
 
     Attributes:
         recomputing: How many recomputes run, one inside the other.
         calls: The calls that run for the first time, outermost first; of those that run in a recompute, the ones that
             were made in it.
-        frozen: What the call that runs again has frozen in its forward, by name.
-        carried: What is on its way in the recompute that runs, by carrier and key; None outside of recomputes.
-        on_carried: Told of each value that is put into a carrier, and when it is taken out.
         scopes: The scopes that are open, innermost last. Kept by `runs`.
+        carried: What is on its way in the recompute that runs, by carrier and key; None outside of recomputes.
         selecting: Who sees the operators that run, for a policy.
-        moved: The generators that kept draws have moved in the recompute that runs, and the states they had before.
+        inner: What regions that are met in a recompute take over, see NOTE [ Selective recompute ]; None for nothing.
         plain: Whether what would become a region is called plainly. Kept by `plainly`.
-        inner: What regions that are met in a recompute take over, see NOTE [ Selective recompute ].
+    """
+
+    __slots__ = ("calls", "carried", "inner", "plain", "recomputing", "scopes", "selecting")
+
+    def __init__(self, recomputing: int = 0) -> None:
+        self.recomputing = recomputing
+        self.calls: list[Call] = []
+        self.scopes: list[object] = []
+        self.carried: dict[tuple[object, object], Carried] | None = {} if recomputing else None
+        self.selecting: Collecting | Replaying | None = None
+        self.inner: Iterator[ReferenceType[Selection]] | None = None
+        self.plain = False
+
+
+class Thread(threading.local):
+    """One thread.
+
+    Attributes:
+        now: What goes on around the code that runs.
+        frozen: What the call that runs again has frozen in its forward, by name.
+        on_carried: Told of each value that is put into a carrier, and when it is taken out.
+        moved: The generators that kept draws have moved in the recompute that runs, and the states they had before.
     """
 
     def __init__(self) -> None:
-        self.recomputing = 0
-        self.calls: list[Call] = []
+        self.now = Now()
         self.frozen: Mapping[object, Iterator[Frozen]] = {}
-        self.carried: dict[tuple[object, object], Carried] | None = None
         self.on_carried: Callable[[object], None] | None = None
-        self.scopes: list[object] = []
-        self.selecting: Collecting | Replaying | None = None
         self.moved: dict[torch.Generator | torch.device, Tensor] | None = None
-        self.plain = False
-        self.inner: Iterator[ReferenceType[Selection]] = iter(())
 
 
 thread = Thread()
@@ -54,7 +67,7 @@ thread = Thread()
 
 def makes_regions() -> bool:
     """Return whether calls become regions now: with grad mode on, and not inside `plainly`."""
-    return torch.is_grad_enabled() and not thread.plain
+    return torch.is_grad_enabled() and not thread.now.plain
 
 
 @contextmanager
@@ -63,8 +76,8 @@ def plainly() -> Generator[None]:
 
     For a forward whose backward follows at once. Recomputes are as ever, and compiled code keeps its regions.
     """
-    had, thread.plain = thread.plain, True
+    had, thread.now.plain = thread.now.plain, True
     try:
         yield
     finally:
-        thread.plain = had
+        thread.now.plain = had

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dis
 import functools
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import cast
 
 import torch
@@ -20,17 +20,18 @@ from torch import Tensor, nn
 NOTHING: list[nn.Module] = []
 
 
-def modules_of(function: object, arguments: Iterable[object] = ()) -> list[nn.Module]:
+def modules_of(function: object, arguments: Sequence[object] = ()) -> list[nn.Module]:
     """Return the modules that a call of `function` can be seen to run.
 
     These are the function itself, its `self` or the attributes of that, what its closure and its global names mean, and
     its arguments.
     """
+    if _ATOMS.issuperset(map(type, arguments)):
+        if isinstance(function, nn.Module):
+            return [function]
+        if _reaches_nothing(function):
+            return NOTHING
     pending = [item for item in arguments if type(item) not in _ATOMS]
-    if not pending and isinstance(function, nn.Module):
-        return [function]
-    if not pending and _reaches_nothing(function):
-        return NOTHING
     pending += _reached(function)
     found: list[nn.Module] = []
     seen: set[int] = set()

@@ -96,7 +96,7 @@ class HeldTensor:
             finally:
                 set_grad_mode(True)
         if self._alias is None or self._alias() is tensor:
-            now = self.version_in(tensor)
+            now = version_of(tensor) if type(self) is HeldTensor else self.version_in(tensor)
             if now != self.version:
                 raise ChangedError(self.version, now)
         if type(tensor) is not Tensor and self._alias is None and isinstance(tensor, nn.Parameter):
