@@ -112,7 +112,7 @@ def test_a_generator_with_which_nobody_draws_is_not_kept():
 
     region = Region(Settings())
     generator = torch.Generator()
-    region.call(lambda args, kwargs: args[0].exp(), (leaf(3), generator), {}, [])
+    region.call(lambda x, _: x.exp(), (leaf(3), generator), {}, [])
 
     assert region.made[0].generators == {}
 

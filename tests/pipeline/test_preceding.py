@@ -10,7 +10,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import torchremat
 from torchremat.errors import MutationError
 from torchremat.pipeline.preceding import precede
-from torchremat.regions.calls import Body
 from torchremat.regions.region import Region
 from torchremat.regions.settings import Settings
 
@@ -48,9 +47,8 @@ class SlowCopy(torch.autograd.Function):
 
 
 def region_of(function, *inputs: Tensor):
-    body: Body = lambda args, kwargs: function(*args)  # noqa: E731
     region = Region(Settings())
-    return region, region.call(body, inputs, {}, [])
+    return region, region.call(function, inputs, {}, [])
 
 
 def cell(name: str, log: list[str], x: Tensor, *, precedes: bool) -> Tensor:

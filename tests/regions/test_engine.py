@@ -337,7 +337,7 @@ def test_random_numbers_are_kept_only_where_they_were_drawn():
     regions = []
     for module in (drawing, plain):
         region = Region(Settings())
-        region.call(lambda args, kwargs, m=module: m(*args), (torch.ones(4, requires_grad=True),), {}, [module])
+        region.call(module, (torch.ones(4, requires_grad=True),), {}, [module])
         regions.append(region)
 
     assert [sum(state.nbytes for state in region.made[0].generators.values()) for region in regions] == [5056, 0]

@@ -6,6 +6,7 @@ from torch import nn
 
 from regions.comparing import Counted, leaf, same
 from torchremat import UnsupportedError, checkpoint, checkpointed
+from torchremat.policies import save_operators
 
 
 def three(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
@@ -24,6 +25,17 @@ def test_a_decorated_function_is_recomputed_and_looks_the_same():
     assert decorated.__name__ == "three" and decorated.__doc__ == three.__doc__
     assert inspect.signature(decorated) == inspect.signature(three)
     assert same(lambda: decorated(x, scale=2.0), lambda: three(x, scale=2.0), [x])
+
+
+# Names that functions of ours have for their own parameters, through which a call goes.
+@pytest.mark.parametrize("name", ["self", "run", "body", "args", "kwargs", "operators", "last", "label"])
+@pytest.mark.parametrize("options", [{}, {"debug": True}, {"check": "values"}, {"policy": save_operators("aten.exp")}])
+def test_a_keyword_may_have_any_name(name, options):
+    counted, x = Counted(three), leaf(4)
+    decorated = checkpointed(lambda x, **kwargs: counted(x, kwargs[name]), **options)
+
+    assert same(lambda: decorated(x, **{name: 2.0}), lambda: three(x, 2.0), [x])
+    assert counted.calls == 2
 
 
 def test_as_a_decorator_of_a_method():

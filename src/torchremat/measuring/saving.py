@@ -140,8 +140,10 @@ class SaveLog(OperatorLog):
         unpacks: How often autograd has asked for a tensor.
     """
 
-    def __init__(self, models: tuple[nn.Module, ...], numbers: StorageNumbers, calls: ModuleCalls) -> None:
-        super().__init__({id(module): name for module, name in names_of(models).items()})
+    def __init__(
+        self, models: tuple[nn.Module, ...], numbers: StorageNumbers, calls: ModuleCalls, *, operators: bool
+    ) -> None:
+        super().__init__({id(module): name for module, name in names_of(models).items()}, operators=operators)
         self.numbers = numbers
         self.calls = calls
         self.saves: list[Save] = []
@@ -277,9 +279,9 @@ def watched(subject: Subject, *, operators: bool) -> Generator[Watched]:
         numbers = StorageNumbers()
         before = _before(subject, numbers)
         with module_calls(subject.models, numbers) as calls:
-            log = SaveLog(subject.models, numbers, calls)
+            log = SaveLog(subject.models, numbers, calls, operators=operators)
 
-            def run(args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+            def run() -> object:
                 push_saved_tensor_hooks(log.pack, log.unpack)
                 try:
                     return subject.run()
@@ -290,7 +292,7 @@ def watched(subject: Subject, *, operators: bool) -> Generator[Watched]:
                 finally:
                     pop_saved_tensor_hooks()
 
-            result = log.run(run, subject.step, (), {}, operators=operators)
+            result = log.run(run, subject.step)
         found = Watched(
             result=result,
             log=log,

@@ -17,7 +17,6 @@ from torchremat.pipeline.skip import CellTracker, SkipLayout, use_skip_tracker
 from torchremat.pipeline.skip.namespaces import Key
 from torchremat.pipeline.streams import Stream, use_stream
 from torchremat.regions.region import Region
-from torchremat.regions.runs import call_plainly
 from torchremat.regions.settings import Settings
 from torchremat.regions.transforms import new_region
 
@@ -72,7 +71,7 @@ class Cell:
                 output = function(value, skips)
             else:
                 region = new_region(self.settings, self.place)
-                output = region.call(partial(call_plainly, function), (value, skips), {}, [self.module])
+                output = region.call(function, (value, skips), {}, [self.module])
         if any(tensor._version != version for tensor, version in aliases):
             raise MutationError(
                 f"stage {self.place.stage} was given {len(aliases)} tensors that share memory, and wrote to one of "

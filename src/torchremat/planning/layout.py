@@ -151,11 +151,11 @@ class PlannedScope(Scope):
     rise_bytes: int | None = None
     slowdown: float | None = None
 
-    def run(self, body: Body, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+    def run(self, body: Body, /, *args: object, **kwargs: object) -> object:
         """Run `body` with the scope open."""
         if self.inputs is not None:
             self.inputs.check(self.root, (args, kwargs))
-        return super().run(body, args, kwargs)
+        return super().run(body, *args, **kwargs)
 
 
 def install(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from contextvars import Context, copy_context
-from functools import partial
 from typing import TYPE_CHECKING
 from weakref import ReferenceType
 
@@ -21,6 +20,7 @@ from torchremat.errors import MutationError
 from torchremat.regions.contents import Copies
 from torchremat.regions.guards import Objects
 from torchremat.regions.modules import ChangedStateError, ModuleState
+from torchremat.regions.reach import function_of
 from torchremat.regions.settings import Settings
 from torchremat.regions.threads import thread
 from torchremat.regions.visible import NOTHING, generators_reached, tensors_reached
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from torchremat.regions.operators import OperatorLog
     from torchremat.regions.selection import Selection
 
-# A call's function with its positional and keyword arguments, called as body(args, kwargs). A body is run in a
-# recompute as in the forward, so it must look up nothing that may have changed since.
-Body = Callable[[tuple[object, ...], dict[str, object]], object]
+# What a call runs: the user's function, or something of ours around it. A body is run in a recompute as in the forward,
+# so it must look up nothing that may have changed since.
+Body = Callable[..., object]
 
 # Where an argument of a call comes from: an input that the region holds, by number, or the output of an earlier call.
 Source = int | tuple[int, int]
@@ -87,10 +87,7 @@ class Call:
     @property
     def name(self) -> str:
         """The name of its function."""
-        body = self.body
-        function: object = body
-        if isinstance(body, partial):
-            function = body.args[0] if body.args else body.func  # pyright: ignore[reportUnknownMemberType]
+        function = function_of(self.body)
         return getattr(function, "__qualname__", None) or type(function).__name__
 
     @property
@@ -185,7 +182,7 @@ class Call:
                 self._captured.restore(stack)
             return stack.pop_all()
 
-    def run_again(self, copies: Copies, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+    def run_again(self, copies: Copies, /, *args: object, **kwargs: object) -> object:
         """Run the call in a recompute: what it sets in context variables or has frozen is not set or frozen again.
 
         Args:
@@ -194,17 +191,18 @@ class Call:
             kwargs: As the forward's.
         """
         context = self._context.copy()  # a context can be entered once at a time
-        looked_after = frozenset[int]() if self.objects is None else self.objects.containers
-        for variable, value in self._context.items():
-            own = copies.of(value, looked_after)
-            if own is not value:
-                context.run(variable.set, own)
+        if context:
+            looked_after = frozenset[int]() if self.objects is None else self.objects.containers
+            for variable, value in self._context.items():
+                own = copies.of(value, looked_after)
+                if own is not value:
+                    context.run(variable.set, own)
         if self._frozen is None and not thread.frozen:
-            return context.run(self.body, args, kwargs)
+            return context.run(self.body, *args, **kwargs)
         had = thread.frozen
         thread.frozen = {name: iter(kept) for name, kept in self._frozen.items()} if self._frozen else {}
         try:
-            return context.run(self.body, args, kwargs)
+            return context.run(self.body, *args, **kwargs)
         finally:
             thread.frozen = had
 

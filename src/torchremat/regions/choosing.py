@@ -68,12 +68,12 @@ class Choosing:
             if memory is not None and isinstance(source, int):
                 self._held[memory] = tensor, region.held[source]
 
-    def run(self, run: Body, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+    def run(self, run: Body, /, *args: object, **kwargs: object) -> object:
         """Run the call and let its operators be seen."""
         if isinstance(self._run, Replaying):
             thread.now.inner = iter(self.selection.inner)  # the call puts back what was there
         with SeenBy(self._run):
-            return run(args, kwargs)
+            return run(*args, **kwargs)
 
     def hook(self, pack: Callable[[Tensor], object], *, computes: bool) -> Callable[[Tensor], object]:
         """Return the hook for what autograd saves: its slot has the tensor if that is kept anyway.
@@ -140,11 +140,11 @@ class Replay:
         if selection.policy is not None:
             self._run = Replaying(selection, takes=takes, is_running=is_running)
 
-    def run(self, run: Body, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+    def run(self, run: Body, /, *args: object, **kwargs: object) -> object:
         """Run the call again; regions that it meets take over what theirs have kept."""
         thread.now.inner = iter(self._selection.inner)
         with PutBack(), SeenBy(self._run):
-            return run(args, kwargs)
+            return run(*args, **kwargs)
 
     def hook(self, pack: Callable[[Tensor], object]) -> Callable[[Tensor], object]:
         """Return the hook for what autograd saves."""

@@ -13,7 +13,7 @@ from torchremat._compat.graphs import outside_graphs
 from torchremat.errors import UnsupportedError
 from torchremat.regions.compiling import call_in_graph
 from torchremat.regions.decisions import Policy
-from torchremat.regions.runs import call_plainly, continued
+from torchremat.regions.runs import continued
 from torchremat.regions.settings import Check, Settings
 from torchremat.regions.threads import makes_regions
 from torchremat.regions.transforms import new_region
@@ -109,7 +109,7 @@ def _run(function: Callable[..., R], settings: Settings, args: tuple[object, ...
         raise UnsupportedError(f"function: a callable is needed, got {type(function).__name__}.")
     if not makes_regions():
         return function(*args, **kwargs)
-    body = continued(partial(call_plainly, function))
+    body = continued(function)
     modules = modules_of(function, (*args, *kwargs.values()) if kwargs else args)
     return new_region(settings).call(body, args, kwargs, modules)  # pyright: ignore[reportReturnType]: it is what `function` returns
 

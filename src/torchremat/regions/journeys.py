@@ -33,7 +33,6 @@ from torchremat._compat.autograd import (
     top_saved_tensor_hooks,
 )
 from torchremat.ambient.hidden import hiding
-from torchremat.regions.calls import Body
 from torchremat.stores.catalog import Catalog, unpack
 from torchremat.stores.held import InCatalog
 from torchremat.stores.landing import settle
@@ -117,7 +116,7 @@ class Journey:
 
     # ------------------------------------------------------------------------------------------------------- forward
 
-    def run(self, stop: Stop, hook: object, body: Body, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+    def run(self, stop: Stop, hook: object, body: Callable[[], object]) -> object:
         """Run a call; what it saves is stored if that is its unit's plan.
 
         Args:
@@ -125,19 +124,17 @@ class Journey:
             hook: That packs what is saved where the scope was opened. With another one the call is inside of a region,
                 which saves in its own way.
             body: The call.
-            args: Its arguments.
-            kwargs: The same by name.
         """
         top = top_saved_tensor_hooks(True)
         if (None if top is None else top[0]) is not hook:
-            return body(args, kwargs)
+            return body()
         trip = self._itinerary.trips.get(stop.unit)
         if trip is None:
-            output = body(args, kwargs)
+            output = body()
         else:
             push_saved_tensor_hooks(partial(self._pack, stop.unit, self._catalog(trip.store)), unpack)
             try:
-                output = body(args, kwargs)
+                output = body()
             finally:
                 pop_saved_tensor_hooks()
         if stop.is_last:

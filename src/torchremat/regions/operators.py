@@ -149,7 +149,9 @@ class OperatorLog(EagerMode):
         ends: How many tensors had been saved when each body had run.
     """
 
-    def __init__(self, names: Mapping[int, str], *, digests: bool = False, restores: bool = False) -> None:
+    def __init__(
+        self, names: Mapping[int, str], *, digests: bool = False, restores: bool = False, operators: bool = True
+    ) -> None:
         super().__init__()
         self.names = names
         self.operators: list[Operator] = []
@@ -160,6 +162,7 @@ class OperatorLog(EagerMode):
         self.is_compiled = False
         self._takes_digests = digests
         self._restores = restores
+        self._sees_operators = operators
         self.arguments: list[list[int | None]] = []
         self.ends: list[int] = []
         self._root = ""  # the path of the module whose forward is the body: it is not on the stack
@@ -171,17 +174,14 @@ class OperatorLog(EagerMode):
         self._sequence = -1
         self._outermost: FrameType | None = None
 
-    def run(
-        self, run: Body, body: Body, args: tuple[object, ...], kwargs: dict[str, object], *, operators: bool = True
-    ) -> object:
+    def run(self, run: Body, body: Body, /, *args: object, **kwargs: object) -> object:
         """Return what `run` returns, which is `body` or runs it, and log what it does.
 
         Args:
-            run: Called with the other two.
+            run: Called with the arguments.
             body: The user's code.
             args: Positional arguments.
             kwargs: Keyword arguments.
-            operators: Whether operators are logged. Without, compiled code runs as ever, and only saves are logged.
         """
         owner = getattr(function_of(body), "__self__", None)
         self._root = self.names.get(id(owner), "")
@@ -189,8 +189,8 @@ class OperatorLog(EagerMode):
         self._outermost = sys._getframe()
         self._sequence = sequence_number()
         try:
-            with self if operators else nullcontext():
-                return run(args, kwargs)
+            with self if self._sees_operators else nullcontext():
+                return run(*args, **kwargs)
         finally:
             self._outermost = None
             self.ends.append(len(self.metadata))

@@ -225,7 +225,7 @@ class Recompute:
             thread.now.inner = None  # what another recompute or call was to take over
         push_saved_tensor_hooks(pack, self.unpack)
         try:
-            output = run(args, kwargs)
+            output = run(*args, **kwargs)
         except _Stop:
             pass
         except (KeyboardInterrupt, SystemExit):

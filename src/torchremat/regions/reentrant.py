@@ -14,7 +14,6 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -26,7 +25,6 @@ from torchremat.regions.calls import Call
 from torchremat.regions.contents import Copies
 from torchremat.regions.guards import WrittenObjectError
 from torchremat.regions.modules import ChangedStateError
-from torchremat.regions.runs import call_plainly
 from torchremat.regions.settings import Settings
 from torchremat.regions.threads import Now, thread
 from torchremat.regions.visible import modules_of
@@ -47,7 +45,7 @@ class CheckpointFunction(torch.autograd.Function):
         modules = modules_of(run_function, args)
         _warn_without_inputs(args, modules)
         inputs = _Held(args)
-        call = Call(partial(call_plainly, run_function), None, [])
+        call = Call(run_function, None, [])
         call.look(inputs.tensors, modules, inputs.objects, _PRESERVING if preserve_rng_state else _NOT_PRESERVING)
         ctx.save_for_backward(*inputs.own)
         thread.now.calls.append(call)
@@ -160,7 +158,7 @@ def _run_again(call: Call, args: _Inputs, function: str) -> object:
         restored = call.restored()
         try:
             with torch.enable_grad():
-                return call.run_again(Copies(), args, {})
+                return call.run_again(Copies(), *args)
         finally:
             if restored is not None:
                 restored.close()

@@ -15,7 +15,7 @@ Missing on purpose: any list of live regions. Autograd owns the slots, so what i
 
 from __future__ import annotations
 
-from _thread import RLock  # that of `threading` is a function around it
+import threading
 from collections.abc import Callable
 from functools import partial
 from weakref import ReferenceType, ref
@@ -47,6 +47,9 @@ from torchremat.regions.values import Fingerprints
 from torchremat.tensors.held import HeldTensor, holding
 from torchremat.tensors.metadata import Metadata, metadata_of, version_of
 from torchremat.tensors.structure import split, split_call
+
+# `threading.RLock` is a function that calls it.
+_Lock = type(threading.RLock())
 
 
 class Region:
@@ -95,7 +98,7 @@ class Region:
         self._known: dict[int, tuple[ReferenceType[Tensor], int, Source]] = {}
         self._recomputed: set[Key] = set()
         self._unpacked: dict[int, set[int]] = {}  # by slot, the backward calls of a session that have asked for it
-        self._lock = RLock()
+        self._lock = _Lock()
         session = active_session() if open_sessions else None
         if session is not None and not thread.now.recomputing:
             session.created(self)
@@ -171,7 +174,7 @@ class Region:
         try:
             push_saved_tensor_hooks(pack, back)  # See Rule 1
             try:
-                output = run(args, kwargs)
+                output = run(*args, **kwargs)
             finally:
                 pop_saved_tensor_hooks()
             if observer is not None:

@@ -88,9 +88,9 @@ class Scope:
     def __post_init__(self) -> None:
         object.__setattr__(self, "names", frozenset(name for name, _ in self.choices))
 
-    def run(self, body: Body, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+    def run(self, body: Body, /, *args: object, **kwargs: object) -> object:
         """Run `body` with the scope open: the calls that it makes are counted from zero, and no region is open yet."""
-        return _Opened(self).run(body, args, kwargs)
+        return _Opened(self).run(body, *args, **kwargs)
 
 
 class _Opened:
@@ -127,12 +127,12 @@ class _Opened:
         pack = _pack_hook()
         return pack is not self.pack and is_hook_of_torch_checkpoint(pack)
 
-    def run(self, body: Body, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+    def run(self, body: Body, /, *args: object, **kwargs: object) -> object:
         """Run `body` with the scope open."""
         scopes = thread.now.scopes
         scopes.append(self)
         try:
-            output = body(args, kwargs)
+            output = body(*args, **kwargs)
         finally:
             scopes.pop()
         if self.journey is not None:
@@ -165,11 +165,11 @@ class _Continued:
         self.counts = dict(opened.counts)
         self.body = body
 
-    def __call__(self, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+    def __call__(self, /, *args: object, **kwargs: object) -> object:
         opened, self.opened = self.opened, None
         # In the forward the caller's own counts go on.
         counts = opened.counts if opened is not None else dict(self.counts)
-        return _Opened(self.scope, counts).run(self.body, args, kwargs)
+        return _Opened(self.scope, counts).run(self.body, *args, **kwargs)
 
 
 def continued(body: Body) -> Body:
@@ -204,13 +204,12 @@ def run_choice(
     if choice.is_open:
         return function(*args, **kwargs)
     opened = cast("_Opened", thread.now.scopes[-1])
-    body = partial(call_plainly, function)
     # The calls inside have a scope of their own, or none: never the one that this call is made in.
-    inside = partial((choice.inside or _PLAIN).run, body)
+    inside = partial((choice.inside or _PLAIN).run, function)
     if choice.stop is None or opened.journey is None:
         return _enter(choice.places, opened.regions, opened.scope.settings, inside, module, args, kwargs)
-    stopping = partial(_enter, choice.places, opened.regions, opened.scope.settings, inside, module)
-    return opened.journey.run(choice.stop, opened.pack, stopping, args, kwargs)
+    entering = partial(_enter, choice.places, opened.regions, opened.scope.settings, inside, module, args, kwargs)
+    return opened.journey.run(choice.stop, opened.pack, entering)
 
 
 def _enter(
@@ -223,7 +222,7 @@ def _enter(
     kwargs: dict[str, object],
 ) -> object:
     if not places:
-        return body(args, kwargs)
+        return body(*args, **kwargs)
     place = places[0]
     if place.calls > 1 and is_sharded(module):
         raise UnsupportedError(
@@ -259,7 +258,7 @@ class _Nested:
         self.body = body
         self.module = module
 
-    def __call__(self, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+    def __call__(self, /, *args: object, **kwargs: object) -> object:
         if self.regions is not None:
             regions, self.regions = self.regions, None
         else:
@@ -276,11 +275,6 @@ def _regions_of_recompute() -> dict[Place, Region]:
 def _pack_hook() -> object:
     hooks = top_saved_tensor_hooks(True)
     return hooks[0] if hooks is not None else None
-
-
-def call_plainly(function: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-    """Call `function`: the body of a call in which nothing is nested."""
-    return function(*args, **kwargs)
 
 
 # The scope in which every call is a plain call.

@@ -33,7 +33,7 @@ from torchremat._compat.graphs import outside_graphs
 from torchremat.errors import UnsupportedError, WrapError
 from torchremat.regions.compiling import call_in_graph
 from torchremat.regions.decisions import Policy
-from torchremat.regions.runs import Scope, call_plainly, continued, is_in_scope, open_choice, run_choice
+from torchremat.regions.runs import Scope, continued, is_in_scope, open_choice, run_choice
 from torchremat.regions.settings import Check, Settings
 from torchremat.regions.threads import makes_regions
 from torchremat.regions.transforms import new_region
@@ -148,13 +148,13 @@ def _run(forward: WrappedForward, args: tuple[object, ...], kwargs: dict[str, ob
         with forward.settings:
             return function(*args, **kwargs)
     if forward.scope is not None:
-        return forward.scope.run(partial(call_plainly, function), args, kwargs)
+        return forward.scope.run(function, *args, **kwargs)
     choice = open_choice(forward.name)
     if choice is not None:
         return run_choice(choice, function, forward.module, args, kwargs)
     if forward.settings is None:
         return function(*args, **kwargs)
-    body = continued(partial(call_plainly, function))
+    body = continued(function)
     return new_region(forward.settings, forward.name).call(body, args, kwargs, [forward.module])
 
 

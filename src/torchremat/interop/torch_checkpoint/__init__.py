@@ -48,7 +48,7 @@ from torchremat.interop.torch_checkpoint.contexts import ContextFn, Contexts, ru
 from torchremat.interop.torch_checkpoint.groups import GraphExecGroup
 from torchremat.interop.torch_checkpoint.selective import create_selective_checkpoint_contexts
 from torchremat.regions.reentrant import CheckpointFunction
-from torchremat.regions.runs import call_plainly, continued
+from torchremat.regions.runs import continued
 from torchremat.regions.settings import Check, Settings
 from torchremat.regions.threads import makes_regions
 from torchremat.regions.transforms import new_region
@@ -198,9 +198,7 @@ def _run(
     while type(function) is partial and not _has_placeholders(held := cast("partial[object]", function)):
         # What a partial holds is given to the function as much as what comes with the call: its tensors are inputs.
         args, kwargs, function = (*held.args, *args), {**held.keywords, **kwargs}, held.func
-    body = partial(call_plainly, function)
-    if contexts is not None:
-        body = partial(run_in_contexts, function, contexts, body)
+    body = function if contexts is None else partial(run_in_contexts, function, contexts)
     return new_region(settings).call(continued(body), args, kwargs, modules)
 
 

@@ -32,16 +32,16 @@ class Contexts:
         # A policy is the region's business.
         self.policy = pair[0].policy if isinstance(pair[0], SelectiveForward) else None
 
-    def run(self, body: Body, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+    def run(self, body: Body, /, *args: object, **kwargs: object) -> object:
         """Run `body` in the context of the forward, the first time, or of a recompute."""
         if self._forward is None:
             # What ends a recompute early passes through as an exception; a context that swallows it is welcome to.
             with self._recompute:
-                return body(args, kwargs)
+                return body(*args, **kwargs)
             return None
         context, self._forward = self._forward, None
         with context:
-            return body(args, kwargs)
+            return body(*args, **kwargs)
         # The context has swallowed an exception.
         raise RuntimeError(
             "torch.utils.checkpoint: the forward context provided by context_fn suppressed an exception raised during "
@@ -50,12 +50,6 @@ class Contexts:
         )
 
 
-def run_in_contexts(
-    function: Callable[..., object],
-    contexts: Contexts,
-    body: Body,
-    args: tuple[object, ...],
-    kwargs: dict[str, object],
-) -> object:
-    """Run `body` in its contexts; `function`, which it calls, stands here for whoever looks for its name."""
-    return contexts.run(body, args, kwargs)
+def run_in_contexts(function: Callable[..., object], contexts: Contexts, /, *args: object, **kwargs: object) -> object:
+    """Run `function` in its contexts. It comes first, for whoever looks for its name."""
+    return contexts.run(function, *args, **kwargs)

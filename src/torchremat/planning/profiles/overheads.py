@@ -91,7 +91,7 @@ def _measured(times: int, settings: Settings | None) -> tuple[float, float]:
     x = torch.ones(_WIDTH, _WIDTH, requires_grad=True)
     for _ in range(_RUNS):
         start_s = time.perf_counter()
-        output = body((x,), {}) if settings is None else _in_region(settings, body, x)
+        output = body(x) if settings is None else _in_region(settings, body, x)
         middle_s = time.perf_counter()
         torch.autograd.grad(output, (x, weight, bias), torch.ones_like(output))
         forwards.append(middle_s - start_s)
@@ -105,9 +105,7 @@ def _in_region(settings: Settings, body: Body, x: Tensor) -> Tensor:
     return output
 
 
-def _body(weight: Tensor, bias: Tensor, times: int, args: tuple[object, ...], _: dict[str, object]) -> Tensor:
-    (x,) = args
-    assert isinstance(x, Tensor)
+def _body(weight: Tensor, bias: Tensor, times: int, x: Tensor) -> Tensor:
     for _number in range(times):
         x = functional.gelu(functional.linear(functional.layer_norm(x, (_WIDTH,), bias, bias), weight, bias))
     return x

@@ -198,16 +198,16 @@ class _Timed:
         tensors = [self._made(size, dtype) for size, dtype in self.freight.tensors]
         start = torch.zeros(2, device=self._device, requires_grad=True)
 
-        def save(_args: object, _kwargs: object) -> object:
+        def save() -> object:
             return _saving(start, tensors, self.freight.times)
 
-        def compute(args: tuple[object, ...], _kwargs: object) -> object:
-            return _computing(cast("Tensor", args[0]), lambda: self._compute(times))
+        def compute() -> object:
+            return _computing(cast("Tensor", saved), lambda: self._compute(times))
 
         start_s = self._now()
-        saved = journey.run(Stop(0, is_last=True), None, save, (), {})
+        saved = journey.run(Stop(0, is_last=True), None, save)
         tensors.clear()
-        output = cast("Tensor", journey.run(Stop(1, is_last=True), None, compute, (saved,), {}))
+        output = cast("Tensor", journey.run(Stop(1, is_last=True), None, compute))
         middle_s = self._now()
         output.backward(torch.ones_like(output))
         return middle_s - start_s, self._now() - middle_s
