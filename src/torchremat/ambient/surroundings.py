@@ -110,13 +110,18 @@ class Surroundings:
         self._modes = (infrastructure_modes(), _acting(dispatch_modes())) if has_modes() else ({}, [])
         self.has_modes = bool(self._function_modes or any(self._modes))
 
-    def are_here(self) -> bool:
-        """Return whether this is what surrounds the caller now, so that nothing has to be restored."""
+    def are_here(self, *, in_forward: bool = False) -> bool:
+        """Return whether this is what surrounds the caller now, so that nothing has to be restored.
+
+        Infrastructure modes that have come may stay around a recompute, but a forward inside of them is another one.
+        """
         # Under autocast there is always something to do: see `_restore_autocast`.
         if self.casts or not self._state.check() or list(map(call, _READS)) != self._reads:
             return False
         if not has_modes():
             return not self.has_modes
+        if in_forward and infrastructure_modes():
+            return False
         return (
             _same(_acting(function_modes()), self._function_modes)
             and infrastructure_modes().keys() >= self._modes[0].keys()
@@ -170,8 +175,7 @@ def surroundings() -> Surroundings:
     """Return what surrounds the caller."""
     # They hardly ever change, and comparing is cheaper than asking for everything.
     last = _here.last
-    # Infrastructure modes that have come may stay around a recompute, but a forward inside of them is another one.
-    if last is not None and last.are_here() and not (has_modes() and infrastructure_modes()):
+    if last is not None and last.are_here(in_forward=True):
         return last
     found = Surroundings()
     _here.last = None if found.has_modes else found  # a mode that has been left must not live on here

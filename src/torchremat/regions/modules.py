@@ -204,7 +204,8 @@ class ModuleState:
         self._small = []
         if self._unknown:
             self._settle_unknown()
-        self._let_buffers_go()
+        if self._kept:
+            self._let_buffers_go()
 
     def _settle_unknown(self) -> None:
         # See NOTE [ Which buffers a forward changes ]

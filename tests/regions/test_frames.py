@@ -1,0 +1,73 @@
+"""How many functions of Python a region runs, beside those of the user and of torch.
+
+A benchmark says how long a region takes (`benchmarks/region_overhead`), and no test can: the time is the machine's.
+These counts are the same everywhere. Functions once came in one by one, each for a good reason and none of them seen,
+until the benchmark missed its bar. Whoever has to raise a number here runs the benchmark as well.
+"""
+
+import sys
+from contextvars import Context
+from pathlib import Path
+
+from torch import nn
+
+import torchremat
+from regions.comparing import leaf
+from torchremat import checkpoint, wrap
+from torchremat.interop.torch_checkpoint import checkpoint as drop_in
+
+OURS = str(Path(torchremat.__file__).parent)
+# Comprehensions are functions up to Python 3.11, and later versions run them in place.
+COMPREHENSIONS = ("<listcomp>", "<dictcomp>", "<setcomp>")
+
+
+def functions(run):
+    """Return the functions of ours that run, once all that is made once has been made."""
+    run(), run()
+    found = []
+
+    def note(frame, event, _):
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(OURS) and code.co_name not in COMPREHENSIONS:
+            found.append(code.co_qualname)
+
+    had = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        run()
+    finally:
+        sys.setprofile(had)
+    return found
+
+
+def sines(x):
+    return x.sin().sin().sin().sin()
+
+
+def of_each_way(call):
+    """Return how many functions run in a forward, and in a forward and its backward."""
+    x = leaf(4)
+    empty = Context()  # a recompute looks at each context variable, and who runs the tests may have set some
+    forward = empty.run(functions, lambda: call(x))
+    return len(forward), len(empty.run(functions, lambda: call(x).sum().backward()))
+
+
+def test_of_a_function():
+    # Of those in the forward 8 make slots; of those in the backward 4 take recomputed tensors, and 4 give them out.
+    assert of_each_way(lambda x: checkpoint(sines, x)) == (34, 63)
+
+
+def test_of_the_drop_in():
+    assert of_each_way(lambda x: drop_in(sines, x, use_reentrant=False)) == (36, 65)
+
+
+def test_of_a_reentrant_region():
+    assert of_each_way(lambda x: drop_in(sines, x, use_reentrant=True)) == (30, 43)
+
+
+def test_of_a_wrapped_module(monkeypatch):
+    # Where another test has imported FSDP2, each module is asked whether it is sharded.
+    monkeypatch.setattr("torchremat.regions.modules.has_fsdp", lambda: False)
+    model = wrap(nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh())), "0")
+
+    assert of_each_way(model) == (47, 75)
