@@ -17,7 +17,6 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 import _paths  # noqa: F401
 import torch
-import torch._functorch.config
 import torch._inductor.config
 from _steps import Make
 from _tables import bar, markdown, mflop, mib, publish, yes
@@ -27,7 +26,7 @@ from torch import Tensor, nn
 import decoders
 import models
 import torchremat
-from torchremat._compat.inductor import compile_arguments, torch_partition
+from torchremat._compat.inductor import compile_arguments, torch_partition_of_share
 from torchremat.measuring.allocator import record_allocations
 from torchremat.planning.compiling.graphs import read_graph
 from torchremat.planning.compiling.partitioning import Partition
@@ -62,8 +61,7 @@ def torchs(step: Callable[[], Tensor], backend: str, share: float) -> tuple[Call
     seen = Seen()
 
     def partition(joint, inputs, *, num_fwd_outputs, **options):
-        with torch._functorch.config.patch(activation_memory_budget=share):
-            forward, backward = torch_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **options)
+        forward, backward = torch_partition_of_share(share, joint, inputs, num_fwd_outputs=num_fwd_outputs, **options)
         reading = read_graph(joint.graph, num_fwd_outputs)
         made = split(reading.joint, reading.saved(forward.graph, num_fwd_outputs))
         seen.recomputed_flops = sum(reading.flops[index] for index in set(made.forward) & set(made.backward))

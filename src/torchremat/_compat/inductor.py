@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import Any, cast
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from torchremat.errors import BudgetError, TorchrematError, VersionError
 
@@ -38,6 +38,26 @@ def bound(module: str, name: str) -> Any:
 def torch_partition(joint: GraphModule, inputs: Sequence[object], **options: object) -> tuple[GraphModule, GraphModule]:
     """Split a joint graph as torch does without a budget; the joint graph is tidied in place."""
     return bound(_PARTITIONERS, "min_cut_rematerialization_partition")(joint, inputs, **options)
+
+
+def torch_partition_of_share(
+    share: float, joint: GraphModule, inputs: Sequence[object], **options: object
+) -> tuple[GraphModule, GraphModule]:
+    """Split a joint graph as torch does if it may save a share of what it would save; it is tidied in place."""
+    with bound("torch._functorch", "config").patch(activation_memory_budget=share):
+        return torch_partition(joint, inputs, **options)
+
+
+def copied(joint: GraphModule) -> GraphModule:
+    """Return a joint graph like another, which partitioners may tidy without the other being changed.
+
+    A deep copy would copy how the function is called as well, for which torch has a warning.
+    """
+    graph = Graph()
+    returned = graph.graph_copy(joint.graph, val_map={}, return_output_node=True)
+    result, before = cast("tuple[Any, Node]", returned)
+    graph.output(result).meta = dict(before.meta)
+    return GraphModule(joint, graph)
 
 
 def partition_saving(joint: GraphModule, saved: list[Node], num_fwd_outputs: int) -> tuple[GraphModule, GraphModule]:

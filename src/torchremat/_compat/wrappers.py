@@ -32,12 +32,14 @@ class Wrapper:
         tensors: Size, strides, dtype and device of each input and buffer that has a name in it.
         hints: What the symbols in it stand for.
         strides: Of the tensors that it returns; None for what is no tensor.
+        origins: For each buffer the nodes of the graph that it was made for.
     """
 
     code: str
     tensors: Mapping[str, tuple[list[int], list[int], torch.dtype, torch.device]]
     hints: Mapping[str, int]
     strides: Sequence[tuple[int, ...] | None]
+    origins: Mapping[str, Sequence[str]]
 
 
 class _Seen(BaseException):
@@ -170,7 +172,8 @@ def _read(lowered: Any, code: str) -> Wrapper:
         tuple(numbers(one.get_stride())) if hasattr(one, "get_stride") and one.has_tensor_output() else None
         for one in lowered.graph_outputs
     ]
-    return Wrapper(code=code, tensors=tensors, hints=hints, strides=strides)
+    origins = {name: [node.name for node in buffer.get_origins()] for name, buffer in lowered.name_to_buffer.items()}
+    return Wrapper(code=code, tensors=tensors, hints=hints, strides=strides, origins=origins)
 
 
 def _symbols(environment: Any) -> Mapping[Any, Any]:

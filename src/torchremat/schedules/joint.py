@@ -14,12 +14,39 @@ Missing on purpose: a value that is made more than twice.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from torchremat.errors import ScheduleError
 from torchremat.schedules.dataflow import Operator
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beside:
+    """Bytes that are there beside values while operators run, by the index of the operator; they may be less than none.
+
+    Attributes:
+        first: Where it runs in its own place: in the forward if the outputs need it, else in the backward.
+        again: Where the backward runs it again. One that is not there has those of the operator that it runs for.
+    """
+
+    first: Mapping[int, int] = field(default_factory=dict[int, int])
+    again: Mapping[int, int] = field(default_factory=dict[int, int])
+
+    def of(self, indices: Sequence[int], late: Set[int]) -> list[int]:
+        """Return those of each operator of a forward or a backward; operators that are `late` are only in these."""
+        if late.isdisjoint(indices):
+            return [self.first.get(index, 0) for index in indices]
+        found: list[int] = []
+        reader = 0
+        for index in reversed(indices):
+            reader = self.first.get(index, 0) if index in late else reader
+            found.append(reader if index in late else self.again.get(index, reader))
+        return found[::-1]
+
+
+NOTHING_BESIDE = Beside()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +60,7 @@ class Joint:
         gradients: Values that the backward returns.
         incoming: The gradients that the backward is given.
         begins: The first operator that reads one of these.
+        beside: What is there beside all that, as far as it is known.
     """
 
     operators: tuple[Operator, ...]
@@ -41,6 +69,7 @@ class Joint:
     gradients: tuple[int, ...]
     incoming: tuple[int, ...]
     begins: int
+    beside: Beside = NOTHING_BESIDE
 
     @cached_property
     def maker(self) -> dict[int, int]:
@@ -127,22 +156,9 @@ def split(joint: Joint, saved: Iterable[int]) -> Split:
     chosen &= read
     forward = tuple(sorted(joint.needed_for([*joint.outputs, *chosen])))
     again = set(forward) & set(backward)
-    outputs = [value for value in dict.fromkeys(joint.outputs) if value in joint.maker]
-    fixed = joint.fixed_bytes
-    incoming = sum(joint.size_bytes[value] for value in joint.incoming)
-    kept = fixed + sum(joint.size_bytes[value] for value in {*chosen, *outputs})
-    live = [
-        *walk(_picked(joint, forward), joint.size_bytes, begin=(), keep={*chosen, *outputs}, beside_bytes=fixed),
-        *walk(
-            _picked(joint, backward),
-            joint.size_bytes,
-            begin=chosen - set(outputs),
-            keep=joint.gradients,
-            beside_bytes=kept - sum(joint.size_bytes[value] for value in chosen - set(outputs)) + incoming,
-        ),
-        (kept, "the end of the forward"),
-    ]
-    peak, where = max(live, key=lambda one: one[0])
+    first, second = live(joint, chosen, forward, backward)
+    kept = _kept_bytes(joint, chosen)
+    peak, where = max((*first, *second, (kept, "the end of the forward")), key=lambda one: one[0])
     return Split(
         saved=frozenset(chosen),
         forward=forward,
@@ -152,6 +168,20 @@ def split(joint: Joint, saved: Iterable[int]) -> Split:
         kept_bytes=kept,
         cost=sum(joint.operators[index].cost for index in again),
     )
+
+
+def live(
+    joint: Joint, saved: Set[int], forward: Sequence[int], backward: Sequence[int]
+) -> tuple[list[tuple[int, str]], list[tuple[int, str]]]:
+    """Return what is live while each kernel of a split's forward runs, with its name, and the same of its backward."""
+    outputs = joint.maker.keys() & joint.outputs
+    begin = saved - outputs
+    beside = _kept_bytes(joint, saved) - sum(joint.size_bytes[value] for value in begin)
+    beside += sum(joint.size_bytes[value] for value in joint.incoming)
+    sizes, fixed = joint.size_bytes, joint.fixed_bytes
+    first = walk(_placed(joint, forward), sizes, begin=(), keep=saved | outputs, beside_bytes=fixed)
+    second = walk(_placed(joint, backward), sizes, begin=begin, keep=joint.gradients, beside_bytes=beside)
+    return list(first), list(second)
 
 
 def is_possible(found: Split) -> bool:
@@ -219,8 +249,17 @@ def fused(operators: Sequence[Operator], keep: set[int]) -> list[Operator]:
     return list(kernels.values())
 
 
-def _picked(joint: Joint, indices: Iterable[int]) -> list[Operator]:
-    return [joint.operators[index] for index in indices]
+def _kept_bytes(joint: Joint, saved: Set[int]) -> int:
+    return joint.fixed_bytes + sum(joint.size_bytes[value] for value in saved | (joint.maker.keys() & joint.outputs))
+
+
+def _placed(joint: Joint, indices: Sequence[int]) -> list[Operator]:
+    """The operators of a forward or a backward, with what is there beside each."""
+    picked = [joint.operators[index] for index in indices]
+    return [
+        replace(one, workspace_bytes=one.workspace_bytes + beside) if beside else one
+        for one, beside in zip(picked, joint.beside.of(indices, joint.of_backward), strict=True)
+    ]
 
 
 def _backward(joint: Joint, saved: set[int]) -> Iterator[int]:

@@ -163,7 +163,7 @@ class Stretches:
                 deltas[end if value in gradients else reads.get(value, at[index]) + 1] -= sizes[value]
         base = np.cumsum(deltas)[:end]
         for time, index in enumerate([*self.order, *self.late]):
-            base[time] += joint.operators[index].workspace_bytes
+            base[time] += joint.operators[index].workspace_bytes + joint.beside.first.get(index, 0)
         return base
 
     def _of(self, first: int, last: int, ways: Sequence[frozenset[int]]) -> list[Choice]:

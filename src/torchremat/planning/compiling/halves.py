@@ -10,9 +10,10 @@ from torch.fx import GraphModule
 from torchremat._compat.inductor import partition_saving
 from torchremat.errors import CompileWarning
 from torchremat.planning.compiling.graphs import Reading
-from torchremat.planning.compiling.running import programs_peak
+from torchremat.planning.compiling.running import needs_of_programs
 from torchremat.planning.compiling.trials import Trials
-from torchremat.schedules.joint import Split, split
+from torchremat.schedules.corrections import beside_values
+from torchremat.schedules.joint import NOTHING_BESIDE, Beside, Split, split
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,12 +25,14 @@ class Halves:
         forward: The graph of the forward.
         backward: The graph of the backward.
         peak_bytes: What they need as they will run.
+        beside: What is there then beside the values of the joint list, as far as it is known.
     """
 
     split: Split
     forward: GraphModule
     backward: GraphModule
     peak_bytes: int
+    beside: Beside = NOTHING_BESIDE
 
 
 class Halver:
@@ -51,19 +54,18 @@ class Halver:
     def of(self, found: Split) -> Halves:
         """Make the graphs of a split, with what is made again as late as it can be."""
         nodes = [self.reading.nodes[value] for value in sorted(found.saved) if value in self.reading.nodes]
-        forward, backward = partition_saving(self._joint, nodes, self._num_fwd_outputs)
-        return Halves(split=found, forward=forward, backward=backward, peak_bytes=self._peak(forward, backward))
+        return self._halves(found, *partition_saving(self._joint, nodes, self._num_fwd_outputs))
 
     def given(self, forward: GraphModule, backward: GraphModule) -> Halves:
         """Take graphs that were made otherwise."""
         found = split(self.reading.joint, self.reading.saved(forward.graph, self._num_fwd_outputs))
-        return Halves(split=found, forward=forward, backward=backward, peak_bytes=self._peak(forward, backward))
+        return self._halves(found, forward, backward)
 
-    def _peak(self, forward: GraphModule, backward: GraphModule) -> int:
+    def _halves(self, found: Split, forward: GraphModule, backward: GraphModule) -> Halves:
         """What graphs need: as they are, or by the programs that a compiler writes of them."""
         if self._reads_programs:
             try:
-                return programs_peak(self.reading, forward, backward, self._num_fwd_outputs, self._trials)
+                needs = needs_of_programs(self.reading, forward, backward, self._num_fwd_outputs, self._trials)
             except Exception as error:  # noqa: BLE001  whatever of a compiler is not as it was
                 self._reads_programs = False
                 reason = str(error).partition("\n")[0]
@@ -73,4 +75,10 @@ class Halver:
                     CompileWarning,
                     stacklevel=2,
                 )
-        return self.reading.peak_bytes(forward.graph, backward.graph)
+            else:
+                beside = beside_values(self.reading.joint, found, needs.forward, needs.backward)
+                return Halves(
+                    split=found, forward=forward, backward=backward, peak_bytes=needs.peak_bytes, beside=beside
+                )
+        peak = self.reading.peak_bytes(forward.graph, backward.graph)
+        return Halves(split=found, forward=forward, backward=backward, peak_bytes=peak)

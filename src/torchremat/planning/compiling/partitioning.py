@@ -3,7 +3,8 @@
 torch's own partitioner bounds what is saved between the two, and when little is saved, the backward begins by making
 all of the forward again. Ours chooses what to save by the peak of both graphs, in the order in which they run.
 
-    1  torch splits the graph as it does without a budget: a candidate, and the graph is tidied
+    1  torch splits the graph as it does without a budget, and the graph is tidied; it splits copies under some budgets
+       of its own: candidates, all of them
     2  `Saver` chooses, on the graph read as data
     3  torch's own functions make the two graphs of what is to be saved, with what is made again as late as it can be
     4  the peak of these graphs is the prediction; where Inductor makes kernels of them, the peak of its programs, and
@@ -17,22 +18,33 @@ from __future__ import annotations
 import hashlib
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from torch.fx import GraphModule
 
-from torchremat._compat.inductor import never_larger, optimizes_kernels, torch_partition
+from torchremat._compat.inductor import (
+    copied,
+    never_larger,
+    optimizes_kernels,
+    torch_partition,
+    torch_partition_of_share,
+)
 from torchremat.errors import BudgetError, CompileWarning
 from torchremat.planning.budgets import bytes_of, margin_of, percentage_of
 from torchremat.planning.compiling.aiming import aimed
 from torchremat.planning.compiling.graphs import Reading, read_graph
 from torchremat.planning.compiling.halves import Halver, Halves
 from torchremat.planning.searches.chains import Cost, check_cost
+from torchremat.schedules.joint import split
+from torchremat.schedules.prices import Prices
 from torchremat.schedules.saving import Saver
 from torchremat.tensors.sizes import format_bytes, parse_bytes
+
+# Of what torch would save without a budget: its splits under these are candidates.
+_SHARES = (0.75, 0.5, 0.25)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,15 +133,16 @@ class PeakPartitioner:
         Raises:
             BudgetError: No split fits the budget.
         """
+        untidied = copied(joint)
         graphs = torch_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **options)
         reading = read_graph(joint.graph, num_fwd_outputs, self.cost, fuses=optimizes_kernels(options))
         never_larger(joint)
         if reading.workspaces.trials.unknown:
             warnings.warn(_not_counted(reading.workspaces.trials.unknown), CompileWarning, stacklevel=2)
         halver = Halver(joint, reading, num_fwd_outputs)
+        prices = Prices(reading.joint)
         theirs = halver.given(*graphs)
-        saver = Saver(reading.joint, [theirs.split.saved])
-        plain = halver.of(saver.plain)
+        plain = halver.of(split(reading.joint, reading.joint.asked))
         budget = self._bytes(reading, plain.peak_bytes)
         limit = budget - self.margin_bytes
         # What Inductor makes again it fuses with what reads it, and its own split is made for that.
@@ -138,13 +151,16 @@ class PeakPartitioner:
             found = theirs
         elif plain.peak_bytes <= limit:
             found = plain
-        elif reading.fuses:
-            found = aimed(saver, limit, halver.of)
         else:
-            found = halver.of(saver.solve(limit) or saver.floor)
+            tight = _torchs(untidied, reading, inputs, num_fwd_outputs=num_fwd_outputs, **options)
+            saver = Saver(reading.joint, [theirs.split.saved, *tight], prices=prices)
+            if reading.fuses:
+                found = aimed(saver, limit, plain, halver.of)
+            else:
+                found = halver.of(saver.solve(limit) or saver.floor)
         if found.peak_bytes > limit:
             raise BudgetError(self._nothing_fits(budget, found.peak_bytes, reading.joint.fixed_bytes))
-        self._note(reading, saver, found, budget, plain.peak_bytes, is_torchs=is_torchs)
+        self._note(reading, prices, found, budget, plain.peak_bytes, is_torchs=is_torchs)
         return found.forward, found.backward
 
     def __reduce__(self) -> tuple[Callable[[int | str], PeakPartitioner], tuple[int | str]]:
@@ -153,8 +169,7 @@ class PeakPartitioner:
 
     def uuid(self) -> object:
         """Return what tells this partitioner from others, for the caches of compilers."""
-        files = sorted(Path(__file__).parent.glob("*.py")) + sorted(Path(__file__).parents[1].glob("schedules/*.py"))
-        code = hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
+        code = hashlib.sha256(b"".join(path.read_bytes() for path in _code())).hexdigest()
         return f"torchremat {code} {self.budget} {self.margin_bytes} {self.cost}"
 
     def _bytes(self, reading: Reading, plain_bytes: int) -> int:
@@ -171,19 +186,19 @@ class PeakPartitioner:
         )
 
     def _note(
-        self, reading: Reading, saver: Saver, found: Halves, budget: int, plain_bytes: int, *, is_torchs: bool
+        self, reading: Reading, prices: Prices, found: Halves, budget: int, plain_bytes: int, *, is_torchs: bool
     ) -> None:
-        joint, split = reading.joint, found.split
+        joint, chosen = reading.joint, found.split
         costs = (joint.operators[index].cost for index in joint.of_forward)
         forward_cost = sum(cost for cost in costs if math.isfinite(cost))
-        more = split.cost - saver.bound(budget - self.margin_bytes)
-        again = [index for index in set(split.forward) & set(split.backward) if joint.operators[index].cost > 0]
+        more = chosen.cost - prices.bound(budget - self.margin_bytes)
+        again = [index for index in set(chosen.forward) & set(chosen.backward) if joint.operators[index].cost > 0]
         self.partitions.append(
             Partition(
                 budget_bytes=budget,
                 peak_bytes=found.peak_bytes,
                 plain_peak_bytes=plain_bytes,
-                saved_bytes=sum(joint.size_bytes[value] for value in split.saved),
+                saved_bytes=sum(joint.size_bytes[value] for value in chosen.saved),
                 fixed_bytes=joint.fixed_bytes,
                 recomputed_operators=len(again),
                 recomputed_flops=sum(reading.flops[index] for index in again),
@@ -192,6 +207,23 @@ class PeakPartitioner:
                 is_torchs=is_torchs,
             )
         )
+
+
+def _torchs(
+    untidied: GraphModule, reading: Reading, inputs: Sequence[object], *, num_fwd_outputs: int, **options: object
+) -> Iterator[frozenset[int]]:
+    """Yield what torch saves under budgets of its own."""
+    for share in _SHARES:
+        tried = copied(untidied)
+        forward, _ = torch_partition_of_share(share, tried, inputs, num_fwd_outputs=num_fwd_outputs, **options)
+        yield reading.saved(forward.graph, num_fwd_outputs)
+
+
+def _code() -> list[Path]:
+    """The files that decide how a graph is split."""
+    package = Path(__file__).parents[2]
+    folders = ("_compat", "planning/compiling", "schedules")
+    return [path for folder in folders for path in sorted((package / folder).glob("*.py"))]
 
 
 def _not_counted(unknown: Mapping[str, str]) -> str:

@@ -43,6 +43,7 @@ class Program:
     Attributes:
         tensors: What each name has that is a tensor.
         lines: In the order in which they run.
+        origins: For each buffer the nodes of the graph that it was made for.
 
     Raises:
         UnsupportedError: It calls other programs.
@@ -50,6 +51,7 @@ class Program:
 
     def __init__(self, wrapper: Wrapper) -> None:
         self.tensors = {name: Shape(*one) for name, one in wrapper.tensors.items()}
+        self.origins = wrapper.origins
         self._hints = wrapper.hints
         functions = [one for one in ast.walk(ast.parse(wrapper.code)) if isinstance(one, ast.FunctionDef)]
         self.lines = list(_flat(next((one.body for one in functions if one.name == "call"), [])))

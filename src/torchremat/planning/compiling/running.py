@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ast
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -25,10 +26,25 @@ _Held = frozenset[int]  # storages
 _NOTHING: _Held = frozenset()
 
 
-def programs_peak(
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """What a forward and its backward need.
+
+    Attributes:
+        peak_bytes: The most that is there at once.
+        forward: By the names of nodes of the forward, the most while one of their buffers is made or filled.
+        backward: The same of the backward.
+    """
+
+    peak_bytes: int
+    forward: Mapping[str, int]
+    backward: Mapping[str, int]
+
+
+def needs_of_programs(
     reading: Reading, forward: GraphModule, backward: GraphModule, num_fwd_outputs: int, trials: Trials
-) -> int:
-    """Return the peak of two graphs that were made of a joint one, as Inductor will run them.
+) -> Needs:
+    """Return what two graphs need that were made of a joint one, as Inductor will run them.
 
     Args:
         reading: The joint graph, read.
@@ -59,9 +75,10 @@ def programs_peak(
         second.try_operators(trials)
     memory = Memory(reading, trials)
     saved = dict(zip(results, memory.run(first, [_NOTHING for _ in inputs]), strict=True))
+    heights = memory.heights
     memory.add(filter(is_incoming, then))
     memory.run(second, [saved.get(node.name, _NOTHING) for node in then])
-    return memory.peak_bytes
+    return Needs(peak_bytes=memory.peak_bytes, forward=heights, backward=memory.heights)
 
 
 def _inputs(graph: GraphModule) -> list[Node]:
@@ -88,6 +105,7 @@ class Memory:
 
     Attributes:
         peak_bytes: The most so far.
+        heights: Of the last program, the most while a buffer of each node is made or filled.
     """
 
     def __init__(self, reading: Reading, trials: Trials) -> None:
@@ -96,7 +114,10 @@ class Memory:
         self._live_bytes = self.peak_bytes = reading.joint.fixed_bytes
         self._sizes: list[int] = []
         self._holders: Counter[int] = Counter()
-        # Of the program that runs: by name, and by name and place for those that have several tensors.
+        self.heights: dict[str, int] = {}
+        # Of the program that runs: the nodes of the line; storages by name, and by name and place for those that have
+        # several tensors.
+        self._nodes: Sequence[str] = ()
         self._names: dict[str, _Held] = {}
         self._places: dict[tuple[str, int], _Held] = {}
 
@@ -107,17 +128,19 @@ class Memory:
 
     def run(self, program: Program, inputs: Sequence[_Held]) -> list[_Held]:
         """Run a program, and return what its results hold."""
-        self._names, self._places = {}, {}
+        self._names, self._places, self.heights = {}, {}, {}
         for line in program.lines:
             match line:
                 case ast.Assign(targets=[ast.Tuple(elts=names)], value=ast.Name(id="args")):
                     self._names = dict(zip(map(ast.unparse, names), inputs, strict=True))
                 case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                    self._nodes = program.origins.get(name, ())
                     self._assign(program, name, value)
                 case ast.Delete(targets=targets):
                     for target in targets:
                         self._drop(ast.unparse(target))
                 case ast.Expr(value=ast.Call() as call) if is_operator(call):
+                    self._nodes = [node for name in _filled(call) for node in program.origins.get(name, ())]
                     self._reach(self._trials.high_bytes.get(program.described(call), 0))
                 case ast.Expr() | ast.Assert() | ast.Pass():  # kernels among them
                     pass
@@ -194,7 +217,10 @@ class Memory:
 
     def _reach(self, beside_bytes: int) -> None:
         """Note what is there now, and for the moment beside it."""
-        self.peak_bytes = max(self.peak_bytes, self._live_bytes + beside_bytes)
+        there = self._live_bytes + beside_bytes
+        self.peak_bytes = max(self.peak_bytes, there)
+        for node in self._nodes:
+            self.heights[node] = max(self.heights.get(node, 0), there)
 
     def _hold(self, held: _Held) -> None:
         self._holders.update(held)
@@ -205,6 +231,11 @@ class Memory:
             self._holders[storage] -= 1
             if not self._holders[storage]:
                 self._live_bytes -= self._sizes[storage]
+
+
+def _filled(call: ast.Call) -> list[str]:
+    """The names of what an operator is given to write to."""
+    return [one.value.id for one in call.keywords if one.arg == "out" and isinstance(one.value, ast.Name)]
 
 
 def _places(result: object) -> list[int]:
