@@ -1,6 +1,7 @@
 """Compiled steps within a budget: predicted peaks are the measured ones, gradients are equal, less costs more."""
 
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torchremat
 from compiled import MARKS, net, step
 from torchremat._compat.inductor import partitioner_for_inductor
 from torchremat.errors import BudgetError, CompileWarning
+from torchremat.planning.compiling import partitioning
 
 pytestmark = MARKS
 
@@ -192,6 +194,37 @@ def test_caches_tell_budgets_apart():
     assert pickled(budget="50%") == pickled(budget="50%")
     assert len({pickled(budget="50%"), pickled(budget="60%"), pickled(budget="50%", margin=1)}) == 3
     assert pickle.loads(pickled(budget="50%")).uuid() == torchremat.PeakPartitioner("50%").uuid()
+
+
+def test_caches_tell_versions_of_the_code_apart(monkeypatch):
+    # The folder of the schedules was looked for where it is not, so that what they chose came from a cache for ever.
+    before = torchremat.PeakPartitioner("50%").uuid()
+    read = Path.read_bytes
+
+    def uuid_if_changed(name):
+        monkeypatch.setattr(Path, "read_bytes", lambda path: read(path) + b"#" * (path.name == name))
+        return torchremat.PeakPartitioner("50%").uuid()
+
+    assert uuid_if_changed("no such file") == before
+    assert len({before, *map(uuid_if_changed, ("aiming.py", "saving.py", "wrappers.py"))}) == 4
+
+
+def test_torchs_splits_under_its_budgets_are_candidates(monkeypatch):
+    model, x = net(blocks=3)
+    chosen = []
+    saver = partitioning.Saver
+
+    def noted(joint, more, **options):
+        chosen.extend(more)
+        return saver(joint, more, **options)
+
+    monkeypatch.setattr(partitioning, "Saver", noted)
+    run(model, x, "70%")
+
+    # Its own without a budget saves most, the others less and less, and none of them changed the graph that was split.
+    sizes = [len(saved) for saved in chosen]
+    assert len(chosen) == 4
+    assert sizes[0] > sizes[-1]
 
 
 def test_the_report():

@@ -16,7 +16,7 @@ from torchremat.schedules.joint import Joint, Split, is_possible, split
 _MOST_RAISED = 60
 # Values that are tried before one is chosen, and the most that are tried at all.
 _MOST_AT_ONCE = 30
-_MOST_LOWERED = 300
+_MOST_LOWERED = 150
 
 
 def raised(joint: Joint, best: Split, limit_bytes: int) -> Split:

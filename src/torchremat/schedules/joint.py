@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from torchremat.errors import ScheduleError
 from torchremat.schedules.dataflow import Operator
+from torchremat.schedules.kernels import walk
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,12 +177,18 @@ def live(
     """Return what is live while each kernel of a split's forward runs, with its name, and the same of its backward."""
     outputs = joint.maker.keys() & joint.outputs
     begin = saved - outputs
-    beside = _kept_bytes(joint, saved) - sum(joint.size_bytes[value] for value in begin)
-    beside += sum(joint.size_bytes[value] for value in joint.incoming)
-    sizes, fixed = joint.size_bytes, joint.fixed_bytes
-    first = walk(_placed(joint, forward), sizes, begin=(), keep=saved | outputs, beside_bytes=fixed)
-    second = walk(_placed(joint, backward), sizes, begin=begin, keep=joint.gradients, beside_bytes=beside)
-    return list(first), list(second)
+    later = _kept_bytes(joint, saved) - sum(joint.size_bytes[value] for value in begin)
+    later += sum(joint.size_bytes[value] for value in joint.incoming)
+
+    def lives(indices: Sequence[int], begin: Set[int], keep: Iterable[int], beside: int) -> list[tuple[int, str]]:
+        operators = [joint.operators[index] for index in indices]
+        each = joint.beside.of(indices, joint.of_backward)
+        return list(walk(operators, joint.size_bytes, begin=begin, keep=keep, beside_bytes=beside, beside_each=each))
+
+    return (
+        lives(forward, frozenset(), saved | outputs, joint.fixed_bytes),
+        lives(backward, begin, joint.gradients, later),
+    )
 
 
 def is_possible(found: Split) -> bool:
@@ -189,77 +196,8 @@ def is_possible(found: Split) -> bool:
     return math.isfinite(found.cost)
 
 
-def walk(
-    operators: Sequence[Operator],
-    size_bytes: Sequence[int],
-    *,
-    begin: Iterable[int],
-    keep: Iterable[int],
-    beside_bytes: int,
-) -> Iterator[tuple[int, str]]:
-    """Yield what is live while each kernel runs, with its name. A value is freed after the last that reads it.
-
-    Args:
-        operators: In the order in which they run.
-        size_bytes: By value.
-        begin: Values that are there at first and are freed like those that are made.
-        keep: Values that stay.
-        beside_bytes: All else that is live.
-    """
-    stays = set(keep)
-    operators = fused(operators, stays)
-    last = {value: index for index, operator in enumerate(operators) for value in (*operator.outputs, *operator.inputs)}
-    there = set(begin)
-    live = beside_bytes + sum(size_bytes[value] for value in there)
-    for index, operator in enumerate(operators):
-        for value in operator.outputs:
-            if value not in there:
-                there.add(value)
-                live += size_bytes[value]
-        yield live + operator.workspace_bytes, operator.name
-        for value in {*operator.outputs, *operator.inputs}:
-            if last[value] == index and value in there and value not in stays:
-                there.remove(value)
-                live -= size_bytes[value]
-
-
-def fused(operators: Sequence[Operator], keep: set[int]) -> list[Operator]:
-    """Return the kernels of a list: an operator, and with it those whose values nobody else reads, if all of them fuse.
-
-    Such a value is never in memory. What it is made of is, until its reader has run.
-
-    Args:
-        operators: In the order in which they run.
-        keep: Values that are read after the list.
-    """
-    readers: dict[int, set[int]] = {}
-    for index, operator in enumerate(operators):
-        for value in operator.inputs:
-            readers.setdefault(value, set()).add(index)
-    kernels: dict[int, Operator] = dict(enumerate(operators))
-    for index, operator in enumerate(operators):
-        reading = {reader for value in operator.outputs for reader in readers.get(value, ())}
-        if not operator.fuses or len(reading) != 1 or not keep.isdisjoint(operator.outputs):
-            continue
-        (last,) = reading
-        if kernels[last].fuses:
-            inner = kernels.pop(index)
-            others = (value for value in kernels[last].inputs if value not in operator.outputs)
-            kernels[last] = replace(kernels[last], inputs=tuple(dict.fromkeys((*inner.inputs, *others))))
-    return list(kernels.values())
-
-
 def _kept_bytes(joint: Joint, saved: Set[int]) -> int:
     return joint.fixed_bytes + sum(joint.size_bytes[value] for value in saved | (joint.maker.keys() & joint.outputs))
-
-
-def _placed(joint: Joint, indices: Sequence[int]) -> list[Operator]:
-    """The operators of a forward or a backward, with what is there beside each."""
-    picked = [joint.operators[index] for index in indices]
-    return [
-        replace(one, workspace_bytes=one.workspace_bytes + beside) if beside else one
-        for one, beside in zip(picked, joint.beside.of(indices, joint.of_backward), strict=True)
-    ]
 
 
 def _backward(joint: Joint, saved: set[int]) -> Iterator[int]:

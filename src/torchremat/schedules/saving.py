@@ -104,11 +104,10 @@ class Saver:
         if not fitting:
             return None
         best = raised(self.joint, min(fitting, key=lambda one: (one.cost, one.peak_bytes)), limit_bytes)
-        for near in sorted(self._known, key=lambda one: one.cost):
-            if near.peak_bytes > limit_bytes:
-                low = lowered(self.joint, near, limit_bytes, below_cost=best.cost)
-                if low is not None:
-                    best = raised(self.joint, low, limit_bytes)
+        for near in self.nearly(limit_bytes, below_cost=best.cost):
+            low = lowered(self.joint, near, limit_bytes, below_cost=best.cost)
+            if low is not None:
+                best = raised(self.joint, low, limit_bytes)
         return best
 
     def nearly(self, limit_bytes: int, *, below_cost: float) -> list[Split]:

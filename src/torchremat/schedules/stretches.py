@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from torchremat.schedules.joint import Joint, walk
+from torchremat.schedules.joint import Joint
+from torchremat.schedules.kernels import walk
 
 _MOST_CUTS = 14
 

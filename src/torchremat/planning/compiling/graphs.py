@@ -25,7 +25,8 @@ from torchremat.measuring.tracker import address_of
 from torchremat.planning.compiling.workspaces import Workspaces, measured_workspaces
 from torchremat.planning.searches.chains import Cost
 from torchremat.schedules.dataflow import Operator
-from torchremat.schedules.joint import Joint, walk
+from torchremat.schedules.joint import Joint
+from torchremat.schedules.kernels import walk
 from torchremat.tensors.structure import tensors_in
 
 # How many flops take as long as one byte; matrix units of accelerators are further ahead of their memory.

@@ -1,7 +1,7 @@
 import pytest
 
 from torchremat.schedules.dataflow import Operator
-from torchremat.schedules.joint import walk
+from torchremat.schedules.kernels import walk
 
 BYTES = 100
 

@@ -1,0 +1,86 @@
+"""What is live while operators run one after the other, where a compiler makes kernels of some of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from torchremat.schedules.dataflow import Operator
+
+
+class Kernel(NamedTuple):
+    """Operators that run as one.
+
+    Attributes:
+        last: The last of them.
+        place: Where that is in the list.
+        inputs: What all of them read that none of them makes.
+    """
+
+    last: Operator
+    place: int
+    inputs: tuple[int, ...]
+
+
+def walk(
+    operators: Sequence[Operator],
+    size_bytes: Sequence[int],
+    *,
+    begin: Iterable[int],
+    keep: Iterable[int],
+    beside_bytes: int,
+    beside_each: Sequence[int] = (),
+) -> Iterator[tuple[int, str]]:
+    """Yield what is live while each kernel runs, with its name. A value is freed after the last that reads it.
+
+    Args:
+        operators: In the order in which they run.
+        size_bytes: By value.
+        begin: Values that are there at first and are freed like those that are made.
+        keep: Values that stay.
+        beside_bytes: All else that is live.
+        beside_each: What is live beside that while each operator runs; of a kernel that of its last counts.
+    """
+    stays = set(keep)
+    kernels = fused(operators, stays)
+    last = {value: at for at, kernel in enumerate(kernels) for value in (*kernel.last.outputs, *kernel.inputs)}
+    there = set(begin)
+    live = beside_bytes + sum(size_bytes[value] for value in there)
+    for at, (operator, place, inputs) in enumerate(kernels):
+        for value in operator.outputs:
+            if value not in there:
+                there.add(value)
+                live += size_bytes[value]
+        yield live + operator.workspace_bytes + (beside_each[place] if beside_each else 0), operator.name
+        for value in (*operator.outputs, *inputs):
+            if last[value] == at and value in there and value not in stays:
+                there.remove(value)
+                live -= size_bytes[value]
+
+
+def fused(operators: Sequence[Operator], keep: set[int]) -> list[Kernel]:
+    """Return the kernels of a list: an operator, and with it those whose values nobody else reads, if all of them fuse.
+
+    Such a value is never in memory. What it is made of is, until its reader has run.
+
+    Args:
+        operators: In the order in which they run.
+        keep: Values that are read after the list.
+    """
+    kernels = {place: Kernel(operator, place, operator.inputs) for place, operator in enumerate(operators)}
+    readers: dict[int, set[int]] = {}
+    for place, operator in enumerate(operators):
+        for value in operator.inputs:
+            readers.setdefault(value, set()).add(place)
+    for place, operator in enumerate(operators):
+        if not operator.fuses or not keep.isdisjoint(operator.outputs):
+            continue
+        reading = {reader for value in operator.outputs for reader in readers.get(value, ())}
+        if len(reading) != 1:
+            continue
+        reader = kernels[reading.pop()]
+        if reader.last.fuses:
+            others = (value for value in reader.inputs if value not in operator.outputs)
+            inputs = tuple(dict.fromkeys((*kernels.pop(place).inputs, *others)))
+            kernels[reader.place] = reader._replace(inputs=inputs)
+    return list(kernels.values())
