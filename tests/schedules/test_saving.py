@@ -8,6 +8,7 @@ import pytest
 from schedules.joint_chains import best, chain, order
 from torchremat.errors import ScheduleError
 from torchremat.schedules.joint import split
+from torchremat.schedules.prices import Prices
 from torchremat.schedules.saving import Saver
 
 
@@ -65,7 +66,7 @@ def test_the_choice_against_all_choices(seed):
 
         assert found.peak_bytes <= limit
         assert least <= found.cost <= least + 0.06 * total
-        assert saver.bound(limit) <= least + 1e-6
+        assert Prices(joint).bound(limit) <= least + 1e-6
     assert saver.solve(floor - 1) is None
 
 
@@ -85,8 +86,8 @@ def test_the_bound_of_a_chain_of_equals():
     # Nothing of the 24 values of 4 bytes is there but the last, unless it is saved; 40 bytes are room for 10 of them.
     joint = chain([4] * 24, [1] * 24)
 
-    assert Saver(joint).bound(40) == pytest.approx(24 - 10)
-    assert Saver(joint).bound(24 * 4) == 0
+    assert Prices(joint).bound(40) == pytest.approx(24 - 10)
+    assert Prices(joint).bound(24 * 4) == 0
 
 
 def test_what_must_not_run_again_is_saved():

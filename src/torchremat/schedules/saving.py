@@ -38,7 +38,7 @@ from torchremat.schedules.stretches import Choice, Stretches
 _MOST_TRIES = 8
 _MOST_ROWS = 60
 _CAP_S = 60.0
-# A good cover is found at once, and its proof may take half a minute: `bound` says what it could be worth.
+# A good cover is found at once, and its proof may take half a minute: `Prices.bound` says what it could be worth.
 _PROGRAM_S = 2.0
 _LEAST_S = 0.05  # for one program, where no time is left
 _GAP = 5e-3
@@ -114,10 +114,6 @@ class Saver:
         """Return the candidates that cost less than something and whose peak is above a limit, the lowest first."""
         found = [one for one in self._known if one.cost < below_cost and one.peak_bytes > limit_bytes]
         return sorted(found, key=lambda one: one.peak_bytes)
-
-    def bound(self, limit_bytes: int) -> float:
-        """Return a cost below which nothing has a peak within a limit, whatever it makes again, and however often."""
-        return self._prices.bound(limit_bytes)
 
     @cached_property
     def _stretches(self) -> Stretches:
