@@ -64,8 +64,9 @@ def _candidates(
 ) -> Iterator[Split]:
     """Yield splits that cost less than something and may fit: first the one that should."""
     found = saver.solve(target_bytes)
-    if found is not None and found.saved in made:  # which does not fit, as is known
-        found = saver.solve(target_bytes - max(0, made[found.saved].peak_bytes - target_bytes))
+    known = made.get(found.saved) if found is not None else None
+    if known is not None and known.peak_bytes > target_bytes:
+        found = saver.solve(2 * target_bytes - known.peak_bytes)
     if found is not None and found.cost < below:
         yield found
     near = target_bytes + _NEAR * (target_bytes - saver.joint.fixed_bytes)
