@@ -35,7 +35,7 @@ def test_a_device_is_the_same_after_a_round_trip(tmp_path):
             seconds=1e-6, workspace_bytes=64, storage_bytes=(16,)
         )
     }
-    overheads = Overheads(region_s=1e-4, saved_s=1e-6, collected_s=1e-5, replayed_s=2e-5)
+    overheads = Overheads(region_s=1e-4, saved_s=1e-6, chosen_s=3e-6, collected_s=1e-5, replayed_s=2e-5)
     device = Device(**FIELDS, efficiency=0.5, overheads=overheads, kernels=kernels)
 
     device.save(tmp_path / "device.json")
@@ -61,7 +61,10 @@ def test_a_description_by_hand_needs_no_more_than_its_fields(tmp_path):
         ({"flops": [1]}, "flops is no object of dtypes"),
         ({"type": "tpu"}, "type is 'tpu', 'cpu' or 'cuda' is needed"),
         ({"kernels": {"mm": [1]}}, r"kernels\['mm'\] is no list of seconds and bytes"),
-        ({"overheads": {"region_s": 1}}, "object with region_s, saved_s, collected_s, replayed_s in seconds is needed"),
+        (
+            {"overheads": {"region_s": 1}},
+            "object with region_s, saved_s, chosen_s, collected_s, replayed_s in seconds is needed",
+        ),
         ({"overheads": {"region_s": 1, "collected_s": -1, "replayed_s": 0}}, "in seconds is needed"),
         ({"kernels": []}, "kernels is no object of signatures"),
         ({"name": ["small"]}, r"name is \['small'\], a str is needed"),

@@ -11,7 +11,7 @@ from torchremat.errors import ScheduleError
 from torchremat.schedules.bounds import Pull, Regions, in_any_order, lower_bound
 from torchremat.schedules.dataflow import Dataflow, Operator, Value
 
-NO_REGIONS = Regions(saved_cost=(), begun_cost=0.0)
+NO_REGIONS = Regions(saved_cost=(), begun_cost=())
 
 
 def make_flow(operators, sizes, needed=()):
@@ -83,7 +83,7 @@ def cheapest(flow, pulls, limit, regions=NO_REGIONS):
             if set(operator.inputs) <= live and math.isfinite(operator.cost):
                 price = cost + operator.cost
                 if regions.begun_cost and (last is None or number != last + 1):
-                    price += regions.begun_cost
+                    price += regions.begun_cost[number]
                 if regions.saved_cost and number not in ran:
                     price += regions.saved_cost[number]
                 runs = (number, ran | {number}) if regions.begun_cost else (None, ran)
@@ -115,7 +115,8 @@ def test_the_bound_with_regions_is_never_above_the_best_of_all_schedules():
         flow, pulls, limit = random_problem(seed)
         draw = random.Random(seed)
         saved = tuple(float(draw.choice([0, 1, 2])) for _ in flow.operators)
-        regions = Regions(saved_cost=saved, begun_cost=float(draw.choice([1, 2])))
+        begun = tuple(float(draw.choice([1, 2])) for _ in flow.operators)
+        regions = Regions(saved_cost=saved, begun_cost=begun)
 
         best = cheapest(flow, pulls, limit, regions)
         bound, without = (lower_bound(flow, pulls, limit, regions=one).cost for one in (regions, None))
@@ -131,7 +132,7 @@ def test_regions_by_hand():
     # With 5 bytes the second and the first value are made again, in one go: one begins, and what both save is put away.
     flow = chain_flow([2, 2, 4], [5, 1, 2])
     pulls = [Pull(reads=(3,)), Pull(reads=(2,)), Pull(reads=(1,))]
-    regions = Regions(saved_cost=(0.5, 0.25, 9.0), begun_cost=10.0)
+    regions = Regions(saved_cost=(0.5, 0.25, 9.0), begun_cost=(10.0, 20.0, 30.0))
 
     assert lower_bound(flow, pulls, 5, regions=regions).cost == pytest.approx(6.0 + 0.75 + 10.0, abs=1e-2)
 

@@ -14,6 +14,10 @@ _Overload = cast("type", private("_ops.OpOverload", needed_for=_POLICIES))
 _Packet = cast("type", private("_ops.OpOverloadPacket", needed_for=_POLICIES))
 _Operator = cast("type", private("_ops.OperatorBase", needed_for=_POLICIES))
 _all_names = cast("Callable[[], list[str]]", private("_C._dispatch_get_all_op_names", needed_for=_POLICIES))
+_key_of_device = cast("Callable[[str], str]", private("_C._dispatch_key_for_device", needed_for=_POLICIES))
+_has_kernel = cast(
+    "Callable[[str, str], bool]", private("_C._dispatch_has_kernel_for_dispatch_key", needed_for=_POLICIES)
+)
 
 
 class OperatorName(NamedTuple):
@@ -55,6 +59,11 @@ def pattern_of(operator: object) -> str | None:
     if isinstance(operator, _Packet):
         return str(operator)
     return ".".join(name_of(operator)) if isinstance(operator, _Operator) else None
+
+
+def has_kernel(operator: object, device: torch.device) -> bool:
+    """Return whether an operator has a kernel of its own for a kind of device, even if it has parts as well."""
+    return isinstance(operator, _Overload) and _has_kernel(cast("Any", operator).name(), _key_of_device(device.type))
 
 
 def overloads_of(namespace: str, packet: str) -> list[str]:

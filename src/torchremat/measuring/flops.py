@@ -18,6 +18,8 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from torchremat._compat.modes import EagerMode
+from torchremat._compat.operators import has_kernel
+from torchremat.tensors.structure import tensors_in
 
 _Operator = Callable[..., object]
 _Formula = Callable[..., int]
@@ -110,5 +112,9 @@ def _decomposed(func: _Operator, args: tuple[object, ...], kwargs: Mapping[str, 
     """Run a composite operator as its parts; NotImplemented for all others, higher-order ones too."""
     decompose = cast("_Operator | None", getattr(func, "decompose", None))
     if decompose is None or func is torch.ops.prim.device.default:
+        return NotImplemented
+    # The backward of `silu` has parts and a kernel. Without a counter the kernel runs, which takes other memory.
+    tensor = next(iter(tensors_in((args, dict(kwargs)))), None)
+    if tensor is not None and has_kernel(func, tensor.device):
         return NotImplemented
     return decompose(*args, **kwargs)

@@ -251,7 +251,7 @@ class Planner:
                 self._subject,
                 self._machine,
                 self.solver.cost_unit,
-                forward_seconds=self.profile.forward_seconds,
+                profile=self.profile,
                 peak_bytes=self.solver.plain.prediction.peak_bytes,
                 peers=self._peers,
             )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from torchremat.errors import OrderWarning
@@ -19,12 +21,17 @@ class _Ordinals(Policy):
     held: frozenset[int]
     told: set[str | None] = field(default_factory=set[str | None], compare=False, repr=False)
 
+    @cached_property
+    def asks_first(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]: it is read alone
+        return asked_about(self.operators, self.held)
+
     def __call__(self, ctx: OperatorContext, op: Any, /, *args: Any, **kwargs: Any) -> Decision:
-        if op is name or not traits_of(op).is_counted:
+        traits = traits_of(op)
+        if op is name or not traits.is_counted:
             return RECOMPUTE
         ordinal = ctx.ordinal
         planned = self.operators[ordinal] if ordinal < len(self.operators) else "no operator any more"
-        if planned != str(op):
+        if planned != traits.name:
             # Whatever is decided is exact; what is no longer known is the memory, of which this takes least.
             self._tell(ctx.module, f"runs {op} as its operator number {ordinal}, and was planned with {planned} there")
             return RECOMPUTE
@@ -44,6 +51,19 @@ class _Ordinals(Policy):
 
     def __repr__(self) -> str:
         return f"save_ordinals({sorted(self.held)} of {len(self.operators)} operators)"
+
+
+def asked_about(operators: tuple[str, ...], held: Iterable[int]) -> int:
+    """Return how many operators of a call `save_ordinals` is asked about: up to the last one that matters to it.
+
+    What writes in place matters: whoever sees it coming copies what is held there.
+    """
+    return 1 + max((*held, *(number for number, name in enumerate(operators) if _writes(name))), default=-1)
+
+
+def _writes(name: str) -> bool:
+    packet = name.partition(".")[2].partition(".")[0]
+    return packet.endswith("_") and not packet.endswith("__")
 
 
 def save_ordinals(operators: tuple[str, ...], held: frozenset[int]) -> Policy:

@@ -18,10 +18,12 @@ class Policy(ABC):
 
     Attributes:
         by_operator: Whether the operator alone decides, so that each is asked about once.
+        asks_first: How many operators of a call it has to be asked about, the first ones; all of them if None.
         reads_names: Whether it has to be asked about tensors that were given a name.
     """
 
     by_operator: bool = False
+    asks_first: int | None = None
     reads_names: bool = False
 
     @abstractmethod

@@ -86,34 +86,30 @@ class Choosing:
         return partial(self._pack, pack) if isinstance(self._run, Collecting) else pack
 
     def _pack(self, pack: Callable[[Tensor], object], tensor: Tensor) -> object:
+        if self._run.is_done:
+            self._run.rest()
         slot = pack(tensor)
         assert isinstance(slot, Slot)
-        # Most are not kept, and to see that takes no operator.
-        value = unseen(self._value, tensor) if self._region.serves and self._may_have(tensor) else None
+        value = self._value(tensor) if self._region.serves else None
         if value is None:
             self.selection.end = len(self.selection.operators)
             return slot
         return slot.served(value)
 
-    def _may_have(self, tensor: Tensor) -> bool:
-        memory = memory_of(tensor)
-        if memory is not None and (self.selection.has(memory) or memory in self._held):
-            return True
-        base = tensor if tensor._base is None else tensor._base
-        return base.is_leaf and base.requires_grad
-
     def _value(self, tensor: Tensor) -> Value | Stored | HeldView | None:
-        value = self.selection.value_of(tensor)
-        if value is not None:
-            return value
         memory = memory_of(tensor)
-        if memory in self._held:
-            return _view_of(tensor, *self._held[memory])
-        base = tensor if tensor._base is None else tensor._base
+        if memory is not None:
+            if self.selection.has(memory):
+                return unseen(self.selection.value_of, tensor)
+            held = self._held.get(memory)
+            if held is not None:
+                return unseen(partial(_view_of, *held), tensor)
+        base = tensor._base
+        leaf = tensor if base is None else base
         # A parameter, or a view of it. The memory of a sharded one is given back after the forward. What a region
         # inside holds of its inputs is a leaf as well, and no parameter.
-        if base.is_leaf and base.requires_grad and not (holding.now or self._call.modules.has_shards):
-            return Value(tensor.detach())
+        if leaf.is_leaf and leaf.requires_grad and not (holding.now or self._call.modules.has_shards):
+            return Value(tensor) if base is None else unseen(_detached, tensor)
         return None
 
     def settle(self) -> None:
@@ -148,7 +144,12 @@ class Replay:
 
     def hook(self, pack: Callable[[Tensor], object]) -> Callable[[Tensor], object]:
         """Return the hook for what autograd saves."""
-        return partial(unseen, pack)
+        return partial(self._pack, pack)
+
+    def _pack(self, pack: Callable[[Tensor], object], tensor: Tensor) -> object:
+        if self._run is not None and self._run.rest():
+            return pack(tensor)
+        return unseen(pack, tensor)
 
     def check(self, region: str) -> None:
         """Raise if other operators have run than in the forward.
@@ -166,12 +167,16 @@ def _selection_of(call: Call) -> Selection:
     return call.selection
 
 
-def _view_of(tensor: Tensor, held_from: Tensor, held: HeldTensor) -> Value | HeldView | None:
+def _detached(tensor: Tensor) -> Value:
+    return Value(tensor.detach())
+
+
+def _view_of(held_from: Tensor, held: HeldTensor, tensor: Tensor) -> Value | HeldView | None:
     """Return what the slot of a tensor may have that shares its memory with an input which the region holds."""
     if version_of(tensor) != held.version:
         return None  # the region has written to it, which is an error that the recompute finds
     if not held.is_hooked:
-        return Value(tensor.detach())
+        return _detached(tensor)
     if isinstance(held.kept, Slot) or type(held.kept).__module__ == "torch.utils.checkpoint":
         # A region around this one has it. Each time that it is asked it may have to recompute, and torch's refuses to
         # be asked twice: so the recompute asks once, for all slots.

@@ -85,15 +85,16 @@ class ModuleNames(Protocol):
 class Policy(Protocol):
     """Chooses, for each operator that runs in a region, what becomes of its output.
 
-    A policy is asked in the forward alone, once for each operator, when it has run. Two attributes tell the region how
-    to ask:
+    A policy is asked in the forward alone, once for each operator, when it has run. Attributes tell the region how to
+    ask:
 
         `by_operator`    the answer depends on nothing but the operator: it is asked once for each
+        `asks_first`     how many operators of a call it has to be asked about; all that come later run again
         `reads_names`    it is asked for named tensors as well, with `torchremat.name` in the place of the operator
 
     A method `unmet()` that returns words is asked in the first recompute: what the policy names and no forward has had.
 
-    Functions have none of these, and nor need they: `def policy(ctx, op, *args, **kwargs)` as for
+    Functions have none of these, nor need they: `def policy(ctx, op, *args, **kwargs)` as for
     `torch.utils.checkpoint.create_selective_checkpoint_contexts` is a policy.
     """
 

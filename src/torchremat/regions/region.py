@@ -39,6 +39,7 @@ from torchremat.regions.diagnosis import explain, log_of
 from torchremat.regions.differences import DivergedError
 from torchremat.regions.recompute import Recompute
 from torchremat.regions.selecting import SeenBy, unseen
+from torchremat.regions.selection import Value
 from torchremat.regions.sessions import UNPACKED_ONCE, Session, active_session, open_sessions
 from torchremat.regions.settings import Settings
 from torchremat.regions.slots import GONE, LOST, Key, Slot, noted, pin, served, told, unpack
@@ -260,7 +261,8 @@ class Region:
             )
         if slot.value is not None:
             self.runs_backward = self.runs_backward or self.made[-1].is_running
-            tensor = unseen(served, slot.value)
+            # Others than these run operators, which nobody is to see.
+            tensor = slot.value.get() if type(slot.value) is Value else unseen(served, slot.value)
             if tensor is not None:
                 if open_sessions and self._is_done_with(slot):
                     slot.value = GONE

@@ -36,7 +36,36 @@ Args = tuple[Any, ...]
 Kwargs = Mapping[str, Any]
 
 
-class Collecting:
+class Watching:
+    """Whoever sees the operators of a call.
+
+    Attributes:
+        selection: What is kept of them.
+        mode: The one that shows them.
+        block: The block in which they are seen, if the mode is there for that block alone.
+        is_done: Whether those that still come need not be seen.
+        is_away: Whether nothing shows them any more.
+    """
+
+    def __init__(self, selection: Selection) -> None:
+        self.selection = selection
+        self.mode: object = None
+        self.block: SeenBy | None = None
+        self.is_done = False
+        self.is_away = False
+
+    def rest(self) -> bool:
+        """Look away for the rest of the block if all has been seen, and return whether that is so.
+
+        Not to be called from inside of an operator.
+        """
+        if self.is_done and self.block is not None and self.block.ended():
+            self.block = None
+            self.is_away = True
+        return self.is_away
+
+
+class Collecting(Watching):
     """The forward of a call: a policy is asked about every operator.
 
     Args:
@@ -54,9 +83,9 @@ class Collecting:
         names: ModuleNames,
         preserve_rng: bool,
     ) -> None:
-        self.selection = selection
-        self.mode: object = None  # the one that shows it the operators
+        super().__init__(selection)
         self._policy = policy
+        self._asks_first: int | None = getattr(policy, "asks_first", None)
         self._decisions = decisions if getattr(policy, "by_operator", False) else None
         self._context = OperatorContext(names)
         self._preserve_rng = preserve_rng
@@ -67,6 +96,8 @@ class Collecting:
 
     def operator(self, operator: Operator, args: Args, kwargs: Kwargs) -> object:
         """Run an operator."""
+        if self.is_done:
+            return operator(*args, **kwargs)
         traits = known_traits.get(id(operator)) or traits_of(operator)
         decisions = self._decisions
         decision = None if decisions is None else decisions.get(traits)
@@ -101,6 +132,8 @@ class Collecting:
                     selection.keep_memory(tensor, decision)
         if self._produced is not None and not torch.is_inference_mode_enabled():
             self._note(index, traits, output, written)
+        if self._asks_first is not None and len(operators) >= self._asks_first:
+            self.is_done = selection.is_cut = True
         return output
 
     def _ask(self, operator: object, output: object, *args: object, **kwargs: object) -> Decision:
@@ -165,7 +198,7 @@ class _Produced(NamedTuple):
     version: int
 
 
-class Replaying:
+class Replaying(Watching):
     """A recompute of a call: what was kept takes the place of what would be computed.
 
     Args:
@@ -175,8 +208,7 @@ class Replaying:
     """
 
     def __init__(self, selection: Selection, *, takes: bool, is_running: bool = False) -> None:
-        self.selection = selection
-        self.mode: object = None  # the one that shows it the operators
+        super().__init__(selection)
         self._operators = selection.operators
         self._kept = selection.kept
         self._takes = takes
@@ -189,6 +221,8 @@ class Replaying:
         index = self._count
         selection = self.selection
         operators = self._operators
+        if self.is_done:
+            return operator(*args, **kwargs)
         traits = operators[index] if index < len(operators) else None
         if traits is None or traits.operator is not operator:
             traits = traits_of(operator)
@@ -203,6 +237,7 @@ class Replaying:
         if traits.accumulates and is_accumulating():
             return traits.run(*args, **kwargs)
         self._count = index + 1
+        self.is_done = selection.is_cut and index + 1 == len(operators)
         kept = self._kept.get(index)
         if kept is not None:
             output = kept.again()
@@ -257,13 +292,15 @@ class _Mode(EagerMode):
 class SeenBy(AbstractContextManager[None]):
     """A block whose operators are seen by `run`; None hides them from everybody."""
 
-    __slots__ = ("_had", "_mode", "_run")
+    __slots__ = ("_had", "_is_off", "_mode", "_now", "_run")
 
     def __init__(self, run: Collecting | Replaying | None) -> None:
         self._run = run
         self._mode: _Mode | None = None
+        self._is_off = False
 
     def __enter__(self) -> None:
+        self._now = thread.now
         self._had = thread.now.selecting
         if self._run is not None:
             # A backward in a region runs with the region's modes, in whatever thread.
@@ -271,12 +308,24 @@ class SeenBy(AbstractContextManager[None]):
             if type(mode) is not _Mode:
                 mode = self._mode = _Mode()
                 mode.__enter__()
+                self._run.block = self
             self._run.mode = mode
         thread.now.selecting = self._run
+
+    def ended(self) -> bool:
+        """Take the mode off before the block is over, if that can be done here; return whether it was."""
+        # In another thread, and inside of a mode of the user's, it is left where it is.
+        if self._now is not thread.now or innermost_dispatch_mode() is not self._mode:
+            return False
+        take_dispatch_mode(_Mode)
+        self._is_off = True
+        return True
 
     def __exit__(self, *error: object) -> None:
         thread.now.selecting = self._had
         if self._mode is not None:
+            if self._is_off:
+                push_dispatch_mode(self._mode)  # it takes itself off
             self._mode.__exit__(*error)
 
 

@@ -179,10 +179,11 @@ class Selection:
         kept: The outputs that are kept for recomputes, by number of the operator.
         inner: What regions inside keep, in the order in which they ran.
         end: How many operators had run at the last save whose slot has nothing.
+        is_cut: Whether more operators ran than are in `operators`: the policy was not asked about them.
         taken: The numbers of what recomputes have taken.
     """
 
-    __slots__ = ("__weakref__", "_memories", "_offloaded", "end", "inner", "kept", "operators", "policy")
+    __slots__ = ("__weakref__", "_memories", "_offloaded", "end", "inner", "is_cut", "kept", "operators", "policy")
 
     def __init__(self, policy: Policy | None) -> None:
         self.policy = policy
@@ -190,9 +191,10 @@ class Selection:
         self.kept: dict[int, Kept] = {}
         self.inner: list[ReferenceType[Selection]] = []
         self.end = 0
+        self.is_cut = False
         # What is kept as aliases, by its memory; None after the forward, until something is written.
         self._memories: dict[UntypedStorage, list[Value]] | None = {}
-        self._offloaded: WeakKeyDictionary[UntypedStorage, Catalog] = WeakKeyDictionary()
+        self._offloaded: WeakKeyDictionary[UntypedStorage, Catalog] | None = None  # most keep nothing in a store
 
     # --------------------------------------------------------------------------------------------------- forward
 
@@ -223,6 +225,8 @@ class Selection:
         if memory is None:
             return
         if decision.catalog is not None:
+            if self._offloaded is None:
+                self._offloaded = WeakKeyDictionary()
             self._offloaded[memory] = decision.catalog
         else:
             self._known_memories().setdefault(memory, [])
@@ -260,7 +264,7 @@ class Selection:
 
     def has(self, memory: UntypedStorage) -> bool:
         """Return whether some memory is kept."""
-        return memory in self._known_memories() or memory in self._offloaded
+        return memory in self._known_memories() or (self._offloaded is not None and memory in self._offloaded)
 
     def value_of(self, tensor: Tensor) -> Value | Stored | None:
         """Return what the slot of a tensor that autograd saves may have, if its memory is kept; else None."""
@@ -269,7 +273,7 @@ class Selection:
             return None
         if memory in self._known_memories():
             return Value(tensor.detach())
-        catalog = self._offloaded.get(memory)
+        catalog = None if self._offloaded is None else self._offloaded.get(memory)
         return None if catalog is None else Stored(catalog.put(tensor))
 
     def protect(self, written: list[Tensor]) -> None:
@@ -283,13 +287,13 @@ class Selection:
                 if value.get() is not None:
                     value.copy_for_write()
                     memories[value.tensor.untyped_storage()] = [value]
-            catalog = self._offloaded.pop(memory, None)
+            catalog = None if self._offloaded is None else self._offloaded.pop(memory, None)
             if catalog is not None:
                 catalog.forget(memory)  # not every write makes a new version
 
     def settle(self, *, everything: bool) -> None:
         """Drop what no recompute gets to; `everything` if one may run to the end."""
-        self._offloaded.clear()
+        self._offloaded = None
         if not everything:
             for index in [one for one in self.kept if one >= self.end]:
                 del self.kept[index]

@@ -46,6 +46,7 @@ class Traits:
 
     Attributes:
         operator: An `OpOverload`, or a higher-order operator.
+        name: Its name, as torch has it.
         is_ignored: Whether it computes nothing and runs now and then, so that nobody is asked about it.
         is_cast: Whether it is a cast.
         is_counted: Whether it has a number, and a place in the order. See NOTE [ What is not counted ].
@@ -67,11 +68,13 @@ class Traits:
     accumulates: bool = False
     is_sized_by_values: bool = False
     writes: tuple[tuple[int, str], ...] = ()
+    name: str = field(init=False)  # torch puts it together anew each time
     is_plain: bool = field(init=False)
     run: Callable[..., object] = field(init=False)
 
     def __post_init__(self) -> None:
         plain = not (self.is_ignored or self.is_cast or self.accumulates or self.writes)
+        object.__setattr__(self, "name", str(self.operator))
         object.__setattr__(self, "is_plain", plain)
         object.__setattr__(self, "run", entry_of(self.operator))
 

@@ -45,7 +45,7 @@ from torchremat.schedules.dataflow import Dataflow
 # the time before the first moment, nor of the bytes of a recompute: leaving rows out can only lower it.
 #
 # With one moment alone, run(o) says whether o runs again at all from then on. Then regions cost at least the sum of
-# saved_cost(o) run(o), and begun_cost for each o that runs again where the last operator before it that matters here
+# saved_cost(o) run(o), and begun_cost(o) for each o that runs again where the last operator before it that matters here
 # does not: between the two a region begins, or the first of them was passed over. Several moments would count what is
 # saved in a region inside of another once too often.
 #
@@ -80,11 +80,11 @@ class Regions:
 
     Attributes:
         saved_cost: By operator, if it runs again at all.
-        begun_cost: Where an operator runs again and the one before it does not.
+        begun_cost: By operator, where it runs again and the one before it does not.
     """
 
     saved_cost: tuple[float, ...]
-    begun_cost: float
+    begun_cost: tuple[float, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -336,6 +336,6 @@ class _Program:
         for operator, begun in self._begun.items():
             runs = self._run[0][operator]
             self.cost[runs] += regions.saved_cost[operator] / self._problem.unit
-            self.cost[begun] = regions.begun_cost / self._problem.unit
+            self.cost[begun] = regions.begun_cost[operator] / self._problem.unit
             self._row(0.0, (runs, 1.0), (begun, -1.0), *before)
             before = ((runs, -1.0),)

@@ -3,8 +3,8 @@
 Whatever the schedule is, an operator runs again in a region, of one call or of many, and
 
     saved    each tensor that is saved in a region takes a while to put away, in the forward and in the recompute
-    begun    where an operator runs again and the one before it does not, a region begins, or a policy was asked about
-             the one before, in the forward and in the recompute
+    begun    where an operator runs again and the one before it does not, a region begins, or a policy is there that
+             saw the one before, in the forward and in the recompute, and what is then saved takes more
 
 How many regions there are is up to the schedule, so what else they take is left out.
 """
@@ -22,9 +22,11 @@ def regions_of(profile: Profile, flow: Dataflow) -> Regions | None:
     trace, overheads = profile.units.trace.operators, profile.overheads
     if [run.name for run in trace.runs] != [operator.name for operator in flow.operators]:
         return None
+    saves = saves_of(trace)
+    passed_s = overheads.collected_s + overheads.replayed_s
     return Regions(
-        saved_cost=tuple(saves * overheads.saved_s for saves in saves_of(trace)),
-        begun_cost=min(overheads.region_s, overheads.collected_s + overheads.replayed_s),
+        saved_cost=tuple(count * overheads.saved_s for count in saves),
+        begun_cost=tuple(min(overheads.region_s, passed_s + count * overheads.chosen_s) for count in saves),
     )
 
 

@@ -3,6 +3,7 @@
 One plain step runs under a log. In its forward the log notes operators and values, as in a profile's trace; in its
 backward it notes for each operator which of those values it reads, and how many bytes of what backward itself has made
 are live then. Those are gradients: when they come and go is up to autograd alone, so they lie there in every schedule.
+So does what a kernel takes for itself while it runs, which the allocator tells of.
 
 What was there before the step counts nothing, whatever is written to it: parameters, gradients, buffers, inputs.
 """
@@ -11,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, UntypedStorage
 
-from torchremat.measuring.allocator import Recorder
+from torchremat.measuring.allocator import AllocationTrace, Recorder
 from torchremat.measuring.exhaustion import is_out_of_memory
 from torchremat.measuring.flops import FlopCounter
 from torchremat.measuring.runs import Subject
@@ -25,8 +27,9 @@ from torchremat.measuring.tracker import address_of
 from torchremat.planning.elsewhere.machines import Machine, has_room
 from torchremat.planning.profiles.operators import OperatorLog, OperatorTrace
 from torchremat.planning.profiles.peers import Peers
+from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.searches.chains import Cost
-from torchremat.planning.searches.flows import pooled_seconds
+from torchremat.planning.searches.flows import pooled_seconds, seconds_of
 from torchremat.regions.selection import memory_of
 from torchremat.schedules.bounds import Pull
 from torchremat.schedules.dataflow import Dataflow, Operator, Value
@@ -64,7 +67,7 @@ def plain_step(
     machine: Machine,
     cost: Cost,
     *,
-    forward_seconds: float,
+    profile: Profile,
     peak_bytes: int,
     peers: Peers | None = None,
 ) -> PlainStep | Unseen:
@@ -74,7 +77,7 @@ def plain_step(
         subject: The step; nothing of its models may be wrapped.
         machine: Where it runs.
         cost: The unit of the costs.
-        forward_seconds: Of the forward when nothing watches it; the seconds of operators are scaled to that.
+        profile: Of the step: what plans and their bounds say of seconds is from one measurement.
         peak_bytes: What the step will need, beside what lies there; it is not run where that is not free.
         peers: The processes that all run it, or none does.
     """
@@ -82,19 +85,19 @@ def plain_step(
     if not peers.everywhere(lambda: has_room(machine, peak_bytes)):
         return Unseen(reason=_NO_ROOM)
     try:
-        return peers.each(lambda: _plain_step(subject, machine, cost, forward_seconds))
+        return peers.each(lambda: _plain_step(subject, machine, cost, profile))
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
         return Unseen(reason=_NO_ROOM)
 
 
-def _plain_step(subject: Subject, machine: Machine, cost: Cost, forward_seconds: float) -> PlainStep | Unseen:
+def _plain_step(subject: Subject, machine: Machine, cost: Cost, profile: Profile) -> PlainStep | Unseen:
     with (
-        machine.clocked() as clock,
+        machine.logged() as recorder,
         subject.untouched(),
         FlopCounter() as flops,
-        _StepLog(flops, machine.device, clock) as log,
+        _StepLog(flops, machine.device, recorder) as log,
     ):
         try:
             loss = subject.forward()
@@ -106,16 +109,37 @@ def _plain_step(subject: Subject, machine: Machine, cost: Cost, forward_seconds:
     if any(run.is_compiled for run in log.trace.runs):
         # It runs eagerly under a log, so what is seen of it is not what a training step runs.
         return Unseen(reason=_COMPILED)
-    costs = _costs(log.trace, cost, forward_seconds)
-    return PlainStep(flow=log.flow(costs), pulls=tuple(log.pulls), flops=flops.total)
+    costs = _costs(log.trace, cost, profile)
+    pulls = log.pulls(None if recorder is None else recorder.trace)
+    return PlainStep(flow=log.flow(costs), pulls=pulls, flops=flops.total)
 
 
-def _costs(trace: OperatorTrace, cost: Cost, forward_seconds: float) -> list[float]:
+def _costs(trace: OperatorTrace, cost: Cost, profile: Profile) -> list[float]:
     if cost == "flops":
         return [float(run.flops) for run in trace.runs]
+    if [run.name for run in trace.runs] == [run.name for run in profile.units.trace.operators.runs]:
+        return seconds_of(profile)
     seconds = pooled_seconds(trace.runs)
-    factor = forward_seconds / max(sum(seconds), 1e-12)
+    factor = profile.forward_seconds / max(sum(seconds), 1e-12)
     return [one * factor for one in seconds]
+
+
+class _Seen(NamedTuple):
+    """An operator of the backward: what it reads, the bytes of gradients before and after it, and its marks."""
+
+    reads: tuple[int, ...]
+    before_bytes: int
+    after_bytes: int
+    begins: int
+    ends: int
+
+    def pull(self, trace: AllocationTrace | None) -> Pull:
+        """Return it with the most bytes that lie beside what it reads."""
+        beside_bytes = self.after_bytes
+        if trace is not None:
+            rise_bytes = trace.peak_bytes_between(self.begins, self.ends) - trace.live_bytes_at(self.begins)
+            beside_bytes = max(beside_bytes, self.before_bytes + rise_bytes)
+        return Pull(reads=self.reads, beside_bytes=beside_bytes)
 
 
 class _StepLog(OperatorLog):
@@ -123,13 +147,12 @@ class _StepLog(OperatorLog):
 
     Attributes:
         in_backward: Whether the backward has begun; whoever begins it sets it.
-        pulls: The operators of the backward so far.
     """
 
-    def __init__(self, flops: FlopCounter, device: torch.device, clock: Recorder | None) -> None:
-        super().__init__(flops, clock)
+    def __init__(self, flops: FlopCounter, device: torch.device, recorder: Recorder | None) -> None:
+        super().__init__(flops, recorder)
         self.in_backward = False
-        self.pulls: list[Pull] = []
+        self._seen: list[_Seen] = []
         self._device = device
         self._elsewhere: set[int] = set()  # storages on other devices
         self._gradients: dict[int, ReferenceType[UntypedStorage]] = {}
@@ -163,14 +186,20 @@ class _StepLog(OperatorLog):
         memories = [memory_of(tensor) for tensor in tensors_in((args, dict(named)))]
         given = {address_of(memory) for memory in memories if memory is not None}
         reads = tuple(sorted(self._storages[address][2] for address in given & self._storages.keys()))
+        before_bytes, begins = self._gradient_bytes, self.mark()
         result = func(*args, **named)
+        ends = self.mark()
         for tensor in tensors_in(result):
             memory = memory_of(tensor)
             # What it was given and returns, a `.grad` that it adds to, was there before.
             if memory is not None and address_of(memory) not in given and self._counts(tensor):
                 self._add(memory)
-        self.pulls.append(Pull(reads=reads, beside_bytes=self._gradient_bytes))
+        self._seen.append(_Seen(reads, before_bytes, self._gradient_bytes, begins, ends))
         return result
+
+    def pulls(self, trace: AllocationTrace | None) -> tuple[Pull, ...]:
+        """Return the operators of the backward, with what the allocator did, if that is known."""
+        return tuple(seen.pull(trace) for seen in self._seen)
 
     def _add(self, memory: UntypedStorage) -> None:
         address, size = address_of(memory), memory.nbytes()

@@ -146,7 +146,8 @@ def _read(content: dict[str, object], source: str) -> Device:
         problems.append("flops is no object of dtypes")
     overheads, parts = content.get("overheads", asdict(NOMINAL)), [one.name for one in fields(Overheads)]
     # A description by hand may leave out what a tensor takes.
-    if not _is_table({"saved_s": 0.0, **overheads} if isinstance(overheads, dict) else overheads, parts):
+    tensors = {"saved_s": 0.0, "chosen_s": 0.0}
+    if not _is_table({**tensors, **overheads} if isinstance(overheads, dict) else overheads, parts):
         problems.append(f"overheads is {overheads!r:.40}, an object with {', '.join(parts)} in seconds is needed")
     kernels = content.get("kernels", {})
     if not isinstance(kernels, dict):

@@ -279,7 +279,7 @@ class Elsewhere:
         return self.simulation.record()
 
     @contextmanager
-    def clocked(self) -> Generator[SimulatedRecorder]:
+    def logged(self) -> Generator[SimulatedRecorder]:
         """See `Machine`."""
         with self.entered(), self.record() as recorder:
             yield recorder

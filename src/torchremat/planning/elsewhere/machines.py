@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from torchremat.measuring.allocator import Recorder, check_no_profiler, record_allocations
+from torchremat.measuring.allocator import Recorder, check_no_profiler, profiler_is_active, record_allocations
 from torchremat.measuring.runs import Subject
 from torchremat.planning.budgets import capacity_of, free_on
 from torchremat.planning.profiles.dropping import nothing_kept
@@ -46,8 +46,8 @@ class Machine(Protocol):
         """Record what the allocator does during a block."""
         ...
 
-    def clocked(self) -> AbstractContextManager[Recorder | None]:
-        """Return the context for a step whose operators are timed; its recorder has the time, unless a clock has it."""
+    def logged(self) -> AbstractContextManager[Recorder | None]:
+        """Return the context for a step whose operators are logged; None if its allocations cannot be recorded now."""
         ...
 
     def stepping(self) -> AbstractContextManager[object]:
@@ -97,9 +97,9 @@ class Here:
         """See `Machine`."""
         return record_allocations(self.device)
 
-    def clocked(self) -> AbstractContextManager[Recorder | None]:
+    def logged(self) -> AbstractContextManager[Recorder | None]:
         """See `Machine`."""
-        return nullcontext()
+        return nullcontext() if profiler_is_active() else self.record()
 
     def stepping(self) -> AbstractContextManager[object]:
         """See `Machine`."""

@@ -24,7 +24,7 @@ _SHORT, _LONG = 1, 4
 _OPERATORS = ("aten.native_layer_norm.default", "aten.t.default", "aten.addmm.default", "aten.gelu.default")
 _SAVES = 8
 _WIDTH = 4
-_RUNS = 10
+_RUNS = 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,12 +34,14 @@ class Overheads:
     Attributes:
         region_s: Of a region in which nothing is saved: its forward and its recompute.
         saved_s: Of a tensor that is saved in a region, in both of them.
+        chosen_s: What it takes more if the region has a policy.
         collected_s: Of an operator in a forward whose policy is asked about it.
         replayed_s: Of an operator in a recompute that may have been held.
     """
 
     region_s: float
     saved_s: float = 0.0
+    chosen_s: float = 0.0
     collected_s: float
     replayed_s: float
 
@@ -51,7 +53,8 @@ class Overheads:
             operators: How many operators a policy is asked about.
             passed: How many of them a recompute passes.
         """
-        return self.region_s + saves * self.saved_s + operators * self.collected_s + passed * self.replayed_s
+        saved_s = self.saved_s + (self.chosen_s if operators else 0.0)
+        return self.region_s + saves * saved_s + operators * self.collected_s + passed * self.replayed_s
 
 
 # Those of a device of no name, see `operators.nominal_seconds`.
@@ -61,42 +64,68 @@ NOMINAL = Overheads(region_s=2e-4, collected_s=1e-5, replayed_s=1e-5)
 @cache
 def overheads() -> Overheads:
     """Return what the executor takes by itself, in this process."""
-    short, _ = _added(_SHORT)
-    long, region = _added(_LONG)
+    # Policies that hold the output of the first operator, and of the last, which no recompute gets to: they see that
+    # one, and all of them.
+    counted = tuple(name for name in _OPERATORS if name != "aten.t.default") * _LONG
+    one, every = (Settings(policy=save_ordinals(counted, frozenset({held}))) for held in (0, len(counted) - 1))
+    took = _measured(
+        {
+            "short": (_SHORT, None),
+            "short region": (_SHORT, Settings()),
+            "long": (_LONG, None),
+            "region": (_LONG, Settings()),
+            "one": (_LONG, one),
+            "every": (_LONG, every),
+        }
+    )
+    short, long = took["short region"].over(took["short"]), took["region"].over(took["long"])
     saved_s = max(0.0, long - short) / (_SAVES * (_LONG - _SHORT))
-    counted = tuple(name for name in _OPERATORS if name != "aten.t.default")
-    selective = _measured(_LONG, Settings(policy=save_ordinals(counted * _LONG, frozenset())))
+    more = _LONG * len(_OPERATORS) - 1
+    collected_s = max(0.0, took["every"].forward_s - took["one"].forward_s) / more
+    replayed_s = max(0.0, took["every"].backward_s - took["one"].backward_s) / more
+    chosen_s = max(0.0, took["one"].total_s - took["region"].total_s - collected_s - replayed_s) / (_SAVES * _LONG)
     return Overheads(
         region_s=max(0.0, short - _SAVES * _SHORT * saved_s),
         saved_s=saved_s,
-        collected_s=max(0.0, selective[0] - region[0]) / (_LONG * len(_OPERATORS)),
-        replayed_s=max(0.0, selective[1] - region[1]) / (_LONG * len(_OPERATORS)),
+        chosen_s=chosen_s,
+        collected_s=collected_s,
+        replayed_s=replayed_s,
     )
 
 
-def _added(times: int) -> tuple[float, tuple[float, float]]:
-    """Return the seconds that a region adds to a body, and those of its forward and of its backward."""
-    plain, region = _measured(times, None), _measured(times, Settings())
-    # A recompute runs the operators once more, and that is no overhead.
-    return sum(region) - sum(plain) - plain[0], region
+@dataclass(frozen=True)
+class _Took:
+    """Seconds of a forward and of its backward."""
+
+    forward_s: float
+    backward_s: float
+
+    @property
+    def total_s(self) -> float:
+        return self.forward_s + self.backward_s
+
+    def over(self, plain: _Took) -> float:
+        """Return what a region has added to a body."""
+        # A recompute runs the operators once more, and that is no overhead.
+        return self.total_s - plain.total_s - plain.forward_s
 
 
-def _measured(times: int, settings: Settings | None) -> tuple[float, float]:
-    """Return the least seconds of a forward and of its backward."""
+def _measured(cases: dict[str, tuple[int, Settings | None]]) -> dict[str, _Took]:
+    """Return the least seconds of each case, which is a length of the body and the region that it runs in, if any."""
     weight = torch.eye(_WIDTH, requires_grad=True)
     bias = torch.zeros(_WIDTH, requires_grad=True)
-    body = partial(_body, weight, bias, times)
-    forwards: list[float] = []
-    backwards: list[float] = []
     x = torch.ones(_WIDTH, _WIDTH, requires_grad=True)
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in cases}
+    # In turn, since what else the machine does comes and goes.
     for _ in range(_RUNS):
-        start_s = time.perf_counter()
-        output = body(x) if settings is None else _in_region(settings, body, x)
-        middle_s = time.perf_counter()
-        torch.autograd.grad(output, (x, weight, bias), torch.ones_like(output))
-        forwards.append(middle_s - start_s)
-        backwards.append(time.perf_counter() - middle_s)
-    return min(forwards), min(backwards)
+        for name, (times, settings) in cases.items():
+            body = partial(_body, weight, bias, times)
+            start_s = time.perf_counter()
+            output = body(x) if settings is None else _in_region(settings, body, x)
+            middle_s = time.perf_counter()
+            torch.autograd.grad(output, (x, weight, bias), torch.ones_like(output))
+            found[name].append((middle_s - start_s, time.perf_counter() - middle_s))
+    return {name: _Took(*map(min, zip(*runs, strict=True))) for name, runs in found.items()}
 
 
 def _in_region(settings: Settings, body: Body, x: Tensor) -> Tensor:

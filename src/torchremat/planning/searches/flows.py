@@ -119,6 +119,19 @@ def costs_of(profile: Profile, cost: Cost, unit: int | None = None) -> list[floa
     return [math.inf if log.runs[i].is_compiled else seconds[i] * factor for i in operators]
 
 
+def seconds_of(profile: Profile) -> list[float]:
+    """Return the seconds of each operator, scaled to what was measured of its unit, and of the forward elsewhere."""
+    pooled = pooled_seconds(profile.units.trace.operators.runs)
+    factor = profile.forward_seconds / max(sum(pooled), 1e-12)
+    found = [seconds * factor for seconds in pooled]
+    for unit, costs in enumerate(profile.costs):
+        operators = operators_of(profile, unit)
+        factor = costs.seconds / max(sum(pooled[i] for i in operators), 1e-12)
+        for i in operators:
+            found[i] = pooled[i] * factor
+    return found
+
+
 def pooled_seconds(runs: list[Run]) -> list[float]:
     """Return the seconds of each operator: the median of those that have its signature."""
     pools: dict[tuple[object, ...], list[float]] = {}

@@ -28,6 +28,7 @@ from torchremat.planning.searches.parting import parted
 from torchremat.planning.searches.replays import Replay
 from torchremat.planning.walks.memory import Options
 from torchremat.planning.walks.moments import OptionBytes
+from torchremat.policies.ordinals import asked_about
 from torchremat.schedules.closures import Selection, choices, evaluate, select
 from torchremat.schedules.dataflow import Dataflow, Value
 
@@ -197,8 +198,11 @@ class _Maker:
         )
         boundary = {one: number for one in replay.held if (number := log.storages.get(one, -1)) in outputs}
         again = [index for index in range(selection.ends) if index not in replay.spared]
-        saves = len(profile.units.saved(unit))
-        overhead_s = profile.overheads.seconds(saves, len(runs), selection.ends)
+        ordinals = tuple(_ordinal(runs, index) for index in sorted(selection.held))
+        operators = tuple(run.name for run in runs if run.traits.is_counted)
+        seen = self._seen(unit, asked_about(operators, ordinals))
+        taken = len(profile.units.saved(unit)), seen, min(seen, selection.ends)
+        overhead_s = profile.overheads.seconds(*taken)
         backward = parted(profile.backwards[unit], self.saves(unit), self.flow(unit), selection, replay)
         return OptionBytes(
             kept=frozenset(boundary.values()),
@@ -211,11 +215,21 @@ class _Maker:
             recomputes=selection.ends > 0,
             seconds=overhead_s + sum(seconds[index] for index in again),
             overhead_s=overhead_s,
-            nominal_s=NOMINAL.seconds(saves, len(runs), selection.ends) + sum(nominal_s[index] for index in again),
+            nominal_s=NOMINAL.seconds(*taken) + sum(nominal_s[index] for index in again),
             flops=sum(runs[index].flops for index in again),
-            ordinals=tuple(_ordinal(runs, index) for index in sorted(selection.held)),
-            operators=tuple(run.name for run in runs if run.traits.is_counted),
+            ordinals=ordinals,
+            operators=operators,
         )
+
+    def _seen(self, unit: int, asked: int) -> int:
+        """Return how many operators of a unit are seen if the policy is asked about the first ones that it counts.
+
+        After the last of them they are seen until something is saved.
+        """
+        runs = self.runs(unit)
+        counted = [index for index, run in enumerate(runs) if run.traits.is_counted]
+        saves = (value.saved_after for value in self.flow(unit).values if value.needed)
+        return min((position for position in saves if not asked or position > counted[asked - 1]), default=len(runs))
 
     def like(self, unit: int, option: OptionBytes) -> OptionBytes:
         """Return what a unit needs if it holds the operators that an option holds."""

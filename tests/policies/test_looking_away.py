@@ -1,0 +1,222 @@
+"""Policies of plans, which are asked about the first operators of a call: after the last of them nobody looks.
+
+An operator that passes through a mode takes longer than the operator, and a plan that holds the first product of a
+block paid for all that come after it, in the forward and in the recompute.
+"""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from policies.counting import Counted, gradients
+from torchremat import CheckpointError, checkpoint, checkpointed
+from torchremat._compat.modes import dispatch_modes
+from torchremat.policies.ordinals import asked_about, save_ordinals
+from torchremat.policies.policy import Policy
+from torchremat.regions.decisions import RECOMPUTE, SAVE
+
+CHAIN = ("aten.sin.default", "aten.exp.default", "aten.cos.default", "aten.exp.default", "aten.sin.default")
+
+
+def leaf():
+    return torch.linspace(0.1, 1.0, 6, dtype=torch.float64).requires_grad_()
+
+
+def holding(*held, operators=CHAIN):
+    return save_ordinals(operators, frozenset(held))
+
+
+def chain(x, seen=None):
+    """Five operators, each of which saves a tensor; notes the number of modes before each of them."""
+    for name in CHAIN:
+        if seen is not None:
+            seen.append(len(dispatch_modes()))
+        x = getattr(x, name.split(".")[1])()
+    return x
+
+
+@pytest.mark.parametrize(
+    ("held", "forward", "recompute"),
+    [
+        # `exp` saves its result, and nobody looks from then on; `sin` has saved its input, so for it that is later.
+        ((0,), [1, 1, 0, 0, 0], [1, 1, 0, 0, 0]),
+        ((1,), [1, 1, 0, 0, 0], [1, 1, 0, 0, 0]),
+        ((0, 3), [1, 1, 1, 1, 0], [1, 1, 1]),
+        ((4,), [1, 1, 1, 1, 1], [1, 1, 1, 1, 1]),
+    ],
+)
+def test_nobody_looks_after_the_last_operator_that_is_held(held, forward, recompute):
+    seen = []
+    x = leaf()
+
+    loss = checkpointed(lambda x: chain(x, seen), policy=holding(*held))(x).sum()
+    assert (seen, dispatch_modes()) == (forward, [])
+    seen.clear()
+    found = torch.autograd.grad(loss, x)[0]
+
+    assert (seen, dispatch_modes()) == (recompute, [])
+    assert torch.equal(found, torch.autograd.grad(chain(x).sum(), x)[0])
+
+
+def test_what_is_held_does_not_run_again():
+    x = leaf()
+
+    with Counted() as counted:
+        gradients(checkpointed(chain, policy=holding(1)), x)
+
+    # Each runs once, and again in the recompute, but for the `exp` that is held; the last one is behind the last save.
+    # Backward takes one `sin` for `cos`, and a `cos` for each `sin`.
+    counts = {name: counted.counts[name] for name in ("sin", "exp", "cos")}
+    assert counts == {"sin": 3 + 1, "exp": 3, "cos": 2 + 2}
+
+
+def test_a_write_after_the_last_one_that_is_held_is_seen():
+    # What is held is copied before it is written, so that nothing runs again for it.
+    operators = ("aten.sin.default", "aten.cos.default", "aten.mul_.Tensor", "aten.sin.default")
+
+    def function(x):
+        hidden = x.sin().cos()
+        return hidden.mul_(2.0).sin()
+
+    with Counted() as counted:
+        found = gradients(checkpointed(function, policy=holding(1, operators=operators)), leaf())
+
+    assert found == gradients(function, leaf())
+    assert asked_about(operators, (1,)) == 3
+    assert counted.counts["cos"] == 1 + 2  # and two backwards of `sin`
+
+
+def test_how_many_operators_matter():
+    assert asked_about(CHAIN, ()) == 0
+    assert asked_about(CHAIN, (0, 2)) == 3
+    assert asked_about(("aten.relu_.default", *CHAIN), ()) == 1
+    assert asked_about(("aten._foreach_add_.Scalar", "aten.mm.default"), ()) == 1
+    assert asked_about(("mine.write_.default", "a_higher_order_one", "aten.__and__.Tensor"), (0,)) == 1
+
+
+def test_other_operators_after_the_last_one_that_matters_are_no_error():
+    # Nothing is given to them: as in a region without any policy.
+    runs = []
+
+    def function(x):
+        runs.append(None)
+        hidden = x.sin().exp().cos()
+        return hidden.exp() if len(runs) > 1 else (hidden * 1.0).exp()
+
+    x = leaf()
+    loss = checkpointed(function, policy=holding(1), check="none")(x).sum()
+
+    assert torch.equal(torch.autograd.grad(loss, x)[0], torch.autograd.grad(chain_of_four(x).sum(), x)[0])
+
+
+def chain_of_four(x):
+    return x.sin().exp().cos().exp()
+
+
+def test_other_operators_before_it_are_an_error():
+    runs = []
+
+    def function(x):
+        runs.append(None)
+        hidden = x.sin() if len(runs) == 1 else x.cos()
+        return hidden.exp().cos().sin()
+
+    loss = checkpointed(function, policy=holding(1))(leaf()).sum()
+
+    with pytest.raises(CheckpointError, match=r"operator 0 of the recompute is aten\.cos"):
+        loss.backward()
+
+
+def test_an_error_after_it_leaves_no_mode_behind():
+    def function(x):
+        chain(x)
+        raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine"):
+        checkpointed(function, policy=holding(0))(leaf())
+
+    assert dispatch_modes() == []
+
+
+class Doubled(TorchDispatchMode):
+    """Acts: whatever is multiplied is multiplied twice."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        output = func(*args, **(kwargs or {}))
+        return func(output, *args[1:], **(kwargs or {})) if func is torch.ops.aten.mul.Tensor else output
+
+
+def test_under_a_mode_of_the_user_and_around_one():
+    def inside(x):
+        hidden = x.sin().exp()
+        with Doubled():
+            hidden = hidden.cos() * 3.0
+            assert isinstance(dispatch_modes()[-1], Doubled)
+            hidden = hidden.exp()
+        return hidden.sin()
+
+    for policy in (holding(0), holding(1)):
+        x = leaf()
+        assert gradients(checkpointed(inside, policy=policy), x) == gradients(inside, x)
+        with Doubled() as mode:
+            found = gradients(checkpointed(inside, policy=policy), x)
+            assert dispatch_modes() == [mode]
+            assert found == gradients(inside, x)
+        assert dispatch_modes() == []
+
+
+def test_regions_inside_and_around():
+    seen = []
+
+    def inner(x):
+        return chain(x, seen)
+
+    def outer(x):
+        hidden = x.sin().exp().cos()  # nobody looks any more
+        seen.append(len(dispatch_modes()))
+        hidden = checkpoint(inner, hidden)
+        seen.append(len(dispatch_modes()))
+        return hidden.sin()
+
+    x = leaf()
+    operators = ("aten.sin.default", "aten.exp.default")
+    loss = checkpointed(outer, policy=holding(0, operators=operators))(x).sum()
+
+    # The region inside has the policy of the one around it, and looks for itself.
+    assert seen == [0, 1, 1, 0, 0, 0, 0]
+    assert torch.equal(torch.autograd.grad(loss, x)[0], torch.autograd.grad(outer(x).sum(), x)[0])
+    assert dispatch_modes() == []
+
+
+class First(Policy):
+    """Keeps the first operator, and says so."""
+
+    asks_first = 1
+
+    def __init__(self):
+        self.asked = []
+
+    def __call__(self, ctx, op, /, *args, **kwargs):
+        self.asked.append(str(op))
+        return SAVE if ctx.ordinal == 0 else RECOMPUTE
+
+
+def test_a_policy_of_ones_own_may_say_it_too():
+    policy = First()
+
+    assert gradients(checkpointed(chain, policy=policy), leaf()) == gradients(chain, leaf())
+    assert policy.asked == ["aten.sin.default"]
+
+
+def test_together_with_another_one_it_is_asked_about_all():
+    policy = First()
+
+    gradients(checkpointed(chain, policy=policy | (lambda *_, **__: False)), leaf())
+
+    assert policy.asked == list(CHAIN)
+
+
+def test_twice_through_a_graph_that_is_retained():
+    x = leaf()
+
+    assert gradients(checkpointed(chain, policy=holding(1)), x, times=3) == gradients(chain, x)
