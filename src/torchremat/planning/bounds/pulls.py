@@ -158,6 +158,10 @@ class _StepLog(OperatorLog):
         self._gradients: dict[int, ReferenceType[UntypedStorage]] = {}
         self._gradient_bytes = 0
 
+    def mark(self) -> int:
+        """Mark this moment among the allocations, of which those of the forward do not matter."""
+        return super().mark() if self.in_backward else -1
+
     def close(self) -> None:
         """Forget the storages that are alive."""
         super().close()

@@ -6,12 +6,14 @@ Whoever profiles asks the machine to record allocations, and for nothing else th
 from __future__ import annotations
 
 import time
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Generator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Protocol
 
 import torch
 
-from torchremat.measuring.allocator import Recorder, check_no_profiler, profiler_is_active, record_allocations
+from torchremat.errors import UnsupportedError
+from torchremat.measuring.allocator import Recorder, check_no_profiler, record_allocations
 from torchremat.measuring.runs import Subject
 from torchremat.planning.budgets import capacity_of, free_on
 from torchremat.planning.profiles.dropping import nothing_kept
@@ -97,9 +99,15 @@ class Here:
         """See `Machine`."""
         return record_allocations(self.device)
 
-    def logged(self) -> AbstractContextManager[Recorder | None]:
+    @contextmanager
+    def logged(self) -> Generator[Recorder | None]:
         """See `Machine`."""
-        return nullcontext() if profiler_is_active() else self.record()
+        with ExitStack() as stack:
+            try:
+                recorder = stack.enter_context(self.record())
+            except UnsupportedError:  # a profiler is active
+                recorder = None
+            yield recorder
 
     def stepping(self) -> AbstractContextManager[object]:
         """See `Machine`."""

@@ -62,7 +62,7 @@ class Run:
     @property
     def name(self) -> str:
         """As torch has it: `aten.mul.Tensor`."""
-        return str(self.traits.operator)
+        return self.traits.name
 
 
 @dataclass(slots=True, kw_only=True)

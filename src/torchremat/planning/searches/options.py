@@ -119,6 +119,7 @@ class _Maker:
         self.intervals = intervals_of(allocations)
         self.seconds = pooled_seconds(profile.units.trace.operators.runs)
         self.flows: dict[int, Dataflow] = {}
+        self.storages: dict[int, list[int]] = {}
         self.saved: dict[int, list[int] | None] = {}
         self.solved: dict[Dataflow, tuple[Selection, ...]] = {}
         self.forms: dict[Dataflow, list[Dataflow]] = {}
@@ -187,7 +188,7 @@ class _Maker:
         profile, log = self.profile, self.profile.units.trace.operators
         runs = self.runs(unit)
         seconds, nominal_s = self.run_seconds(unit), [nominal_seconds(log, run) for run in runs]
-        storages = [log.values[value].storage for value in values_of(profile, unit)]
+        storages = self.storages_of(unit)
         call = profile.units.trace.calls[profile.units.units[unit].calls[0]]
         outputs = set(profile.units.units[unit].outputs)
         window = call.begins, call.ends
@@ -243,6 +244,13 @@ class _Maker:
         if unit not in self.having:
             return None
         return _form(self.flow(unit))
+
+    def storages_of(self, unit: int) -> list[int]:
+        """The storages of the values of a unit's dataflow."""
+        if unit not in self.storages:
+            values = self.profile.units.trace.operators.values
+            self.storages[unit] = [values[value].storage for value in values_of(self.profile, unit)]
+        return self.storages[unit]
 
     def saves(self, unit: int) -> list[int] | None:
         """The values that autograd saves in a unit, in their order; None if the watched step has saved more."""
