@@ -20,6 +20,9 @@ NOTE [ Selective recompute ]
 7. An operator in a nested region belongs to the innermost region alone, as a saved tensor does. A region without a
    policy has that of the region around it. A recompute of the outer region meets the inner one again, as a new region,
    which takes over what the first one has kept.
+8. An operator that is seen takes several times as long as one of few elements does. So where a policy says that it has
+   been asked about all that it may keep, nobody looks any more: from the next save on the mode is off, in the forward
+   and in the recompute, and what runs then is as in a region without a policy.
 """
 
 from __future__ import annotations
