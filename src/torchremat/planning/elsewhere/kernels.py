@@ -21,9 +21,11 @@ _WITH_WORKSPACE = ("convolution", "scaled_dot_product", "rnn", "lstm", "gru", "_
 def signature(func: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]) -> str:
     """Return what calls of one operator that take the same have in common: its name, shapes, dtypes, layouts, options.
 
-    Floats are left out: they change nothing of what a kernel takes.
+    Floats are left out: they change nothing of what a kernel takes. So is None by name, which torch leaves out itself
+    where a mode that sees the call hands it on.
     """
-    named = [f"{key}={_described(value)}" for key, value in kwargs.items() if key not in _UNTOLD]
+    told = {key: value for key, value in kwargs.items() if value is not None and key not in _UNTOLD}
+    named = [f"{key}={_described(value)}" for key, value in told.items()]
     return f"{func}({', '.join([*map(_described, args), *named])})"
 
 
