@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from policies.counting import Counted, gradients
-from torchremat import CheckpointError, checkpoint, checkpointed
+from torchremat import CheckpointError, PolicyError, checkpoint, checkpointed
 from torchremat._compat.modes import dispatch_modes
 from torchremat.policies.ordinals import asked_about, save_ordinals
 from torchremat.policies.policy import Policy
@@ -206,6 +206,15 @@ def test_a_policy_of_ones_own_may_say_it_too():
 
     assert gradients(checkpointed(chain, policy=policy), leaf()) == gradients(chain, leaf())
     assert policy.asked == ["aten.sin.default"]
+
+
+@pytest.mark.parametrize("first", [-1, True, 1.5, "all"])
+def test_what_is_no_number_of_operators(first):
+    policy = First()
+    policy.asks_first = first
+
+    with pytest.raises(PolicyError, match=f"its asks_first is {first!r}"):
+        checkpointed(chain, policy=policy)
 
 
 def test_together_with_another_one_it_is_asked_about_all():

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, cast, get_args
 from torch import Tensor
 
 from torchremat.errors import PolicyError, UnsupportedError
-from torchremat.regions.decisions import Decision, Policy
+from torchremat.regions.decisions import Decision, Policy, describe
 from torchremat.regions.guards import check_named
 from torchremat.regions.traits import Traits
 
@@ -111,6 +111,11 @@ class Settings:
             raise PolicyError(
                 f"policy={policy!r}: a function of a context, an operator and its arguments is needed, as those of "
                 "torchremat.policies are."
+            )
+        first = getattr(policy, "asks_first", None)
+        if first is not None and (not isinstance(first, int) or isinstance(first, bool) or first < 0):
+            raise PolicyError(
+                f"policy={describe(policy)}: its asks_first is {first!r}, and has to be a number of operators, or None."
             )
         object.__setattr__(self, "guard", tuple(cast("Sequence[object]", guard)))
         object.__setattr__(self, "turns", Turns(self.check_every))
