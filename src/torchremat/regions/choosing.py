@@ -15,7 +15,7 @@ from torch import Tensor, UntypedStorage
 from torchremat.regions.paths import ModulePaths
 from torchremat.regions.selecting import Collecting, PutBack, Replaying, SeenBy, unseen
 from torchremat.regions.selection import HeldView, Selection, Stored, Value, memory_of
-from torchremat.regions.slots import Slot
+from torchremat.regions.slots import Served, Slot
 from torchremat.regions.threads import thread
 from torchremat.tensors.held import HeldTensor, holding
 from torchremat.tensors.metadata import version_of
@@ -159,6 +159,16 @@ class Replay:
         """
         if self._run is not None:
             self._run.check(region)
+
+
+def served(value: Served) -> Tensor | None:
+    """Return the tensor that a slot has, None if it was written in place since."""
+    # All but these may run operators to have it, which nobody is to see.
+    return value.get() if type(value) is Value else unseen(_got, value)
+
+
+def _got(value: Served) -> Tensor | None:
+    return value.get()
 
 
 def _selection_of(call: Call) -> Selection:

@@ -33,16 +33,15 @@ from torchremat._compat.graphs import outside_graphs
 from torchremat._compat.transforms import check_transform_inside
 from torchremat.errors import CheckpointError
 from torchremat.regions.calls import Body, Call, Source
-from torchremat.regions.choosing import Choosing
+from torchremat.regions.choosing import Choosing, served
 from torchremat.regions.decisions import check_met
 from torchremat.regions.diagnosis import explain, log_of
 from torchremat.regions.differences import DivergedError
 from torchremat.regions.recompute import Recompute
-from torchremat.regions.selecting import SeenBy, unseen
-from torchremat.regions.selection import Value
+from torchremat.regions.selecting import SeenBy
 from torchremat.regions.sessions import UNPACKED_ONCE, Session, active_session, open_sessions
 from torchremat.regions.settings import Settings
-from torchremat.regions.slots import GONE, LOST, Key, Slot, noted, pin, served, told, unpack
+from torchremat.regions.slots import GONE, LOST, Key, Slot, noted, pin, told, unpack
 from torchremat.regions.threads import thread
 from torchremat.regions.values import Fingerprints
 from torchremat.tensors.held import HeldTensor, holding
@@ -261,8 +260,7 @@ class Region:
             )
         if slot.value is not None:
             self.runs_backward = self.runs_backward or self.made[-1].is_running
-            # Others than these run operators, which nobody is to see.
-            tensor = slot.value.get() if type(slot.value) is Value else unseen(served, slot.value)
+            tensor = served(slot.value)
             if tensor is not None:
                 if open_sessions and self._is_done_with(slot):
                     slot.value = GONE

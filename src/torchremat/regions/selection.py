@@ -183,7 +183,6 @@ class Selection:
         inner: What regions inside keep, in the order in which they ran.
         end: How many operators had run at the last save whose slot has nothing.
         is_cut: Whether more operators ran than are in `operators`: the policy was not asked about them.
-        taken: The numbers of what recomputes have taken.
     """
 
     __slots__ = ("__weakref__", "_memories", "_offloaded", "end", "inner", "is_cut", "kept", "operators", "policy")

@@ -177,11 +177,6 @@ class _Gone:
 GONE = _Gone()
 
 
-def served(value: Served) -> Tensor | None:
-    """Return the tensor that a slot has, None if it was written in place since."""
-    return value.get()
-
-
 def written_since(region: Region, tensor: Tensor, version: int, index: int) -> MutationError:
     """Return the error for a tensor that was written after autograd had saved it."""
     return MutationError(

@@ -166,7 +166,7 @@ class Claim:
             unit=self.unit,
             cost=self.cost,
             step_cost=self.step_cost,
-            # Seconds of operators and of calls were measured apart, so a bound may come out above the plan.
+            # Recomputes that stop early were measured apart from operators, so a bound may come out above the plan.
             bound_all=None if everything is None else min(everything, self.cost),
             bound_persistent=None if persistent is None else min(persistent, self.cost),
             seconds=time.perf_counter() - start_s,
