@@ -47,8 +47,9 @@ def compare(make: Make, share: float, ways: dict[str, torchremat.Planner], round
     budget = plain.before_bytes + int(share * plain.step_bytes)
     runs = {"plain": training_step(*make())}
     rows: list[dict[str, object]] = []
+    plans: dict[str, torchremat.Plan] = {}
     for name, planner in ways.items():
-        plan = planner.plan(max(budget, planner.floor_bytes))
+        plan = plans[name] = planner.plan(max(budget, planner.floor_bytes))
         model, step = make()
         plan.apply(model)
         rows.append(
@@ -70,8 +71,15 @@ def compare(make: Make, share: float, ways: dict[str, torchremat.Planner], round
         row["time"] = None if seconds is None else asdict(ratio(seconds[way], seconds["plain"]))
         # Against the plan for the same budget and cost that has no disk.
         rival = way.replace(DISK, RECOMPUTE)
-        row["against"] = None if seconds is None or rival == way else asdict(ratio(seconds[way], seconds[rival]))
+        row["same"] = rival != way and does(plans[way]) == does(plans[rival])
+        against = None if seconds is None or rival == way or row["same"] else ratio(seconds[way], seconds[rival])
+        row["against"] = None if against is None else asdict(against)
     return rows
+
+
+def does(plan: torchremat.Plan) -> tuple[object, ...]:
+    """What a plan does in a step. Two that do the same differ in nothing but noise."""
+    return plan.tree, plan.held, plan.stored
 
 
 def run(smoke: bool) -> dict[str, object]:
@@ -92,13 +100,15 @@ def run(smoke: bool) -> dict[str, object]:
     timed = [row for row in rows if row["time"]]
     if timed:
         worst = max(abs(_off(row)) for row in timed)
-        rivals = [row["against"]["median"] for row in timed if row["against"] and "seconds" in row["way"]]
+        quick = [row for row in timed if DISK in row["way"] and "seconds" in row["way"]]
+        slowest = max((row["against"]["median"] for row in quick if row["against"]), default=1.0)
+        same = sum(row["same"] for row in quick)
         found["bars"] += [
             bar("Measured time within 10% of the predicted", f"{100 * worst:.0f}% at most", worst <= 0.1),
             bar(
                 "For the fewest seconds, never slower with a disk than without (3% of noise)",
-                f"{max(rivals):.2f} times at most",
-                max(rivals) <= 1.03,
+                f"{same} of {len(quick)} the same plan, the others {slowest:.2f} times at most",
+                slowest <= 1.03,
             ),
         ]
     return found
@@ -144,7 +154,7 @@ def _row(share: float | str, row: dict[str, object]) -> list[object]:
         f"{row['predicted_ratio']:.2f}",
         _told(row["time"]),
         f"{100 * _off(row):+.0f}%" if row["time"] else "-",
-        _told(row["against"]),
+        "the same plan" if row["same"] else _told(row["against"]),
         yes(not row["differs"]),
     ]
 

@@ -1,7 +1,9 @@
 """What two processes, or four, do with one model in each of them."""
 
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial, partialmethod
 from itertools import count
+from threading import Timer
 from unittest import mock
 
 import pytest
@@ -235,6 +237,29 @@ def frees_of_gloo_are_seen():
     assert (int(live.max()), int(live[-1])) == (2 * 8192, 0), (live.max(), live[-1])
 
 
+def memory_that_gloo_still_holds_is_waited_for():
+    # It lets go of a tensor before the memory of it, and between the two was time to drop the tensor.
+    names = {"all_gather_single", "_allgather_base"} & vars(dist.ProcessGroup).keys()
+    own = {name: getattr(dist.ProcessGroup, name) for name in names}
+    held, timers = [], []
+
+    def late(name, group, *args):
+        work = own[name](group, *args)
+        held.append(torch.empty(0).set_(args[0].untyped_storage()))
+        timers.append(Timer(0.05, held.clear))
+        timers[-1].start()
+        return work
+
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    with ExitStack() as stack:
+        for name in names:
+            stack.enter_context(mock.patch.object(dist.ProcessGroup, name, partialmethod(partial(late, name))))
+        stack.enter_context(record_allocations(torch.device("cpu")))
+        gather(torch.empty(2048), torch.zeros(1024))
+        assert timers
+        assert not held
+
+
 def an_error_of_one_process_is_raised_in_both():
     def fails_in_process_1(model):
         return step(model) if dist.get_rank() == 0 else "no loss"
@@ -372,6 +397,7 @@ CASES = {
         a_step_that_reduces_nothing,
         verify_compares_gradients_that_are_not_reduced,
         frees_of_gloo_are_seen,
+        memory_that_gloo_still_holds_is_waited_for,
         an_error_of_one_process_is_raised_in_both,
         the_larger_batch_counts,
         the_larger_batch_counts_in_each_part_of_a_mesh,

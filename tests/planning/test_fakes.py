@@ -268,6 +268,29 @@ def test_an_operator_without_a_kernel_for_fakes_is_named():
         planned(Calls(lambda x: x + without_a_fake(x.detach())), lambda model: model(x).sum())
 
 
+@torch.library.custom_op("torchremat_tests::described_for_bfloat16", mutates_args=())
+def described_for_bfloat16(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
+@described_for_bfloat16.register_fake
+def _(x):
+    if x.dtype != torch.bfloat16:
+        raise RuntimeError("expected BF16")
+    return torch.empty_like(x)
+
+
+def test_an_operator_that_is_described_too_narrowly_is_named():
+    # As torch's grouped product is, which the experts of transformers call: its kernels take float32 all the same.
+    x = torch.randn(8, 16)
+
+    with pytest.raises(RuntimeError, match="expected BF16") as found:
+        planned(Calls(lambda x: x + described_for_bfloat16(x.detach())), lambda model: model(x).sum())
+
+    (note,) = found.value.__notes__
+    assert re.search(r"described_for_bfloat16.* at .*test_fakes\.py:\d+ was not run", note)
+
+
 def test_a_parameter_out_of_sight_is_refused_and_not_written_to():
     hidden = [nn.Parameter(torch.randn(16))]
     x, model = torch.randn(8, 16), Calls(lambda x: x * scale())

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torchremat._compat.binding import private
-from torchremat._compat.counts import holders_in_torch
+from torchremat._compat.counts import holders_in_torch, tensors_in
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 # later, in a thread whose frees the profiler does not see. How often that happens depends on how busy the machine is.
 # While allocations are recorded
 #
-#   1. a call that waits for its collective returns only when gloo has let go of the tensors that it was given: whoever
-#      drops them later frees them;
+#   1. a call that waits for its collective returns only when gloo has let go of the tensors that it was given, and of
+#      their memory, which it holds by tensors of its own: whoever drops them later frees them;
 #   2. what the call itself has allocated and nobody is seen to free (gloo's own copy of what is reduced) counts until
 #      its end.
 #
@@ -72,14 +72,19 @@ def _settled(
         if (is_later and not waits) or any(one.device.type != "cpu" for one in tensors):
             return call(group, *args)
         with around():
-            before = [holders_in_torch(one) for one in tensors]
+            before = _holders(tensors)
             call(group, *args).wait()
             deadline = time.monotonic() + _PATIENCE_S
-            while [holders_in_torch(one) for one in tensors] != before and time.monotonic() < deadline:
+            while _holders(tensors) != before and time.monotonic() < deadline:
                 time.sleep(_POLL_S)
         return _done() if is_later else None  # as a backend that has waited itself does
 
     return settled
+
+
+def _holders(tensors: Iterable[Tensor]) -> list[int]:
+    """Return how many hold each tensor, and the memory of each."""
+    return [count for one in tensors for count in (holders_in_torch(one), tensors_in([one.untyped_storage()]))]
 
 
 def _done() -> object:

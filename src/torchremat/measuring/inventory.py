@@ -163,7 +163,7 @@ class Inventory:
         if id(region) in self.regions:
             return
         self.regions.add(id(region))
-        for held in region.held:
+        for held in region.inputs.held:
             kept = held.kept if held.is_hooked else held.alias()
             if kept is not None and not isinstance(kept, nn.Parameter):
                 self._add_foreign(kept, None, _INPUT)

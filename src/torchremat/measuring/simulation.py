@@ -242,6 +242,12 @@ class Simulation(EagerMode):
             raise StepError(depends_on_data(func)) from error
         except RuntimeError as error:
             if not lacks_fake_kernel(error):
+                # Either the step is wrong, or what torch says of the operator is narrower than the operator is.
+                error.add_note(
+                    f"{func} at {place_of_user()} was not run: tensors have no data here, and torch describes what the "
+                    "operator makes of them. If the step runs where they have, plan it there, or in a dtype for which "
+                    "torch describes it as well."
+                )
                 raise
             raise UnsupportedError(
                 f"{func} at {place_of_user()} has no kernel for tensors without data, so it cannot be planned "

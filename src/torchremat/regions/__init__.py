@@ -10,6 +10,7 @@ visible.py      what a function can be seen to reach before it runs
 optimizers.py   optimizers that write parameters without saying so
 sharding.py     parameters that FSDP2 has sharded
 modules.py      what a region sees of its modules: parameters, buffers, training flags
+inputs.py       where the arguments of calls come from
 calls.py        one call in a region: all that it takes to make it again
 sessions.py     whom recomputed tensors belong to, and how long
 differences.py  what a check finds, as bare facts

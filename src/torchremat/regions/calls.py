@@ -19,6 +19,7 @@ from torchremat.ambient.surroundings import Surroundings, surroundings
 from torchremat.errors import MutationError
 from torchremat.regions.contents import Copies
 from torchremat.regions.guards import Objects
+from torchremat.regions.inputs import Source
 from torchremat.regions.modules import ChangedStateError, ModuleState
 from torchremat.regions.reach import function_of
 from torchremat.regions.settings import Settings
@@ -34,9 +35,6 @@ if TYPE_CHECKING:
 # What a call runs: the user's function, or something of ours around it. A body is run in a recompute as in the forward,
 # so it must look up nothing that may have changed since.
 Body = Callable[..., object]
-
-# Where an argument of a call comes from: an input that the region holds, by number, or the output of an earlier call.
-Source = int | tuple[int, int]
 
 
 class Call:

@@ -66,7 +66,7 @@ class Choosing:
         for tensor, source in zip(tensors, call.sources, strict=True):
             memory = memory_of(tensor)
             if memory is not None and isinstance(source, int):
-                self._held[memory] = tensor, region.held[source]
+                self._held[memory] = tensor, region.inputs.held[source]
 
     def run(self, run: Body, /, *args: object, **kwargs: object) -> object:
         """Run the call and let its operators be seen."""

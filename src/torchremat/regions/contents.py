@@ -127,17 +127,14 @@ def copied(own: object) -> object:
     raise TypeError(type(own).__name__)
 
 
-class Copies:
+class Copies(dict[int, tuple[object, object, object]]):
     """Copies of built-in containers, with copies of those inside of them, each made once.
 
-    Nobody else has them, so that other threads may change the containers meanwhile.
+    By the id of a container: itself, its copy, and what that held at first. Nobody else has the copies, so that other
+    threads may change the containers meanwhile.
     """
 
-    __slots__ = ("_made",)
-
-    def __init__(self) -> None:
-        # By the id of a container: itself, its copy, and what that held at first.
-        self._made: dict[int, tuple[object, object, object]] = {}
+    __slots__ = ()
 
     def of(self, value: object, but: Set[int] = frozenset()) -> object:
         """Return the copy of a value; itself if it is no container, one of those in `but` by id, or a tuple of such."""
@@ -147,21 +144,21 @@ class Copies:
             return made if any(a is not b for a, b in zip(each, made, strict=True)) else value
         if type(value) not in _BUILT_IN or id(value) in but:
             return value
-        if id(value) not in self._made:
+        if id(value) not in self:
             new = copy(value)
-            self._made[id(value)] = value, new, None  # before what is inside, which may hold it as well
+            self[id(value)] = value, new, None  # before what is inside, which may hold it as well
             if isinstance(new, dict):
                 for key, one in cast("dict[object, object]", new).items():
                     new[key] = self.of(one, but)
             elif isinstance(new, list | deque):
                 for place, one in enumerate(cast("list[object]", new)):
                     new[place] = self.of(one, but)
-            self._made[id(value)] = value, new, copied(new)
-        return self._made[id(value)][1]
+            self[id(value)] = value, new, copied(new)
+        return self[id(value)][1]
 
     def put_back(self) -> None:
         """Let the copies hold what they held when they were made."""
-        for _, own, before in self._made.values():
+        for _, own, before in self.values():
             make(own, before)
 
 

@@ -27,7 +27,8 @@ from torchremat.tensors.packed import DIFFERENTIATED
 from torchremat.tensors.structure import join, place_of, split
 
 if TYPE_CHECKING:
-    from torchremat.regions.calls import Call, Source
+    from torchremat.regions.calls import Call
+    from torchremat.regions.inputs import Source
     from torchremat.regions.operators import OperatorLog
     from torchremat.regions.region import Region
     from torchremat.regions.slots import Key
@@ -184,12 +185,13 @@ class Recompute:
                     break  # what runs for the first time has not saved all yet, and may save nothing more
                 if self.count != call.slots and self.checks:
                     raise DivergedError(number, self._counted("too few", call.slots))
-                for source in [source for source in links if region.last_use[source] == number]:
+                for source in [source for source in links if region.inputs.last_use[source] == number]:
                     del links[source]
         finally:
             set_grad_mode(had_grad)
             thread.now = had
-            self.copies.put_back()
+            if self.copies:
+                self.copies.put_back()
         if self.values is not None and self.difference is None:
             found = self.values.differs_at_end()
             if found is not None:
@@ -251,7 +253,7 @@ class Recompute:
         split(output, outputs, [])
         for place, tensor in enumerate(outputs):
             # A link stays attached: a later call may write to it in place, which a leaf that requires grad refuses.
-            if region.last_use.get((number, place), -1) > number:
+            if region.inputs.last_use.get((number, place), -1) > number:
                 links[number, place] = tensor
 
     def _inputs(self, call: Call, number: int, links: dict[Source, Tensor]) -> list[Tensor]:
@@ -261,7 +263,7 @@ class Recompute:
                 if isinstance(source, tuple):
                     raise bug(f"call {number} links to output {source}, which the recompute does not have")
                 try:
-                    links[source] = self.region.held[source].unpack()
+                    links[source] = self.region.inputs.held[source].unpack()
                 except ChangedError as error:
                     raise MutationError(self._changed_input(call, number, len(found), error)) from None
             found.append(links[source])

@@ -32,11 +32,12 @@ from torchremat._compat.autograd import (
 from torchremat._compat.graphs import outside_graphs
 from torchremat._compat.transforms import check_transform_inside
 from torchremat.errors import CheckpointError
-from torchremat.regions.calls import Body, Call, Source
+from torchremat.regions.calls import Body, Call
 from torchremat.regions.choosing import Choosing, served
 from torchremat.regions.decisions import check_met
 from torchremat.regions.diagnosis import explain, log_of
 from torchremat.regions.differences import DivergedError
+from torchremat.regions.inputs import Inputs
 from torchremat.regions.recompute import Recompute
 from torchremat.regions.selecting import SeenBy
 from torchremat.regions.sessions import UNPACKED_ONCE, Session, active_session, open_sessions
@@ -45,8 +46,8 @@ from torchremat.regions.slots import GONE, LOST, Key, Slot, noted, pin, told, un
 from torchremat.regions.threads import thread
 from torchremat.regions.values import Fingerprints
 from torchremat.tensors.held import HeldTensor, holding
-from torchremat.tensors.metadata import Metadata, metadata_of, version_of
-from torchremat.tensors.structure import split, split_call
+from torchremat.tensors.metadata import Metadata, metadata_of
+from torchremat.tensors.structure import split_call
 
 # `threading.RLock` is a function that calls it.
 _Lock = type(threading.RLock())
@@ -57,16 +58,14 @@ class Region:
 
     __slots__ = (
         "__weakref__",
-        "_known",
         "_lock",
         "_recomputed",
         "_unpacked",
         "fingerprints",
         "fresh",
-        "held",
+        "inputs",
         "kept_for",
         "label",
-        "last_use",
         "made",
         "metadata",
         "runs_backward",
@@ -84,7 +83,7 @@ class Region:
         self.settings = settings
         self.label = label
         self.made: list[Call] = []
-        self.held: list[HeldTensor] = []
+        self.inputs = Inputs(self.held_tensor)
         self.kept_for: int | None = None  # the backward whose recomputed tensors stay: see `let_go`
         self.slots: list[ReferenceType[Slot]] = []
         self.metadata: list[Metadata] = []
@@ -92,10 +91,7 @@ class Region:
         # With `check="values"`; what is made in a recompute is compared with what was made before it by its region.
         compares = settings.check == "values" and not thread.now.recomputing and settings.turns.is_next()
         self.fingerprints = Fingerprints() if compares else None
-        self.last_use: dict[Source, int] = {}
         self.runs_backward = False
-        # Tensors that have been seen, by id, with the version they had: outputs of calls and inputs that are held.
-        self._known: dict[int, tuple[ReferenceType[Tensor], int, Source]] = {}
         self._recomputed: set[Key] = set()
         self._unpacked: dict[int, set[int]] = {}  # by slot, the backward calls of a session that have asked for it
         self._lock = _Lock()
@@ -147,7 +143,7 @@ class Region:
         objects: list[object] = []
         template = split_call(args, kwargs, tensors, objects)
         number, first_slot = len(self.made), len(self.slots)
-        call = Call(body, template, self._sources(tensors, number), ref(self))
+        call = Call(body, template, self.inputs.take(tensors, number, last=last), ref(self))
         observer = self.settings.observer
         if observer is not None:
             observer.looks(self)
@@ -202,34 +198,8 @@ class Region:
             now.calls.pop()
             now.inner = inner
         if not last:
-            self._remember(output, number)
-        elif self._known:
-            self._known.clear()
+            self.inputs.made(output, number)
         return output
-
-    def _sources(self, tensors: list[Tensor], number: int) -> list[Source]:
-        found: list[Source] = []
-        for tensor in tensors:
-            known = self._known.get(id(tensor))
-            # By identity *and* version: after `h.add_(1)` between two calls `h` is the same object and another value.
-            if known is not None and known[0]() is tensor and known[1] == version_of(tensor):
-                source = known[2]
-            else:
-                source = len(self.held)
-                held = self.held_tensor(tensor)
-                self.held.append(held)  # See Rule 2
-                self._known[id(tensor)] = (ref(tensor), held.version, source)
-            self.last_use[source] = number
-            found.append(source)
-        return found
-
-    def _remember(self, output: object, number: int) -> None:
-        tensors: list[Tensor] = []
-        split(output, tensors, [])
-        for place, tensor in enumerate(tensors):
-            version = version_of(tensor)
-            if version >= 0:
-                self._known[id(tensor)] = (ref(tensor), version, (number, place))
 
     @outside_graphs  # compiled code calls it, and dynamo would trace it from there
     def _pack(self, tensor: Tensor) -> object:
@@ -345,7 +315,7 @@ class Region:
             alive = [slot for one in self.slots if (slot := one()) is not None]
             if key in self._recomputed and not retains_graph() and all(slot.task == key for slot in alive):
                 self.kept_for = key
-                self.held.clear()
+                self.inputs.held.clear()
 
     def waits(self) -> bool:
         """Return whether autograd has slots of the region whose tensors have to be recomputed."""

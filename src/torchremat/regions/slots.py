@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 from weakref import ref
 
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from torchremat._compat.autograd import current_graph_task, current_node, python_node
 from torchremat._compat.graphs import outside_graphs
 from torchremat.errors import MutationError, UnsupportedError
+from torchremat.regions.inputs import Inputs
 from torchremat.regions.sessions import Session
 from torchremat.regions.threads import thread
 from torchremat.tensors.metadata import Metadata
@@ -118,7 +119,7 @@ class Slot(Packed):
     def owners(self) -> Iterator[Owner]:
         """The region, and whatever has its inputs: regions around it, records of a store."""
         yield self.region
-        for held in self.region.held:
+        for held in self.region.inputs.held:
             if isinstance(held.kept, Packed):
                 yield from held.kept.owners
 
@@ -143,11 +144,11 @@ class Slot(Packed):
 class _Emptied:
     """In the place of the region of a slot that has handed out its tensor for the last time."""
 
-    __slots__ = ("held", "metadata")
+    __slots__ = ("inputs", "metadata")
 
     def __init__(self, metadata: Metadata) -> None:
         self.metadata = [metadata]
-        self.held: list[Any] = []
+        self.inputs = Inputs()
 
     def unpack(self, slot: Slot) -> Tensor:
         """Refuse, as autograd does."""
