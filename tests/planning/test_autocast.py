@@ -141,11 +141,16 @@ def test_a_model_called_twice_has_one_plan_for_both_calls():
 def test_parts_of_blocks_do_not_raise_the_lowest_budget():
     # A budget of 40% was refused that the same planner with `operators=False` had a plan for: with parts of blocks in
     # the chain, its solver no longer came by the trees of the lowest peaks.
-    model, step = models.gpt_step(blocks=8, width=64, context=64, batch=4)
-    with_parts, without = (
-        Planner(model, autocast(step), cost="flops", operators=operators) for operators in (True, False)
-    )
+    chain_is_higher: list[bool] = []
+    for vocabulary in (128, 256):  # what kernels take for themselves, which processors decide, says where the peak is
+        model, step = models.gpt_step(blocks=8, width=64, context=64, batch=4, vocabulary=vocabulary)
+        with_parts, without = (
+            Planner(model, autocast(step), cost="flops", operators=operators) for operators in (True, False)
+        )
+        chain, of_blocks = (one.solver.coarse.floor.prediction.peak_bytes for one in (with_parts, without))
+        chain_is_higher.append(chain > of_blocks)
 
-    assert with_parts.solver.coarse.floor.prediction.peak_bytes > without.solver.coarse.floor.prediction.peak_bytes
-    assert with_parts.floor_bytes == without.floor_bytes
-    assert with_parts.plan(without.floor_bytes).peak_bytes <= without.floor_bytes
+        assert with_parts.floor_bytes <= without.floor_bytes
+        assert with_parts.plan(without.floor_bytes).peak_bytes <= without.floor_bytes
+
+    assert any(chain_is_higher)
