@@ -28,13 +28,15 @@ def autocast(step):
     return under_autocast
 
 
-def twice(model):
-    return square(model(inputs())) + square(model(inputs(64, 64)))
+def twice():
+    """A step that calls its model twice, with inputs that are there before it."""
+    large, small = inputs(), inputs(64, 64)
+    return lambda model: square(model(large)) + square(model(small))
 
 
 SHARING = {
     "a block called three times": KINDS["shared weights"],
-    "a model called twice": lambda: (Loop(), twice),
+    "a model called twice": lambda: (Loop(), twice()),
 }
 
 
@@ -89,7 +91,8 @@ def test_what_two_calls_have_cast_stays_until_both_are_done():
     # A recompute has casts of its own, which go in the midst of its backward; the one that both calls keep does not.
     # The peak of a plan that keeps both was up to 5% above the prediction.
     torch.manual_seed(0)
-    model, step = Twice(), autocast(lambda model: square(model(inputs(64, 64))))
+    model, x = Twice(), inputs(64, 64)
+    step = autocast(lambda model: square(model(x)))
     own = profile(model, step).coarse
     kept = keep_all(len(own.units.units))
 
@@ -125,7 +128,7 @@ def test_a_model_called_twice_has_one_plan_for_both_calls():
         def forward(self, x):
             return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
 
-    model, step = nn.Sequential(*(Block() for _ in range(3))), autocast(twice)
+    model, step = nn.Sequential(*(Block() for _ in range(3))), autocast(twice())
     planner = Planner(model, step, cost="flops")
 
     made = planner.plan("85%")

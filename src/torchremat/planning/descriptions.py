@@ -13,7 +13,7 @@ from torchremat.planning.searches.solving import Candidate
 from torchremat.planning.walks.cargo import NO_LOADS, Loads
 from torchremat.planning.walks.memory import Walk
 from torchremat.planning.walks.moments import Live, Moment
-from torchremat.planning.walks.prediction import chosen_options, over_bytes
+from torchremat.planning.walks.prediction import chosen_options, live_bytes, over_bytes
 from torchremat.schedules.chain import Tree
 from torchremat.tensors.handles import Store
 from torchremat.tensors.sizes import format_bytes
@@ -64,7 +64,7 @@ def curve_of(own: Profile, tree: Tree, fixed_bytes: int, loads: Loads = NO_LOADS
     for state in Walk(own.units, own.sizes, own.order, own.lifetimes, tree, own.options, loads):
         if not isinstance(state, Live):
             continue
-        live = fixed_bytes + own.extra_bytes[state.key] + state.held_bytes
+        live = fixed_bytes + live_bytes(own, state)
         moment, unit = state.key
         over = over_bytes(own, state)
         if state.moves:

@@ -252,7 +252,8 @@ class _Reader:
         own = self.watcher.watched[unit]
         begin, end = self.position[own.begins], self.position[own.ends]
         live = self.live[begin : end + 1] - self.live[begin]
-        boundary, left = set(own.boundary), set[int]()
+        boundary, left, replaced = set(own.boundary), set[int](), set[int]()
+        remaking = range(self.position[own.recompute], self.position[own.recomputed]) if own.recomputed >= 0 else ()
         inside: dict[tuple[int, int], int] = {}
         stays = np.zeros(end - begin + 1, np.int64)
         for save in own.saves:
@@ -269,6 +270,8 @@ class _Reader:
                     continue
                 if self.units.outlives(save.number, unit):
                     left.add(save.number)
+                    if freed in remaking:
+                        replaced.add(save.number)
                     continue
             if allocated is None:
                 continue
@@ -285,6 +288,7 @@ class _Reader:
         return UnitBytes(
             saved=frozenset(boundary),
             left=frozenset(left),
+            replaced=frozenset(replaced),
             inside_bytes=sum(inside.values()),
             drop_peak_bytes=int(live.max()),
             full_peak_bytes=int(kept.max()),

@@ -171,8 +171,7 @@ class _Tracer:
         self.tensors = 0
         self.parameters = {id(one) for one in model.parameters()}
         self.versions: list[list[tuple[Tensor, int]]] = []  # at each call's entry, of its module's parameters
-        # How many operators had run when the last call returned, and since when no more have.
-        self.idle_since = self.idle_at = -1
+        self.idle_since = -1  # how many operators had run when the last call returned
         tensors = [*model.parameters(), *model.buffers()]
         self.fixed = frozenset(self.storage(tensor) for tensor in tensors)
 
@@ -189,8 +188,8 @@ class _Tracer:
 
         def dies(_: object) -> None:
             del self.storages[address]
-            # What goes before anything has run since calls returned was an argument of theirs that nobody else has.
-            self.died[number] = self.idle_at - 1 if self.idle_since == len(self.log.trace.runs) else self.time
+            # What goes before anything has run since a call returned was an argument of it that nobody else has.
+            self.died[number] = self.time - (self.idle_since == len(self.log.trace.runs))
 
         self.storages[address] = (number, ref(storage, dies))
         self.storage_bytes[number] = storage.nbytes()
@@ -302,8 +301,7 @@ class _Tracer:
         call.flops = self.flops.total - call.flops
         self.time += 1
         call.left = self.time
-        if self.idle_since != len(self.log.trace.runs):
-            self.idle_since, self.idle_at = len(self.log.trace.runs), self.time
+        self.idle_since = len(self.log.trace.runs)
         return output
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.walks.memory import Walk
 from torchremat.planning.walks.moments import Live, Moment
-from torchremat.planning.walks.prediction import over_bytes
+from torchremat.planning.walks.prediction import live_bytes, over_bytes
 from torchremat.schedules.chain import Keep, Region, Tree
 
 
@@ -50,7 +50,7 @@ class Heights:
         for state in walk:
             if not isinstance(state, Live) or state.key[0] in (Moment.FORWARD, Moment.LEFT):
                 continue
-            live = profile.extra_bytes[state.key] + state.held_bytes + over_bytes(profile, state)
+            live = live_bytes(profile, state) + over_bytes(profile, state)
             if live > highest:
                 highest = live
                 rank = -1 if state.key[0] is Moment.END else self._ranks[state.key[1]]

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.walks.memory import Walk
 from torchremat.planning.walks.moments import Live, Moment, Ran
-from torchremat.planning.walks.prediction import over_bytes
+from torchremat.planning.walks.prediction import live_bytes, over_bytes
 
 
 def recomputed_ahead(walk: Walk) -> Iterator[Live | Ran]:
@@ -51,5 +51,5 @@ def after_lookahead(profile: Profile, walk: Walk, *, kept_bytes: int) -> tuple[i
     highest = walk.total() + beside + profile.after_bytes[Moment.END, 0]
     for state in walk.backward():
         if isinstance(state, Live):
-            highest = max(highest, profile.extra_bytes[state.key] + state.held_bytes + over_bytes(profile, state))
+            highest = max(highest, live_bytes(profile, state) + over_bytes(profile, state))
     return max(0, ahead + beside), highest

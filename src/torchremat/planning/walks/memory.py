@@ -196,7 +196,9 @@ class Walk:
         """Hold what a unit saves; `again` in a recompute."""
         size = self.sizes[unit]
         self.hold(self.named(unit, size.saved))
-        if not again:
+        if again:
+            self.release(size.replaced)
+        else:
             self.hold(size.left)
         self.inside += size.inside_bytes + (size.copied_bytes + self.left_bytes(unit) if again else 0)
 
@@ -204,7 +206,9 @@ class Walk:
         """Release what `keep` holds."""
         size = self.sizes[unit]
         self.release(self.named(unit, size.saved))
-        if not again:
+        if again:
+            self.hold(size.replaced)  # the new ones stay in their place
+        else:
             self.release(size.left)
         self.inside -= size.inside_bytes + (size.copied_bytes + self.left_bytes(unit) if again else 0)
 

@@ -20,7 +20,7 @@ from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.walks.ahead import recomputed_ahead
 from torchremat.planning.walks.memory import Walk
 from torchremat.planning.walks.moments import Live, Moment, UnitBytes
-from torchremat.planning.walks.prediction import over_bytes
+from torchremat.planning.walks.prediction import live_bytes, over_bytes
 from torchremat.schedules.chain import Region
 
 
@@ -110,7 +110,7 @@ def input_part(profile: Profile, walk: PartsWalk, *, kept_bytes: int, ahead: boo
     for state in walk.backward():
         if isinstance(state, Live):
             moment, unit = state.key
-            live = profile.extra_bytes[state.key] + state.held_bytes
+            live = live_bytes(profile, state)
             match moment:
                 case Moment.RECOMPUTE:
                     over = over_bytes(profile, state)

@@ -53,7 +53,7 @@ def predict(profile: Profile, tree: Tree, loads: Loads = NO_LOADS) -> Prediction
         flops += profile.options[unit][option - 1].flops
     for state in Walk(profile.units, profile.sizes, profile.order, profile.lifetimes, tree, profile.options, loads):
         if isinstance(state, Live):
-            live = profile.extra_bytes[state.key] + state.held_bytes
+            live = live_bytes(profile, state)
             over = over_bytes(profile, state)
             if state.key[0] is Moment.END:
                 kept = live
@@ -84,6 +84,16 @@ def predict(profile: Profile, tree: Tree, loads: Loads = NO_LOADS) -> Prediction
 def chosen_options(tree: Tree) -> list[tuple[int, int]]:
     """Return the units of a tree that are kept as one of their options says, with the option."""
     return [(node.stage, node.option) for node in tree if isinstance(node, Keep) and node.option]
+
+
+def live_bytes(profile: Profile, state: Live) -> int:
+    """Return the bytes that are live at a moment, relative to the start of the step."""
+    extra = profile.extra_bytes[state.key]
+    if state.key[0] is Moment.BACKWARD:
+        # What has gone in the recompute that was watched, and that no unit is known to replace, may be there in other
+        # trees: a block that is called twice sets an attribute that it has set before.
+        extra = max(extra, profile.extra_bytes.get((Moment.RECOMPUTE, state.key[1]), extra))
+    return extra + state.held_bytes
 
 
 def over_bytes(profile: Profile, state: Live) -> int:
