@@ -317,8 +317,11 @@ class Walk:
                 self.available.add(unit)
             links.pass_on(unit, own, inner)
             for one in inner if size.state_bytes else ():
-                states[id(one)] = states.get(id(one), 0) + size.state_bytes
                 self.inside += size.state_bytes
+                if (
+                    not size.replaced
+                ):  # else they stay: what it has set has their graph, and no backward lets go of that
+                    states[id(one)] = states.get(id(one), 0) + size.state_bytes
             for one in links.ended & states.keys() if states else ():
                 if one not in links.regions:
                     self.inside -= states.pop(one)
