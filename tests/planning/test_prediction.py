@@ -101,7 +101,7 @@ def test_weights_that_a_hook_sets_are_predicted():
     found = off(model, step, profile, trees_over(profile, 0, 8), outcome(model, step))
 
     assert all(size.replaced for size in profile.sizes)
-    # What such a weight's graph keeps of nested regions that have run may go sooner: their copies of the norms' vectors.
+    # What such a weight's graph keeps of nested regions that have run may go sooner: copies of the norms' vectors.
     most = profile.sizes[0].state_bytes
     assert [both for both in found.values() if not 0 <= both[1] - both[0] <= most] == []
 
