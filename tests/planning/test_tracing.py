@@ -41,7 +41,7 @@ def test_times_order_entries_exits_and_saves():
     calls = trace(model, step).calls
 
     assert [(call.entered, call.left) for call in calls[:5]] == [(1, 34), (2, 9), (3, 4), (5, 6), (7, 8)]
-    assert [[time for _, time in call.saved] for call in calls[2:5]] == [[3], [5], [7, 7]]
+    assert [[save.time for save in call.saved] for call in calls[2:5]] == [[3], [5], [7, 7]]
 
 
 def test_flops_and_bytes_are_exact():
@@ -54,7 +54,7 @@ def test_flops_and_bytes_are_exact():
     assert found.calls[1].flops == 2 * 2 * 256 * 64 * 64
     # The second linear saves its input before it computes.
     assert found.calls[1].flops_saved == 2 * 256 * 64 * 64
-    inside = [found.storage_bytes[storage] for call in found.calls[2:5] for storage, _ in call.saved]
+    inside = [found.storage_bytes[save.storage] for call in found.calls[2:5] for save in call.saved]
     # Input of the first linear, of the GELU, of the second linear, and its weight of 64 x 64: `x` needs no gradient.
     assert inside == [65536, 65536, 65536, 16384]
     assert found.calls[1].saved == []
@@ -66,7 +66,7 @@ def test_a_leaf_that_saves_its_weight_alone_saves_a_fixed_storage():
 
     found = trace(model, lambda m: square(m(inputs())))
 
-    first, second = ([storage for storage, _ in call.saved] for call in found.calls[1:])
+    first, second = ([save.storage for save in call.saved] for call in found.calls[1:])
     assert set(first).isdisjoint(found.fixed)
     assert set(second) <= found.fixed
 

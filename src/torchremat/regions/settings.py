@@ -31,7 +31,7 @@ class Observer(Protocol):
         ...
 
     def saved(self, region: Region, call: int, tensor: Tensor) -> None:
-        """Autograd saves a tensor in the first run of a call."""
+        """Autograd saves a tensor in the first run of a call; the region has a slot for it, its last one."""
         ...
 
     def settles(self, region: Region) -> None:

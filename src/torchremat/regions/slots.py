@@ -189,9 +189,10 @@ def written_since(region: Region, tensor: Tensor, version: int, index: int) -> M
 
 @outside_graphs
 def noted(note: Callable[[Tensor], object], pack: Pack, tensor: Tensor) -> object:
-    """Pack a tensor after telling somebody of it."""
+    """Pack a tensor, and tell somebody of it."""
+    packed = pack(tensor)
     note(tensor)
-    return pack(tensor)
+    return packed
 
 
 @unpacked_in_graphs(Slot, "unpack_of_region")

@@ -26,8 +26,9 @@ from torchremat.measuring.tracker import address_of
 from torchremat.pipeline.budgets.samples import Ends
 from torchremat.planning.elsewhere.machines import Here
 from torchremat.planning.layout import calls_of, installed
+from torchremat.planning.profiles.events import intervals_of, without_copies
 from torchremat.planning.profiles.profiling import Grains
-from torchremat.planning.profiles.reading import Profile, intervals_of, without_copies
+from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.profiles.watching import Watcher, every_unit
 from torchremat.planning.searches.mixing import aligned, mixed
 from torchremat.planning.searches.solving import Candidate

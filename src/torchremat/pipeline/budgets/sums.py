@@ -27,8 +27,9 @@ from torchremat.measuring.allocator import AllocationTrace, Mark, Recorder
 from torchremat.measuring.heap import heap_set_aside
 from torchremat.measuring.runs import Subject, subject_of
 from torchremat.planning.elsewhere.machines import Here
+from torchremat.planning.profiles.events import intervals_of
 from torchremat.planning.profiles.profiling import Grains, watch
-from torchremat.planning.profiles.reading import Profile, intervals_of
+from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.profiles.tracing import Step
 from torchremat.planning.profiles.watching import every_unit
 from torchremat.planning.searches.mixing import aligned, mixed

@@ -2,10 +2,12 @@
 
 interception.py  the forward of every module, routed through one function
 tracing.py       the calls of a forward, and what they save
+saves.py         which of that has a graph in the end
 operators.py     the operators of each call
 units.py         the flat order of calls that a plan chooses among
 roots.py         trees made fit for the roots of a step, and for what is sharded
 watching.py      the step in which every unit is a region
+events.py        the allocator's events of it
 backwards.py     the backward of one unit in it
 reading.py       figures, read out of the allocator's events
 optimizers.py    what the optimizer needs

@@ -84,7 +84,7 @@ class SeenValue:
     is_leaf: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Save:
     """A value that autograd saved.
 
@@ -92,11 +92,13 @@ class Save:
         value: Which.
         position: How many operators had begun before.
         call: Index of the innermost call that was open; -1 for the step's own code.
+        is_dropped: Whether its graph is gone at the end of the forward, so that no backward needs it.
     """
 
     value: int
     position: int
     call: int
+    is_dropped: bool = False
 
 
 @dataclass(kw_only=True)
@@ -181,11 +183,14 @@ class OperatorLog(EagerMode):
         """Mark this moment among the allocations; -1 if none are recorded."""
         return -1 if self._recorder is None else self._recorder.mark("operator")
 
-    def save(self, tensor: Tensor) -> None:
-        """Note that autograd saves a tensor."""
+    def save(self, tensor: Tensor) -> Save | None:
+        """Note that autograd saves a tensor, and return that; None if it has no memory to show."""
         value = self.value(tensor)
-        if value is not None:
-            self.trace.saves.append(Save(value, len(self.trace.runs), self.call))
+        if value is None:
+            return None
+        save = Save(value, len(self.trace.runs), self.call)
+        self.trace.saves.append(save)
+        return save
 
     def also_known_as(self, tensor: Tensor, number: int) -> None:
         """Note the number that the trace of the calls gives to the storage of a tensor."""

@@ -20,6 +20,7 @@ from torchremat.errors import StepError
 from torchremat.measuring.allocator import AllocationTrace
 from torchremat.measuring.before import BytesBefore
 from torchremat.planning.profiles.backwards import Backward, Backwards
+from torchremat.planning.profiles.events import intervals_of, without_copies
 from torchremat.planning.profiles.operators import casts_of_leaves, nominal_seconds, numbers_of
 from torchremat.planning.profiles.optimizers import OptimizerBytes
 from torchremat.planning.profiles.overheads import NOMINAL, Overheads
@@ -252,16 +253,17 @@ class _Reader:
         own = self.watcher.watched[unit]
         begin, end = self.position[own.begins], self.position[own.ends]
         live = self.live[begin : end + 1] - self.live[begin]
-        boundary, left, replaced = set(own.boundary), set[int](), set[int]()
+        boundary = {storage for place, storage in own.boundary.items() if not own.is_dropped(place)}
+        left, replaced = set[int](), set[int]()
         remaking = range(self.position[own.recompute], self.position[own.recomputed]) if own.recomputed >= 0 else ()
-        inside: dict[tuple[int, int], int] = {}
-        stays = np.zeros(end - begin + 1, np.int64)
+        # By the events that allocate and free it: bytes of it that are held, and until when.
+        inside, until = dict[tuple[int, int], int](), dict[tuple[int, int], int]()
         for save in own.saves:
-            address = save.storage.cdata
-            if address in own.outputs:
+            address, is_dropped = save.storage.cdata, own.is_dropped(save.place)
+            if address in own.outputs and not is_dropped:
                 boundary.add(own.outputs[address])
             allocated, freed = self.interval(save)
-            if address not in own.outputs and save.number >= 0:
+            if address not in own.outputs and save.number >= 0 and not is_dropped:
                 if allocated is None and save.number in self.casts:
                     left.add(save.number)  # See NOTE [ Casts in a recompute ]
                     continue
@@ -275,14 +277,16 @@ class _Reader:
                     continue
             if allocated is None:
                 continue
-            if (save.pointer, allocated) in inside:
-                continue
-            inside[save.pointer, allocated] = 0 if address in own.outputs else int(self.trace.delta_bytes[allocated])
+            made = allocated, freed
+            until[made] = max(self.position[own.dropped_at[save.place]] if is_dropped else end, until.get(made, 0))
+            held = 0 if is_dropped or address in own.outputs else int(self.trace.delta_bytes[allocated])
+            inside[made] = max(held, inside.get(made, 0))
+        stays = np.zeros(end - begin + 1, np.int64)
+        for (allocated, freed), last in until.items():
             if freed <= end:
                 # From its free on it would still be there.
-                stays[max(freed - begin, 0) + 1 :] += int(self.trace.delta_bytes[allocated])
-        last = self.watcher.last_save[unit]
-        cut = self.position[last] - begin if last >= 0 else 0
+                stays[max(freed - begin, 0) + 1 : last - begin + 1] += int(self.trace.delta_bytes[allocated])
+        cut = self.position[own.last_save] - begin if own.last_save >= 0 else 0
         kept, copies = live + stays, self.copies(own)
         copied_bytes = self.reader.copied_bytes(own, self.units.trace.fixed)
         return UnitBytes(
@@ -343,7 +347,7 @@ class _Reader:
         full, truncated = [0.0] * len(watched), [0.0] * len(watched)
         for members in groups.values():
             whole = float(np.median([self.time(watched[u].ends) - self.time(watched[u].begins) for u in members]))
-            cuts = [max(self.watcher.last_save[unit], watched[unit].begins) for unit in members]
+            cuts = [max(watched[unit].last_save, watched[unit].begins) for unit in members]
             begins = [watched[unit].begins for unit in members]
             cut = float(np.median([self.time(a) - self.time(b) for a, b in zip(cuts, begins, strict=True)]))
             for unit in members:
@@ -365,35 +369,3 @@ class _Reader:
             )
             for unit in range(len(watched))
         )
-
-
-def without_copies(
-    trace: AllocationTrace, freed_at: dict[int, list[tuple[int, int]]], copying: list[tuple[int, int]]
-) -> AllocationTrace:
-    """Return the trace without what regions copy before a call and drop after it, between the marks `copying`.
-
-    In another tree there are more or fewer regions around the call; what they keep for longer is left.
-    """
-    of_copies = np.zeros(len(trace.delta_bytes) + 2, np.bool_)
-    for begin, end in copying:
-        of_copies[trace.marks[begin].position : trace.marks[end].position] = True
-    delta = trace.delta_bytes.copy()
-    for intervals in freed_at.values():
-        for allocated, freed in intervals:
-            if of_copies[allocated] and of_copies[freed]:
-                delta[[allocated, freed]] = 0
-    return replace(trace, delta_bytes=delta)
-
-
-def intervals_of(trace: AllocationTrace) -> dict[int, list[tuple[int, int]]]:
-    """For each address the events that allocated and freed it; a storage that stays is freed after the last event."""
-    intervals: dict[int, list[tuple[int, int]]] = {}
-    open_at: dict[int, int] = {}
-    for event, (pointer, delta) in enumerate(zip(trace.ptr.tolist(), trace.delta_bytes.tolist(), strict=True)):
-        if delta > 0:
-            open_at[pointer] = event
-        elif pointer in open_at:
-            intervals.setdefault(pointer, []).append((open_at.pop(pointer), event))
-    for pointer, event in open_at.items():
-        intervals.setdefault(pointer, []).append((event, len(trace.ptr) + 1))
-    return intervals

@@ -34,6 +34,7 @@ from torchremat.measuring.untouched import untouched
 from torchremat.planning.profiles.dropping import never, nothing_kept
 from torchremat.planning.profiles.interception import intercepted
 from torchremat.planning.profiles.operators import OperatorLog, OperatorTrace
+from torchremat.planning.profiles.saves import Saved, Saves
 from torchremat.regions.guards import tensors_inside
 from torchremat.regions.selection import memory_of
 from torchremat.regions.threads import thread
@@ -70,13 +71,13 @@ class Call:
         outputs: Those that it returned.
         mutated: Places in `inputs` whose tensors it wrote to in place.
         is_overwritten: Whether a parameter of its module was written in place after its entry, by itself or later.
-        saved: Storages that autograd saved directly in it, not in the calls inside, as (storage, time).
+        saved: What autograd saved directly in it, not in the calls inside.
         entered: Time of entry: the number of entries and exits of calls before it.
         left: Time of exit.
         carried: Storages that are in its other arguments (a cache, say) when the forward has ended, and skips from
             outside of it that are popped in it.
         flops: Flops of its forward.
-        flops_saved: Flops of its forward up to its last save.
+        flops_saved: Flops of its forward up to its last save that has a graph at the end.
         grad: Whether grad mode was on.
         input_elements: Elements in its inputs.
         signature: Its type, whether it trains, and the shapes of its parameters and inputs; see `Units.signature`.
@@ -93,7 +94,7 @@ class Call:
     outputs: list[Seen] = field(default_factory=list[Seen])
     mutated: list[int] = field(default_factory=list[int])
     is_overwritten: bool = False
-    saved: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    saved: list[Saved] = field(default_factory=list[Saved])
     carried: tuple[int, ...] = ()
     entered: int
     left: int = -1
@@ -117,7 +118,7 @@ class Trace:
         fixed: Storages of parameters, buffers and other tensors that were there before.
         born: For a storage number the time at which it was first seen.
         died: For a storage number the time at which it was gone; absent if it was alive at the end of the forward.
-        step_saved: Storages saved outside of every call, in the step's own code, as (storage, time).
+        step_saved: What autograd saved outside of every call, in the step's own code.
         end: Time at the end of the forward.
         flops: Of the whole forward.
         operators: All that ran.
@@ -130,7 +131,7 @@ class Trace:
     fixed: frozenset[int]
     born: dict[int, int]
     died: dict[int, int]
-    step_saved: list[tuple[int, int]]
+    step_saved: list[Saved]
     end: int
     flops: int
     operators: OperatorTrace = field(default_factory=OperatorTrace)
@@ -167,7 +168,8 @@ class _Tracer:
         self.died: dict[int, int] = {}
         self.objects_of: dict[int, list[object]] = {}
         self.identities: dict[int, tuple[int, ReferenceType[Tensor]]] = {}
-        self.step_saved: list[tuple[int, int]] = []
+        self.step_saved: list[Saved] = []
+        self.saves = Saves(lambda: self.time)
         self.tensors = 0
         self.parameters = {id(one) for one in model.parameters()}
         self.versions: list[list[tuple[Tensor, int]]] = []  # at each call's entry, of its module's parameters
@@ -208,16 +210,10 @@ class _Tracer:
 
     @outside_graphs  # compiled code calls it, and dynamo would trace what is called from there
     def save(self, tensor: Tensor) -> object:
-        self.log.save(tensor)
-        number = self.storage(tensor, new=True)
-        if self.open:
-            call = self.calls[self.open[-1]]
-            call.saved.append((number, self.time))
-            for index in self.open:
-                self.calls[index].flops_saved = self.flops.total - self.calls[index].flops
-        else:
-            self.step_saved.append((number, self.time))
-        return None
+        value, saved = self.log.save(tensor), Saved(self.storage(tensor, new=True), self.time)
+        calls = [self.calls[index] for index in self.open]
+        (calls[-1].saved if calls else self.step_saved).append(saved)
+        return self.saves.note(saved, value, ((call, self.flops.total - call.flops) for call in calls))
 
     def carried(self, value: object) -> None:
         """Note a value where it is put, and where it is taken: calls that began between get it past their arguments."""
@@ -348,6 +344,7 @@ def _run_traced(model: nn.Module, step: Step, flops: FlopCounter, log: OperatorL
         loss = loss_of(result)
         del result  # logits and caches beside the loss go before backward, as they do in each run
         tracer.look_into_objects()
+        tracer.saves.close()
         for call, versions in zip(tracer.calls, tracer.versions, strict=True):
             call.is_overwritten = any(parameter._version != version for parameter, version in versions)
     finally:

@@ -21,6 +21,7 @@ from functools import cached_property
 from itertools import groupby
 
 from torchremat.errors import StepError
+from torchremat.planning.profiles.saves import Saved
 from torchremat.planning.profiles.tracing import Call, Trace
 
 # A call is taken apart if its own code saves at most this share of what is saved in all of it ...
@@ -107,11 +108,17 @@ class Units:
 
     def saved(self, unit: int) -> list[int]:
         """Return the storages of everything that is saved in a unit, in order, parameters included."""
+        return [one.storage for one in self.saves_in(unit)]
+
+    def saves_in(self, unit: int) -> list[Saved]:
+        """Return everything that is saved in a unit, in order."""
         calls = [inner for call in self.units[unit].calls for inner in self.trace.descendants(call)]
-        saves = sorted(
-            (time, place, one) for call in calls for place, (one, time) in enumerate(self.trace.calls[call].saved)
-        )
-        return [storage for _, _, storage in saves]
+        return sorted((one for call in calls for one in self.trace.calls[call].saved), key=lambda one: one.time)
+
+    def dropped(self, unit: int) -> frozenset[int]:
+        """Return what of it has lost its graph when the unit has ended, by its place in order."""
+        end, saves = self.left(unit), enumerate(self.saves_in(unit))
+        return frozenset(place for place, one in saves if one.dropped is not None and one.dropped < end)
 
     def signature(self, unit: int) -> tuple[object, ...]:
         """Return what units of equal cost have in common, which save alike: calls, operators, flops, saved bytes.
@@ -159,7 +166,7 @@ def find_units(trace: Trace, split: frozenset[int] = frozenset()) -> Units:
 
 def _saved_bytes(trace: Trace, call: int) -> int:
     seen = {seen.storage for seen in trace.calls[call].inputs}
-    inside = {storage for inner in trace.descendants(call) for storage, _ in trace.calls[inner].saved}
+    inside = {save.storage for inner in trace.descendants(call) for save in trace.calls[inner].saved}
     return sum(trace.storage_bytes[storage] for storage in inside - seen - trace.fixed if storage >= 0)
 
 
@@ -170,7 +177,7 @@ def _expanded_names(trace: Trace, index: int, total: int, opening: frozenset[str
     # What opens a scope wherever it is called cannot be part of a unit.
     is_root = is_root or any(trace.calls[inner].name in opening for inner in trace.descendants(index))
     whole = _saved_bytes(trace, index)
-    own = {storage for storage, _ in trace.calls[index].saved} - trace.fixed
+    own = {save.storage for save in trace.calls[index].saved} - trace.fixed
     glue = sum(trace.storage_bytes[storage] for storage in own if storage >= 0)
     is_whole = whole < _LEAST_SHARE * total or glue > _MOST_GLUE * whole
     if is_whole and not is_root and not trace.calls[index].is_overwritten:

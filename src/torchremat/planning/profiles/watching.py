@@ -18,6 +18,7 @@ from torchremat.planning.profiles.units import Units
 from torchremat.regions.region import Region as LiveRegion
 from torchremat.regions.runs import Place
 from torchremat.regions.selection import memory_of
+from torchremat.regions.slots import Slot
 from torchremat.schedules.chain import Keep, Region, Tree
 from torchremat.tensors.structure import tensors_in
 
@@ -29,6 +30,7 @@ class Save:
     unit: int
     mark: int
     pointer: int
+    place: int  # among the saves of the unit
     number: int  # of the storage in the trace, where the same save was seen
     storage: StorageWeakRef
 
@@ -44,15 +46,26 @@ class Watched:
     inputs: dict[int, int] = field(default_factory=dict[int, int])  # address of a storage -> number in the trace
     outputs: dict[int, int] = field(default_factory=dict[int, int])
     output_refs: list[StorageWeakRef] = field(default_factory=list[StorageWeakRef])  # so that no address comes back
-    boundary: set[int] = field(default_factory=set[int])
+    boundary: dict[int, int] = field(default_factory=dict[int, int])  # by place, inputs that are saved
     saves: list[Save] = field(default_factory=list[Save])
     saved: list[int] = field(default_factory=list[int])  # storages of all saves in the trace, in order
-    position: int = 0
+    saves_at: list[int] = field(default_factory=list[int])  # marks of all saves, by place
+    slots: list[ReferenceType[Slot]] = field(default_factory=list[ReferenceType[Slot]])
+    dropped_at: dict[int, int] = field(default_factory=dict[int, int])  # marks at which their graphs went, by place
     recompute: int = -1
     recomputed: int = -1
     asked: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])  # by save: mark and pointer
     released: int = -1
     region: ReferenceType[LiveRegion] | None = None
+
+    def is_dropped(self, place: int) -> bool:
+        """Return whether a save has lost its graph when the unit has ended."""
+        return self.dropped_at.get(place, self.ends) < self.ends
+
+    @property
+    def last_save(self) -> int:
+        """The mark of the last save that has a graph then; -1 if none has."""
+        return max((mark for place, mark in enumerate(self.saves_at) if not self.is_dropped(place)), default=-1)
 
 
 class Watcher:
@@ -75,7 +88,6 @@ class Watcher:
         self.waiting: dict[tuple[tuple[str, int], ...], list[int]] = {}
         for index, unit in enumerate(units.units):
             self.waiting.setdefault(unit.keys, []).append(index)
-        self.last_save = [-1] * len(units.units)
         # The marks between which regions copy generator states and buffers, or drop the copies.
         self.copying: list[tuple[int, int]] = []
         self.since = -1
@@ -131,16 +143,23 @@ class Watcher:
             return
         own = self.watched[unit]
         storage = memory_of(tensor)
-        mark = self.mark("saves")
-        self.last_save[unit] = mark
-        position, own.position = own.position, own.position + 1
+        mark, place = self.mark("saves"), len(own.saves_at)
+        own.saves_at.append(mark)
+        slot = region.slots[-1]()
+        if slot is not None:
+            own.slots.append(ref(slot, lambda _: self.dropped(own, place)))
         if storage is None or (address := address_of(storage)) in self.fixed:
             return
         if address in own.inputs:
-            own.boundary.add(own.inputs[address])
+            own.boundary[place] = own.inputs[address]
         else:
-            number = own.saved[position] if position < len(own.saved) else -1
-            own.saves.append(Save(unit, mark, self.pointer_of(storage), number, StorageWeakRef(storage)))
+            number = own.saved[place] if place < len(own.saved) else -1
+            own.saves.append(Save(unit, mark, self.pointer_of(storage), place, number, StorageWeakRef(storage)))
+
+    def dropped(self, own: Watched, place: int) -> None:
+        """Note that a save has lost its graph; in backward that is what happens to all."""
+        if own.recompute < 0:
+            own.dropped_at[place] = self.mark("dropped")
 
     def settles(self, region: LiveRegion) -> None:
         """See `Observer`."""

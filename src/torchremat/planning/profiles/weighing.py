@@ -177,7 +177,7 @@ class _Scale:
 
     def cargo(self, profile: Profile, unit: int, trace: AllocationTrace) -> Cargo | None:
         """Return what leaves of a unit with the calls of the one that was weighed; None if nothing does."""
-        saved, size = profile.units.saved(unit), profile.sizes[unit]
+        saved, size, dropped = profile.units.saved(unit), profile.sizes[unit], profile.units.dropped(unit)
         boundary: dict[int, int] = {}
         inside = resident = ahead = total = put_peak = get_peak = fetched = tensors = 0
         for one in self.tried:
@@ -186,6 +186,8 @@ class _Scale:
             back = trace.live_bytes_at(there) - trace.live_bytes_at(put)
             held = trace.live_bytes_at(put) - trace.live_bytes_at(before)
             put_peak = max(put_peak, resident + sum(boundary.values()) + _over(trace, before, put))
+            if one.place in dropped:
+                continue  # what the store has of it goes with its graph
             if storage not in size.saved or storage in size.left:
                 resident += held
             # What somebody else has stays as well, and a store that keeps the tensor itself frees nothing.

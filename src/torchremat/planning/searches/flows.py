@@ -91,7 +91,7 @@ def _values(
     saved: dict[int, int] = {}
     inside = None if unit is None else _calls_of(profile, unit)
     for save in log.saves:
-        if inside is None or save.call in inside:
+        if (inside is None or save.call in inside) and not save.is_dropped:
             saved[save.value] = save.position - operators.start
     own = None if unit is None else profile.units.units[unit]
     inputs = set(() if own is None else own.inputs)

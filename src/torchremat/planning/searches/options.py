@@ -18,9 +18,10 @@ from dataclasses import replace
 from typing import TypeAlias
 
 from torchremat.measuring.allocator import AllocationTrace
+from torchremat.planning.profiles.events import intervals_of
 from torchremat.planning.profiles.operators import Run, casts_of_leaves, nominal_seconds, numbers_of
 from torchremat.planning.profiles.overheads import NOMINAL
-from torchremat.planning.profiles.reading import Profile, intervals_of
+from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.searches.chains import Cost, amount
 from torchremat.planning.searches.flows import flow_of, operators_of, pooled_seconds, saves_of, values_of
 from torchremat.planning.searches.pace import Pace

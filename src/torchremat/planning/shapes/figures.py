@@ -9,7 +9,7 @@ Missing on purpose: seconds. They are noisy, so no curve goes through them; thos
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import cast
 
 import numpy as np
@@ -75,12 +75,12 @@ def _trace_form(trace: Trace) -> tuple[object, ...]:
         (
             (call.name, call.kind, call.number, call.parent, call.grad, call.entered, call.left),
             tuple((seen.identity, seen.version, seen.storage) for seen in (*call.inputs, *call.outputs)),
-            (len(call.inputs), tuple(call.mutated), tuple(call.saved), call.carried),
+            (len(call.inputs), tuple(call.mutated), tuple(map(astuple, call.saved)), call.carried),
         )
         for call in trace.calls
     )
     lives = (tuple(trace.born.items()), tuple(sorted(trace.died.items())), trace.end)
-    return calls, trace.fixed, lives, tuple(trace.step_saved), tuple(trace.storage_bytes)
+    return calls, trace.fixed, lives, tuple(map(astuple, trace.step_saved)), tuple(trace.storage_bytes)
 
 
 def _profile_form(profile: Profile) -> tuple[object, ...]:

@@ -198,5 +198,6 @@ class Lifetimes:
             for call in unit.calls:
                 inside.update(self._trace.descendants(call))
         saved = [one for i, call in enumerate(self._trace.calls) if i not in inside for one in call.saved]
+        kept = (one for one in (*saved, *self._trace.step_saved) if one.dropped is None)
         ends = [units.left(unit) for unit in range(len(units.units))]
-        return [(s, bisect_right(ends, t)) for s, t in (*saved, *self._trace.step_saved) if s in self.boundary]
+        return [(one.storage, bisect_right(ends, one.time)) for one in kept if one.storage in self.boundary]

@@ -1,0 +1,75 @@
+"""What autograd saves in a traced forward, and what of it goes before the end, with a graph that nobody has any more.
+
+`x + (rounded(x) - x).detach()` saves what the backward of `rounded` would need, and drops that graph at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+from weakref import ReferenceType, ref
+
+if TYPE_CHECKING:
+    from torchremat.planning.profiles.operators import Save
+    from torchremat.planning.profiles.tracing import Call
+
+
+@dataclass(slots=True)
+class Saved:
+    """A storage that autograd saved.
+
+    Attributes:
+        storage: Its number; -1 if it has no memory to show.
+        time: When.
+        dropped: When its graph was gone; None if that is there at the end of the forward.
+    """
+
+    storage: int
+    time: int
+    dropped: int | None = None
+
+
+class _InGraph:
+    """What a graph holds in the place of a saved tensor."""
+
+    __slots__ = ("__weakref__",)
+
+
+class Saves:
+    """Follows what is saved until its graph goes.
+
+    Args:
+        now: Returns the time.
+    """
+
+    def __init__(self, now: Callable[[], int]) -> None:
+        self._now = now
+        self._noted: list[tuple[ReferenceType[_InGraph], Saved, Save | None, list[tuple[Call, int]]]] = []
+
+    def note(self, saved: Saved, value: Save | None, flops: Iterable[tuple[Call, int]]) -> object:
+        """Note a save, and return what is to be saved in its place.
+
+        Args:
+            saved: The save.
+            value: The same among the operators, if they know it.
+            flops: The calls that are open, with what each has computed so far.
+        """
+        one = _InGraph()
+
+        def goes(_: object) -> None:
+            saved.dropped = self._now()
+
+        self._noted.append((ref(one, goes), saved, value, list(flops)))
+        return one
+
+    def close(self) -> None:
+        """The forward has ended, with a graph: tell operators and calls what that has, and follow no longer."""
+        for _, saved, value, flops in self._noted:
+            if saved.dropped is None:
+                for call, so_far in flops:
+                    call.flops_saved = so_far
+            elif value is not None:
+                value.is_dropped = True
+        self._noted.clear()
+        del self._now  # whoever has the time has this object
