@@ -142,6 +142,58 @@ def test_what_is_saved_for_a_graph_that_is_dropped_is_not_counted():
     assert needed_bytes == profile.sizes[2].inside_bytes == 64 * 64 * 4
 
 
+class Parts(nn.Module):
+    """Two stacks of blocks, used as `use` says."""
+
+    def __init__(self, use):
+        super().__init__()
+        self.first, self.second = (nn.Sequential(*(block() for _ in range(3))) for _ in range(2))
+        self.use = use
+
+    def forward(self, x):
+        return self.use(self.first, self.second, x)
+
+
+def drops_a_result(first, second, x):
+    first(x)
+    return second(x)
+
+
+# How the parts are used, what the loss is, and how many bytes predictions may be too high: where the forward ends with
+# the part that is lost, a variable that goes before the loss is computed counts beside what that makes.
+LOSING = {
+    "detached": (lambda first, second, x: second(first(x).detach()), square, 0),
+    "detached and added": (lambda first, second, x: second(x + first(x).detach()), square, 0),
+    "dropped": (drops_a_result, square, 0),
+    "returned and not used": (
+        lambda first, second, x: (second(x), first(x)),
+        lambda both: square(both[0]),
+        inputs().nbytes,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOSING)
+def test_graphs_that_no_backward_comes_to_hold_until_they_go(name):
+    # Regions in them were taken to hold nothing, and what is kept in them to be held for ever. A plan of the step of a
+    # GAN's discriminator, which detaches what is generated, was 11% above its budget.
+    use, loss, slack = LOSING[name]
+    torch.manual_seed(0)
+    model, x = Parts(use), inputs()
+
+    def step(model):
+        return loss(model(x))
+
+    found = {}
+    for number, profile in enumerate(mixtures(model, step, random.Random(0), 2)):
+        trees = trees_over(profile, number, 4)
+        for tree, both in off(model, step, profile, trees, outcome(model, step)).items():
+            found[f"{number}: {tree}"] = both
+        assert not all(size.has_backward for size in profile.sizes)
+
+    assert {tree: both for tree, both in found.items() if not 0 <= both[1] - both[0] <= slack} == {}
+
+
 MIXED = {
     "gpt": MODELS["gpt"],
     "gpt dropout": MODELS["gpt dropout"],

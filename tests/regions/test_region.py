@@ -399,6 +399,40 @@ def test_a_mask_does_not_keep_a_recompute_from_stopping():
     assert ran == ["dropout"]
 
 
+def test_an_input_that_needs_no_gradient_does_not_keep_a_recompute_from_stopping():
+    # It is as large as the input of the region inside, and was taken for something that its operation fills later: the
+    # region inside ran in the recompute of the one around it, and once more in its own.
+    ran = []
+
+    def inside(h):
+        ran.append("inside")
+        return h.exp().sin()
+
+    def body(x, weight):
+        h = x * weight
+        return checkpoint(inside, h)
+
+    x, weight = torch.rand(64), leaf(64)
+
+    def run():
+        return checkpoint(body, x, weight)
+
+    assert same(run, lambda: (x * weight).exp().sin(), [weight])
+    ran.clear()
+    run().sum().backward()
+    assert ran == ["inside"] * 2  # in the forward, and in its own recompute
+
+
+def test_what_is_filled_late_is_right_ahead_of_a_region_inside():
+    def body(x):
+        h = F.rrelu(x * 1, training=True)
+        return checkpoint(lambda h: h.exp().sin(), h)
+
+    x = leaf(64)
+
+    assert same(lambda: checkpoint(body, x), lambda: F.rrelu(x * 1, training=True).exp().sin(), [x])
+
+
 # ----------------------------------------------------------------------------------------- rule 6: backward in a region
 
 

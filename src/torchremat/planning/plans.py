@@ -197,7 +197,7 @@ class Plan:
             raise PlanError(
                 f"the plan puts {len(self.stored)} units into stores and was made with {len(self.stores)} of them, "
                 f"[{', '.join(self.stores)}]; {len(stores)} are given. Say `apply(model, stores=[...])` with stores "
-                "like these, in this order."
+                "like these, in this order, or `--store` for each on the command line."
             )
         return Itinerary(stores, {one.unit: one.trip for one in self.stored})
 

@@ -21,7 +21,7 @@ from torchremat.regions.sessions import Session
 from torchremat.regions.slots import written_since
 from torchremat.regions.threads import Now, thread
 from torchremat.regions.values import ValueCheck
-from torchremat.tensors.held import ChangedError
+from torchremat.tensors.held import ChangedError, holding
 from torchremat.tensors.metadata import Metadata, agree, metadata_of
 from torchremat.tensors.packed import DIFFERENTIATED
 from torchremat.tensors.structure import join, place_of, split
@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 # one of torch's own. A recompute that stops in the hook of such a save would hand out uninitialised memory. There is no
 # telling from the hook, so a recompute does not stop at a save which could be one, but at the next save of another
 # operation: at a tensor of floating point, never written, that no gradient flows to, and that is as large as the one
-# saved before or after it, to which a gradient flows (nor at that one, if it is saved after).
+# saved before or after it, to which a gradient flows (nor at that one, if it is saved after). It does stop at an input
+# of a region inside: that is none of an operation's saves, and whatever was saved before is filled when it is taken.
 
 # NOTE [ What a recompute leaves behind ]
 # User code may keep an output of a recompute: a hook that collects outputs in a list, which it finds by a context
@@ -305,7 +306,8 @@ class Recompute:
                     slot.tensor = value
                     slot.version = value._version
                     slot.task = self.task
-        if index == self.last:
+        # The rest: see NOTE [ What is written after it was saved ]
+        if index == self.last or (self.last > index >= self.needed and holding.now):
             self.is_stopped = True
             raise _Stop  # See Rule 5
         return region.detached(tensor) if self.keeps else None  # See Rule 6

@@ -120,6 +120,12 @@ class Units:
         end, saves = self.left(unit), enumerate(self.saves_in(unit))
         return frozenset(place for place, one in saves if one.dropped is not None and one.dropped < end)
 
+    def graph_until(self, unit: int) -> int:
+        """Return the time in the trace until which a unit has a graph that saves something; -1 if it leaves none."""
+        end = self.left(unit)
+        until = (self.trace.end if one.dropped is None else one.dropped for one in self.saves_in(unit))
+        return max((time for time in until if time >= end), default=-1)
+
     def signature(self, unit: int) -> tuple[object, ...]:
         """Return what units of equal cost have in common, which save alike: calls, operators, flops, saved bytes.
 

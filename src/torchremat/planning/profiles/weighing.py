@@ -13,7 +13,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from torchremat.errors import UnsupportedError
+from torchremat.errors import StoreError, UnsupportedError
 from torchremat.measuring.allocator import AllocationRecorder, AllocationTrace, record_allocations
 from torchremat.measuring.runs import Subject
 from torchremat.measuring.tracker import address_of
@@ -149,13 +149,16 @@ class _Scale:
         self.places[address_of(tensor.untyped_storage())] = self.seen
         self.seen += 1
 
-    def put(self, tensor: Tensor) -> _Taken | None:
+    def put(self, tensor: Tensor) -> _Taken:
         """Give a tensor to the store and take it back."""
         mark = self.recorder.mark
         before = mark("before")
-        handle: Handle | None = self.store.put(tensor)
+        try:
+            handle: Handle | None = self.store.put(tensor)
+        except StoreError:
+            handle = None  # one that is strict has no room
         if handle is None:
-            return None
+            return _Taken()  # that of a step to come may have room for another
         settle(handle)
         put = mark("put")
         handle.prefetch()

@@ -28,7 +28,7 @@ def recomputed_ahead(walk: Walk) -> Iterator[Live | Ran]:
     walk.bytes = dict(walk.bytes)
     for region in reversed(walk.regions):
         for one in walk.around[region.first][: walk.depth[id(region)]]:
-            if id(one) not in walk.done and walk.has_backward(one):
+            if id(one) not in walk.done and walk.graphs.waits(one):
                 yield from walk.recompute(one, one.last)
     walk.is_ahead = False
 

@@ -16,12 +16,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator
-from itertools import accumulate
 from typing import TypeAlias
 
 from torchremat.planning.profiles.units import Units
 from torchremat.planning.walks.away import Away
 from torchremat.planning.walks.cargo import NO_LOADS, Loads
+from torchremat.planning.walks.graphs import Graphs
 from torchremat.planning.walks.links import Links
 from torchremat.planning.walks.moments import Lifetimes, Live, Moment, OptionBytes, Ran, UnitBytes
 from torchremat.schedules.chain import Keep, Region, Tree
@@ -59,8 +59,7 @@ class Walk:
         self.depth: dict[int, int] = {}
         self.regions: list[Region] = []  # in the order in which the forward enters them
         self._look_around(tree, ())
-        # How many units before each have something that backward needs.
-        self.needed = [0, *accumulate(size.has_backward for size in sizes)]
+        self.graphs = Graphs(sizes, lifetimes.graphs, units.trace.end)
         self.held: Counter[int] = Counter()
         self.held_bytes = 0
         self.alive: Iterable[int] = ()  # beside what is held, at the last moment that was asked for
@@ -134,6 +133,7 @@ class Walk:
         for unit, (size, own) in enumerate(zip(self.sizes, self.units.units, strict=True)):
             self.hold(glue.get(unit, ()))
             self.be_born(self.units.entered(unit))
+            self.lose_graphs(self.units.entered(unit))
             alive, levels = self.lifetimes.entered[unit], len(self.around[unit])
             option = self.chosen.get(unit)
             peak = size.dropping_bytes(levels, option) if levels else size.full_peak_bytes
@@ -141,9 +141,11 @@ class Walk:
             self.take(unit)
             yield from self.away.left(unit)
             self.be_born(self.units.left(unit))
+            self.lose_graphs(self.units.left(unit))
             yield Live((Moment.LEFT, unit), self.total(self.lifetimes.left[unit]), None, f"forward after {own.name}")
         self.hold(glue.get(len(self.sizes), ()))
         self.be_born(self.units.trace.end)
+        self.lose_graphs(self.units.trace.end)
         yield Live((Moment.END, 0), self.total(self.lifetimes.end), None, "loss, between forward and backward")
         self.hold(self.lifetimes.end)  # what the step's caller holds stays
 
@@ -151,8 +153,12 @@ class Walk:
         """Hold what stays of a unit's first forward."""
         if not self.around[unit]:
             self.keep(unit, again=False)
+            self.graphs.note(Keep(unit))
             return
         self.enter(unit)
+        region = self.around[unit][0]
+        if unit == region.last:
+            self.graphs.note(region)
         option = self.chosen.get(unit)
         if option is not None:
             self.hold(option.kept)
@@ -161,7 +167,7 @@ class Walk:
     def enter(self, unit: int) -> None:
         """Hold what the top-level region around a unit holds for it, and the states that all regions around it keep."""
         region = self.around[unit][0]
-        if not self.has_backward(region):
+        if not self.graphs.has_any(region):
             return
         own = self.units.units[unit]
         held = self.external(region, unit)
@@ -170,9 +176,17 @@ class Walk:
         self.unborn += own.carried
         state = self.sizes[unit].state_bytes
         for around in self.around[unit] if state else ():
-            if self.has_backward(around):
+            if self.graphs.has_any(around):
                 self.states[id(around)] = self.states.get(id(around), 0) + state
                 self.inside += state
+
+    def lose_graphs(self, time: int) -> None:
+        """Release what graphs that are gone by now have held, whatever a backward would let go of."""
+        for node in self.graphs.lost(time):
+            if isinstance(node, Region):
+                Walk.leave(self, node)
+            else:
+                Walk.drop(self, node.stage, again=False)
 
     def external(self, region: Region, unit: int) -> list[int]:
         """Inputs that a region begins to hold when a unit in it runs: neither recomputed by it nor held already."""
@@ -230,10 +244,6 @@ class Walk:
         """Bytes of what a unit leaves with somebody else."""
         left = self.sizes[unit].left
         return sum(self.bytes[storage] for storage in left) if left else 0
-
-    def has_backward(self, node: Keep | Region) -> bool:
-        """Whether anything in a node is needed in backward; a region without such a unit holds nothing."""
-        return self.needed[node.last + 1] > self.needed[node.first]
 
     # ------------------------------------------------------------------------------------------------------ backward
 
@@ -294,7 +304,7 @@ class Walk:
         for unit in range(region.first, last + 1):
             node, size, own = children[unit], self.sizes[unit], self.units.units[unit]
             if isinstance(node, Region):
-                held = self.external(node, unit) if self.has_backward(node) else []
+                held = self.external(node, unit) if self.graphs.waits(node) else []
                 held = [anew.get(storage, storage) for storage in held]
                 self.slots.setdefault(id(node), []).extend(held)
                 self.hold(held)
@@ -313,7 +323,8 @@ class Walk:
             if self.is_ahead:
                 self.remake(unit, anew)
             if isinstance(node, Keep):
-                self.keep(unit, again=True)
+                if self.graphs.waits(node):
+                    self.keep(unit, again=True)
                 self.available.add(unit)
             links.pass_on(unit, own, inner)
             for one in inner if size.state_bytes else ():
@@ -368,9 +379,9 @@ class Walk:
         """The unit at which the recompute stops, and whether that unit is run (else it stops at its inputs)."""
         for unit in range(region.last, region.first - 1, -1):
             node = children[unit]
-            if isinstance(node, Keep):
-                if self.sizes[unit].has_backward:
+            if self.graphs.waits(node):
+                if isinstance(node, Keep):
                     return unit, True
-            elif self.has_backward(node) and self.external(node, unit):
-                return unit, False
+                if self.external(node, unit):
+                    return unit, False
         return until, True

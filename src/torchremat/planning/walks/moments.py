@@ -160,6 +160,7 @@ class Lifetimes:
         end: Those alive when the forward has.
         made: For each unit those that it saves and has made.
         glue: Storages that code between the units saves, with the number of units that ran before.
+        graphs: For each unit the time until which it has a graph, see `Units.graph_until`.
     """
 
     def __init__(self, units: Units, sizes: tuple[UnitBytes, ...], others: Iterable[int] = ()) -> None:
@@ -180,6 +181,7 @@ class Lifetimes:
         pairs = zip(units.units, sizes, strict=True)
         self.made = [(size.saved - set(unit.inputs)) | size.left for unit, size in pairs]
         self.glue = self._glue(units)
+        self.graphs = [units.graph_until(unit) for unit in range(count)]
 
     @cached_property
     def glue_before(self) -> dict[int, list[int]]:
