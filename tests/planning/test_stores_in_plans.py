@@ -209,6 +209,38 @@ def test_a_full_store_is_not_filled_further():
     assert found.prediction.flops > 0
 
 
+@pytest.mark.parametrize("share", [0.7, 0.6, 0.5, 0.4])
+def test_a_store_with_room_for_little_spares_that_much(share):
+    # It was not used at all where it has no room for what the trees that were tried leave over.
+    model, step = models.gpt_step(blocks=6, width=32, context=64, batch=4)
+    roomy = torchremat.Planner(model, step, cost="flops", stores=[Counting()])
+    cargoes = roomy.solver.offers[0].cargoes.values()
+    room = 2 * max(cargo.all_bytes for cargo in cargoes)
+    planner = torchremat.Planner(model, step, cost="flops", stores=[torchremat.Disk(limit=room)])
+    limit_bytes = int(share * roomy.solver.plain.prediction.peak_bytes)
+
+    found = planner.solver.storing.solve(limit_bytes)
+    without = planner.solver.storing.solver.solve(limit_bytes)
+
+    assert 0 < sum(load.planned.stored_bytes for load in found.loads.values()) <= room
+    assert found.prediction.peak_bytes <= limit_bytes
+    assert found.prediction.flops < without.prediction.flops
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_store_that_has_no_room_for_a_tensor_is_weighed_without_a_word(strict, recwarn):
+    # It said that whoever weighs has no room, and one that is strict ended the planning.
+    model, step = models.gpt_step(blocks=2, width=32, context=64, batch=4)
+    host = torchremat.Host(limit="40KiB", strict=strict)
+
+    planner = torchremat.Planner(model, step, cost="flops", stores=[host])
+    plan = planner.plan(budget_of(planner, 0.7))
+
+    assert planner.solver.offers[0].limit_bytes == 40 * 2**10
+    assert [str(one.message) for one in recwarn if issubclass(one.category, torchremat.StoreWarning)] == []
+    assert plan.stored == () and plan.recomputed_flops > 0
+
+
 def test_a_store_that_frees_nothing_is_not_used():
     model, step = models.gpt_step(blocks=2, width=32, context=32, batch=2)
     planner = torchremat.Planner(model, step, cost="flops", stores=[torchremat.Keep(), torchremat.Host()])

@@ -1,8 +1,9 @@
 """Which kept units of a tree go to a store, and when they leave and come back.
 
 A peak is mostly where the backward begins, so what is needed last is stored first: the first units of the forward. For
-a slow store every second unit is better, since it is idle less. Both rows are tried, as short as the limit
-allows, for several trees: the plain one, the best one without stores, and those for limits in between.
+a slow store every second unit is better, since it is idle less. Both rows are tried, as short as the limit allows, for
+several trees: the plain one, the best one without stores, and some for limits in between, on the way to the one that
+recomputes least of those that fit, as a store may have room for little.
 
 How long a unit may take to leave, and how early it comes back, is chosen by the store's speed: no later and no earlier
 than nobody has to wait, if there is room for that, else within a few units; at the tightest a unit is waited for where
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
 from torchremat.planning.profiles.reading import Profile
@@ -35,8 +37,9 @@ if TYPE_CHECKING:
 
 # How many units something may be on its way out, and back: as many as its store needs, or fewer.
 _REACHES = (10**6, 1, 0)
-# For so many limits between the one that is asked for and the plain peak a tree without stores is found.
-_LIMITS = 2
+# How often what lies between the limit that is asked for and the plain peak is halved, to find the tree that recomputes
+# least of those that fit with stores.
+_HALVINGS = 4
 _JUDGED_UNITS = 4000
 
 # Where seconds count, a plan with stores is taken only if it is predicted to be faster than the best one without, by
@@ -80,22 +83,39 @@ class Storing:
     def solve(self, limit_bytes: int) -> Candidate | None:
         """Return the cheapest candidate found with something stored whose predicted peak is at most the limit."""
         self._judged = 0
-        found: Candidate | None = None
-        for tree in self._trees(limit_bytes):
-            for offer in self.offers:
-                storable = self._storable(offer, tree)
-                for reach in _REACHES:
-                    for stride in (1, 2):
-                        # Every second one, and then the others from the first on.
-                        row = [*storable[::stride], *(one for i, one in enumerate(storable) if i % stride)]
-                        one = self._shortest(offer, tree, row, reach, limit_bytes)
-                        if one is not None and (found is None or rank(one) < rank(found)):
-                            found = one
-                if self._judged * len(self.profile.sizes) > _JUDGED_UNITS:
-                    break
+        cheapest = lru_cache(None)(partial(self._cheapest, limit_bytes=limit_bytes))  # trees come back
+        plain = self.solver.plain
+        found = cheapest(plain.tree)
+        lower, upper = limit_bytes, plain.prediction.peak_bytes
+        for _ in range(_HALVINGS):
             if found is not None and not found.cost:
                 break
+            middle = (lower + upper) // 2
+            one = self.solver.solve(middle)
+            stored = None if one is None else cheapest(one.tree)
+            if one is not None and stored is None:
+                upper = middle  # the store has no room for so much, or no time
+            else:
+                lower = middle
+            found = _cheaper(found, stored)
+        for one in (self.solver.solve(limit_bytes), self.solver.floor):
+            if one is not None and (found is None or found.cost):
+                found = _cheaper(found, cheapest(one.tree))
         return None if found is None else self._pruned(found, limit_bytes)
+
+    def _cheapest(self, tree: Tree, limit_bytes: int) -> Candidate | None:
+        """Return the cheapest candidate found with something of a tree stored; None if none fits."""
+        found: Candidate | None = None
+        for offer in self.offers:
+            storable = self._storable(offer, tree)
+            for reach in _REACHES:
+                for stride in (1, 2):
+                    # Every second one, and then the others from the first on.
+                    row = [*storable[::stride], *(one for i, one in enumerate(storable) if i % stride)]
+                    found = _cheaper(found, self._shortest(offer, tree, row, reach, limit_bytes))
+            if self._judged * len(self.profile.sizes) > _JUDGED_UNITS:
+                break
+        return found
 
     def _pruned(self, best: Candidate, limit_bytes: int) -> Candidate:
         """Return a candidate without those stored units that fit as well if they are kept."""
@@ -126,18 +146,6 @@ class Storing:
             return found.cost
         spread = max(self.offers[load.planned.store].speed.spread for load in found.loads.values())
         return found.cost + _LEAST_GAIN * self.profile.seconds + spread * found.prediction.moving_s
-
-    def _trees(self, limit_bytes: int) -> Iterator[Tree]:
-        """Yield trees without stores, those that recompute least first."""
-        plain = self.solver.plain
-        trees: dict[Tree, None] = {plain.tree: None}
-        above = plain.prediction.peak_bytes - limit_bytes
-        for step in range(_LIMITS - 1, -1, -1):
-            one = self.solver.solve(limit_bytes + above * step // _LIMITS)
-            if one is not None:
-                trees[one.tree] = None
-        trees[self.solver.floor.tree] = None
-        yield from trees
 
     def _storable(self, offer: Offer, tree: Tree) -> list[int]:
         order, cargoes = set(self.profile.order), self._cargoes[offer.store]
@@ -235,6 +243,10 @@ class Storing:
                 cost = profile.costs[state.unit]
                 recompute_s += cost.seconds_truncated if state.truncated else cost.seconds
         return result
+
+
+def _cheaper(one: Candidate | None, other: Candidate | None) -> Candidate | None:
+    return min((found for found in (one, other) if found is not None), key=rank, default=None)
 
 
 def rank(one: Candidate) -> tuple[float, float, int, int]:
