@@ -9,7 +9,7 @@ from torch import nn
 import models
 from planning.kinds import KINDS, Loop, block, inputs, square
 from planning.steps import each, fingerprint, keep_all, recomputed_flops
-from torchremat import Planner, StepError, plan, verify, wrap
+from torchremat import Disk, Host, Planner, StepError, plan, verify, wrap
 from torchremat.schedules.chain import Keep, Region
 
 
@@ -121,6 +121,18 @@ def test_a_region_that_saves_nothing():
 
     assert report.recomputed_flops == 0
     assert "save nothing between forward and backward that their inputs do not hold" in report.no_effect
+
+
+def test_a_store_that_frees_nothing_on_the_device():
+    model, step = models.gpt_step(blocks=3, width=32, context=64, batch=4)
+    planner = Planner(model, step, cost="flops", stores=[Disk()])
+    plan = planner.plan("70%")
+    plan.apply(model, stores=[Host()])  # it was made with a disk
+
+    report = verify(model, step)
+
+    assert plan.stored and not plan.recomputed_flops
+    assert report.no_effect.startswith("what the plan's stores are given stays on the device that is measured")
 
 
 def test_a_peak_elsewhere():

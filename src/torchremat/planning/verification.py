@@ -284,4 +284,6 @@ def _why_not(model: nn.Module, ours: _Run, plain: _Run | None, regions: int) -> 
             "but the peak of the step "
             "is not where these are held"
         )
+    if any(scope.itinerary is not None for scope in applied_scopes(model)):
+        return "what the plan's stores are given stays on the device that is measured, or takes as much there meanwhile"
     return "the wrapped modules save nothing between forward and backward that their inputs do not hold"
