@@ -39,6 +39,8 @@ STORES = {
     "host": torchremat.Host,
     "compressed": torchremat.Compressed,
     "lossy": lambda: torchremat.Compressed(lossy=torchremat.codecs.BFloat16()),
+    "lossy on a disk": lambda: torchremat.Compressed(torchremat.Disk(), lossy=torchremat.codecs.BFloat16()),
+    "lossier on a disk": lambda: torchremat.Compressed(torchremat.Disk(), lossy=torchremat.codecs.Int8()),
 }
 
 
@@ -126,7 +128,7 @@ def test_predicted_is_measured_wherever_it_leaves_and_comes_back(name, kind):
         # Off by the statistics of BatchNorm and small gradients, as in plans without stores. A store that holds bytes
         # on the device is predicted a little high, where it is not known in which order it takes and gives them.
         assert -0.003 * measured <= predicted - measured <= (0.003 if kind == "disk" else 0.05) * measured
-        assert (differences(found, plain) == []) is (kind != "lossy" or not loads)
+        assert (differences(found, plain) == []) is (not kind.startswith("loss") or not loads)
 
 
 # ------------------------------------------------------------------------------------------------------------ planning
@@ -399,6 +401,24 @@ def test_lossy_codecs_are_used_when_they_are_allowed():
     planner = torchremat.Planner(model, step, cost="flops", stores=[store], allow_lossy=True)
 
     assert planner.plan(budget_of(planner, 0.7)).stored
+
+
+@pytest.mark.parametrize("codec", [torchremat.codecs.BFloat16(), torchremat.codecs.Int8()], ids=["bf16", "int8"])
+def test_what_is_encoded_for_a_disk_counts_until_it_has_left(codec):
+    # Its memory went from a thread of the disk, at some moment that nobody saw: it was taken to stay, so that nothing
+    # was stored under tight budgets, and peaks were not the same in each step.
+    model, step = models.gpt_step(blocks=6, width=128, context=64, batch=8)
+    store = torchremat.Compressed(torchremat.Disk(), lossy=codec)
+    planner = torchremat.Planner(model, step, cost="flops", stores=[store], allow_lossy=True)
+    plan = planner.plan(budget_of(planner, 0.5))
+
+    plan.apply(model)
+    peaks = {planner.fixed_bytes + traced_peak(model, step) for _ in range(4)}
+    plan.remove(model)
+
+    assert any(cargo.passing_bytes + sum(cargo.passing.values()) for cargo in planner.solver.offers[0].cargoes.values())
+    assert plan.stored and plan.recomputed_flops == 0
+    assert peaks == {plan.peak_bytes}
 
 
 def test_a_step_of_several_calls_is_refused():

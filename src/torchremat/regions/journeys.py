@@ -3,8 +3,8 @@
 The life of what a stored unit saves, between two calls of the model that the plan names:
 
     saved        autograd gets small objects; the memory is held
-    put          the unit's last call has returned: the stores begin to read the memory
-    left         the unit `leaves_after` has returned: the stores are waited for, and the memory is let go
+    put          the unit's last call has returned: the stores begin to read the memory, or what they encode it as
+    left         the unit `leaves_after` has returned: the stores are waited for, and both are let go
     begun        the gradient has come to the unit `comes_before`: the stores begin to bring it back
     there        the gradient has come to the unit itself: the stores are waited for, and all of it is held
     gone         its node has run, as ever
@@ -24,7 +24,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 from weakref import ReferenceType, ref
 
-from torch import Tensor, UntypedStorage
+from torch import Tensor
 
 from torchremat._compat.autograd import (
     current_graph_task,
@@ -35,7 +35,7 @@ from torchremat._compat.autograd import (
 from torchremat.ambient.hidden import hiding
 from torchremat.stores.catalog import Catalog, unpack
 from torchremat.stores.held import InCatalog
-from torchremat.stores.landing import settle
+from torchremat.stores.landing import held_in, settle
 from torchremat.stores.records import Record
 from torchremat.stores.stored import Stored
 from torchremat.tensors.structure import tensors_in
@@ -109,7 +109,7 @@ class Journey:
     def __init__(self, itinerary: Itinerary) -> None:
         self._itinerary = itinerary
         self._catalogs: dict[int, Catalog] = {}
-        self._held: dict[int, list[UntypedStorage]] = {}
+        self._held: dict[int, list[object]] = {}  # by unit what it has saved, and what stores read in its place
         self._records: dict[int, dict[int, ReferenceType[Record]]] = {}
         self._task = -1
         self._arrived: set[int] = set()
@@ -157,16 +157,19 @@ class Journey:
     def _pack(self, unit: int, catalog: Catalog, tensor: Tensor) -> InCatalog:
         if self._itinerary.seen is not None:
             self._itinerary.seen(unit, tensor)
-        packed = catalog.put(tensor)
+        held = self._held.setdefault(unit, [])
+        with held_in(held):
+            packed = catalog.put(tensor)
         if isinstance(packed, Stored):
             self._records.setdefault(unit, {}).setdefault(id(packed.record), ref(packed.record))
-            self._held.setdefault(unit, []).append(tensor.untyped_storage())
+            held.append(tensor.untyped_storage())
         return packed
 
     def _left(self, unit: int) -> None:
         """A unit's last call has returned."""
-        for record in self._alive(unit):
-            record.settle()
+        with held_in(self._held.setdefault(unit, [])):
+            for record in self._alive(unit):
+                record.settle()
         for leaving in self._itinerary.leaving.get(unit, ()):
             self._let_go(leaving)
 

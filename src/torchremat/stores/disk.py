@@ -15,6 +15,7 @@ from torch import Tensor
 from torchremat.errors import StoreError, StoreWarning, UnsupportedError
 from torchremat.stores.contents import Content, content_of, written_since
 from torchremat.stores.extents import Extent
+from torchremat.stores.landing import goes_on_reading
 from torchremat.stores.remade import Remade
 from torchremat.stores.slab import Slab
 from torchremat.stores.spool import Entry, Spool, State
@@ -122,6 +123,7 @@ class Disk(Remade):
         # The tensor itself, or a copy that nobody else knows.
         source = tensor.detach().to(_HOST).resolve_conj().resolve_neg().contiguous()
         entry = Entry(content, source, extents)
+        goes_on_reading(source)
         now = version_of(tensor)
         if now != version:  # another thread has written to it meanwhile
             entry.changed = str(written_since(tensor, version=version, now=now))

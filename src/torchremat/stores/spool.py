@@ -370,7 +370,8 @@ class Spool:
                     ahead.done, ahead.tensor = True, None
                     return None
                 self._wait(patience)
-        return ahead.tensor
+            tensor, ahead.tensor = ahead.tensor, None  # whose memory goes with the caller's last reference
+        return tensor
 
 
 class _Patience:

@@ -25,7 +25,7 @@ from torchremat.planning.walks.cargo import Cargo, Offer
 from torchremat.regions.journeys import Itinerary, Trip
 from torchremat.regions.settings import Settings
 from torchremat.schedules.chain import Keep
-from torchremat.stores.landing import settle
+from torchremat.stores.landing import held_in, settle
 from torchremat.stores.statistics import StoreStatistics
 from torchremat.tensors.handles import Handle, Store
 
@@ -130,7 +130,7 @@ class _Tried:
     place: int
     size_bytes: int
     dtype: torch.dtype
-    marks: tuple[int, int, int, int]
+    marks: tuple[int, int, int, int, int]
 
 
 @dataclass(eq=False)
@@ -153,14 +153,18 @@ class _Scale:
         """Give a tensor to the store and take it back."""
         mark = self.recorder.mark
         before = mark("before")
+        read: list[object] = []
         try:
-            handle: Handle | None = self.store.put(tensor)
+            with held_in(read):
+                handle: Handle | None = self.store.put(tensor)
         except StoreError:
             handle = None  # one that is strict has no room
         if handle is None:
             return _Taken()  # that of a step to come may have room for another
-        settle(handle)
         put = mark("put")
+        settle(handle)
+        read.clear()
+        left = mark("left")
         handle.prefetch()
         begun = mark("begun")
         back = handle.get()
@@ -168,7 +172,7 @@ class _Scale:
         del back
         place = self.places.get(address_of(tensor.untyped_storage()), self.most)
         if place < self.most:
-            marks = before, put, begun, there
+            marks = before, put, left, begun, there
             self.tried.append(_Tried(place=place, size_bytes=tensor.nbytes, dtype=tensor.dtype, marks=marks))
         return _Taken()
 
@@ -182,27 +186,31 @@ class _Scale:
         """Return what leaves of a unit with the calls of the one that was weighed; None if nothing does."""
         saved, size, dropped = profile.units.saved(unit), profile.sizes[unit], profile.units.dropped(unit)
         boundary: dict[int, int] = {}
-        inside = resident = ahead = total = put_peak = get_peak = fetched = tensors = 0
+        passing: dict[int, int] = {}
+        inside = resident = passing_inside = ahead = total = put_peak = get_peak = fetched = tensors = 0
         for one in self.tried:
             storage = saved[one.place]
-            before, put, begun, there = one.marks
-            back = trace.live_bytes_at(there) - trace.live_bytes_at(put)
-            held = trace.live_bytes_at(put) - trace.live_bytes_at(before)
-            put_peak = max(put_peak, resident + sum(boundary.values()) + _over(trace, before, put))
+            before, put, left, begun, there = one.marks
+            back = trace.live_bytes_at(there) - trace.live_bytes_at(left)
+            held = trace.live_bytes_at(left) - trace.live_bytes_at(before)
+            passes = trace.live_bytes_at(put) - trace.live_bytes_at(left)
+            there_already = resident + passing_inside + sum(boundary.values()) + sum(passing.values())
+            put_peak = max(put_peak, there_already + _over(trace, before, put))
             if one.place in dropped:
                 continue  # what the store has of it goes with its graph
             if storage not in size.saved or storage in size.left:
                 resident += held
+                passing_inside += passes
             # What somebody else has stays as well, and a store that keeps the tensor itself frees nothing.
             if storage in size.left or back < one.size_bytes:
                 continue
             if storage in size.saved:
-                boundary[storage] = held
+                boundary[storage], passing[storage] = held, passes
             else:
                 inside += back
-            begun_bytes = trace.live_bytes_at(begun) - trace.live_bytes_at(put)
+            begun_bytes = trace.live_bytes_at(begun) - trace.live_bytes_at(left)
             # What has begun before it is still to come then, and counts in `ahead`.
-            get_peak = max(get_peak, fetched + _over(trace, put, there) - begun_bytes)
+            get_peak = max(get_peak, fetched + _over(trace, left, there) - begun_bytes)
             fetched += back - begun_bytes
             ahead += begun_bytes
             total += back
@@ -215,6 +223,8 @@ class _Scale:
             all_bytes=total,
             tensors=tensors,
             resident_bytes=resident,
+            passing=passing,
+            passing_bytes=passing_inside,
             ahead_bytes=ahead,
             put_peak_bytes=put_peak,
             get_peak_bytes=ahead + get_peak,

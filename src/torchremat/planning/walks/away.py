@@ -32,6 +32,7 @@ class Away:
         self._gone: dict[int, set[int]] = {}
         self._inside: set[int] = set()
         self._resident: Counter[int] = Counter()
+        self._passing: dict[int, int] = {}  # by unit that has not left, what stores have made of it and read
         self._begun: set[int] = set()
 
     def left(self, unit: int) -> Iterator[Live]:
@@ -42,14 +43,19 @@ class Away:
             if cargo.put_peak_bytes:
                 total, what = walk.total(walk.lifetimes.left[unit]), f"storing what {self._name(unit)} saves"
                 yield Live((Moment.LEFT, unit), total, self._put_peak_bytes(cargo), what, moves=True)
+            passing_bytes = cargo.passing_bytes
             walk.inside += cargo.resident_bytes
             for storage, resident_bytes in cargo.boundary.items():
                 self._resident[storage] += 1
-                walk.inside += resident_bytes if self._resident[storage] == 1 else 0
+                if self._resident[storage] == 1:
+                    walk.inside += resident_bytes
+                    passing_bytes += cargo.passing[storage]
+            walk.inside += passing_bytes
+            self._passing[unit] = passing_bytes
         for leaving in self._leaving.get(unit, ()):
             cargo = self._loads[leaving].cargo
             walk.release(cargo.boundary)
-            walk.inside -= cargo.inside_bytes
+            walk.inside -= cargo.inside_bytes + self._passing.pop(leaving)
             self._gone[leaving] = set(cargo.boundary)
             self._inside.add(leaving)
 
@@ -95,10 +101,10 @@ class Away:
     def _put_peak_bytes(self, cargo: Cargo) -> int:
         # What another unit has put already is not put again. Where a store needs more than it keeps, it is not known
         # at which of the tensors, and all are counted.
-        if cargo.put_peak_bytes > cargo.resident_bytes + sum(cargo.boundary.values()):
+        beside = {storage: size + cargo.passing[storage] for storage, size in cargo.boundary.items()}
+        if cargo.put_peak_bytes > cargo.resident_bytes + cargo.passing_bytes + sum(beside.values()):
             return cargo.put_peak_bytes
-        there = sum(size for storage, size in cargo.boundary.items() if self._resident[storage])
-        return cargo.put_peak_bytes - there
+        return cargo.put_peak_bytes - sum(size for storage, size in beside.items() if self._resident[storage])
 
     def _get_peak_bytes(self, cargo: Cargo) -> int:
         # What lives is not brought back.

@@ -21,6 +21,8 @@ class Cargo:
         all_bytes: Both together.
         tensors: How many tensors that are.
         resident_bytes: What the store holds on the device in the place of the others.
+        passing: For boundary storages what the store has made of them and reads until they have left.
+        passing_bytes: The same for the others.
         ahead_bytes: What is allocated when the store begins to bring them back.
         put_peak_bytes: Highest live bytes while they are put, over those before.
         get_peak_bytes: Highest live bytes while they are brought back, over those before the store has begun.
@@ -31,6 +33,8 @@ class Cargo:
     all_bytes: int
     tensors: int
     resident_bytes: int
+    passing: Mapping[int, int]
+    passing_bytes: int
     ahead_bytes: int
     put_peak_bytes: int
     get_peak_bytes: int
