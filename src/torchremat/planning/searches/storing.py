@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from torchremat.planning.profiles.reading import Profile
@@ -83,7 +83,7 @@ class Storing:
     def solve(self, limit_bytes: int) -> Candidate | None:
         """Return the cheapest candidate found with something stored whose predicted peak is at most the limit."""
         self._judged = 0
-        cheapest = lru_cache(None)(partial(self._cheapest, limit_bytes=limit_bytes))  # trees come back
+        cheapest = cache(partial(self._cheapest, limit_bytes=limit_bytes))  # trees come back
         plain = self.solver.plain
         found = cheapest(plain.tree)
         lower, upper = limit_bytes, plain.prediction.peak_bytes
