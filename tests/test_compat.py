@@ -9,7 +9,7 @@ from torchremat._compat.sharding import _groups_of
 
 def test_a_name_that_torch_lacks_is_an_error_which_names_it():
     with pytest.raises(
-        VersionError, match=r"has no `torch\._C\._no_such_thing`, which flying needs\. .*2\.11 to 2\.13"
+        VersionError, match=r"has no `torch\._C\._no_such_thing`, which flying needs\. .*2\.11 to 2\.14"
     ):
         private("_C._no_such_thing", needed_for="flying")
 

@@ -7,22 +7,29 @@ import torch
 from torchremat.errors import VersionError
 
 
-def private(path: str, *, needed_for: str) -> object:
-    """Return the object at `path` below `torch`.
+# What is asked of whoever has another torch; docs/supported-versions.md says the same.
+SUPPORTED = "torchremat supports torch 2.11 to 2.14; install one of these."
+
+
+def private(*paths: str, needed_for: str) -> object:
+    """Return the object at one of `paths` below `torch`, the first that there is.
 
     Args:
-        path: Attribute path without the leading `torch.`, for example `"_C._current_graph_task_id"`.
+        paths: Attribute paths without the leading `torch.`, for example `"_C._current_graph_task_id"`. What one torch
+            version calls otherwise than another has several, the newest first.
         needed_for: What fails without it, in the words of a user.
 
     Raises:
         VersionError: This torch has no such name.
     """
-    found: object = torch
-    for name in path.split("."):
-        if not hasattr(found, name):
-            raise VersionError(
-                f"torch {torch.__version__} has no `torch.{path}`, which {needed_for} needs. torchremat supports "
-                "torch 2.11 to 2.13; install one of these."
-            )
-        found = getattr(found, name)
-    return found
+    for path in paths:
+        found: object = torch
+        for name in path.split("."):
+            if not hasattr(found, name):
+                break
+            found = getattr(found, name)
+        else:
+            return found
+    raise VersionError(
+        f"torch {torch.__version__} has no `torch.{paths[0]}`, which {needed_for} needs. {SUPPORTED}"
+    )

@@ -27,8 +27,20 @@ T = TypeVar("T", bound="Callable[..., object]")
 
 _NEEDED = "unpacking under compiled autograd"
 # Only `isinstance` differs from what it is for classes in general: what a compiler has in place of an object passes.
-BlackBoxMeta = cast("type[type]", private("_opaque_base.OpaqueBaseMeta", needed_for=_NEEDED))
-_register = cast("Callable[..., None]", private("_library.opaque_object.register_opaque_type", needed_for=_NEEDED))
+BlackBoxMeta = cast(
+    "type[type]",
+    private("_custom_class_base.CustomClassBaseMeta", "_opaque_base.OpaqueBaseMeta", needed_for=_NEEDED),
+)
+_register = cast(
+    "Callable[..., None]",
+    private(
+        "_library.opaque_object.register_custom_class",
+        "_library.opaque_object.register_opaque_type",  # torch 2.13 and older
+        needed_for=_NEEDED,
+    ),
+)
+# Boxes are known by what they are, not by what they hold.
+_BY_IDENTITY = "symbolic" if _register.__name__ == "register_custom_class" else "reference"
 _READ_ONCE = private("_library.opaque_object.MemberType.USE_REAL", needed_for=_NEEDED)
 _Stand_in = cast("type", private("_library.fake_class_registry.FakeScriptObject", needed_for=_NEEDED))
 _set_strategy = cast("Callable[..., None]", private("_C._dynamo.eval_frame.set_code_exec_strategy", needed_for=_NEEDED))
@@ -53,7 +65,7 @@ def register_black_box(box: type, *, guarded: str) -> None:
     """
     _register(
         box,
-        typ="reference",
+        typ=_BY_IDENTITY,
         guard_fn=lambda value: [getattr(value, guarded)],  # pyright: ignore[reportUnknownLambdaType]
         members={guarded: _READ_ONCE},
     )

@@ -24,6 +24,7 @@ from typing import Any, Literal, Protocol, cast
 import torch
 from torch import Tensor, nn
 
+from torchremat._compat.binding import SUPPORTED
 from torchremat.errors import UnsupportedError, VersionError
 
 _MODULE = "torch.distributed.pipelining.schedules"
@@ -104,8 +105,7 @@ def check_hooks(schedule: object, *, waits: bool) -> None:
         what = "its waits, for `lookahead` or `record`," if waits else "it"
         raise VersionError(
             f"torch {torch.__version__} has no {', '.join(missing)}: attaching to a {type(schedule).__name__} needs "
-            f"{'them' if len(missing) > 1 else 'that'} to reach {what}. torchremat supports torch 2.11 to 2.13; "
-            "install one of these."
+            f"{'them' if len(missing) > 1 else 'that'} to reach {what}. {SUPPORTED}"
         )
 
 
@@ -207,7 +207,7 @@ def _part(name: str) -> Callable[..., Any]:
     if found is None:
         raise VersionError(
             f"torch {torch.__version__} has no {_PARTS}.{name}: plans for schedules that split the backward need it. "
-            "torchremat supports torch 2.11 to 2.13; install one of these."
+            f"{SUPPORTED}"
         )
     return found
 

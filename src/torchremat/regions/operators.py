@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 
 from torchremat._compat.compiled_code import enters_compiled_code
+from torchremat._compat.functions import noted_functions, saving_function
 from torchremat._compat.modes import EagerMode, sequence_number, set_versions
 from torchremat.regions.reach import function_of
 from torchremat.tensors.held import holding
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _OWN = str(Path(__file__).parent.parent) + os.sep
 _CALL: CodeType = nn.Module._call_impl.__code__  # the frame that every call of a module has
-_APPLY: CodeType = torch.autograd.Function.apply.__func__.__code__  # pyright: ignore[reportFunctionMemberAccess]
 _FUNCTIONAL = nn.functional.__file__
 _MACHINERY = tuple(
     str(Path(_TORCH, *one.split("/"))) for one in ("_dynamo", "_compile.py", "_ops.py", "utils/_python_dispatch.py")
@@ -116,7 +116,7 @@ class Place:
         source: The line of the user's code.
         module: The innermost module that runs there.
         function: The function of `torch.nn.functional` that was called there, or "".
-        custom: The name of the custom Function whose `apply` was called there, or None.
+        custom: The name of the custom Function that saves a tensor there, or None.
         is_compiled: Whether compiled code was called on the way there.
     """
 
@@ -189,7 +189,7 @@ class OperatorLog(EagerMode):
         self._outermost = sys._getframe()
         self._sequence = sequence_number()
         try:
-            with self if self._sees_operators else nullcontext():
+            with noted_functions(), self if self._sees_operators else nullcontext():
                 return run(*args, **kwargs)
         finally:
             self._outermost = None
@@ -242,7 +242,7 @@ class OperatorLog(EagerMode):
         self.metadata.append(metadata)
         self.digests.append(self._digest(tensor) if self._takes_digests else None)
         self.storages.append(_address(tensor))
-        place = self._place()
+        place = self._place(saving_function())
         self.saved(index, tensor, place)
         if holding.now:
             self.savers[index] = self._own("input of a region inside", place, index, metadata)
@@ -293,11 +293,11 @@ class OperatorLog(EagerMode):
 
     # ------------------------------------------------------------------------------------------------------- where
 
-    def _place(self) -> Place:
+    def _place(self, custom: str | None = None) -> Place:
         source: Source | None = None
         within_torch: Source | None = None
         module: nn.Module | None = None
-        function, custom, is_compiled = "", None, False
+        function, is_compiled = "", False
         for frame in self._frames():
             code = frame.f_code
             if enters_compiled_code(code):
@@ -305,10 +305,6 @@ class OperatorLog(EagerMode):
             if code is _CALL:
                 if module is None:
                     module = cast("nn.Module", frame.f_locals["self"])
-                continue
-            if code is _APPLY:
-                if source is None:
-                    custom = cast("type", frame.f_locals["cls"]).__name__
                 continue
             if code.co_filename.startswith(_OWN):
                 continue

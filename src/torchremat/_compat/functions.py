@@ -1,0 +1,88 @@
+"""Which custom Function saves a tensor.
+
+Its `apply` had a frame of Python up to torch 2.13 and has none from 2.14 on, so a Function is told by what it calls in
+every version: `ctx.save_for_backward`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, cast
+from weakref import ReferenceType, ref
+
+from torch.autograd.function import BackwardCFunction, FunctionCtx
+
+# NOTE [ A Function that saves ]
+# What a Function hands to `save_for_backward` is saved when its forward has returned. Until then the context has it in
+# `to_save`; from then on the node does. A Function without grad saves nothing, and its context is gone. So the one that
+# saves is the last that has called, is there, has nothing in `to_save`, and has not saved all of it yet. Contexts are
+# known weakly, so that nothing lives longer for it.
+
+
+@dataclass(slots=True)
+class _Called:
+    """A call of `save_for_backward`: by whom, and how many of its tensors have not been saved yet."""
+
+    context: ReferenceType[Any]
+    name: str
+    left: int
+
+
+@dataclass  # slots would be the same in all threads
+class _Calls(threading.local):
+    """The calls of this thread of which not all has been saved, innermost last."""
+
+    open: list[_Called] = field(default_factory=list[_Called])
+
+    def settle(self) -> None:
+        """Forget the innermost calls that are done."""
+        while self.open and (self.open[-1].context() is None or not self.open[-1].left):
+            self.open.pop()
+
+
+_calls = _Calls()
+_watchers = 0
+_lock = threading.Lock()
+_save_for_backward = FunctionCtx.save_for_backward
+
+
+def _noting(self: FunctionCtx, *tensors: object) -> None:
+    cast("Any", _save_for_backward)(self, *tensors)
+    if isinstance(self, BackwardCFunction):  # not what stands for a context while code is traced
+        _calls.settle()
+        name = cast("type", cast("Any", self)._forward_cls).__name__
+        _calls.open.append(_Called(ref(self), name, sum(one is not None for one in tensors)))
+
+
+@contextmanager
+def noted_functions() -> Iterator[None]:
+    """Let `saving_function` know of the custom Functions that are called meanwhile, in any thread."""
+    global _watchers
+    with _lock:
+        _watchers += 1
+        FunctionCtx.save_for_backward = _noting
+    try:
+        yield
+    finally:
+        with _lock:
+            _watchers -= 1
+            if not _watchers:
+                FunctionCtx.save_for_backward = _save_for_backward
+        _calls.settle()
+
+
+def saving_function() -> str | None:
+    """Return the name of the custom Function that saves a tensor now, None if none does.
+
+    To be asked in `noted_functions()`, once for each tensor that is saved.
+    """
+    _calls.settle()  # See NOTE [ A Function that saves ]
+    called = _calls.open[-1] if _calls.open else None
+    context = called.context() if called is not None else None
+    if called is None or context is None or context.to_save is not None:
+        return None
+    called.left -= 1
+    return called.name
