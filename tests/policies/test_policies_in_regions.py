@@ -229,6 +229,29 @@ def test_a_dropped_graph_frees_what_is_kept_without_the_collector():
         gc.enable()
 
 
+@pytest.mark.parametrize("goes_backward", [True, False])
+def test_a_policy_goes_with_its_graph(goes_backward):
+    # Who sees operators and the block in which they are seen had each other, with the policy and all that was kept.
+    class Policy:
+        def __call__(self, ctx, op, *args, **kwargs):
+            return op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+
+    block, x = block_and_input()
+    policy = Policy()
+    alive = weakref.ref(policy)
+    gc.disable()
+    try:
+        y = checkpointed(block, policy=policy)(x)
+        del policy
+        assert alive() is not None
+        if goes_backward:
+            y.sum().backward()
+        del y
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
 # ------------------------------------------------------------------------------------------------------ in place
 
 

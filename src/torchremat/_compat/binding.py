@@ -6,7 +6,6 @@ import torch
 
 from torchremat.errors import VersionError
 
-
 # What is asked of whoever has another torch; docs/supported-versions.md says the same.
 SUPPORTED = "torchremat supports torch 2.11 to 2.14; install one of these."
 
@@ -30,6 +29,4 @@ def private(*paths: str, needed_for: str) -> object:
             found = getattr(found, name)
         else:
             return found
-    raise VersionError(
-        f"torch {torch.__version__} has no `torch.{paths[0]}`, which {needed_for} needs. {SUPPORTED}"
-    )
+    raise VersionError(f"torch {torch.__version__} has no `torch.{paths[0]}`, which {needed_for} needs. {SUPPORTED}")

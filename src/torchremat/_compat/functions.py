@@ -7,7 +7,7 @@ every version: `ctx.save_for_backward`.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -58,7 +58,7 @@ def _noting(self: FunctionCtx, *tensors: object) -> None:
 
 
 @contextmanager
-def noted_functions() -> Iterator[None]:
+def noted_functions() -> Generator[None]:
     """Let `saving_function` know of the custom Functions that are called meanwhile, in any thread."""
     global _watchers
     with _lock:

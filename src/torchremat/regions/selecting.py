@@ -324,6 +324,8 @@ class SeenBy(AbstractContextManager[None]):
     def __exit__(self, *error: object) -> None:
         thread.now.selecting = self._had
         if self._mode is not None:
+            if self._run is not None:
+                self._run.block = None  # else both, and all that is kept, would wait for the cycle collector
             if self._is_off:
                 push_dispatch_mode(self._mode)  # it takes itself off
             self._mode.__exit__(*error)

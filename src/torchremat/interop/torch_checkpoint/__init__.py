@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, cast
@@ -45,6 +45,7 @@ from torchremat._compat.modes import is_recording
 from torchremat._compat.transforms import innermost_transform
 from torchremat.errors import UnsupportedError
 from torchremat.interop.torch_checkpoint.contexts import ContextFn, Contexts, run_in_contexts
+from torchremat.interop.torch_checkpoint.decorated import Decorated
 from torchremat.interop.torch_checkpoint.groups import GraphExecGroup
 from torchremat.interop.torch_checkpoint.selective import create_selective_checkpoint_contexts
 from torchremat.regions.reentrant import CheckpointFunction
@@ -84,35 +85,57 @@ _UNUSED = inspect.Parameter.empty
 
 
 def checkpoint(
-    function: Callable[..., Any],
+    function: Callable[..., Any] | None = None,
     *args: Any,
     use_reentrant: bool | None = None,
+    preserve_rng_state: bool | None = None,
     context_fn: ContextFn = noop_context_fn,
     determinism_check: str = "default",
     debug: bool = False,
     early_stop: bool = True,
+    respect_saved_tensors_hooks: bool | None = None,
     **kwargs: Any,
 ) -> Any:
     """Return `function(*args, **kwargs)`, recomputed in backward: `torch.utils.checkpoint.checkpoint`.
 
+    It takes what that of torch 2.14 takes, under older versions as well.
+
     Args:
-        function: Any callable.
+        function: Any callable. Without it a decorator is returned.
         args: Its positional arguments.
         use_reentrant: True for a reentrant region, see `torchremat.regions.reentrant`; False for one of
             `torchremat.checkpoint`'s. Without it, a warning and True.
+        preserve_rng_state: Whether a recompute draws the random numbers of its forward. None for PyTorch 1.0's switch
+            of the module, which is on.
         context_fn: Returns two context managers, for the forward and for each recompute.
         determinism_check: `"default"` or `"none"`: `check="metadata"` or `check="none"` of `checkpointed`.
         debug: Whether messages about a difference have the logs of both runs.
         early_stop: Whether a recompute ends at the last tensor that is needed.
-        kwargs: `preserve_rng_state`, and keyword arguments of `function`.
+        respect_saved_tensors_hooks: Whether what a policy keeps goes through the saved-tensor hooks around the region,
+            as through `save_on_cpu`. None for no, and a `FutureWarning` if there are any.
+        kwargs: Keyword arguments of `function`.
 
     Raises:
         ValueError: An option has another value, or `use_reentrant=True` is asked for what it cannot do.
+        UnsupportedError: `respect_saved_tensors_hooks=True`, and the policy is one of torch's own contexts.
     """
+    if function is None and not args:
+        return _decorator(
+            kwargs,
+            use_reentrant=use_reentrant,
+            preserve_rng_state=preserve_rng_state,
+            context_fn=context_fn,
+            determinism_check=determinism_check,
+            debug=debug,
+            early_stop=early_stop,
+            respect_saved_tensors_hooks=respect_saved_tensors_hooks,
+        )
     if torch.compiler.is_compiling():
         given: dict[str, Any] = {"use_reentrant": use_reentrant, "determinism_check": determinism_check, "debug": debug}
         if context_fn is not noop_context_fn:
             given["context_fn"] = context_fn
+        if preserve_rng_state is not None:
+            given["preserve_rng_state"] = preserve_rng_state
         return _in_graph()(function, *args, **given, early_stop=early_stop, **kwargs)
     if use_reentrant is None:
         _warn_of_default(
@@ -122,12 +145,15 @@ def checkpoint(
         use_reentrant = True
     if not callable(function):
         raise TypeError(f"function: a callable is needed, got {type(function).__name__}.")
-    preserve = kwargs.pop("preserve_rng_state", _preserves_by_default())
+    preserve = _preserves_by_default() if preserve_rng_state is None else preserve_rng_state
     if use_reentrant:
         if kwargs:
             raise ValueError("Unexpected keyword arguments: " + ",".join(kwargs))
-        if context_fn is not noop_context_fn or debug is not False:
-            raise ValueError("Passing `context_fn` or `debug` is only supported when use_reentrant=False.")
+        if context_fn is not noop_context_fn or debug is not False or respect_saved_tensors_hooks is not None:
+            raise ValueError(
+                "Passing `context_fn`, `debug`, or `respect_saved_tensors_hooks` is only supported when "
+                "use_reentrant=False."
+            )
         return _run_reentrant(function, preserve, args)
     if context_fn is not noop_context_fn and is_recording():
         # The contexts mark what is recorded, for torch's own partitioner.
@@ -149,7 +175,13 @@ def checkpoint(
         bool(early_stop if switches.early_stop is None else switches.early_stop),
         bool(debug if switches.debug is None else switches.debug),
     )
-    return _run(function, settings, context_fn, args, kwargs)
+    return _run(function, settings, context_fn, respect_saved_tensors_hooks, args, kwargs)
+
+
+def _decorator(others: Mapping[str, object], **options: object) -> Callable[[Callable[..., Any]], Decorated]:
+    if others:
+        raise ValueError("Unexpected keyword arguments: " + ",".join(others))
+    return partial(Decorated, checkpoint, options)
 
 
 @lru_cache
@@ -184,12 +216,15 @@ def _run(
     function: Callable[..., object],
     settings: Settings,
     context_fn: ContextFn,
+    respects_hooks: bool | None,
     args: tuple[object, ...],
     kwargs: dict[str, object],
 ) -> object:
     contexts = None if context_fn is noop_context_fn else Contexts(context_fn)
-    if contexts is not None and contexts.policy is not None:
-        settings, contexts = replace(settings, policy=contexts.policy), None
+    if contexts is not None:
+        policy = contexts.policy_within_hooks(respects_hooks)
+        if policy is not None:
+            settings, contexts = replace(settings, policy=policy), None
     if settings.debug and contexts is not None:
         raise ValueError("debug=True is incompatible with non-default context_fn")
     if not makes_regions():

@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import Any, cast
 
+from torchremat.errors import UnsupportedError
+from torchremat.interop.torch_checkpoint.hooks import IntoHooks, hooks_around
 from torchremat.interop.torch_checkpoint.selective import SelectiveForward
 from torchremat.regions.calls import Body
+from torchremat.regions.decisions import Policy
 
 ContextFn = Callable[[], tuple[AbstractContextManager[object], AbstractContextManager[object]]]
 
 
+# What the context that torch makes of a policy is told by torch's own `checkpoint`, from 2.14 on.
+_RESPECTS = "respect_saved_tensors_hooks"
+_PASSED_BY = (
+    "A saved_tensors_hooks context (e.g. save_on_cpu) is active around a selective activation checkpoint region. "
+    "Tensors that SAC saves currently bypass these hooks, but a future release will route them through the hooks like "
+    "any other saved tensor. Silence this warning and choose the behavior explicitly by passing "
+    "respect_saved_tensors_hooks=True|False to torch.utils.checkpoint.checkpoint."
+)
+_CALLER = 5  # who called `checkpoint`
+
+
 class Contexts:
-    """The two contexts of one region. The second one is entered again for every recompute, as torch does.
+    """The two contexts of one region. The second one is entered again for every recompute, as torch does."""
 
-    Attributes:
-        policy: The policy that they stand for, None if they are any contexts.
-    """
-
-    __slots__ = ("_forward", "_recompute", "policy")
+    __slots__ = ("_forward", "_recompute")
 
     def __init__(self, context_fn: ContextFn) -> None:
         pair = context_fn()
@@ -29,8 +41,35 @@ class Contexts:
             )
         self._forward: AbstractContextManager[object] | None = pair[0]
         self._recompute = pair[1]
-        # A policy is the region's business.
-        self.policy = pair[0].policy if isinstance(pair[0], SelectiveForward) else None
+
+    def policy_within_hooks(self, respects: bool | None) -> Policy | None:
+        """Return the policy that they stand for, which is the region's business; None if they are any contexts.
+
+        Args:
+            respects: Whether what it keeps goes through the saved-tensor hooks around the region; None if nobody has
+                said.
+
+        Raises:
+            UnsupportedError: It is to, and the contexts are torch's own.
+        """
+        forward = cast("Any", self._forward)
+        if isinstance(forward, SelectiveForward):
+            hooks = hooks_around() if respects is not False else None
+            if hooks is None:
+                return forward.policy
+            if respects:
+                return IntoHooks(forward.policy, hooks)
+            warnings.warn(_PASSED_BY, FutureWarning, stacklevel=_CALLER)
+            return forward.policy
+        if hasattr(forward, _RESPECTS):
+            if respects:
+                raise UnsupportedError(
+                    "respect_saved_tensors_hooks=True: torch's own contexts would take the hooks of this region for "
+                    "the user's. Make them with torchremat.interop.torch_checkpoint."
+                    "create_selective_checkpoint_contexts."
+                )
+            setattr(forward, _RESPECTS, False)
+        return None
 
     def run(self, body: Body, /, *args: object, **kwargs: object) -> object:
         """Run `body` in the context of the forward, the first time, or of a recompute."""
