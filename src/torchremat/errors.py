@@ -23,7 +23,7 @@
     CompileWarning         (UserWarning)   a compiler that cannot be told which peak to keep to
     ShapeWarning           (UserWarning)   a call larger than those planned for
     OrderWarning           (UserWarning)   a model that called its modules in another order than planned
-    StoreWarning           (UserWarning)   a store without room, so that a tensor stays where it is
+    StoreWarning           (UserWarning)   a store without room, or one that takes more than it might
 
 `bug` makes the error for what cannot happen.
 """
@@ -140,7 +140,7 @@ class OrderWarning(UserWarning):
 
 
 class StoreWarning(UserWarning):
-    """A store that has no room, so that a saved tensor stays where it is."""
+    """A store that has no room, so that a saved tensor stays where it is, or one that takes more than it might."""
 
 
 def bug(fact: str) -> AssertionError:

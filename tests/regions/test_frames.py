@@ -9,6 +9,7 @@ import sys
 from contextvars import Context
 from pathlib import Path
 
+import pytest
 from torch import nn
 
 import torchremat
@@ -19,6 +20,12 @@ from torchremat.interop.torch_checkpoint import checkpoint as drop_in
 OURS = str(Path(torchremat.__file__).parent)
 # Comprehensions are functions up to Python 3.11, and later versions run them in place.
 COMPREHENSIONS = ("<listcomp>", "<dictcomp>", "<setcomp>")
+
+
+@pytest.fixture(autouse=True)
+def for_cpus(monkeypatch):
+    # A torch that is built for accelerators is asked which devices a function reaches.
+    monkeypatch.setattr("torchremat.regions.calls._ACCELERATED", False)
 
 
 def functions(run):

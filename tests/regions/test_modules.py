@@ -327,7 +327,7 @@ def test_shared_parameters():
 
 def test_a_script_module():
     # Its interpreter turns the end of a recompute into an error of its own.
-    with pytest.warns(DeprecationWarning, match="jit"):
+    with pytest.warns((DeprecationWarning, FutureWarning), match="jit"):
         net = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
     x = leaf(2, 4)
 

@@ -233,9 +233,9 @@ def test_data_parallel_is_refused():
         nn.DataParallel(model).module.layers[0]._replicate_for_data_parallel()
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 def test_a_script_module_is_refused():
-    model = nn.Sequential(torch.jit.script(nn.Linear(4, 4)))
+    with pytest.warns((DeprecationWarning, FutureWarning), match="jit"):
+        model = nn.Sequential(torch.jit.script(nn.Linear(4, 4)))
 
     with pytest.raises(WrapError, match=r"`0` is a ScriptModule.*wrap it before scripting"):
         wrap(model, "0")

@@ -595,7 +595,7 @@ def test_nothing_is_saved_without_grad():
     assert not store.log
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when it is first used
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # torch's own, when first used
 def test_forward_mode_runs_inside():
     with offload(Memory()):
         _, tangent = torch.func.jvp(torch.sin, (torch.zeros(32, 32),), (torch.ones(32, 32),))

@@ -491,3 +491,18 @@ def test_compiled_code_has_no_breaks_and_no_new_versions():
     assert all(all(map(torch.equal, one, expected)) for one in found)
     assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]
+
+
+def test_nothing_is_narrowed_under_a_torch_that_nobody_has_tried(monkeypatch):
+    monkeypatch.setattr("torchremat.stores.narrowing.NEWEST", (2, 10))
+    x = torch.randn(64, 64, requires_grad=True)
+
+    with (
+        pytest.warns(StoreWarning, match=r"is newer than 2\.10, the newest that this torchremat was tested with"),
+        offload(Tiers(Compressed(), Host()), min_bytes=0) as offloaded,
+    ):
+        y = x.relu()
+    y.sum().backward()
+
+    assert offloaded.narrowed_bytes == 0
+    assert torch.equal(x.grad, (x > 0).float())

@@ -6,6 +6,11 @@ import torch
 
 from torchremat.errors import VersionError
 
+RELEASE = tuple(int(number) for number in torch.__version__.split(".")[:2])
+"""The release of torch that is installed: `(2, 13)`."""
+NEWEST = (2, 14)
+"""The newest release of torch that all tests have been run with."""
+
 # What is asked of whoever has another torch; docs/supported-versions.md says the same.
 SUPPORTED = "torchremat supports torch 2.11 to 2.14; install one of these."
 

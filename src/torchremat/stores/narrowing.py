@@ -14,6 +14,7 @@ thirty-second of it or less, and lets go of the whole as soon as that other oper
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from threading import get_ident
@@ -26,10 +27,11 @@ from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
 
 from torchremat._compat.autograd import current_graph_task, current_node, packed_in, set_grad_mode
+from torchremat._compat.binding import NEWEST, RELEASE
 from torchremat._compat.modes import sequence_number
 from torchremat._compat.transforms import transform_level_of
 from torchremat.ambient.surroundings import only_watches
-from torchremat.errors import MutationError, StoreError
+from torchremat.errors import MutationError, StoreError, StoreWarning
 from torchremat.stores.catalog import Catalog
 from torchremat.stores.codecs.bits import pack_bits
 from torchremat.stores.compressed import Compressed
@@ -291,8 +293,26 @@ class SlotWatch(TorchFunctionMode):
 
 
 def narrows(store: Store) -> bool:
-    """Return whether a store asks for what is needed instead of what is saved: one that compresses, or a tier of it."""
-    return isinstance(store, Compressed) or (isinstance(store, Tiers) and any(map(narrows, store.stores)))
+    """Return whether a store gets what is needed instead of what is saved: one that compresses, or a tier of it.
+
+    None does under a torch that is newer than those whose formulas are known, and a `StoreWarning` says so: see
+    NOTE [ An image ].
+    """
+    asks = _asks(store)
+    if asks and RELEASE > NEWEST:
+        warnings.warn(
+            f"torch {torch.__version__} is newer than {NEWEST[0]}.{NEWEST[1]}, the newest that this torchremat was tested "
+            "with. What backward needs of a saved tensor may be more there than is known, so `Compressed` takes all of "
+            "it. Install a newer torchremat, or that torch.",
+            StoreWarning,
+            stacklevel=3,
+        )
+        return False
+    return asks
+
+
+def _asks(store: Store) -> bool:
+    return isinstance(store, Compressed) or (isinstance(store, Tiers) and any(map(_asks, store.stores)))
 
 
 def _may_be_narrowed(tensor: Tensor) -> bool:

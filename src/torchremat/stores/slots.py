@@ -6,7 +6,8 @@ What such a slot gets in backward is an *image*: a tensor of the same shape, str
 node's formula comes to the same gradient bit for bit. Double backward is held to the same: the node of the second
 derivative saves the image, and asks no more of it. The table below was made from autograd's formulas, and
 tests/stores/test_slots.py tries each entry against the torch that is installed: over dtypes, memory formats, values on
-the borders, infinities and NaNs, first and second derivatives.
+the borders, infinities and NaNs, first and second derivatives. Formulas change from one torch to the next, so of one
+that is newer than those it was tried against nothing is narrowed.
 
 Missing on purpose: slots of which two depend on one another (the two sides of `maximum`), and those of which three
 cases must be told apart (`abs`, whose derivative at zero is zero).
@@ -15,6 +16,7 @@ cases must be told apart (`abs`, whose derivative at zero is zero).
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -24,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchremat._compat.binding import RELEASE
 from torchremat.stores.codecs.bits import spread_bits
 
 _aten = torch.ops.aten
@@ -155,17 +158,21 @@ def _clamp(node: Any, tensor: Tensor) -> Split | None:
     if least is None or most is None:
         return _clamp_min(node, tensor) if most is None else _clamp_max(node, tensor)
     middle = _middle(least, most, tensor.dtype)
-    return None if middle is None else Split((tensor >= least).logical_and_(tensor <= most), middle, nan)
+    return None if middle is None else Split(_above(tensor, least).logical_and_(_below(tensor, most)), middle, nan)
 
 
 def _clamp_min(node: Any, tensor: Tensor) -> Split | None:
     least = node._saved_min
-    return None if math.isnan(least) else Split(tensor >= least, inf, nan)
+    return None if math.isnan(least) else Split(_above(tensor, least), inf, nan)
 
 
 def _clamp_max(node: Any, tensor: Tensor) -> Split | None:
     most = node._saved_max
-    return None if math.isnan(most) else Split(tensor <= most, -inf, nan)
+    return None if math.isnan(most) else Split(_below(tensor, most), -inf, nan)
+
+
+# Up to torch 2.13 clamp lets the gradient through at the very bound, from 2.14 on it does not.
+_above, _below = (operator.ge, operator.le) if RELEASE < (2, 14) else (operator.gt, operator.lt)
 
 
 def _has_unsure_nans(tensor: Tensor) -> bool:

@@ -84,7 +84,7 @@ def test_a_torch_without_a_hook_is_told_which(monkeypatch, schedule, owner, name
         monkeypatch.delattr(made, name)
     before = dict(vars(made))
 
-    message = rf"torch {torch.__version__} has no {words}: attaching to a {schedule} needs that .* 2\.11 to 2\.13"
+    message = rf"torch {torch.__version__} has no {words}: attaching to a {schedule} needs that .* 2\.11 to 2\.14"
     with pytest.raises(VersionError, match=message.replace("+", r"\+")):
         attach(made, **options)
     assert vars(made) == before
