@@ -301,9 +301,9 @@ def narrows(store: Store) -> bool:
     asks = _asks(store)
     if asks and RELEASE > NEWEST:
         warnings.warn(
-            f"torch {torch.__version__} is newer than {NEWEST[0]}.{NEWEST[1]}, the newest that this torchremat was tested "
-            "with. What backward needs of a saved tensor may be more there than is known, so `Compressed` takes all of "
-            "it. Install a newer torchremat, or that torch.",
+            f"torch {torch.__version__} is newer than {NEWEST[0]}.{NEWEST[1]}, the newest that this torchremat was "
+            "tested with. What backward needs of a saved tensor may be more there than is known, so `Compressed` takes "
+            "all of it. Install a newer torchremat, or that torch.",
             StoreWarning,
             stacklevel=3,
         )
