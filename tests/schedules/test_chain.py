@@ -31,3 +31,26 @@ def test_nodes_know_their_stages():
 
     assert (region.first, region.last) == (2, 4)
     assert list(kept((Keep(1), region))) == [Keep(1), Keep(2, 1), Keep(3), Keep(4)]
+
+
+def test_regions_are_equal_by_their_children():
+    region = Region((Keep(0), Region((Keep(1, 1), Keep(2)))))
+
+    assert region == Region((Keep(0), Region((Keep(1, 1), Keep(2)))))
+    assert region != Region((Keep(0), Region((Keep(1), Keep(2)))))
+    assert region != Region((Keep(0), Keep(1, 1), Keep(2)))
+    assert Region((Keep(0),)) != Keep(0)
+    assert len({region, Region((Keep(0), Region((Keep(1, 1), Keep(2)))))}) == 1
+    assert repr(Region((Keep(0),))) == "Region(children=(Keep(stage=0, option=0),))"
+
+
+def test_trees_as_deep_as_a_chain_is_long_are_looked_up():
+    # A plan of 520 calls asked whether a tree is known, which made its hash by as many calls in one another.
+    def nested():
+        node = Region((Keep(0),))
+        for stage in range(1, 5_000):
+            node = Region((node, Keep(stage)))
+        return node
+
+    assert {(nested(),): "known"}[nested(),] == "known"
+    assert nested() != Region((nested(),))

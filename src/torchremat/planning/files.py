@@ -71,7 +71,7 @@ def _check_tree(plan: object, source: str) -> None:
     tree, units = cast("Tree", fields_of["tree"]), cast("tuple[object, ...]", fields_of["units"])
     known = cast("dict[str, tuple[object, ...]]", vars(fields_of["calls"]))
     calls = known["units"]
-    found = list(_stages(tree))
+    found = [keep.stage for keep in kept(tree)]
     if found != list(range(len(units))) or len(calls) != len(units):
         raise PlanError(
             f"{source}: the tree covers the units {found}, the plan has {len(units)}, with calls for {len(calls)}."
@@ -99,10 +99,6 @@ def _check_tree(plan: object, source: str) -> None:
         raise PlanError(f"{source}: the units {empty} have no calls.")
     if not known["roots"]:
         raise PlanError(f"{source}: `calls` has no roots, and without one nothing is recomputed.")
-
-
-def _stages(nodes: Tree) -> list[int]:
-    return [stage for node in nodes for stage in ([node.stage] if isinstance(node, Keep) else _stages(node.children))]
 
 
 # -------------------------------------------------------------------------------------------------------------- writing

@@ -25,6 +25,7 @@ from torchremat.planning.walks.cargo import Speed, StoredUnit
 from torchremat.regions.journeys import Itinerary
 from torchremat.regions.settings import Settings
 from torchremat.schedules.chain import Keep, Region, Tree
+from torchremat.schedules.depths import DEEPEST, depth
 from torchremat.tensors.handles import Store
 from torchremat.tensors.sizes import format_bytes
 
@@ -168,7 +169,7 @@ class Plan:
 
         Raises:
             PlanError: The plan was made for another model (all differences are listed), or one is applied already, or
-                the plan needs stores and these are not they.
+                the plan needs stores and these are not they, or its regions nest too deeply to run.
             UnsupportedError: One of the stores is none, or loses digits and that is not allowed; or `allow_lossy` is
                 neither True nor False.
         """
@@ -176,6 +177,11 @@ class Plan:
         given = check_stores(stores, allow_lossy=allow_lossy)
         self.check(model)
         check_bare(model)
+        if depth(self.tree) > DEEPEST:  # See NOTE [ How deep regions may nest ]
+            raise PlanError(
+                f"the plan has regions that nest {depth(self.tree)} deep, more than the {DEEPEST} that Python's stack "
+                "has room for beside a model. Plan again: plans that are made now do not."
+            )
         itinerary = self._itinerary(given or self.given_stores)
         install(
             model,

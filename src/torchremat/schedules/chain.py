@@ -136,9 +136,9 @@ class Keep:
         return self.stage
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Region:
-    """A run of stages that is recomputed in backward, as its children say.
+    """A run of stages that is recomputed in backward, as its children say. Those with equal children are equal.
 
     Attributes:
         children: At least one.
@@ -147,14 +147,37 @@ class Region:
     """
 
     children: tuple[Keep | Region, ...]
-    first: int = field(init=False, repr=False, compare=False)
-    last: int = field(init=False, repr=False, compare=False)
+    first: int = field(init=False, repr=False)
+    last: int = field(init=False, repr=False)
+    # Made of those of the children: solvers look trees up, and each time anew it would be made by calls in one another.
+    _hash: int = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not self.children:
             raise ScheduleError("a region without children covers no stage")
         object.__setattr__(self, "first", self.children[0].first)
         object.__setattr__(self, "last", self.children[-1].last)
+        object.__setattr__(self, "_hash", hash((Region, self.children)))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Region):
+            return NotImplemented
+        pairs: list[tuple[Keep | Region, Keep | Region]] = [(self, other)]
+        while pairs:
+            one, two = pairs.pop()
+            if one is two:
+                continue
+            if not (isinstance(one, Region) and isinstance(two, Region)):
+                if one != two:
+                    return False
+            elif one._hash != two._hash or len(one.children) != len(two.children):
+                return False
+            else:
+                pairs.extend(zip(one.children, two.children, strict=True))
+        return True
 
 
 Tree: TypeAlias = tuple[Keep | Region, ...]

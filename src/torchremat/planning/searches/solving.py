@@ -28,6 +28,7 @@ from torchremat.planning.searches.storing import Storing
 from torchremat.planning.walks.cargo import NO_LOADS, Loads, Offer
 from torchremat.planning.walks.prediction import Prediction, predict
 from torchremat.schedules.chain import Chain, Keep, Region, Tree
+from torchremat.schedules.depths import bounded
 from torchremat.schedules.persistent import Persistent
 from torchremat.schedules.uniform import candidates
 
@@ -258,8 +259,8 @@ class Solver:
         return tuple(self.judged(tree) for number, tree in enumerate(chosen) if number < 2 or not self.pace.is_over)
 
     def judged(self, tree: Tree) -> Candidate:
-        """Return a tree, made fit for the roots, with its prediction."""
-        tree = fitted(self.profile.units, tree)
+        """Return a tree, made fit to run and for the roots, with its prediction."""
+        tree = fitted(self.profile.units, bounded(tree))  # See NOTE [ How deep regions may nest ]
         if tree not in self._known:
             prediction = predict(self.profile, tree)
             cost = amount(
