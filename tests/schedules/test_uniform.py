@@ -1,3 +1,5 @@
+import re
+
 import pytest
 
 from schedules.brute_force import make_stage, random_chain
@@ -77,3 +79,11 @@ def test_counts_are_checked():
 
 def test_regions_are_regions():
     assert every(chain_of(2), 2) == (Region((Keep(0),)), Keep(1))
+
+
+def test_the_trees_with_small_numbers_are_those_that_all_have():
+    chain = chain_of(30)
+    every_name, few = candidates(chain), candidates(chain, most=4)
+
+    assert list(few) == [name for name in every_name if not any(int(n) > 4 for n in re.findall(r"\d+", name))]
+    assert all(every_name[name] == tree for name, tree in few.items())

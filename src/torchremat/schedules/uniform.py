@@ -56,9 +56,15 @@ def segments(chain: Chain, count: int, *, keep_last: bool = False) -> Tree:
     return tuple(nodes)
 
 
-def candidates(chain: Chain) -> dict[str, Tree]:
-    """Return all different uniform trees of the chain by their names, such as `every 2nd stage` or `3 segments`."""
+def candidates(chain: Chain, *, most: int | None = None) -> dict[str, Tree]:
+    """Return all different uniform trees of the chain by their names, such as `every 2nd stage` or `3 segments`.
+
+    Args:
+        chain: What to schedule.
+        most: The largest number that a name may have. All trees of n stages take time in n^2.
+    """
     count = len(_recomputable(chain))
+    count = count if most is None else min(count, most)
     trees = {"keep all": keep_all(chain)}
     if count:
         trees["every stage"] = every(chain, 1)

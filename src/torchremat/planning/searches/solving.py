@@ -50,6 +50,10 @@ _JUDGING_SHARE = 0.5
 # takes longer then.
 _JUDGED_UNITS = 4000
 
+# How many uniform trees are judged, and which, by the number in their names, if there are more: n stages have over n.
+_MOST_UNIFORM = 120
+_MOST_SIMPLE = 12
+
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
@@ -252,8 +256,9 @@ class Solver:
     @cached_property
     def uniform(self) -> tuple[Candidate, ...]:
         """The uniform trees, every one for few units, those with few regions or long strides for many."""
-        trees = candidates(self.chain) if self.hand_made else {}
-        chosen = [tree for name, tree in trees.items() if len(trees) <= 120 or _is_simple(name)]
+        is_long = sum(stage.recomputable for stage in self.chain.stages) > _MOST_UNIFORM
+        trees = candidates(self.chain, most=_MOST_SIMPLE if is_long else None) if self.hand_made else {}
+        chosen = [tree for name, tree in trees.items() if len(trees) <= _MOST_UNIFORM or _is_simple(name)]
         self.pace.tell("judging")
         # The first ones recompute nothing, and everything.
         return tuple(self.judged(tree) for number, tree in enumerate(chosen) if number < 2 or not self.pace.is_over)
@@ -358,7 +363,7 @@ def _best(found: list[tuple[float, Candidate]]) -> Candidate:
 
 def _is_simple(name: str) -> bool:
     number = "".join(letter for letter in name if letter.isdigit())
-    return not number or int(number) <= 12
+    return not number or int(number) <= _MOST_SIMPLE
 
 
 def _loosened(node: Keep | Region, costs: list[list[float]]) -> Iterator[Tree]:
