@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 
 import torch
 
 from torchremat.errors import BudgetError
+from torchremat.planning.hosts import Host
 from torchremat.tensors.sizes import format_bytes, parse_bytes
 
 _PERCENT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*")
@@ -81,7 +81,7 @@ def capacity_of(device: torch.device) -> int | None:
     """Return the bytes that a device has in all; None if that cannot be known."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    return _host_bytes("SC_PHYS_PAGES")
+    return Host().capacity_bytes()
 
 
 def free_on(device: torch.device) -> int | None:
@@ -92,10 +92,4 @@ def free_on(device: torch.device) -> int | None:
             + torch.cuda.memory_reserved(device)
             - torch.cuda.memory_allocated(device)
         )
-    return _host_bytes("SC_AVPHYS_PAGES")
-
-
-def _host_bytes(pages: str) -> int | None:
-    if pages not in os.sysconf_names:
-        return None
-    return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
+    return Host().free_bytes()

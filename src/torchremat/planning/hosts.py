@@ -1,0 +1,116 @@
+"""The memory of the machine that this process runs on, as far as the process may use it.
+
+What the system has is not all: a container, a job of a scheduler or a service has a limit of its own, its control
+group's, and goes when it is above that. And what is used is not all that is taken: the cache of files makes room.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Generator
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Host:
+    """A machine.
+
+    Attributes:
+        root: Where its file system begins.
+    """
+
+    root: Path = Path("/")
+
+    def capacity_bytes(self) -> int | None:
+        """Return the bytes that the process can have in all; None if that cannot be known."""
+        known = [_paged_bytes("SC_PHYS_PAGES"), *(group.limit_bytes for group in self._groups())]
+        return min((one for one in known if one is not None), default=None)
+
+    def free_bytes(self) -> int | None:
+        """Return the bytes that the process could have now, beside what it has; None if that cannot be known."""
+        system = self._available_bytes()
+        known = [_paged_bytes("SC_AVPHYS_PAGES") if system is None else system]
+        known += [group.free_bytes for group in self._groups()]
+        return min((one for one in known if one is not None), default=None)
+
+    def _available_bytes(self) -> int | None:
+        """Return what is free, and what the cache of files would make room for; None where the system does not say."""
+        found = re.search(r"^MemAvailable:\s*(\d+) kB$", _text(self.root / "proc/meminfo"), re.MULTILINE)
+        return None if found is None else 1024 * int(found[1])
+
+    def _groups(self) -> Generator[_Group]:
+        """Yield the control groups of the process that have a limit, its own and those around it."""
+        for line in _text(self.root / "proc/self/cgroup").splitlines():
+            _, controllers, path = (*line.split(":", 2), "", "")[:3]
+            if not controllers:
+                base, names = self.root / "sys/fs/cgroup", _SECOND
+            elif "memory" in controllers.split(","):
+                base, names = self.root / "sys/fs/cgroup/memory", _FIRST
+            else:
+                continue
+            # In a container the path may be the host's, of which only the last part is there, as the base itself.
+            inner = base / path.lstrip("/")
+            for folder in (inner, *inner.parents):
+                if not folder.is_relative_to(base):
+                    break
+                limit_bytes = _number(folder / names.limit)
+                if limit_bytes is not None:
+                    yield _Group(folder, names, limit_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Names:
+    """The names of the files of a control group, and of the numbers in the last one that the cache of files has."""
+
+    limit: str
+    used: str
+    cached: tuple[str, ...]
+    numbers: str = "memory.stat"
+
+
+_SECOND = _Names(limit="memory.max", used="memory.current", cached=("inactive_file", "active_file"))
+_FIRST = _Names(
+    limit="memory.limit_in_bytes",
+    used="memory.usage_in_bytes",
+    cached=("total_inactive_file", "total_active_file"),
+)
+
+
+@dataclass(frozen=True)
+class _Group:
+    """A control group with a limit; without one it has the word `max`, or in the first version a number beyond all."""
+
+    folder: Path
+    names: _Names
+    limit_bytes: int
+
+    @property
+    def free_bytes(self) -> int | None:
+        """The bytes below the limit; None if it does not say what is used."""
+        used_bytes = _number(self.folder / self.names.used)
+        if used_bytes is None:
+            return None
+        numbers = dict(re.findall(r"^(\w+) (\d+)$", _text(self.folder / self.names.numbers), re.MULTILINE))
+        cached_bytes = sum(int(numbers.get(name, 0)) for name in self.names.cached)
+        return max(0, self.limit_bytes - max(0, used_bytes - cached_bytes))
+
+
+def _text(path: Path) -> str:
+    """Return the text of a file; nothing if there is none to read."""
+    try:
+        return path.read_text()
+    except (OSError, ValueError):
+        return ""
+
+
+def _number(path: Path) -> int | None:
+    text = _text(path).strip()
+    return int(text) if text.isdecimal() else None
+
+
+def _paged_bytes(pages: str) -> int | None:
+    if pages not in os.sysconf_names:
+        return None
+    return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
