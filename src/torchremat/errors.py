@@ -14,7 +14,7 @@
     ├── SkippableError     (TypeError)     stashes and pops that do not fit together, or declarations that are none
     ├── StepError          (ValueError)    a training step that cannot be measured or planned
     ├── StoreError         (RuntimeError)  a stored tensor that cannot be had back, or a store without room
-    ├── UnsupportedError   (RuntimeError)  something that cannot be honoured here
+    ├── UnsupportedError   (RuntimeError)  something that cannot be honoured here; a ValueError as well, as options are
     ├── VersionError       (ImportError)   this torch lacks a name that a part needs
     └── WrapError          (ValueError)    modules that cannot be wrapped, or a pattern that matches none
 
@@ -107,8 +107,8 @@ class StoreError(TorchrematError, RuntimeError):
         self.args = (f"{self} {fact}",)
 
 
-class UnsupportedError(TorchrematError, RuntimeError):
-    """Something that cannot be honoured here; never a silent fallback."""
+class UnsupportedError(TorchrematError, RuntimeError, ValueError):
+    """Something that cannot be honoured here, such as an option of another kind; never a silent fallback."""
 
 
 class VersionError(TorchrematError, ImportError):

@@ -619,17 +619,20 @@ def test_an_optimizer_counts():
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "error", "said"),
     [
-        ({"budget": "60%"}, "another for each shape"),
-        ({"budget": 0}, "budget|size"),
-        ({"budget": "1GiB", "cost": "joules"}, "cost='joules'"),
-        ({"budget": "1GiB", "over": "ignore"}, "over='ignore'"),
-        ({"budget": "1GiB", "classes": 0}, "classes=0"),
+        ({"budget": "60%"}, BudgetError, "another for each shape"),
+        ({"budget": 0}, BudgetError, "budget|size"),
+        ({"cost": "joules"}, UnsupportedError, "cost='joules'"),
+        ({"over": "ignore"}, UnsupportedError, "over='ignore'"),
+        ({"classes": 0}, UnsupportedError, "classes=0"),
+        ({"shape": 3}, UnsupportedError, "shape=3: a function is needed that returns the sizes of a batch"),
     ],
 )
-def test_bad_options(options, said):
-    with pytest.raises(BudgetError, match=said):
+def test_bad_options(options, error, said):
+    options = {"budget": "1GiB", **options}
+
+    with pytest.raises(error, match=said):
         Adaptive(gpt(blocks=2, width=16), step, **options)
 
 

@@ -503,6 +503,29 @@ def test_options_that_are_on_or_off_are_nothing_else(call, name, value):
     assert not ran
 
 
+@pytest.mark.parametrize(
+    ("call", "options"),
+    [
+        (plan, {"cost": "bytes"}),
+        (plan, {"on": "cuda"}),
+        (plan, {"operators": 1}),
+        (plan, {"progress": True}),
+        (frontier, {"points": 1}),
+        (adapted, {"over": "no"}),
+        (adapted, {"classes": 0}),
+        (guarded, {"attempts": 0}),
+        (lambda model, own, **options: compiled(model, **options), {"cost": "bytes"}),
+    ],
+)
+def test_wrong_options_are_errors_of_one_kind(call, options):
+    # Some were a BudgetError, as if a budget were no size, and some an UnsupportedError, which was no ValueError.
+    budget = {} if call is frontier else {"budget": 2**30}
+
+    with pytest.raises(UnsupportedError, match=f"{next(iter(options))}=") as raised:
+        call(block(), step, **budget, **options)
+    assert isinstance(raised.value, ValueError)
+
+
 def test_a_plan_is_applied_with_options_that_are_on_or_off_alone():
     model = block()
     made = plan(model, step, budget="100%")

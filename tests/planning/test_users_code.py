@@ -9,7 +9,7 @@ from torch import nn
 import torchremat
 from planning.kinds import KINDS, Loop, block, inputs, linear, square
 from planning.steps import differences, each, outcome, recomputed_flops
-from torchremat import BudgetError, Planner, StepError, UnsupportedError, plan, verify
+from torchremat import Planner, StepError, UnsupportedError, plan, verify
 from torchremat.planning.layout import calls_of, installed
 from torchremat.planning.profiles.profiling import profile
 from torchremat.planning.searches.mixing import divisible, mixed
@@ -237,5 +237,5 @@ def test_a_planned_model_is_exported_as_the_plain_one():
 
 @pytest.mark.parametrize("points", [1, 2.5, "4", None, True])
 def test_the_points_of_a_frontier(points):
-    with pytest.raises(BudgetError, match=r"points=.*an int of at least 2"):
+    with pytest.raises(UnsupportedError, match=r"points=.*an int of at least 2"):
         torchremat.frontier(Loop(), lambda model: square(model(inputs())), points=points)

@@ -60,7 +60,9 @@ def fit(
     Raises:
         BudgetError: The budget or the margin is no size, or no plan fits, by prediction or by measurement; the model is
             as it was.
+        PlanError: See `plan`.
         StepError: See `plan`.
+        UnsupportedError: See `plan`.
     """
     check_request(model, step, budget, margin=margin, optimizer=optimizer, device=device)
     planner = Planner(

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchremat.errors import BudgetError
+from torchremat.errors import BudgetError, UnsupportedError
 from torchremat.measuring.heap import heap_set_aside
 from torchremat.planning.budgets import percentage_of
 from torchremat.planning.plans import Plan
@@ -153,9 +153,11 @@ class Frontier:
 
 
 def check_points(points: int) -> None:
-    """Raise a BudgetError where a number of points is none."""
+    """Raise an UnsupportedError where a number of points is none."""
     if type(points) is not int or points < 2:
-        raise BudgetError(f"points={points!r}: an int of at least 2 is needed, for the plain step and the lowest peak.")
+        raise UnsupportedError(
+            f"points={points!r}: an int of at least 2 is needed, for the plain step and the lowest peak."
+        )
 
 
 def frontier_of(planner: Planner, points: int) -> Frontier:

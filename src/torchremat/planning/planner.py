@@ -69,8 +69,9 @@ class Planner:
     Raises:
         StepError: See `profile`; with `on="meta"` also where the step reads a value of a tensor.
         DeviceError: With `on="meta"`: the device is not known, or its description lacks something.
-        UnsupportedError: One of the stores is none, or loses digits and that is not allowed, or they are not here;
-            `progress` is no function; or `operators` or `allow_lossy` is neither True nor False.
+        PlanError: The model has wrapped modules already.
+        UnsupportedError: One of the stores is none, or loses digits and that is not allowed, or they are not here; or
+            another option is something else than it can be.
     """
 
     def __init__(
@@ -318,10 +319,11 @@ def plan(
     Raises:
         BudgetError: The budget or the margin is no size, or no plan fits it.
         DeviceError: With `on="meta"`: the device is not known, or its description lacks something.
+        PlanError: The model has wrapped modules already.
         StepError: The step returns no loss, or calls other modules each time.
         UnsupportedError: A profiler is active, the device has no allocation events, one of the stores is none or loses
-            digits and that is not allowed, stores are given for a step that calls several modules, or an option that
-            is on or off has another value.
+            digits and that is not allowed, stores are given for a step that calls several modules, or another option
+            is something else than it can be.
     """
     check_request(model, step, budget, margin=margin, optimizer=optimizer, device=device, on=on)
     planner = Planner(
@@ -371,10 +373,10 @@ def frontier(
         progress: As for `plan`.
 
     Raises:
-        BudgetError: `points` is below 2.
         DeviceError: See `plan`.
+        PlanError: See `plan`.
         StepError: See `plan`.
-        UnsupportedError: See `plan`.
+        UnsupportedError: See `plan`; or `points` is below 2.
     """
     check_points(points)
     planner = Planner(

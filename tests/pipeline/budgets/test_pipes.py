@@ -143,7 +143,7 @@ def test_wrong_counts_are_named(planner):
         ({"budget": ["1GiB", "1GiB"]}, PipelineError),
         ({"margin": "much"}, BudgetError),
         ({"margin": "1GiB"}, BudgetError),
-        ({"cost": "money"}, BudgetError),
+        ({"cost": "money"}, UnsupportedError),
         ({"optimizer": "fast"}, StepError),
         ({"optimizer": torch.optim.SGD([nn.Parameter(torch.zeros(1))])}, StepError),
         ({"lookahead": True}, UnsupportedError),

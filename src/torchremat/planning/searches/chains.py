@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-from torchremat.errors import BudgetError
+from torchremat.errors import UnsupportedError
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.walks.moments import Moment, OptionBytes
 from torchremat.planning.walks.prediction import extra_at
@@ -23,9 +23,9 @@ _SECONDS_SHARE = 1e-3
 
 
 def check_cost(cost: object) -> None:
-    """Raise a BudgetError where a cost is none."""
+    """Raise an UnsupportedError where a cost is none."""
     if cost not in get_args(Cost):
-        raise BudgetError(f"cost={cost!r}: allowed are 'seconds' and 'flops'.")
+        raise UnsupportedError(f"cost={cost!r}: allowed are 'seconds' and 'flops'.")
 
 
 def amount(profile: Profile, cost: Cost, *, seconds: float, nominal_s: float, flops: float) -> float:

@@ -78,7 +78,7 @@ class Adaptive(Generic[B]):
             what.
         StepError: The step is no function of a model and a batch.
         UnsupportedError: Several processes train together: a batch that one of them learns, the others would wait for;
-            or `operators` is neither True nor False.
+            or `cost`, `over`, `operators`, `shape` or `classes` is something else than it can be.
     """
 
     def __init__(
@@ -105,9 +105,14 @@ class Adaptive(Generic[B]):
         check_cost(cost)
         check_flags(operators=operators)
         if over not in ("raise", "warn"):
-            raise BudgetError(f"over={over!r}: allowed are 'raise' and 'warn'.")
+            raise UnsupportedError(f"over={over!r}: allowed are 'raise' and 'warn'.")
         if type(classes) is not int or classes < 1:
-            raise BudgetError(f"classes={classes!r}: an int of at least 1 is needed.")
+            raise UnsupportedError(f"classes={classes!r}: an int of at least 1 is needed.")
+        if shape is not None and not callable(shape):  # pyright: ignore[reportUnnecessaryComparison]: users are not type-checked
+            raise UnsupportedError(
+                f"shape={shape!r}: a function is needed that returns the sizes of a batch, or None for the sizes of "
+                "all tensors in it."
+            )
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             ranks = torch.distributed.get_world_size()
             if ranks > 1:
