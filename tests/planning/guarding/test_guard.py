@@ -11,7 +11,7 @@ from torch import nn
 
 from planning.guarding.faults import Faults, batch, differing, guarded, normed, state
 from planning.steps import fingerprint
-from torchremat import GuardError, PlanError, Planner, StepError, UnsupportedError, guard, plan
+from torchremat import BudgetError, GuardError, PlanError, Planner, StepError, UnsupportedError, guard, plan
 from torchremat.regions.wrapping import is_wrapped
 
 FIRST, SECOND = batch(), batch(seed=4)
@@ -533,7 +533,16 @@ def test_an_optimizer_in_the_backward_is_refused():
         ({"model": 3}, StepError, "model: a torch.nn.Module is needed, got int"),
         ({"optimizer": "adam"}, StepError, "optimizer: a torch.optim.Optimizer is needed"),
         ({"budget": "1 MiB", "plan": 3}, PlanError, "`budget` and `plan` are given"),
+        ({"plan": 3}, PlanError, "plan=3: a Plan is needed"),
         ({"guard": [3]}, UnsupportedError, "guard: int cannot be changed"),
+        ({"guard": None}, UnsupportedError, "guard=None: a list of the objects is needed"),
+        ({"guard": "cache"}, UnsupportedError, "guard='cache': a list of the objects is needed"),
+        ({"backward": 0}, UnsupportedError, "backward=0: a function is needed"),
+        ({"cost": "joules"}, UnsupportedError, "cost='joules': allowed are"),
+        ({"budget": "1 MiB", "margin": "much"}, BudgetError, "'much' is not a size"),
+        # It was taken for an option of every plan that is to come, and counted in none.
+        ({"margin": "1 MiB"}, UnsupportedError, "margin='1 MiB' is a part of a budget, and none is given"),
+        ({"margin": "much"}, BudgetError, "'much' is not a size"),
     ],
 )
 def test_bad_arguments(options, error, words):

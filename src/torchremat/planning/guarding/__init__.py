@@ -1,5 +1,6 @@
 """A step that is run again when memory runs out.
 
+settings.py    what was asked for, checked
 attempts.py    what one attempt failed at, as data and in words
 gradients.py   gradients from before the step: what an attempt added to them is not added again
 sources.py     what another attempt would find further on: iterators, optimizers

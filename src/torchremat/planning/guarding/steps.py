@@ -25,21 +25,21 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from torchremat.errors import GuardError, PlanError, UnsupportedError
+from torchremat.errors import GuardError, UnsupportedError
 from torchremat.measuring.exhaustion import is_out_of_memory, let_go
 from torchremat.measuring.heap import free_unused
 from torchremat.measuring.step import check_kinds, check_materialised, holdings_of, loss_of, run_backward
 from torchremat.measuring.untouched import gradient_leaves
-from torchremat.planning.budgets import check_budget, margin_of
+from torchremat.planning.budgets import margin_of
 from torchremat.planning.guarding.agreement import Outcome, agreed, check_alone, check_no_sync
 from torchremat.planning.guarding.attempts import Attempt, Doing, attempt_of
 from torchremat.planning.guarding.gradients import hooked_after, lent
+from torchremat.planning.guarding.settings import Settings
 from torchremat.planning.guarding.snapshots import Before
 from torchremat.planning.guarding.sources import check_no_iterators, optimizers_of
 from torchremat.planning.guarding.tightening import Applied, BoundStep, Room, Tightening, first_plan
 from torchremat.planning.plans import Plan
-from torchremat.planning.searches.chains import Cost, check_cost
-from torchremat.regions.guards import check_named
+from torchremat.planning.searches.chains import Cost
 from torchremat.tensors.structure import split
 
 M = TypeVar("M", bound=nn.Module)
@@ -51,18 +51,6 @@ _LARGE_BYTES = 65536
 
 # Two guards that put plans on one model would take off each other's.
 _guarded: WeakSet[nn.Module] = WeakSet()
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Settings:
-    """What the user asked for, checked."""
-
-    attempts: int
-    budget: int | str | None
-    margin: int | str
-    cost: Cost
-    guard: Sequence[object]
-    group: ProcessGroup | None
 
 
 class GuardedStep(Generic[P, R]):
@@ -80,7 +68,7 @@ class GuardedStep(Generic[P, R]):
         step: Callable[..., R],
         backward: Callable[[R], object],
         optimizer: torch.optim.Optimizer | None,
-        settings: _Settings,
+        settings: Settings,
     ) -> None:
         self.attempts: tuple[Attempt, ...] = ()
         self.held_bytes = 0
@@ -104,6 +92,7 @@ class GuardedStep(Generic[P, R]):
         """Run the step and its backward on a batch, again if memory runs out, and return what the step returned.
 
         Raises:
+            BudgetError: With `budget`, in the first call: no plan fits.
             GuardError: It could not be finished; model, buffers, generators and parameters are as before the call.
             UnsupportedError: It is running already, a hook runs an optimizer within the backward, or the step takes
                 from an iterator, of which the next attempt would get the next batch.
@@ -334,7 +323,7 @@ def guard(
             times, as a gradient scaler does once.
         attempts: How often a step is run in all before it is given up. The last attempt is made under the smallest
             plan that there is.
-        margin: As for `plan`, together with `budget`.
+        margin: As for `plan`; a part of `budget`, which has to be given with it.
         cost: As for `plan`.
         guard: Objects that the step changes and that cannot be found in its arguments or in attributes of modules, as
             for `checkpoint`.
@@ -344,27 +333,19 @@ def guard(
         The guarded step, called as `run(*batch)`.
 
     Raises:
-        UnsupportedError: One of several processes and no `group`, or the model is guarded already.
+        UnsupportedError: One of several processes and no `group`; the model is guarded already; `margin` came without
+            `budget`; or `attempts`, `backward`, `cost` or `guard` is something else than it can be.
         StepError: `model`, `step` or `optimizer` is something else.
-        PlanError: `plan` was made for another model, or came together with `budget`.
-        BudgetError: `budget` or `margin` is no size, or `cost` is none. That no plan fits it is said by the first step.
+        PlanError: `plan` is none, was made for another model, or came together with `budget`.
+        BudgetError: `budget` or `margin` is no size. That no plan fits it is said by the first step.
     """
     check_kinds(step, model, optimizer, needs_model=True)
     check_materialised(model)
-    if type(attempts) is not int or attempts < 1:
-        raise UnsupportedError(f"attempts={attempts!r}: an int of at least 1 is needed.")
-    if budget is not None and plan is not None:
-        raise PlanError("guard: `budget` and `plan` are given; a plan has its budget. Give one of them.")
-    if budget is not None:
-        check_budget(budget, next((one.device for one in model.parameters()), torch.device("cpu")), margin=margin)
-    margin_of(margin)
-    check_cost(cost)
-    for one in guard:
-        check_named(one)
+    settings = Settings(attempts=attempts, budget=budget, margin=margin, cost=cost, guard=guard, group=group)
+    settings.check(model, plan, backward)
     if any(one in _guarded for one in model.modules()):
         raise UnsupportedError("guard: the model, or a part of it, is in a guard already. Guard it once.")
     check_alone(model, group)
-    settings = _Settings(attempts=attempts, budget=budget, margin=margin, cost=cost, guard=guard, group=group)
     run: GuardedStep[P, R] = GuardedStep(model, step, backward or _backward, optimizer, settings)
     modules = list(model.modules())
     try:

@@ -1,0 +1,74 @@
+"""What `guard` was asked for, checked before a step is run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from torchremat.errors import PlanError, UnsupportedError
+from torchremat.planning.budgets import check_budget, margin_of
+from torchremat.planning.plans import Plan
+from torchremat.planning.searches.chains import Cost, check_cost
+from torchremat.regions.guards import check_named
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What the user asked for; see `guard`."""
+
+    attempts: int
+    budget: int | str | None
+    margin: int | str
+    cost: Cost
+    guard: Sequence[object]
+    group: ProcessGroup | None
+
+    def check(self, model: nn.Module, plan: object, backward: object) -> None:
+        """Raise where one of them is none, or where two of them do not go together.
+
+        Args:
+            model: The model that is guarded.
+            plan: What was given as the plan.
+            backward: What was given in the place of `loss.backward()`.
+
+        Raises:
+            BudgetError: The budget or the margin is no size, or the margin leaves nothing of it.
+            PlanError: `plan` is no plan, or came together with `budget`.
+            UnsupportedError: One of the others is none, or `margin` came without `budget`.
+        """
+        if type(self.attempts) is not int or self.attempts < 1:
+            raise UnsupportedError(f"attempts={self.attempts!r}: an int of at least 1 is needed.")
+        if backward is not None and not callable(backward):
+            raise UnsupportedError(
+                f"backward={backward!r}: a function is needed that takes what the step returned, or None for "
+                "`loss.backward()`."
+            )
+        if self.budget is not None and plan is not None:
+            raise PlanError("guard: `budget` and `plan` are given; a plan has its budget. Give one of them.")
+        if plan is not None and not isinstance(plan, Plan):
+            raise PlanError(f"plan={plan!r}: a Plan is needed, as `torchremat.plan` and `Plan.load` return it.")
+        self._check_budget(model)
+        check_cost(self.cost)
+        for one in _named(self.guard):
+            check_named(one)
+
+    def _check_budget(self, model: nn.Module) -> None:
+        if self.budget is not None:
+            device = next((one.device for one in model.parameters()), torch.device("cpu"))
+            check_budget(self.budget, device, margin=self.margin)
+        elif margin_of(self.margin):
+            raise UnsupportedError(
+                f"margin={self.margin!r} is a part of a budget, and none is given: what fits is found out by failing. "
+                "Give `budget` beside it, or make the plan with the margin, `torchremat.plan(..., margin=...)`."
+            )
+
+
+def _named(guard: object) -> Sequence[object]:
+    if not isinstance(guard, Sequence) or isinstance(guard, str | bytes):
+        raise UnsupportedError(f"guard={guard!r}: a list of the objects is needed, such as [cache].")
+    return cast("Sequence[object]", guard)
