@@ -348,6 +348,20 @@ def test_a_frontier_with_a_store_begins_at_the_plain_step_all_the_same():
 # ------------------------------------------------------------------------------------------------------- files, errors
 
 
+def test_stores_that_a_plan_was_not_made_with_are_refused():
+    # They were left out without a word, where the plan keeps everything.
+    model, own = KINDS["sequential"]()
+    without = torchremat.plan(model, own, budget="100%")
+    with_a_store = torchremat.plan(model, own, budget="100%", stores=[torchremat.Host()])
+
+    with pytest.raises(PlanError, match=r"the plan was made without stores, so that 1 given here would hold nothing"):
+        without.apply(model, stores=[torchremat.Host()])
+    with pytest.raises(PlanError, match=r"was made with 1 of them, \[.*\]; 2 are given"):
+        with_a_store.apply(model, stores=[torchremat.Host(), torchremat.Host()])
+    assert not with_a_store.stored
+    with_a_store.apply(model, stores=[torchremat.Host()])  # those that were offered, though nothing goes there
+
+
 def test_a_plan_comes_back_from_a_file_and_needs_its_stores(gpt, tmp_path):
     model, step, _, planner, plain = gpt
     plan = planner.plan(budget_of(planner, 0.5))

@@ -169,7 +169,8 @@ class Plan:
 
         Raises:
             PlanError: The plan was made for another model (all differences are listed), or one is applied already, or
-                the plan needs stores and these are not they, or its regions nest too deeply to run.
+                the plan needs stores and these are not they, it was made without, or its regions nest too deeply to
+                run.
             UnsupportedError: One of the stores is none, or loses digits and that is not allowed; or `allow_lossy` is
                 neither True nor False.
         """
@@ -182,6 +183,7 @@ class Plan:
                 f"the plan has regions that nest {depth(self.tree)} deep, more than the {DEEPEST} that Python's stack "
                 "has room for beside a model. Plan again: plans that are made now do not."
             )
+        self._check_count(given)
         itinerary = self._itinerary(given or self.given_stores)
         install(
             model,
@@ -196,15 +198,28 @@ class Plan:
             slowdown=self.slowdown if self.stored else None,
         )
 
+    def _check_count(self, given: tuple[Store, ...]) -> None:
+        """Raise where stores are given that are not those which the plan was made with, even if it uses none."""
+        if given and not self.stores:
+            raise PlanError(
+                f"the plan was made without stores, so that {len(given)} given here would hold nothing. Leave "
+                "`stores=[...]` or `--store` out, or offer them when the plan is made."
+            )
+        if given and len(given) != len(self.stores):
+            raise PlanError(self._wrong_count(len(given)))
+
+    def _wrong_count(self, given: int) -> str:
+        return (
+            f"the plan puts {len(self.stored)} units into stores and was made with {len(self.stores)} of them, "
+            f"[{', '.join(self.stores)}]; {given} are given. Say `apply(model, stores=[...])` with stores "
+            "like these, in this order, or `--store` for each on the command line."
+        )
+
     def _itinerary(self, stores: tuple[Store, ...]) -> Itinerary | None:
         if not self.stored:
             return None
         if len(stores) != len(self.stores):
-            raise PlanError(
-                f"the plan puts {len(self.stored)} units into stores and was made with {len(self.stores)} of them, "
-                f"[{', '.join(self.stores)}]; {len(stores)} are given. Say `apply(model, stores=[...])` with stores "
-                "like these, in this order, or `--store` for each on the command line."
-            )
+            raise PlanError(self._wrong_count(len(stores)))
         return Itinerary(stores, {one.unit: one.trip for one in self.stored})
 
     def remove(self, model: nn.Module) -> None:
