@@ -534,9 +534,26 @@ def test_a_plan_is_applied_with_options_that_are_on_or_off_alone():
         made.apply(model, allow_lossy="no")
 
 
-@pytest.mark.parametrize("margin", [False, 0.0, None, "", "0"])
-def test_a_margin_is_a_size_or_the_number_0(margin):
+@pytest.mark.parametrize("margin", [False, 0.0, None, "", "0", -1])
+def test_a_margin_is_a_size_or_nothing(margin):
     planner = Planner(block(), step)
 
     with pytest.raises(BudgetError):
         planner.plan("100%", margin=margin)
+    for none in (0, "0B", "0 GiB"):
+        planner.plan("100%", margin=none)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "said"),
+    [
+        ({"model": None}, UnsupportedError, "model: a torch.nn.Module or a function is needed, got NoneType"),
+        ({"model": 5}, UnsupportedError, "model: a torch.nn.Module or a function is needed, got int"),
+        ({"margin": "2GiB"}, BudgetError, "margin='2GiB' is 2.00 GiB, which leaves nothing of the budget of 1.00 GiB"),
+        ({"margin": "much"}, BudgetError, "'much' is not a size"),
+    ],
+)
+def test_what_cannot_be_compiled_is_said_at_once(change, error, said):
+    # What is no model was an error of dynamo's at the first call, and a margin above the budget one of a split.
+    with pytest.raises(error, match=said):
+        compiled(**{"model": block(), "budget": "1GiB", **change})

@@ -74,7 +74,7 @@ def margin_of(margin: int | str) -> int:
     Raises:
         BudgetError: It is no size.
     """
-    return 0 if type(margin) is int and margin == 0 else parse_bytes(margin)
+    return parse_bytes(margin, least=0)
 
 
 def capacity_of(device: torch.device) -> int | None:

@@ -27,17 +27,18 @@ _UNITS = {
 # Beyond this nothing is a size, and Python refuses to print or read numbers that are much longer.
 _MOST_BITS = 128
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([A-Za-z]+)\s*", re.ASCII)
-_ALLOWED = f'Give an int of bytes, at least 1, or a number and one of {", ".join(_UNITS)}: "6GiB", "1.5 GiB", "800MB".'
+_ALLOWED = f'Give an int of bytes, or a number and one of {", ".join(_UNITS)}: "6GiB", "1.5 GiB", "800MB".'
 
 
-def parse_bytes(size: int | str) -> int:
+def parse_bytes(size: int | str, *, least: int = 1) -> int:
     """Return the bytes that `size` stands for; a fraction of a byte is cut off, since a budget must not grow.
 
     Args:
         size: An int of bytes, or a number and a unit: `"6GiB"`, `"800MB"`, `"1.5 GiB"`.
+        least: The fewest bytes that are allowed, 1 or 0.
 
     Raises:
-        BudgetError: `size` is neither, or less than one byte.
+        BudgetError: `size` is neither, or less than that.
 
     >>> parse_bytes("1.5 KiB")
     1536
@@ -57,8 +58,8 @@ def parse_bytes(size: int | str) -> int:
             raise BudgetError(f"{size!r} is not a size. {_ALLOWED}")
         # Fractions, since 0.1 * 2**40 in floats is not what was written.
         count = math.floor(Fraction(match[1]) * _UNITS[match[2]])
-    if count < 1:
-        raise BudgetError(f"a size must be at least 1 B, but {size!r} is {count} B. {_ALLOWED}")
+    if count < least:
+        raise BudgetError(f"a size must be at least {least} B, but {size!r} is {count} B. {_ALLOWED}")
     return count
 
 

@@ -19,7 +19,7 @@ import torch
 
 from torchremat._compat.inductor import compile_arguments, graphs_compiled, never_uncompiled, own_error
 from torchremat._compat.modes import has_modes
-from torchremat.errors import CompileWarning, VersionError
+from torchremat.errors import CompileWarning, UnsupportedError, VersionError
 from torchremat.planning.compiling.partitioning import Partition, PeakPartitioner
 from torchremat.planning.requests import check_flags
 from torchremat.planning.searches.chains import Cost
@@ -137,9 +137,13 @@ def compiled(
         fullgraph: As for `torch.compile`.
 
     Raises:
-        BudgetError: The budget is no size. The first call raises it if no split fits, with the least that works.
-        UnsupportedError: `fullgraph` is neither True nor False, or `dynamic` something else than these and None.
+        BudgetError: The budget or the margin is no size, or the margin leaves nothing of it. The first call raises it
+            if no split fits, with the least that works.
+        UnsupportedError: `model` is neither a module nor a function, or `cost`, `fullgraph` or `dynamic` is something
+            else than it can be.
     """
+    if not callable(model):  # pyright: ignore[reportUnnecessaryComparison]: users are not type-checked
+        raise UnsupportedError(f"model: a torch.nn.Module or a function is needed, got {type(model).__name__}.")
     check_flags(fullgraph=fullgraph)
     check_flags(may_be_none=True, dynamic=dynamic)
     partitioner = PeakPartitioner(budget, margin=margin, cost=cost)

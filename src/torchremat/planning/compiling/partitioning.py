@@ -33,7 +33,7 @@ from torchremat._compat.inductor import (
     torch_partition_of_share,
 )
 from torchremat.errors import BudgetError, CompileWarning
-from torchremat.planning.budgets import bytes_of, margin_of, percentage_of
+from torchremat.planning.budgets import bytes_of, check_budget, margin_of, percentage_of
 from torchremat.planning.compiling.aiming import aimed
 from torchremat.planning.compiling.graphs import Reading, read_graph
 from torchremat.planning.compiling.halves import Halver, Halves
@@ -41,7 +41,7 @@ from torchremat.planning.searches.chains import Cost, check_cost
 from torchremat.schedules.joint import split
 from torchremat.schedules.prices import Prices
 from torchremat.schedules.saving import Saver
-from torchremat.tensors.sizes import format_bytes, parse_bytes
+from torchremat.tensors.sizes import format_bytes
 
 # Of what torch would save without a budget: its splits under these are candidates.
 _SHARES = (0.75, 0.5, 0.25)
@@ -107,12 +107,13 @@ class PeakPartitioner:
         partitions: What became of each graph that was split, in order.
 
     Raises:
-        BudgetError: The budget is no size; when a graph is split, also if no split fits.
+        BudgetError: The budget or the margin is no size, or the margin leaves nothing of it; when a graph is split,
+            also if no split fits.
+        UnsupportedError: `cost` is none.
     """
 
     def __init__(self, budget: int | str, *, margin: int | str = 0, cost: Cost = "seconds") -> None:
-        if percentage_of(budget) is None:
-            parse_bytes(budget)
+        check_budget(budget, "the device", margin=margin)  # how large it is shows when a graph is split
         check_cost(cost)
         self.budget = budget
         self.cost: Cost = cost
