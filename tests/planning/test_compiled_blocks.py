@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from compiled import MARKS, Block, fresh, graph_breaks, graphs
-from torchremat import Planner, verify, wrap
-from torchremat.errors import WrapError
+from torchremat import Planner, plan, verify, wrap
+from torchremat.errors import UnsupportedError, WrapError
 from torchremat.measuring.modules import has_compiled
 from torchremat.regions.wrapping import is_wrapped
 
@@ -44,6 +44,15 @@ def gradients(model):
     torch.manual_seed(1)
     step(model).backward()
     return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("way", ["wrapped", "in place"])
+def test_compiled_modules_are_planned_where_they_run(way):
+    # They were planned as if they were eager, without a word.
+    with pytest.raises(
+        UnsupportedError, match=r"on='meta': modules of the model are compiled.*Plan where the step can"
+    ):
+        plan(Net(way), step, budget="1GB", on="meta", device="h100")
 
 
 @pytest.fixture(scope="module", params=["wrapped", "in place"])

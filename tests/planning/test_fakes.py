@@ -249,7 +249,7 @@ def test_code_that_reads_values_is_named_by_its_line(between, device):
     line = next(number for number, text in enumerate(lines, 1) if text.endswith(f"# line: {name}"))
     on_cpu = Device(
         name="cpu", type="cpu", memory_bytes=1 << 30, flops={"float32": 1e9}, bandwidth=1e9, latency_s=1e-6,
-        host_bandwidth=1e9, block_bytes=1,
+        block_bytes=1,
     )  # fmt: skip
 
     with pytest.raises(StepError, match=re.escape(f"{__file__}:{line}, in `{between.__name__}`")):

@@ -70,8 +70,8 @@ class Planner:
         StepError: See `profile`; with `on="meta"` also where the step reads a value of a tensor.
         DeviceError: With `on="meta"`: the device is not known, or its description lacks something.
         PlanError: The model has wrapped modules already.
-        UnsupportedError: One of the stores is none, or loses digits and that is not allowed, or they are not here; or
-            another option is something else than it can be.
+        UnsupportedError: One of the stores is none, or loses digits and that is not allowed, or they are not here; with
+            `on="meta"` modules are compiled; or another option is something else than it can be.
     """
 
     def __init__(

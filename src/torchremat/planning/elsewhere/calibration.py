@@ -155,7 +155,6 @@ def _described(device: torch.device, runs: list[_Run], table: dict[str, list[Mea
         flops=flops or {"float32": bandwidth},
         bandwidth=bandwidth,
         latency_s=min((run.seconds for run in runs), default=1e-6),
-        host_bandwidth=_host_bandwidth(device) if is_cuda else bandwidth,
         efficiency=1.0,
         block_bytes=512 if is_cuda else 1,
         overheads=overheads(),
@@ -168,14 +167,3 @@ def _described(device: torch.device, runs: list[_Run], table: dict[str, list[Mea
             for name, found in table.items()
         },
     )
-
-
-def _host_bandwidth(device: torch.device) -> float:
-    """Return the bytes per second of a copy of 64 MiB from pinned memory."""
-    host = torch.empty(1 << 26, dtype=torch.uint8, pin_memory=True)
-    host.to(device)
-    torch.cuda.synchronize(device)
-    start_s = time.perf_counter()
-    host.to(device, non_blocking=True)
-    torch.cuda.synchronize(device)
-    return host.nbytes / (time.perf_counter() - start_s)

@@ -10,7 +10,7 @@ import difflib
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, astuple, dataclass, field, fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal, cast
@@ -51,12 +51,16 @@ class Device:
             is not there is taken to be as fast as the slowest that is.
         bandwidth: Bytes per second of its memory.
         latency_s: Seconds that the smallest kernel takes.
-        host_bandwidth: Bytes per second between it and the host's memory, in one direction.
         efficiency: The share of flops and bandwidth that real kernels reach.
         block_bytes: What its allocator rounds sizes up to.
         overheads: Seconds that torchremat itself takes beside the kernels: for a region, for each tensor that is saved
             in one, and for each operator of one that is kept in part.
         kernels: Measured kernels by signature.
+        host_bandwidth: Bytes per second between it and the host's memory, in one direction. For the record: no plan
+            depends on it, since stores are planned, and measured, where they are.
+
+    Raises:
+        DeviceError: One of these is something else than it can be; all of them are named.
     """
 
     name: str
@@ -65,11 +69,11 @@ class Device:
     flops: Mapping[str, float]
     bandwidth: float
     latency_s: float
-    host_bandwidth: float
     efficiency: float = 0.7
     block_bytes: int = 512
     overheads: Overheads = NOMINAL
     kernels: Mapping[str, MeasuredKernel] = field(default_factory=dict[str, MeasuredKernel], repr=False)
+    host_bandwidth: float | None = None
 
     def __post_init__(self) -> None:
         problems = [
@@ -77,6 +81,13 @@ class Device:
             for name in _NUMBERS
             if not _is_positive(getattr(self, name))
         ]
+        problems += [
+            f"{name} is {getattr(self, name)!r}, an int is needed"
+            for name in _INTEGERS
+            if isinstance(getattr(self, name), float)
+        ]
+        if self.host_bandwidth is not None and not _is_positive(self.host_bandwidth):
+            problems.append(f"host_bandwidth is {self.host_bandwidth!r}, a number above 0 is needed, or None")
         if self.type not in ("cpu", "cuda"):
             problems.append(f"type is {self.type!r}, 'cpu' or 'cuda' is needed")
         rates = list(self.flops.values()) if isinstance(self.flops, Mapping) else []  # pyright: ignore[reportUnnecessaryIsInstance]  user input
@@ -84,13 +95,20 @@ class Device:
             problems.append(f"flops is {self.flops!r}, at least one dtype with a number above 0 is needed")
         if not isinstance(self.name, str):  # pyright: ignore[reportUnnecessaryIsInstance]  user input
             problems.append(f"name is {self.name!r}, a str is needed")
+        if not isinstance(self.overheads, Overheads) or not all(map(_is_amount, astuple(self.overheads))):  # pyright: ignore[reportUnnecessaryIsInstance]  user input
+            problems.append(f"overheads is {self.overheads!r:.80}, Overheads in seconds of at least 0 are needed")
+        problems += _problems_of(self.kernels)
         if problems:
             raise DeviceError(f"device {self.name!r}: {'; '.join(problems)}.")
 
     def save(self, path: str | Path) -> None:
-        """Write the description to a JSON file."""
+        """Write the description to a JSON file.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
         content: dict[str, object] = {"format": _FORMAT, "version": _VERSION}
-        content |= {one.name: getattr(self, one.name) for one in fields(self)}
+        content |= {one.name: found for one in fields(self) if (found := getattr(self, one.name)) is not None}
         content["flops"] = dict(self.flops)
         content["overheads"] = asdict(self.overheads)
         content["kernels"] = {
@@ -123,13 +141,30 @@ class Device:
         return _read({key: value for key, value in found.items() if key not in ("format", "version")}, str(path))
 
 
-_REQUIRED = ("name", "type", "memory_bytes", "flops", "bandwidth", "latency_s", "host_bandwidth")
-_OPTIONAL = ("efficiency", "block_bytes", "overheads", "kernels")
-_NUMBERS = ("memory_bytes", "bandwidth", "latency_s", "host_bandwidth", "efficiency", "block_bytes")
+_REQUIRED = ("name", "type", "memory_bytes", "flops", "bandwidth", "latency_s")
+_OPTIONAL = ("efficiency", "block_bytes", "overheads", "kernels", "host_bandwidth")
+_NUMBERS = ("memory_bytes", "bandwidth", "latency_s", "efficiency", "block_bytes")
+_INTEGERS = ("memory_bytes", "block_bytes")
 
 
 def _is_positive(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+def _is_amount(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
+
+
+def _problems_of(kernels: object) -> list[str]:
+    """Return what is wrong with a table of kernels, of which the first is named."""
+    if not isinstance(kernels, Mapping):
+        return [f"kernels is {kernels!r:.40}, a dict of MeasuredKernel by signature is needed"]
+    for name, one in cast("Mapping[object, object]", kernels).items():
+        if not isinstance(name, str) or not isinstance(one, MeasuredKernel):
+            return [f"kernels[{name!r:.80}] is {one!r:.40}, a MeasuredKernel by its signature is needed"]
+        if not all(map(_is_amount, (one.seconds, one.workspace_bytes, *one.storage_bytes))):
+            return [f"kernels[{name!r:.80}] is {one!r}, seconds and bytes of at least 0 are needed"]
+    return []
 
 
 def _read(content: dict[str, object], source: str) -> Device:
@@ -139,7 +174,7 @@ def _read(content: dict[str, object], source: str) -> Device:
     problems += [f"has {', '.join(unknown)}, which no device has"] if unknown else []
     problems += [
         f"{name} is {content[name]!r:.40}, an int is needed"
-        for name in ("memory_bytes", "block_bytes")
+        for name in _INTEGERS
         if not isinstance(content.get(name, 0), int)
     ]
     if not isinstance(content.get("flops", {}), dict):
@@ -182,9 +217,7 @@ def _is_kernel(numbers: object) -> bool:
     return isinstance(seconds, int | float) and seconds >= 0 and all(isinstance(one, int) and one >= 0 for one in sizes)
 
 
-def _nvidia(
-    name: str, memory_gib: int, flops: dict[str, float], *, bandwidth: float, host_bandwidth: float
-) -> tuple[str, Device]:
+def _nvidia(name: str, memory_gib: int, flops: dict[str, float], *, bandwidth: float) -> tuple[str, Device]:
     return name, Device(
         name=name,
         type="cuda",
@@ -192,31 +225,28 @@ def _nvidia(
         flops=MappingProxyType(flops),
         bandwidth=bandwidth,
         latency_s=4e-6,
-        host_bandwidth=host_bandwidth,
     )
 
 
 # Dense tensor-core rates, no sparsity; `float32` is the rate without TF32, which is PyTorch's default. Memory is what
-# is sold; a driver keeps some of it. Host bandwidth is that of the bus in one direction.
+# is sold; a driver keeps some of it.
 _BUILT_IN: dict[str, Device] = dict(
     (
-        # NVIDIA V100 data sheet (2020), SXM2: 125 TF fp16, 15.7 TF fp32, 900 GB/s, PCIe 3.0 x16. No bfloat16.
-        _nvidia("v100", 32, {"float16": 125e12, "float32": 15.7e12}, bandwidth=900e9, host_bandwidth=16e9),
-        # NVIDIA A100 data sheet (2021), SXM 80 GB: 312 TF bf16 and fp16, 19.5 TF fp32, 2039 GB/s, PCIe 4.0 x16.
+        # NVIDIA V100 data sheet (2020), SXM2: 125 TF fp16, 15.7 TF fp32, 900 GB/s. No bfloat16.
+        _nvidia("v100", 32, {"float16": 125e12, "float32": 15.7e12}, bandwidth=900e9),
+        # NVIDIA A100 data sheet (2021), SXM 80 GB: 312 TF bf16 and fp16, 19.5 TF fp32, 2039 GB/s.
         _nvidia(
             "a100",
             80,
             {"bfloat16": 312e12, "float16": 312e12, "float32": 19.5e12},
             bandwidth=2039e9,
-            host_bandwidth=32e9,
         ),
-        # NVIDIA A10 data sheet (2021): 125 TF bf16 and fp16, 31.2 TF fp32, 600 GB/s, 24 GB, PCIe 4.0 x16.
+        # NVIDIA A10 data sheet (2021): 125 TF bf16 and fp16, 31.2 TF fp32, 600 GB/s, 24 GB.
         _nvidia(
             "a10",
             24,
             {"bfloat16": 125e12, "float16": 125e12, "float32": 31.2e12},
             bandwidth=600e9,
-            host_bandwidth=32e9,
         ),
         # NVIDIA L4 data sheet (2023): 121 TF bf16 and fp16 (242 with sparsity), 30.3 TF fp32, 300 GB/s, 24 GB.
         _nvidia(
@@ -224,15 +254,13 @@ _BUILT_IN: dict[str, Device] = dict(
             24,
             {"bfloat16": 121e12, "float16": 121e12, "float32": 30.3e12},
             bandwidth=300e9,
-            host_bandwidth=32e9,
         ),
-        # NVIDIA H100 data sheet (2023), SXM: 1979 TF bf16 with sparsity, so 989 dense; 67 TF fp32, 3.35 TB/s, PCIe 5.0.
+        # NVIDIA H100 data sheet (2023), SXM: 1979 TF bf16 with sparsity, so 989 dense; 67 TF fp32, 3.35 TB/s.
         _nvidia(
             "h100",
             80,
             {"bfloat16": 989e12, "float16": 989e12, "float32": 67e12},
             bandwidth=3350e9,
-            host_bandwidth=64e9,
         ),
         # NVIDIA H200 data sheet (2024), SXM: as the H100, with 141 GB (decimal, so 131 GiB) and 4.8 TB/s.
         _nvidia(
@@ -240,7 +268,6 @@ _BUILT_IN: dict[str, Device] = dict(
             131,
             {"bfloat16": 989e12, "float16": 989e12, "float32": 67e12},
             bandwidth=4800e9,
-            host_bandwidth=64e9,
         ),
     )
 )
@@ -251,6 +278,13 @@ def _is_file(name: str) -> bool:
         return Path(name).is_file()
     except OSError:  # longer than a name can be
         return False
+
+
+def is_described(device: object) -> bool:
+    """Return whether that names a description, in the table or in a file, and no device of torch's."""
+    if isinstance(device, str):
+        return device.lower() in _BUILT_IN or device.endswith(".json")
+    return isinstance(device, Device | Path)
 
 
 def device_of(device: object) -> Device:

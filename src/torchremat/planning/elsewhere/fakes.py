@@ -26,12 +26,13 @@ from torch.overrides import TorchFunctionMode
 from torchremat._compat.fakes import autocast_of_cuda, fake_mode
 from torchremat.errors import DeviceError, StepError, UnsupportedError
 from torchremat.measuring.callers import PACKAGES, reads_data
+from torchremat.measuring.modules import has_compiled
 from torchremat.measuring.runs import Subject, subject_of
 from torchremat.measuring.simulation import SimulatedRecorder, Simulation
 from torchremat.measuring.step import global_names
 from torchremat.measuring.tracker import address_of
 from torchremat.planning.elsewhere.cuda import OnCuda
-from torchremat.planning.elsewhere.devices import Device, device_of
+from torchremat.planning.elsewhere.devices import Device, device_of, is_described
 from torchremat.planning.elsewhere.kernels import Kernels, notice
 from torchremat.planning.elsewhere.machines import Here, Machine
 from torchremat.planning.layout import check_bare
@@ -244,8 +245,20 @@ class Elsewhere:
     def subject(
         self, model: nn.Module, step: Callable[..., object], optimizer: torch.optim.Optimizer | None
     ) -> tuple[nn.Module, Subject]:
-        """Return copies that hold fakes of all that a step touches."""
+        """Return copies that hold fakes of all that a step touches.
+
+        Raises:
+            PlanError: The model has wrapped modules already.
+            StepError: See `subject_of`; or something cannot be copied.
+            UnsupportedError: Modules are compiled.
+        """
         given = subject_of(step, model, optimizer, needs_model=True, needs_values=False)
+        if any(map(has_compiled, (model, *given.models))):
+            raise UnsupportedError(
+                "on='meta': modules of the model are compiled, and what compiled code allocates is known to nobody who "
+                "does not run it. Plan where the step can run, without on='meta', or plan the model before it is "
+                "compiled."
+            )
         check_bare(model)
         copied = self.fakes.module(model)
         for other in given.models:
@@ -324,7 +337,8 @@ def placed(
     Raises:
         DeviceError: The device is not known, is described though the step is to run here, or lacks something.
         StepError: See `subject_of`.
-        UnsupportedError: `on` is neither None nor `"meta"`.
+        PlanError: With `on="meta"`: the model has wrapped modules already.
+        UnsupportedError: `on` is neither None nor `"meta"`; or with it modules are compiled.
     """
     if on is None:
         subject = subject_of(step, model, optimizer, needs_model=True)
@@ -341,6 +355,9 @@ def torch_device(device: torch.device | str | Path | Device | None) -> torch.dev
     Raises:
         DeviceError: It is one.
     """
-    if isinstance(device, Device | Path):
-        raise DeviceError(f"device={device!r} is the description of a device; it needs on='meta' beside it.")
-    return device
+    if is_described(device):
+        raise DeviceError(
+            f"device={device!r} is the description of a device, for which nothing is run: it needs on='meta' beside "
+            "it, which `plan`, `frontier` and `Planner` take."
+        )
+    return cast("torch.device | str | None", device)
