@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -175,8 +176,9 @@ def test_a_budget_of_digits_is_bytes():
     assert "10000000" in run("plan", "factories:build", "--budget", "10000000").stdout
 
 
-def test_no_margin_can_be_said():
-    run("plan", "factories:build", "--budget", "100%", "--margin", "0")
+@pytest.mark.parametrize("margin", ["0", "0B"])
+def test_no_margin_can_be_said(margin):
+    run("plan", "factories:build", "--budget", "100%", "--margin", margin)
 
 
 def test_a_margin_is_part_of_the_budget(folder):
@@ -201,6 +203,42 @@ def test_verify_fails_above_the_budget(folder):
     result = run("verify", "factories:build", "--plan", "p.json", code=1)
 
     assert "is above the budget of 1000 B" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["verify", "fit"])
+def test_what_was_compared_with_nothing_is_no_success(monkeypatch, folder, command):
+    # It ended with 0, which the page on the command line explains as gradients that are equal bit for bit.
+    def compared_with_nothing(*arguments, **options):
+        return replace(real(*arguments, **options), is_exact=None, plain_peak_bytes=None)
+
+    real = commands.verify
+    monkeypatch.setattr(commands, "verify", compared_with_nothing)
+    run("plan", "factories:build", "--budget", "60%", "--out", "p.json")
+    options = {"verify": ("--plan", "p.json"), "fit": ("--budget", "60%", "--out", "fitted.json")}[command]
+    result = run(command, "factories:build", *options, code=3)
+
+    assert "not compared, the plain step does not fit" in result.stdout
+    assert "nothing says that the gradients are its" in result.stderr
+    assert command == "verify" or torchremat.Plan.load(folder / "fitted.json").budget == "60%"
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize(("ends", "code"), [("return model(x).square().mean()", 0), ("return None", 1)])
+def test_warnings_of_the_step_are_said_however_planning_ends(folder, ends, code):
+    # They were kept back for after planning, and lost where it failed.
+    (folder / "factories.py").write_text(
+        "import warnings\n"
+        "import torch\n"
+        "def build():\n"
+        "    x = torch.randn(4, 8)\n"
+        "    def step(model):\n"
+        "        warnings.warn('the tokenizer is old')\n"
+        f"        {ends}\n"
+        "    return torch.nn.Linear(8, 8), step\n"
+    )
+    result = run("plan", "factories:build", "--budget", "100%", code=code)
+
+    assert "factories.py:6: UserWarning: the tokenizer is old" in result.stderr
 
 
 def test_fit_confirms_and_writes(folder):
@@ -240,6 +278,8 @@ def test_a_wrong_target_is_refused(target, message):
     ("arguments", "message"),
     [
         (["measure", "factories:build", "--device", "gpu7"], "'gpu7' is no device"),
+        (["plan", "factories:build", "--budget", "60%", "--device", "h100"], "take it with --on meta"),
+        (["frontier", "factories:build", "--device", "device.json"], "take it with --on meta"),
         (["measure", "factories:build", "--plot", "no/such/folder.png"], "cannot be written"),
         (["plan", "factories:build", "--budget", "60%", "--out", "."], "cannot be written"),
         (["plan", "factories:build", "--budget", "60%", "--out", "/dev/full"], "cannot be written: [Errno 28]"),

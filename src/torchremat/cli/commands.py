@@ -1,7 +1,7 @@
 """The commands.
 
 Exit codes: 1 if something is wrong with the model, the step, the budget or the plan, 2 if something is wrong with the
-command.
+command, 3 if a plan is within its budget and there was no plain step to compare it with.
 """
 
 from __future__ import annotations
@@ -81,6 +81,25 @@ def _saying_errors() -> Generator[None]:
     except TargetError as error:
         _say(f"Error: {error}")
         raise typer.Exit(2) from error
+
+
+@contextmanager
+def _saying_warnings() -> Generator[None]:
+    """Hold back warnings until a block is over, however that ends: a bar may be drawn meanwhile.
+
+    Ours are one line each; those of the user's code say where they come from, as they do without us.
+    """
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", DeviceWarning)
+        try:
+            yield
+        finally:
+            for one in caught:
+                if issubclass(one.category, DeviceWarning):
+                    _say(f"{one.category.__name__}: {one.message}")
+                else:
+                    text = warnings.formatwarning(one.message, one.category, one.filename, one.lineno, one.line)
+                    _say(text.rstrip())
 
 
 def _say(text: str) -> None:
@@ -183,7 +202,11 @@ def verify_command(
     device: Device = None,
     store: Stores = None,
 ) -> None:
-    """Run a step with a plan and one without; exit code 1 if they differ, or if the peak is above the plan's budget."""
+    """Run a step with a plan and one without.
+
+    Exit code 1 if they differ, or if the peak is above the plan's budget; 3 if the plain step does not fit into memory,
+    so that nothing was compared.
+    """
     with _working("verifying"):
         found = Plan.load(plan)
         own, place = load(target), place_of(device)
@@ -205,7 +228,7 @@ def fit_command(
     store: Stores = None,
     operators: Operators = True,
 ) -> None:
-    """Plan, and confirm the plan by real steps with and without it; exit code 1 as in verify."""
+    """Plan, and confirm the plan by real steps with and without it; exit codes as in verify."""
     with _saying_errors(), progress_bar(_err) as progress:
         _check_files(out, plot=plot)
         asked = _Asked(budget_of(budget), margin_of(number_of(margin)))
@@ -242,7 +265,7 @@ def _planner(
     store: list[str] | None,
     on: On = None,
 ) -> tuple[Subject, Planner]:
-    """Return what a factory makes, and its planner; what this warns of is said in one line."""
+    """Return what a factory makes, and its planner; what this warns of is said in the end, also if it fails."""
     place, stores = described_of(device, on), stores_of(store)  # what is wrong with them is said before a model is made
     own = load(target)
     if asked is not None:
@@ -255,8 +278,7 @@ def _planner(
             device=place,
             on=on,
         )
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", DeviceWarning)
+    with _saying_warnings():
         planner = Planner(
             own.model,
             own.step,
@@ -268,8 +290,6 @@ def _planner(
             on=on,
             progress=show,
         )
-    for one in caught:
-        _say(f"{one.category.__name__}: {one.message}")
     return own, planner
 
 
@@ -299,12 +319,18 @@ def _write(path: Path | None, write: Callable[[Path], None]) -> None:
 
 
 def _judge(plan: Plan, report: Report) -> None:
-    """Exit with 1 if a step under the plan was not what it has to be."""
+    """Exit with 1 if a step under the plan was not what it has to be, with 3 if it was compared with nothing."""
     peak_bytes = max(report.peak_bytes, plan.optimizer_peak_bytes or 0)
     if peak_bytes > plan.budget_bytes:
         _say(f"The peak of {format_bytes(peak_bytes)} is above the budget of {format_bytes(plan.budget_bytes)}.")
     if report.is_exact is False or peak_bytes > plan.budget_bytes:
         raise typer.Exit(1)
+    if report.is_exact is None:
+        _say(
+            "The plain step does not fit into memory, so nothing says that the gradients are its: compare a smaller "
+            "batch, or on a larger device."
+        )
+        raise typer.Exit(3)
 
 
 def main() -> None:

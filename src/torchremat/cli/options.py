@@ -12,7 +12,7 @@ import typer
 from torchremat.cli.targets import SHAPE, TargetError
 from torchremat.planning.budgets import percentage_of
 from torchremat.planning.elsewhere.devices import Device as DeviceDescription
-from torchremat.planning.elsewhere.devices import device_of
+from torchremat.planning.elsewhere.devices import device_of, is_described
 from torchremat.planning.searches.chains import Cost
 from torchremat.stores.disk import Disk
 from torchremat.stores.host import Host
@@ -63,6 +63,10 @@ def place_of(text: str | None) -> torch.device | None:
     try:
         return None if text is None else torch.device(text)
     except RuntimeError as error:
+        if is_described(text):
+            raise TargetError(
+                f"--device {text!r} names the description of a device: `plan` and `frontier` take it with --on meta."
+            ) from error
         raise TargetError(f"--device {text!r} is no device, like cpu or cuda:0.") from error
 
 
