@@ -221,10 +221,11 @@ def _torchs(
 
 
 def _code() -> list[Path]:
-    """The files that decide how a graph is split."""
+    """The files that decide how a graph is split: ours, and those that count flops and bytes for them."""
     package = Path(__file__).parents[2]
-    folders = ("_compat", "planning/compiling", "schedules")
-    return [path for folder in folders for path in sorted((package / folder).glob("*.py"))]
+    folders = ("_compat", "measuring", "planning/compiling", "schedules", "tensors")
+    paths = [path for folder in folders for path in sorted((package / folder).glob("*.py"))]
+    return [*paths, package / "planning" / "budgets.py"]
 
 
 def _not_counted(unknown: Mapping[str, str]) -> str:
