@@ -147,6 +147,25 @@ def test_parts_of_parts_share_the_whole():
     assert told[-1] == Progress(phase="certificate", share=None, slowdown=None)
 
 
+def test_what_runs_ahead_of_a_search_counts_in_its_time(monkeypatch):
+    # Options had 18 seconds, and the search after them the whole minute that both are said to take.
+    now_s = 100.0
+    monkeypatch.setattr("time.perf_counter", lambda: now_s)
+    pace = Pace(60.0)
+
+    with pace.running(0.3):
+        assert pace.left_s == 18
+        now_s += 10
+    with pace.running():
+        assert pace.left_s == 50
+        with pace.running(0.5):
+            assert pace.left_s == 25
+        now_s += 5
+        assert pace.left_s == 45
+    with pace.running():
+        assert pace.left_s == 60
+
+
 def test_a_plan_says_that_the_time_ran_out(tmp_path):
     model, step = subject()
     planner = Planner(model, step, cost="flops")

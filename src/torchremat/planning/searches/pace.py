@@ -1,5 +1,7 @@
 """How long a search may go on, a minute for a plan or a frontier whatever the model is, and how far it is.
 
+The options that a planner looks for when it is made count in the minute of its first plan or frontier.
+
 A search that has used up its time ends with the best that it has found by then. Each part looks at the clock where it
 begins something long, and leaves the rest out: options of further units, rows of the tables, further candidates.
 """
@@ -38,22 +40,29 @@ class Pace:
         self.ran_out = False
         self._observer = observer
         self._ends_s = math.inf
+        self._before_s = 0.0  # what the minute to come has lost to a part of it that ran ahead
         self._span = (0.0, 1.0)
         self._told = 0.0
         self._slowdown: float | None = None
 
     @contextmanager
     def running(self, share: float = 1.0) -> Generator[None]:
-        """Let a search run, or a part of one that may take a share of the time that is left."""
-        outer = self._ends_s, self._span
-        if math.isinf(self._ends_s):
+        """Let a search run, or a part of one that may take a share of the time that is left.
+
+        A part that runs with no search around it is one of the search that comes next.
+        """
+        outer, start_s = (self._ends_s, self._span), time.perf_counter()
+        is_outermost = math.isinf(self._ends_s)
+        if is_outermost:
             self._span, self._told, self._slowdown = (0.0, 1.0), 0.0, None
-        self._ends_s = time.perf_counter() + share * min(self.most_s, self.left_s)
+        self._ends_s = start_s + share * min(self.most_s - self._before_s, self.left_s)
         try:
             yield
         finally:
             self.ran_out = self.ran_out or self.is_over
             self._ends_s, self._span = outer
+            if is_outermost:
+                self._before_s = time.perf_counter() - start_s if share < 1 else 0.0
 
     @property
     def left_s(self) -> float:
