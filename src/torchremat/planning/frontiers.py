@@ -54,8 +54,8 @@ class FrontierPoint:
 class Frontier:
     """The plans of which none is better than another in both peak and time. Made by `frontier`.
 
-    It keeps the planner, so a plan for any budget is made in milliseconds. All processes that train a model together
-    have the same points, and call `plan` together.
+    It keeps the planner, so a plan for any budget is made in milliseconds, the first one after one more run of the
+    step, for its certificate. All processes that train a model together have the same points, and call `plan` together.
 
     Attributes:
         points: From the plain step, which recomputes nothing, to the lowest peak that was found.
@@ -78,6 +78,8 @@ class Frontier:
 
     def plan(self, budget: int | str | FrontierPoint) -> Plan:
         """Return the plan of a point, or of the fastest point that a budget allows; nothing is profiled again.
+
+        The first plan of the planner runs one plain step if that fits, for its certificate.
 
         Args:
             budget: As for `torchremat.plan`, or one of the points.
@@ -107,7 +109,11 @@ class Frontier:
         return next((place for place, point in enumerate(self.points) if point.budget_bytes <= size), None)
 
     def save(self, path: str | Path) -> None:
-        """Write the points to a JSON file."""
+        """Write the points to a JSON file.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
         content = {"device": self.device, "cost": self.cost, "points": [asdict(point) for point in self.points]}
         Path(path).write_text(json.dumps(content, indent=1) + "\n")
 

@@ -66,6 +66,10 @@ class Planner:
         progress: Called with how far planning is, here and later; what it raises ends planning. `progress_bar` of
             `torchremat.reports.bars` makes one.
 
+    Attributes:
+        profile: What each unit of the step takes, by which it is planned; its fields may change without notice.
+        solver: What finds trees for the profile; as above.
+
     Raises:
         StepError: See `profile`; with `on="meta"` also where the step reads a value of a tensor.
         DeviceError: With `on="meta"`: the device is not known, or its description lacks something.
@@ -191,8 +195,7 @@ class Planner:
             tighten_bytes: Bytes by which an earlier plan for this budget was too high when it was measured.
 
         Raises:
-            BudgetError: The budget or the margin is no size, or no plan fits; the message has the smallest budget that
-                works.
+            BudgetError: The budget or the margin is no size, or no plan fits; the message says which budget works.
         """
         percent, margin_bytes = percentage_of(budget), margin_of(margin)
         if percent is not None:
@@ -297,8 +300,8 @@ def plan(
 ) -> Plan:
     """Return the fastest plan found under which a training step stays within a budget; nothing is applied.
 
-    The step is profiled for this (a few runs of it); afterwards model, gradients, buffers, generators and hooks are as
-    they were. For several budgets of one model make one `Planner`.
+    A few runs of the step profile it; model, gradients, buffers, generators and hooks are as before afterwards. For
+    several budgets of one model make one `Planner`.
 
     Args:
         model: The model.
@@ -308,10 +311,9 @@ def plan(
         device: Whose bytes count; that of the first parameter if not given. With `on="meta"` see `Planner`.
         cost: What to minimise, `"seconds"` or `"flops"`.
         margin: Bytes of the budget to leave free, for what an allocator needs beside the tensors.
-        operators: Whether parts of a module may be kept: the outputs of some of its operators, where that is faster
-            than to keep or recompute all of it.
-        stores: Where saved tensors may go instead of being recomputed, where that is faster; nothing is stored unless
-            it is given here. How fast each is, is measured.
+        operators: Whether parts of a module may be kept: the outputs of some of its operators.
+        stores: Where saved tensors may wait instead of being recomputed, where that is faster; how fast each of them
+            is gets measured. Without any, nothing is stored.
         allow_lossy: Whether stores may lose digits, so that gradients are not those of the plain run.
         on: `"meta"` to plan without running anything, for a device that need not be here; see `Planner`.
         progress: Called with how far planning is; see `Planner`.
@@ -321,9 +323,8 @@ def plan(
         DeviceError: With `on="meta"`: the device is not known, or its description lacks something.
         PlanError: The model has wrapped modules already.
         StepError: The step returns no loss, or calls other modules each time.
-        UnsupportedError: A profiler is active, the device has no allocation events, one of the stores is none or loses
-            digits and that is not allowed, stores are given for a step that calls several modules, or another option
-            is something else than it can be.
+        UnsupportedError: See `Planner`; or a profiler is active, the device has no allocation events, or stores are
+            given for a step that calls several modules.
     """
     check_request(model, step, budget, margin=margin, optimizer=optimizer, device=device, on=on)
     planner = Planner(
@@ -365,7 +366,7 @@ def frontier(
         optimizer: As for `plan`.
         device: As for `plan`.
         cost: What to minimise, `"seconds"` or `"flops"`.
-        points: For how many budgets plans are sought, at least 2; those no better than another are left out.
+        points: For how many budgets, at least 2, plans are sought. Those no lower than a cheaper one are left out.
         operators: As for `plan`.
         stores: As for `plan`.
         allow_lossy: As for `plan`.

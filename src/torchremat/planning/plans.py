@@ -92,7 +92,8 @@ class Plan:
         flops: Flops of one forward.
         floor_bytes: The smallest budget for which a plan was found.
         parameters: Shapes of the parameters that the plan was made for, by name.
-        inputs: How large the inputs of each unit's calls were.
+        inputs: Elements in the inputs of the step's largest call of each module that it calls itself, mostly the model;
+            larger ones are warned of.
         curve: The predicted step.
         plain_curve: The same without any recompute.
         certified: The certificate, if it was worked out before; ask for `certificate`.
@@ -254,7 +255,11 @@ class Plan:
             raise PlanError(f"the plan was made for another model; {len(problems)} differences:\n{shown}{more}")
 
     def save(self, path: str | Path) -> None:
-        """Write the plan to a JSON file, readable and diffable."""
+        """Write the plan to a JSON file, readable and diffable.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
         Path(path).write_text(to_json(replace(self, certified=self.certificate)))
 
     @staticmethod

@@ -124,7 +124,8 @@ def verify(
         device: Whose bytes count; that of the first parameter if not given.
 
     Raises:
-        StepError: The step returns no loss.
+        StepError: The step returns no loss; or `model`, `step` or `optimizer` is something else.
+        UnsupportedError: There is no such device, a profiler is active, or the optimizer cannot step by itself.
     """
     return _agreed(peers_of(model).all(lambda: _verified(model, step, optimizer, device)))
 

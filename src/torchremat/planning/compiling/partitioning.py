@@ -104,6 +104,9 @@ class PeakPartitioner:
         cost: What is made again as little as possible: estimated `"seconds"`, or `"flops"`.
 
     Attributes:
+        budget: The budget, as it was given.
+        margin_bytes: What of it stays free.
+        cost: What is made again as little as possible.
         partitions: What became of each graph that was split, in order.
 
     Raises:

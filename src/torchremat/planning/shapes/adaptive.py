@@ -69,6 +69,8 @@ class Adaptive(Generic[B]):
         classes: How many plans are kept, each for a class of shapes.
 
     Attributes:
+        budget_bytes: The budget.
+        learned: How many profiles were made.
         learning_seconds: Spent in profiles.
         planning_seconds: Spent on choosing plans and putting them on the model.
         step_seconds: Spent in steps.
@@ -76,6 +78,7 @@ class Adaptive(Generic[B]):
     Raises:
         BudgetError: The budget is no size, or more than the device has; or a percentage, of which nobody could say of
             what.
+        PlanError: The model has wrapped modules already.
         StepError: The step is no function of a model and a batch.
         UnsupportedError: Several processes train together: a batch that one of them learns, the others would wait for;
             or `cost`, `over`, `operators`, `shape` or `classes` is something else than it can be.
