@@ -34,8 +34,8 @@ def bytes_of(budget: int | str, device: torch.device | str, capacity: int | None
 
     Args:
         budget: Bytes, or a size like `"6GiB"`.
-        device: The device that it is for, or what one is called that is not here.
-        capacity: The bytes that such a one has.
+        device: The device that it is for; of one that is not here, the name.
+        capacity: The bytes of a device that is not here.
 
     Raises:
         BudgetError: It is no size, or more than the device has.

@@ -164,8 +164,8 @@ class Plan:
 
         Args:
             model: The model.
-            stores: Those to use, in the order in which they were offered; by default the very ones, which a plan that
-                comes out of a file does not have.
+            stores: Those to use, in the order in which they were offered. By default those that the plan was made with;
+                a plan that comes out of a file has lost them.
             allow_lossy: Whether these may lose digits.
 
         Raises:

@@ -44,7 +44,7 @@ def check_request(
 ) -> None:
     """Raise where no plan could be for a budget, whatever the step does; see `plan` for the arguments.
 
-    What else `on` may be is for `placed` to refuse.
+    With another `on` than these nothing is checked: `placed` refuses it.
 
     Raises:
         BudgetError: The budget or the margin is no size, the device has fewer bytes, or the margin leaves none.

@@ -43,7 +43,7 @@ from torchremat.schedules.knapsacks import Floats, Knapsack
 #   what is saved after the first n     is held, or the recompute would not end there
 #   of the first n, what is held        does not run again if it is replaceable; if it is not, holding it spares nothing
 #
-# so each replaceable operator of the first n whose outputs are saved by then is held or runs, whatever is with the
+# so each replaceable operator of the first n whose outputs are saved by then is held or runs, independently of the
 # others: things that weigh bytes and are worth what running them costs, in the room that is left. A recompute ends
 # where values are saved, so the best selection is the best of as many knapsacks as there are such positions, and most
 # of them are out of the question, by what they could be worth at most, once one has been solved.

@@ -37,8 +37,8 @@ _NO_CHAIN = "nested regions: the calls of this step make no chain"
 class Certificate:
     """How far a plan can be from the best possible under its budget.
 
-    With stores, a plan that recomputes nothing, and whose copies cost nothing, is the best there is. Of others nothing
-    is known, since what comes back from a store is not recomputed.
+    A plan that recomputes nothing, and whose copies to stores cost nothing, is the best there is. Other plans with
+    stores have no bounds, since these are of schedules in which all that is not held is recomputed.
 
     Attributes:
         unit: Of the costs: what the plan minimises.

@@ -314,7 +314,8 @@ def guard(
     Any other error passes through, and nothing is repeated for it. What a step prints or sends happens again.
 
     Args:
-        model: The model. With a plan or regions of your own on it, these are put back at the end of the block.
+        model: The model. A plan or regions of your own on it are put aside while a plan of the guard is on it, and are
+            back after the block.
         step: Called as `step(model, *batch)`; runs the forward and returns the loss, as for `plan`.
         budget: Plan for it before the first step; the step without a plan is tried first if not given.
         plan: Apply it before the first step.

@@ -6,9 +6,9 @@
                          watched backward
     seconds              of the operators that run again, and of the executor, see `profiles.overheads`
 
-No options have units of several calls, units that leave tensors with somebody else (but for the casts that autocast
-keeps), and compiled code, which a policy would run eagerly. Nor are outputs of casts held: autocast makes them now in
-the forward and now in the recompute. A recompute makes those that it needs, see NOTE [ Casts in a recompute ].
+Units of several calls have no options, nor have units that leave tensors with somebody else (except for the casts that
+autocast keeps), nor compiled code, which would run eagerly under a policy. Outputs of casts are never held, since
+autocast makes them now in the forward and now in the recompute: see NOTE [ Casts in a recompute ].
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ a slow store every second unit is better, since it is idle less. Both rows are t
 several trees: the plain one, the best one without stores, and some for limits in between, on the way to the one that
 recomputes least of those that fit, as a store may have room for little.
 
-How long a unit may take to leave, and how early it comes back, is chosen by the store's speed: no later and no earlier
-than nobody has to wait, if there is room for that, else within a few units; at the tightest a unit is waited for where
-it ends and where it is needed.
+How long a unit may take to leave, and how early it begins to come back, follows from the store's speed: just long and
+just early enough that nobody waits, if there is room for that. Else both take place within a few units; at the tightest
+the step waits for all of a unit where it ends, and again where it is needed.
 """
 
 from __future__ import annotations

@@ -76,8 +76,8 @@ class Adaptive(Generic[B]):
         step_seconds: Spent in steps.
 
     Raises:
-        BudgetError: The budget is no size, or more than the device has; or a percentage, of which nobody could say of
-            what.
+        BudgetError: The budget is no size, more than the device has, or a percentage, though each shape has a plain
+            peak of its own.
         PlanError: The model has wrapped modules already.
         StepError: The step is no function of a model and a batch.
         UnsupportedError: Several processes train together: a batch that one of them learns, the others would wait for;
@@ -255,7 +255,7 @@ class Adaptive(Generic[B]):
                 f"at {format_bytes(optimizer_peak)}, which no recomputation lowers."
             )
         smallest = chosen.peak_bytes + chosen.spare_bytes + self.budget_bytes - self._limit_bytes
-        what = "was not run" if self._over == "raise" else "runs in as few as it can"
+        what = "was not run" if self._over == "raise" else "runs under the plan that needs least"
         return (
             f"no plan fits the budget of {format_bytes(self.budget_bytes)} ({self._budget}) for this batch "
             f"({look.words}); it {what}. Smallest budget that works: {smallest} bytes ({format_bytes(smallest)}), of "

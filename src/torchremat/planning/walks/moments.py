@@ -128,8 +128,8 @@ class OptionBytes:
 class Live:
     """The walk at one moment: bytes held, the peak of what runs then over them, and whose forward it is, if one's.
 
-    No peak is that of what runs from this moment until the next one under every tree, which is the profile's to say.
-    That is of a unit which has been recomputed. If one is kept, what others hold of what it saves `stays`.
+    `over_bytes` is None where the profile must say the peak. That figure is for a recomputed unit; for a kept one,
+    `stays` are the storages that remain because others hold them.
     """
 
     key: Key

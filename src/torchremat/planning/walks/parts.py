@@ -5,7 +5,8 @@
     between both    what units keep, inputs of regions, what weights need, gradients for weights
     weight part     all of it goes, group by group
 
-What is kept stays since torch retains the graph. So there a stage can hold less with regions than without.
+What kept units have saved stays until the weight part, since torch retains the graph. So between both parts a stage can
+hold less with regions than without them.
 
 The gradients that wait for the weight part are the same under each tree, and so are part of what lives beside the plan
 in a profile of such a backward.
