@@ -90,7 +90,7 @@ def test_a_budget_that_is_none(budget):
 
 
 def test_a_cost_that_is_none():
-    with pytest.raises(BudgetError, match="'seconds' and 'flops'"):
+    with pytest.raises(torchremat.UnsupportedError, match="'seconds' and 'flops'"):
         torchremat.compiled(nn.Linear(2, 2), budget="50%", cost="hours")
 
 

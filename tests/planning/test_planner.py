@@ -12,7 +12,7 @@ from torch import nn
 import models
 from planning.kinds import KINDS, Loop, inputs, square
 from planning.steps import CPU, differences, fingerprint, outcome, recomputed_flops, traced_peak
-from torchremat import BudgetError, Planner, StepError, plan
+from torchremat import BudgetError, Planner, StepError, UnsupportedError, plan
 from torchremat.measuring.allocator import record_allocations
 from torchremat.planning.budgets import bytes_of, percentage_of
 
@@ -300,7 +300,7 @@ def test_bad_margins_are_errors():
 
 @pytest.mark.parametrize("cost", ["time", None, 3])
 def test_another_cost_is_an_error(cost):
-    with pytest.raises(BudgetError, match="allowed are 'seconds' and 'flops'"):
+    with pytest.raises(UnsupportedError, match="allowed are 'seconds' and 'flops'"):
         plan(*gpt(), budget="90%", cost=cost)
 
 
