@@ -19,6 +19,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from torchremat._compat.binding import RELEASE
 from torchremat._compat.checkpoints import is_plain_backward
 from torchremat.errors import MutationError, UnsupportedError
 from torchremat.regions.calls import Call
@@ -198,7 +199,8 @@ def _warn_without_inputs(args: _Inputs, modules: list[nn.Module]) -> None:
             f", also those of {len(lost)} parameters of the checkpointed function (`{lost[0]}`, ...), which do require "
             "grad. Pass use_reentrant=False, or let an input require grad"
         )
-    warnings.warn(words, stacklevel=6)  # the code that called the drop-in's `checkpoint`
+    # The code that called the drop-in's `checkpoint`; from torch 2.14 on the `apply` of a Function has no frame.
+    warnings.warn(words, stacklevel=6 if RELEASE < (2, 14) else 5)
 
 
 class _Second(torch.autograd.Function):
