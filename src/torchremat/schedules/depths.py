@@ -36,10 +36,6 @@ def depth(tree: Tree) -> int:
 def bounded(tree: Tree, deepest: int = DEEPEST) -> Tree:
     """Return the tree with levels of regions dissolved, evenly, where it nests deeper than `deepest`.
 
-    >>> bounded((Region((Keep(0), Region((Keep(1), Region((Keep(2),)), Keep(3))))), Keep(4)), 2) == (
-    ...     Region((Keep(0), Keep(1), Region((Keep(2),)), Keep(3))), Keep(4))
-    True
-
     Args:
         tree: What to change. The outermost regions stay, so the same stages are recomputed.
         deepest: At least 1.

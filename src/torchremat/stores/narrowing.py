@@ -295,8 +295,8 @@ class SlotWatch(TorchFunctionMode):
 def narrows(store: Store) -> bool:
     """Return whether a store gets what is needed instead of what is saved: one that compresses, or a tier of it.
 
-    None does under a torch that is newer than those whose formulas are known, and a `StoreWarning` says so: see
-    NOTE [ An image ].
+    None does under a torch that is newer than those whose formulas are known, and a `StoreWarning` says so.
+    See NOTE [ An image ].
     """
     asks = _asks(store)
     if asks and RELEASE > NEWEST:
