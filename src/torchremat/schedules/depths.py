@@ -36,6 +36,12 @@ def depth(tree: Tree) -> int:
 def bounded(tree: Tree, deepest: int = DEEPEST) -> Tree:
     """Return the tree with levels of regions dissolved, evenly, where it nests deeper than `deepest`.
 
+    Of three levels, of which two may be, the innermost is dissolved:
+
+    >>> nested = Region((Keep(0), Region((Keep(1), Region((Keep(2),)), Keep(3)))))
+    >>> bounded((nested,), 2) == (Region((Keep(0), Region((Keep(1), Keep(2), Keep(3))))),)
+    True
+
     Args:
         tree: What to change. The outermost regions stay, so the same stages are recomputed.
         deepest: At least 1.
