@@ -19,6 +19,7 @@ from planning.kinds import KINDS, Loop, block, inputs, linear, square
 from planning.steps import differences, each, fingerprint, keep_all, outcome, recomputed_flops
 from torchremat import OrderWarning, PlanError, Planner, ShapeWarning, UnsupportedError, WrapError, plan, unwrap, wrap
 from torchremat.planning.plans import described
+from torchremat.regions.wrapping import is_wrapped
 from torchremat.schedules.chain import Keep, Region
 
 
@@ -634,3 +635,49 @@ def test_compiled_blocks_inside_a_plan():
 
     assert differences(outcome(model, step), outcome(factory(), step)) == []
     assert recomputed_flops(model, step) > 0
+
+
+def test_a_plan_that_is_not_on_the_model_takes_nothing_off():
+    # Whatever was on the model was stripped, and the next step ran out of memory.
+    model, step = KINDS["loop"]()
+    made = loop_plan()
+
+    with pytest.raises(PlanError, match="this plan is not on the model; what is: nothing"):
+        made.remove(model)
+
+    wrap(model, "layers.1")
+    before = fingerprint(model)
+    with pytest.raises(PlanError, match=r"this plan is not on the model; what is: `wrap` of `layers\.1`"):
+        made.remove(model)
+    assert before.changes(fingerprint(model)) == []
+    unwrap(model)
+
+    other = plan(model, step, budget="100%")
+    other.apply(model)
+    before = fingerprint(model)
+    with pytest.raises(PlanError, match=r"what is: another plan\. Remove the plan that was applied, or take all off"):
+        made.remove(model)
+    assert before.changes(fingerprint(model)) == []
+    assert (made.is_on(model), other.is_on(model)) == (False, True)
+
+
+def test_a_plan_takes_off_its_own_and_what_is_wrapped_beside_it_stays():
+    model, _ = KINDS["loop"]()
+    made = loop_plan()
+    made.apply(model)
+    wrap(model, "layers.1.0")
+
+    made.remove(model)
+
+    assert [name for name, module in model.named_modules() if is_wrapped(module)] == ["layers.1.0"]
+
+
+def test_a_plan_is_removed_once():
+    model, _ = KINDS["loop"]()
+    made = loop_plan()
+    made.apply(model)
+
+    made.remove(model)
+
+    with pytest.raises(PlanError, match="what is: nothing"):
+        made.remove(model)

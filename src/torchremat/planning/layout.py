@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -15,7 +15,7 @@ from torchremat.planning.profiles.units import Units
 from torchremat.policies.ordinals import save_ordinals
 from torchremat.regions.calls import Body
 from torchremat.regions.decisions import Policy
-from torchremat.regions.journeys import Itinerary, Stop
+from torchremat.regions.journeys import Itinerary, Stop, Trip
 from torchremat.regions.runs import Choice, Place, Scope
 from torchremat.regions.settings import Settings
 from torchremat.regions.wrapping import called_attribute, is_wrapped, restore_forward, set_forward, wrapped_forward
@@ -83,6 +83,16 @@ class HeldOperators:
     def policy(self) -> Policy:
         """The policy that holds them."""
         return save_ordinals(self.operators, frozenset(self.held))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Application:
+    """What of a plan is put on a model, by which it is known there again: on copies, and by plans that are equal."""
+
+    calls: Calls
+    tree: Tree
+    held: tuple[HeldOperators, ...]
+    trips: Mapping[int, Trip]
 
 
 def choices_of(
@@ -169,8 +179,10 @@ def install(
     rise_bytes: int | None = None,
     itinerary: Itinerary | None = None,
     slowdown: float | None = None,
-) -> None:
-    """Make the calls of a model regions as a tree says; on an error nothing has changed."""
+) -> Application:
+    """Make the calls of a model regions as a tree says, and return what is on it now; on an error nothing changes."""
+    held, trips = tuple(held), {} if itinerary is None else dict(itinerary.trips)
+    applied = Application(calls=calls, tree=tree, held=held, trips=trips)
     choices = choices_of(calls, tree, settings, held, frozenset() if itinerary is None else itinerary.stops)
     names = {name for name, _ in choices}
     done: list[nn.Module] = []
@@ -187,12 +199,13 @@ def install(
                 if name in names
                 else PlannedScope(choices, settings, name, inputs, rise_bytes, slowdown, itinerary=itinerary)
             )
-            set_forward(module, name, own, scope, called_attribute(module))
+            set_forward(module, name, own, scope, called_attribute(module), applied)
             done.append(module)
     except BaseException:
         for module in done:
             restore_forward(module)
         raise
+    return applied
 
 
 def check_bare(model: nn.Module) -> None:
@@ -227,11 +240,32 @@ def applied_scopes(model: nn.Module) -> list[PlannedScope]:
     return [forward.scope for forward in forwards if isinstance(forward.scope, PlannedScope)]
 
 
-def uninstall(model: nn.Module) -> None:
-    """Take off what `install` has put on."""
+def modules_under(model: nn.Module, applied: Application) -> list[nn.Module]:
+    """Return the modules on which `install` has put the same, on this model or on the one that it is a copy of."""
+    found: list[nn.Module] = []
+    known: dict[int, bool] = {}  # all modules of a model have one and the same
     for module in model.modules():
-        if is_wrapped(module):
-            restore_forward(module)
+        forward = wrapped_forward(module)
+        owner = None if forward is None else forward[1].owner
+        if owner is not None and known.setdefault(id(owner), owner is applied or owner == applied):
+            found.append(module)
+    return found
+
+
+def put_on(model: nn.Module) -> str:
+    """Return in words what is on a model: plans, and modules that were wrapped otherwise."""
+    wrapped = [(name, found[1]) for name, module in model.named_modules() if (found := wrapped_forward(module))]
+    others = [f"`{name}`" if name else "the model" for name, forward in wrapped if forward.owner is None]
+    words = [f"`wrap` of {', '.join(others[:3])}{', ...' if len(others) > 3 else ''}"] if others else []
+    if len(others) < len(wrapped):
+        words.append("another plan")
+    return " and ".join(words) or "nothing"
+
+
+def uninstall(model: nn.Module, applied: Application) -> None:
+    """Take off what `install` has put on, and nothing else."""
+    for module in modules_under(model, applied):
+        restore_forward(module)
 
 
 @contextmanager
@@ -245,9 +279,9 @@ def installed(
     itinerary: Itinerary | None = None,
 ) -> Generator[None]:
     """Put a tree on the model for a block."""
-    install(model, calls, tree, settings, held=held, itinerary=itinerary)
+    applied = install(model, calls, tree, settings, held=held, itinerary=itinerary)
     try:
         yield
     finally:
         with uninterrupted():
-            uninstall(model)
+            uninstall(model, applied)

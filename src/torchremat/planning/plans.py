@@ -16,7 +16,16 @@ from torchremat.measuring.curves import Curve, Phase, draw
 from torchremat.planning.bounds.certificates import Certificate, Claim
 from torchremat.planning.files import from_json, to_json
 from torchremat.planning.inputs import InputSizes
-from torchremat.planning.layout import Calls, HeldOperators, check_bare, install, uninstall
+from torchremat.planning.layout import (
+    Application,
+    Calls,
+    HeldOperators,
+    check_bare,
+    install,
+    modules_under,
+    put_on,
+    uninstall,
+)
 from torchremat.planning.profiles.weighing import check_stores
 from torchremat.planning.requests import check_flags
 from torchremat.planning.searches.chains import Cost
@@ -226,11 +235,27 @@ class Plan:
     def remove(self, model: nn.Module) -> None:
         """Take the plan off a model, which is then as it was before.
 
+        What else is on the model stays: modules that were wrapped since.
+
         Raises:
-            PlanError: The plan was made for another model.
+            PlanError: The plan is not on the model, or was made for another one.
         """
-        self.check(model)
-        uninstall(model)
+        if not isinstance(model, nn.Module) or not self.is_on(model):  # pyright: ignore[reportUnnecessaryIsInstance]
+            self.check(model)
+            raise PlanError(
+                f"this plan is not on the model; what is: {put_on(model)}. Remove the plan that was applied, or take "
+                "all off by `unwrap(model)`."
+            )
+        uninstall(model, self._application)
+
+    def is_on(self, model: nn.Module) -> bool:
+        """Return whether the plan, or one that does the same, is on a model, or was on the one that it is a copy of."""
+        return bool(modules_under(model, self._application))
+
+    @property
+    def _application(self) -> Application:
+        trips = {one.unit: one.trip for one in self.stored}
+        return Application(calls=self.calls, tree=self.tree, held=self.held, trips=trips)
 
     def check(self, model: nn.Module) -> None:
         """Raise a PlanError that lists all differences if the plan was made for another model."""

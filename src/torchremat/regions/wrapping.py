@@ -63,6 +63,8 @@ class WrappedForward:
         settings: How its calls are recomputed if no scope decides, or where to what they save goes; None if they are
             plain calls then.
         scope: The scope that a call of this module opens, if it is the root of a plan.
+        own: The attribute that the instance had before.
+        owner: What put it there, for whoever takes it off again: copies of the module have the same, or an equal one.
     """
 
     def __init__(
@@ -72,12 +74,14 @@ class WrappedForward:
         settings: Settings | Offload | None,
         scope: Scope | None = None,
         own: Callable[..., object] | None = None,
+        owner: object = None,
     ) -> None:
         self._module = ref(module)  # See NOTE [ No closure ]
         self.name = name
         self.settings = settings
         self.scope = scope
         self.own = own
+        self.owner = owner
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         """Run the forward, as a region if grad mode is on and it is not exported."""
@@ -121,7 +125,7 @@ class WrappedForward:
         return cast("FunctionType", self.function).__code__
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (WrappedForward, (self.module, self.name, self.settings, self.scope, self.own))
+        return (WrappedForward, (self.module, self.name, self.settings, self.scope, self.own, self.owner))
 
     def __deepcopy__(self, memo: dict[int, object]) -> WrappedForward:
         module = self.module
@@ -132,7 +136,7 @@ class WrappedForward:
         settings = self.settings
         if isinstance(settings, Settings) and settings.guard:
             settings = replace(settings, guard=deepcopy(settings.guard, memo))
-        return WrappedForward(cast("nn.Module", copied), self.name, settings, self.scope, own)
+        return WrappedForward(cast("nn.Module", copied), self.name, settings, self.scope, own, self.owner)
 
     def __repr__(self) -> str:
         kind = "offloaded" if isinstance(self.settings, Offload) else "as a region"
@@ -207,11 +211,12 @@ def set_forward(
     settings: Settings | Offload | None,
     scope: Scope | None = None,
     attribute: str = _FORWARD,
+    owner: object = None,
 ) -> None:
     """Make the calls of one module regions or offloaded, as `settings` or the scope that is open says."""
     _check(module, name)
     own = cast("Callable[..., object] | None", module.__dict__.get(attribute))
-    setattr(module, attribute, WrappedForward(module, name, settings, scope, own))
+    setattr(module, attribute, WrappedForward(module, name, settings, scope, own, owner))
     object.__setattr__(module, _REPLICATE, refuse_data_parallel)
 
 

@@ -150,7 +150,7 @@ class StagePlans(Sequence[StagePlan]):
         self.check(pipeline)
         for number, module in self._stages_of(pipeline):
             plan = self.stages[number].plan
-            if plan is not None:
+            if plan is not None and plan.is_on(module):
                 plan.remove(module)
 
     def _stages_of(self, pipeline: object) -> Sequence[tuple[int, nn.Module]]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from torchremat.errors import TorchrematError
 from torchremat.measuring.exhaustion import is_out_of_memory, let_go
-from torchremat.planning.layout import bare, uninstall
+from torchremat.planning.layout import bare
 from torchremat.planning.planner import Planner
 from torchremat.planning.plans import Plan
 from torchremat.planning.searches.chains import Cost
@@ -82,9 +82,9 @@ class Applied:
         self._aside.close()
 
     def _take_off(self) -> None:
-        if self.plan is not None:
-            uninstall(self._model)
-            self.plan = None
+        if self.plan is not None and self.plan.is_on(self._model):
+            self.plan.remove(self._model)
+        self.plan = None
 
 
 class Tightening:
