@@ -3,6 +3,7 @@
 import gc
 from collections import Counter
 from contextvars import ContextVar
+from dataclasses import replace
 from weakref import WeakSet
 
 import pytest
@@ -10,7 +11,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from torchremat import checkpoint, checkpointed, frozen, plan, session, wrap
+from planning.steps import each
+from torchremat import checkpoint, checkpointed, frozen, measure, plan, session, unwrap, verify, wrap
 from torchremat._compat.autograd import top_saved_tensor_hooks
 from torchremat.interop.torch_checkpoint import checkpoint as drop_in
 from torchremat.regions.calls import Call
@@ -335,6 +337,35 @@ def test_outputs_that_a_hook_collects_leave_nothing_behind(pattern, without_coll
 
     for _ in range(5):
         step()
+
+    assert alive() == objects
+
+
+def test_what_is_measured_leaves_nothing_behind(without_collector):
+    # The first run of `measure` was a forward without a backward. Where a hook collects outputs, that graph stayed for
+    # ever: its regions have the context, the context the list, and the list outputs of the graph.
+    collected = ContextVar("collected")
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)))
+    for block in model:
+        block[0].register_forward_hook(lambda module, args, output: collected.get().append(output))
+
+    def step(model):
+        token = collected.set([])
+        try:
+            return model(torch.ones(4, 8)).sum() + sum(one.sum() for one in collected.get())
+        finally:
+            collected.reset(token)
+
+    made = plan(model, step, budget="1MiB", cost="flops")
+    wrap(model, "*")
+    objects = alive()
+
+    measure(step, model)
+    verify(model, step)
+    unwrap(model)
+    replace(made, tree=each(3)).apply(model)
+    measure(step, model)
+    verify(model, step)
 
     assert alive() == objects
 

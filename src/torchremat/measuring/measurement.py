@@ -1,6 +1,6 @@
 """`measure`: one training step, its bytes, seconds, flops and timeline, and no sign of it afterwards.
 
-The step runs four times, the first time its forward alone, each time from the same gradients, buffers and generators:
+The step runs four times, each time from the same gradients, buffers and generators:
 
     run         under                                 gives
     1. warm     nothing                               nothing: compiles, fills caches and workspaces
@@ -27,6 +27,7 @@ from torchremat.measuring.allocator import profiler_is_active
 from torchremat.measuring.curves import curve_of, draw
 from torchremat.measuring.heap import heap_set_aside
 from torchremat.measuring.runs import run_counted, run_plain, run_traced, subject_of
+from torchremat.measuring.step import run_backward
 from torchremat.measuring.timeline import Timeline
 from torchremat.tensors.sizes import format_bytes
 
@@ -151,8 +152,10 @@ def measure(
     foreign_profiler = profiler_is_active()
     with heap_set_aside():
         # Before any hook is set: code that dynamo compiles with our hooks in place would keep their graph breaks.
+        # It goes backward as well: a forward without leaves its graph, and where a cache or a context variable that a
+        # region holds has one of its outputs, as those of `transformers` do, that stays for ever.
         with subject.untouched():
-            subject.forward()
+            run_backward(subject.forward())
         counted = run_counted(subject, place)
         before = counted.before
         traced = None if foreign_profiler else run_traced(subject, place, before_bytes=before.total_bytes)
