@@ -8,14 +8,21 @@ import torch
 
 from torchremat.measuring.runs import run_counted, run_traced, subject_of
 from torchremat.planning.descriptions import held_of
+from torchremat.planning.elsewhere.machines import Here
 from torchremat.planning.layout import calls_of, installed
-from torchremat.planning.profiles.profiling import profile
+from torchremat.planning.profiles.profiling import profile_subject
 from torchremat.planning.searches.mixing import divisible, mixed
 from torchremat.planning.searches.solving import fitted
 from torchremat.regions.settings import Settings
 from torchremat.schedules.chain import Keep, Region
 
 CPU = torch.device("cpu")
+
+
+def profile(model, step, *, optimizer=None, device=None):
+    """The profile of a step, on this machine."""
+    subject = subject_of(step, model, optimizer, needs_model=True)
+    return profile_subject(model, subject, Here(subject.device(device)))
 
 
 # ----------------------------------------------------------------------------------------------- trees

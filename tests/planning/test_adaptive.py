@@ -13,11 +13,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import models
-from planning.steps import CPU, fingerprint
+from planning.steps import CPU, fingerprint, profile
 from torchremat import Adaptive, BudgetError, BudgetWarning, PlanError, StepError, UnsupportedError, wrap
 from torchremat.measuring.allocator import record_allocations
 from torchremat.measuring.before import bytes_before
-from torchremat.planning.profiles.profiling import profile
 from torchremat.planning.profiles.watching import every_unit
 from torchremat.planning.shapes import gauges
 from torchremat.planning.shapes.figures import figures_of, form_of, with_figures

@@ -10,9 +10,18 @@ from torch.nn import functional as F
 
 import models
 from planning.kinds import KINDS, Loop, inputs, square
-from planning.steps import differences, each, keep_all, outcome, random_tree, recomputed_flops, traced_peak, under
+from planning.steps import (
+    differences,
+    each,
+    keep_all,
+    outcome,
+    profile,
+    random_tree,
+    recomputed_flops,
+    traced_peak,
+    under,
+)
 from torchremat import Planner, verify
-from torchremat.planning.profiles.profiling import profile
 from torchremat.planning.searches.options import options_of
 from torchremat.planning.walks.prediction import predict
 from torchremat.schedules.chain import Keep

@@ -14,14 +14,14 @@ import mixtures
 import models
 import zoo
 from planning.kinds import KINDS
-from planning.steps import CPU, differences, outcome, under
+from planning.steps import CPU, differences, outcome, profile, under
 from planning.test_options import in_place
 from torchremat.measuring.allocator import record_allocations
 from torchremat.measuring.runs import subject_of
 from torchremat.measuring.step import run_backward
 from torchremat.planning.descriptions import held_of
 from torchremat.planning.layout import calls_of, installed
-from torchremat.planning.profiles.profiling import Grains, profile
+from torchremat.planning.profiles.profiling import Grains
 from torchremat.planning.searches.flows import flow_of
 from torchremat.planning.searches.mixing import divisible, mixed
 from torchremat.planning.searches.options import options_of, options_with

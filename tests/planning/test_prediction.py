@@ -24,6 +24,7 @@ from planning.steps import (
     traced_peak,
     under,
 )
+from planning.steps import profile as profile_of
 from torchremat.errors import UnsupportedError
 from torchremat.planning.profiles import profiling
 from torchremat.planning.profiles.watching import every_unit, halves
@@ -225,7 +226,7 @@ def test_units_split_and_whole_are_predicted_to_a_thousandth(name):
 )
 def test_one_split_unit_is_predicted_to_the_byte(name, split):
     model, step = MODELS[name]()
-    grains = profiling.profile(model, step)
+    grains = profile_of(model, step)
     calls = grains.coarse.units.trace.calls
     profile = mixed(grains, frozenset(call for call in divisible(grains) if calls[call].name == split))
 
@@ -388,11 +389,11 @@ def watched_trees(monkeypatch, failing=0):
 @pytest.mark.parametrize("name", IN_PIECES)
 def test_a_step_that_is_watched_in_pieces_tells_the_same(name, monkeypatch):
     model, step = KINDS[name]()
-    whole = profiling.profile(model, step).coarse
+    whole = profile_of(model, step).coarse
     monkeypatch.setattr(profiling, "_fits", lambda units, device: False)
     trees = watched_trees(monkeypatch)
 
-    grains = profiling.profile(model, step)
+    grains = profile_of(model, step)
 
     assert trees == [every_unit(whole.units, max(2, math.isqrt(len(whole.units.units))))]
     assert any(isinstance(inner, Region) for node in trees[0] for inner in node.children)
@@ -406,11 +407,11 @@ def test_a_step_that_is_watched_in_pieces_tells_the_same(name, monkeypatch):
 @pytest.mark.parametrize("name", IN_PIECES)
 def test_a_step_that_is_watched_in_halves_tells_the_same(name, monkeypatch):
     model, step = KINDS[name]()
-    grains = profiling.profile(model, step)
+    grains = profile_of(model, step)
     finest = grains.fine or grains.coarse
     trees = watched_trees(monkeypatch, failing=2)
 
-    found = profiling.profile(model, step)
+    found = profile_of(model, step)
 
     assert len(trees) == 3
     assert trees[2] == halves(finest.units)

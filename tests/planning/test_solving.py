@@ -10,8 +10,7 @@ from torch.nn import functional as F
 
 import models
 from planning.kinds import KINDS, inputs, linear, square
-from planning.steps import coarse, text, traced_peak, under
-from torchremat.planning.profiles.profiling import profile
+from planning.steps import coarse, profile, text, traced_peak, under
 from torchremat.planning.searches.pace import Pace
 from torchremat.planning.searches.solving import Search, Solver, fitted
 from torchremat.planning.walks.prediction import predict

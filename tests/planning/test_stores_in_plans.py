@@ -14,13 +14,22 @@ from torch import nn
 import models
 import torchremat
 from planning.kinds import KINDS, block, inputs, linear, square
-from planning.steps import differences, keep_all, outcome, random_tree, recomputed_flops, traced_peak
+from planning.steps import (
+    differences,
+    keep_all,
+    outcome,
+    random_tree,
+    recomputed_flops,
+    traced_peak,
+)
+from planning.steps import (
+    profile as profile_of,
+)
 from torchremat import BudgetError, PlanError, UnsupportedError
 from torchremat.measuring.runs import subject_of
 from torchremat.planning.layout import calls_of, installed
 from torchremat.planning.plans import Plan
 from torchremat.planning.profiles import speeds
-from torchremat.planning.profiles.profiling import profile as profile_of
 from torchremat.planning.profiles.weighing import weighed
 from torchremat.planning.searches.mixing import divisible, mixed
 from torchremat.planning.walks.cargo import Load, StoredUnit

@@ -8,10 +8,9 @@ from torch import nn
 
 import torchremat
 from planning.kinds import KINDS, Loop, block, inputs, linear, square
-from planning.steps import differences, each, outcome, recomputed_flops
+from planning.steps import differences, each, outcome, profile, recomputed_flops
 from torchremat import Planner, StepError, UnsupportedError, plan, verify
 from torchremat.planning.layout import calls_of, installed
-from torchremat.planning.profiles.profiling import profile
 from torchremat.planning.searches.mixing import divisible, mixed
 from torchremat.regions.settings import Settings
 

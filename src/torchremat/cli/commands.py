@@ -43,7 +43,7 @@ from torchremat.measuring.measurement import measure
 from torchremat.measuring.pictures import check_picture
 from torchremat.planning.budgets import margin_of
 from torchremat.planning.fitting import fit_with
-from torchremat.planning.frontiers import MOST_POINTS
+from torchremat.planning.frontiers import POINTS
 from torchremat.planning.planner import Planner
 from torchremat.planning.plans import Plan
 from torchremat.planning.requests import check_request
@@ -173,7 +173,7 @@ def plan_command(
 @app.command("frontier")
 def frontier_command(
     target: Target,
-    points: Annotated[int, typer.Option(min=2, help="For how many budgets plans are sought.")] = MOST_POINTS,
+    points: Annotated[int, typer.Option(min=2, help="For how many budgets plans are sought.")] = POINTS,
     out: Annotated[Path | None, typer.Option(help="File to write the points to, as JSON.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Image to draw: peak against time.")] = None,
     cost: Costs = "seconds",

@@ -179,9 +179,8 @@ def nothing_fits(planner: Planner, size: int, budget: str, reserved_bytes: int) 
             f"{format_bytes(optimizer_peak)}, which no recomputation lowers. Smallest budget that works: "
             f"{optimizer_peak + reserved_bytes} bytes. An optimizer with foreach=False or fused=True needs less."
         )
-    slowdown = 1 + (floor.prediction.seconds + floor.prediction.moving_s) / planner.profile.seconds
     return (
         f"no plan fits the budget of {format_bytes(size)} ({budget}){reserved}. Smallest budget that works: "
-        f"{floor_bytes} bytes ({format_bytes(floor_bytes)}), at {slowdown:.2f} x the plain time. "
+        f"{floor_bytes} bytes ({format_bytes(floor_bytes)}), at {floor.slowdown:.2f} x the plain time. "
         f"{format_bytes(planner.fixed_bytes)} of it lie there before a step; a smaller batch lowers the rest."
     )

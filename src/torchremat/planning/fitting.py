@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from torchremat.errors import BudgetError, bug
+from torchremat.errors import BudgetError
 from torchremat.measuring.runs import run_traced, subject_of
 from torchremat.planning.budgets import margin_of
 from torchremat.planning.planner import Planner
@@ -93,8 +93,9 @@ def fit_with(
     subject = subject_of(step, model, optimizer)
     device = planner.profile.device
     margin_bytes, peers = margin_of(margin), peers_of(model)
-    over = 0
-    for attempt in range(1, _MOST_ATTEMPTS + 1):
+    over = attempt = 0
+    while True:
+        attempt += 1
         plan = planner.plan(budget, margin=margin, tighten_bytes=over)
         plan.apply(model)
         try:
@@ -114,4 +115,3 @@ def fit_with(
                 f"{format_bytes(measured)}; the last plan predicted {format_bytes(plan.peak_bytes)}. Give a larger "
                 "budget, or make the step do the same each time."
             )
-    raise bug(f"no plan and no error after {_MOST_ATTEMPTS} attempts")

@@ -21,7 +21,7 @@ from torchremat.tensors.sizes import format_bytes
 if TYPE_CHECKING:
     from torchremat.planning.planner import Planner
 
-MOST_POINTS = 24
+POINTS = 24  # for how many budgets plans are sought if nobody says
 
 # How much of the search is told to be done after the lowest peak; tables are made there for all limits.
 _FLOOR_SHARE = 0.25

@@ -23,7 +23,7 @@ from torchremat.planning.elsewhere.calibration import device_here
 from torchremat.planning.elsewhere.devices import Device
 from torchremat.planning.elsewhere.fakes import placed
 from torchremat.planning.elsewhere.machines import Here, has_room
-from torchremat.planning.frontiers import MOST_POINTS, Frontier, check_points, frontier_of
+from torchremat.planning.frontiers import POINTS, Frontier, check_points, frontier_of
 from torchremat.planning.layout import bare
 from torchremat.planning.plans import PlainSource, Plan
 from torchremat.planning.profiles.agreement import profiled_together
@@ -71,7 +71,7 @@ class Planner:
         solver: What finds trees for the profile; as above.
 
     Raises:
-        StepError: See `profile`; with `on="meta"` also where the step reads a value of a tensor.
+        StepError: See `plan`; with `on="meta"` also where the step reads a value of a tensor.
         DeviceError: With `on="meta"`: the device is not known, or its description lacks something.
         PlanError: The model has wrapped modules already.
         UnsupportedError: One of the stores is none, or loses digits and that is not allowed, or they are not here; with
@@ -220,7 +220,7 @@ class Planner:
                 raise BudgetError(nothing_fits(self, size, str(budget), margin_bytes + tighten_bytes))
             return self.plan_of(found, size, str(budget), plain=(plain_bytes, source), margin_bytes=margin_bytes)
 
-    def frontier(self, *, points: int = MOST_POINTS) -> Frontier:
+    def frontier(self, *, points: int = POINTS) -> Frontier:
         """Return what a step takes under the best plan for each budget; see `torchremat.frontier`."""
         check_points(points)
         return frontier_of(self, points)
@@ -349,7 +349,7 @@ def frontier(
     optimizer: torch.optim.Optimizer | None = None,
     device: torch.device | str | Path | Device | None = None,
     cost: Cost = "seconds",
-    points: int = MOST_POINTS,
+    points: int = POINTS,
     operators: bool = True,
     stores: Sequence[Store] = (),
     allow_lossy: bool = False,

@@ -100,12 +100,6 @@ class LowerBound:
     seconds: float
 
 
-def in_any_order(flow: Dataflow) -> tuple[Pull, ...]:
-    """Return a backward of which nothing is known but what it needs: weaker than any real one."""
-    needed = [number for number, value in enumerate(flow.values) if value.needed]
-    return (Pull(reads=()), *(Pull(reads=(number,)) for number in needed))
-
-
 def lower_bound(
     flow: Dataflow,
     backward: Iterable[Pull],

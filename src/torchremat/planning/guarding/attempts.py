@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -76,9 +76,8 @@ def attempt_of(error: BaseException, *, number: int, doing: Doing, model: nn.Mod
     )
 
 
-def _first(read: object, error: BaseException) -> int | None:
-    found = (read(one) for one in chain_of(error)) if callable(read) else ()
-    return next((value for value in found if isinstance(value, int)), None)
+def _first(read: Callable[[BaseException], int | None], error: BaseException) -> int | None:
+    return next((found for one in chain_of(error) if (found := read(one)) is not None), None)
 
 
 def _frames(trace: TracebackType | None) -> Iterator[TracebackType]:

@@ -57,7 +57,7 @@ def profiled_together(peers: Peers, model: nn.Module, subject: Subject, machine:
     """Return the profile of a step, with the figures of all processes that train the model.
 
     Raises:
-        StepError: See `profile`; or the processes do not run the same step.
+        StepError: See `profile_subject`; or the processes do not run the same step.
     """
     found = profile_subject(model, subject, machine, peers=peers)
     grains = beside(found, reduced_bytes(model, machine.device))

@@ -20,7 +20,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-import torch
 from torch import nn
 
 from torchremat.errors import StepError
@@ -28,15 +27,15 @@ from torchremat.measuring.allocator import AllocationTrace, Recorder
 from torchremat.measuring.before import BytesBefore
 from torchremat.measuring.exhaustion import is_out_of_memory, let_go
 from torchremat.measuring.heap import free_unused, heap_set_aside
-from torchremat.measuring.runs import Subject, subject_of
+from torchremat.measuring.runs import Subject
 from torchremat.measuring.step import run_backward
-from torchremat.planning.elsewhere.machines import Here, Machine, has_room
+from torchremat.planning.elsewhere.machines import Machine, has_room
 from torchremat.planning.layout import calls_of, check_bare, installed
 from torchremat.planning.profiles.optimizers import OptimizerBytes, measure_optimizer
 from torchremat.planning.profiles.peers import Peers
 from torchremat.planning.profiles.reading import Profile, read_profile
 from torchremat.planning.profiles.roots import by_shard
-from torchremat.planning.profiles.tracing import Step, trace
+from torchremat.planning.profiles.tracing import trace
 from torchremat.planning.profiles.units import Units, find_units, splittable
 from torchremat.planning.profiles.watching import Watcher, every_unit, halves
 from torchremat.regions.settings import Settings
@@ -54,44 +53,25 @@ class Grains:
     fine: Profile | None
 
 
-def profile(
-    model: nn.Module,
-    step: Step,
-    *,
-    optimizer: torch.optim.Optimizer | None = None,
-    device: torch.device | str | None = None,
-) -> Grains:
-    """Profile a training step; afterwards model, gradients, buffers, generators, hooks and optimizer are as before.
-
-    Args:
-        model: The model.
-        step: Called as `step(model)`; runs the forward on a sample batch and returns the loss, see `measure`.
-        optimizer: If given, the bytes of its state and of its step are measured.
-        device: Whose bytes count; that of the first parameter if not given.
-
-    Raises:
-        StepError: The step returns no loss, calls no module of the model, or other modules each time.
-        PlanError: Modules of the model are wrapped already.
-        UnsupportedError: A profiler is active, the device has no allocation events, or the model checkpoints itself.
-    """
-    subject = subject_of(step, model, optimizer, needs_model=True)
-    return profile_subject(model, subject, Here(subject.device(device)))
-
-
 def profile_subject(
     model: nn.Module, subject: Subject, machine: Machine, *, fine: bool = True, peers: Peers | None = None
 ) -> Grains:
-    """Profile the step of a subject, which is one of `model`, on a machine; see `profile`.
+    """Profile a step; afterwards model, gradients, buffers, generators, hooks and optimizer are as before.
 
     Several processes run the same steps in the same order, for backward waits until it has reduced its gradients with
     those of all: each raises what one of them does, and where memory runs out in one, all watch what that one can.
 
     Args:
         model: The model.
-        subject: The step.
+        subject: The step, of this model. With an optimizer, the bytes of its state and of its step are measured.
         machine: Where it runs.
         fine: Whether the calls inside of units are watched as well; it takes as long as the rest.
         peers: The processes that train the model; None if this one alone does.
+
+    Raises:
+        StepError: The step returns no loss, calls no module of the model, or other modules each time.
+        PlanError: Modules of the model are wrapped already.
+        UnsupportedError: A profiler is active, the device has no allocation events, or the model checkpoints itself.
     """
     peers = peers or Peers()
     peers.each(lambda: check_bare(model))

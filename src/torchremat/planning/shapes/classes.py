@@ -199,6 +199,6 @@ class Classes:
             held=held_of(own, candidate.tree),
             fixed_bytes=fixed_bytes,
             prediction=candidate.prediction,
-            slowdown=1 + candidate.prediction.seconds / own.seconds if own.seconds > 0 else 1.0,
+            slowdown=candidate.slowdown,
             fits=found is not None and family.optimizer_peak_bytes <= self.limit_bytes,
         )
