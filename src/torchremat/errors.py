@@ -25,14 +25,21 @@
     OrderWarning           (UserWarning)   a model that called its modules in another order than planned
     StoreWarning           (UserWarning)   a store without room, or one that takes more than it might
 
-`bug` makes the error for what cannot happen.
+`bug` makes the error for what cannot happen, and `warn` warns at a line of the user's.
 """
 
 from __future__ import annotations
 
+import os
+import sys
 import typing
+import warnings
 
+import torch
 from torch.utils import checkpoint as _torch_checkpoint
+
+# The folders of torch and of this package, whose files are not the user's.
+PACKAGES = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.abspath(__file__)) + os.sep)
 
 
 class TorchrematError(Exception):
@@ -146,3 +153,23 @@ class StoreWarning(UserWarning):
 def bug(fact: str) -> AssertionError:
     """Return the error for a state that the library's own rules exclude; `fact` carries the numbers."""
     return AssertionError(f"{fact}. This is a bug in torchremat, please report it with this message.")
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn at the innermost line that runs and is neither torch's nor ours; at that of the caller if there is none.
+
+    A `stacklevel` would have to know how many calls of hooks, modes and modules lie between.
+    """
+    frame = caller = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(PACKAGES):
+        frame = frame.f_back
+    found = caller if frame is None else frame
+    # As `warnings.warn` does, so that filters by module and by line hold.
+    warnings.warn_explicit(
+        message,
+        category,
+        found.f_code.co_filename,
+        found.f_lineno,
+        module=found.f_globals.get("__name__", "<string>"),
+        registry=found.f_globals.setdefault("__warningregistry__", {}),
+    )

@@ -13,6 +13,7 @@ import models
 from planning.kinds import square
 from planning.steps import coarse, differences, outcome, recomputed_flops, traced_peak, under
 from torchremat import BudgetError, OrderWarning, Planner
+from torchremat.errors import PACKAGES
 from torchremat.measuring.flops import FlopCounter
 from torchremat.planning.plans import Plan
 from torchremat.planning.profiles.overheads import Overheads
@@ -243,6 +244,7 @@ def test_operators_that_the_plan_does_not_know_are_recomputed_and_told_once():
 
     assert all(map(torch.equal, ours, plain)) and all(map(torch.equal, again, plain))
     assert len(told) == len({str(one.message) for one in told})
+    assert not any(one.filename.startswith(PACKAGES) for one in told)  # the line of the model that runs the operator
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")

@@ -9,10 +9,10 @@ from types import FrameType
 
 import torch
 
+from torchremat.errors import PACKAGES
+
 _ATEN = torch.ops.aten
-_TORCH = os.path.dirname(torch.__file__) + os.sep
-_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-PACKAGES = (_TORCH, _OURS)  # whose files are not the user's
+_TORCH, _OURS = PACKAGES
 _SIMULATION = os.path.join(os.path.dirname(os.path.abspath(__file__)), "simulation.py")
 
 

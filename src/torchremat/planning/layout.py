@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
-from torchremat.errors import PlanError
+from torchremat.errors import PlanError, ShapeWarning, warn
 from torchremat.measuring.interrupts import uninterrupted
 from torchremat.planning.inputs import InputSizes
 from torchremat.planning.profiles.units import Units
@@ -160,11 +160,15 @@ class PlannedScope(Scope):
     inputs: InputSizes | None = None
     rise_bytes: int | None = None
     slowdown: float | None = None
+    told: list[str] = field(default_factory=list[str])  # once for each time that a plan is applied
 
     def run(self, body: Body, /, *args: object, **kwargs: object) -> object:
         """Run `body` with the scope open."""
-        if self.inputs is not None:
-            self.inputs.check(self.root, (args, kwargs))
+        if self.inputs is not None and not self.told:
+            said = self.inputs.are_exceeded(self.root, (args, kwargs))
+            if said is not None:
+                self.told.append(said)
+                warn(said, ShapeWarning)
         return super().run(body, *args, **kwargs)
 
 

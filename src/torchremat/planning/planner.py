@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import warnings
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -12,7 +10,7 @@ from typing import Literal, TypeVar
 import torch
 from torch import nn
 
-from torchremat.errors import BudgetError, DeviceError, DeviceWarning, UnsupportedError
+from torchremat.errors import BudgetError, DeviceError, DeviceWarning, UnsupportedError, warn
 from torchremat.measuring.exhaustion import is_out_of_memory
 from torchremat.measuring.heap import heap_set_aside
 from torchremat.measuring.runs import run_traced
@@ -112,7 +110,7 @@ class Planner:
         agreed = profiled_together(self._peers, profiled, self._subject, self._machine)
         grains, self._leader = agreed.grains, agreed.largest
         if self._machine.notice:
-            warnings.warn(self._machine.notice, DeviceWarning, stacklevel=_outside())
+            warn(self._machine.notice, DeviceWarning)
         self.profile: Profile = grains.coarse
         offers = weighed(model, self._subject, grains, self._stores)
         self.solver = Search(grains, cost, offers, operators=operators, pace=pace)
@@ -393,8 +391,3 @@ def frontier(
         progress=progress,
     )
     return planner.frontier(points=points)
-
-
-def _outside() -> int:
-    """Return the `stacklevel` of the caller of `Planner` or `plan`."""
-    return 3 if sys._getframe(2).f_globals.get("__name__") == __name__ else 2

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from torchremat.errors import OrderWarning
+from torchremat.errors import OrderWarning, warn
 from torchremat.policies.policy import Policy
 from torchremat.regions.decisions import RECOMPUTE, SAVE, Decision, OperatorContext
 from torchremat.regions.naming import name
@@ -41,12 +40,11 @@ class _Ordinals(Policy):
         if module in self.told:
             return
         self.told.add(module)
-        warnings.warn(
+        warn(
             f"{f'`{module}`' if module else 'a module of the plan'} {what}; operators that the plan does not know are "
             "recomputed. Gradients stay exact, the memory is no longer sure: plan again for what runs now (other "
             "switches, dtypes, train or eval), or with operators=False if operators depend on the data.",
             OrderWarning,
-            stacklevel=2,
         )
 
     def __repr__(self) -> str:

@@ -12,16 +12,14 @@ What a call sees beside its arguments is captured and restored as for every regi
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from torchremat._compat.binding import RELEASE
 from torchremat._compat.checkpoints import is_plain_backward
-from torchremat.errors import MutationError, UnsupportedError
+from torchremat.errors import MutationError, UnsupportedError, warn
 from torchremat.regions.calls import Call
 from torchremat.regions.contents import Copies
 from torchremat.regions.guards import WrittenObjectError
@@ -199,8 +197,7 @@ def _warn_without_inputs(args: _Inputs, modules: list[nn.Module]) -> None:
             f", also those of {len(lost)} parameters of the checkpointed function (`{lost[0]}`, ...), which do require "
             "grad. Pass use_reentrant=False, or let an input require grad"
         )
-    # The code that called the drop-in's `checkpoint`; from torch 2.14 on the `apply` of a Function has no frame.
-    warnings.warn(words, stacklevel=6 if RELEASE < (2, 14) else 5)
+    warn(words)
 
 
 class _Second(torch.autograd.Function):

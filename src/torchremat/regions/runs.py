@@ -15,7 +15,6 @@ Missing on purpose: glue inside regions. It belongs to the parent's forward, of 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,7 +25,7 @@ from torch import nn
 from torchremat._compat.autograd import top_saved_tensor_hooks
 from torchremat._compat.checkpoints import is_hook_of_torch_checkpoint
 from torchremat._compat.sharding import is_sharded
-from torchremat.errors import OrderWarning, UnsupportedError
+from torchremat.errors import OrderWarning, UnsupportedError, warn
 from torchremat.regions.calls import Body
 from torchremat.regions.journeys import Itinerary, Journey, Stop
 from torchremat.regions.region import Region
@@ -113,11 +112,10 @@ class _Opened:
         self.counts[name] = count + 1
         found = self.scope.choices.get((name, count))
         if found is None:
-            warnings.warn(
+            warn(
                 f"`{name}` was called {count + 1} times in one forward, more often than planned for; the additional "
                 "calls are recomputed one by one. Plan again if the model has changed.",
                 OrderWarning,
-                stacklevel=9,  # the code that called the module
             )
             found = Choice((Place(1, name),))
         return _PLAINLY if self.is_overruled() else found

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 import os
 import tempfile
-import warnings
 import weakref
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from torchremat.errors import StoreError, StoreWarning, UnsupportedError
+from torchremat.errors import StoreError, StoreWarning, UnsupportedError, warn
 from torchremat.stores.contents import Content, content_of, written_since
 from torchremat.stores.extents import Extent
 from torchremat.stores.landing import goes_on_reading
@@ -140,7 +139,7 @@ class Disk(Remade):
             raise StoreError(message)
         if not self._warned:
             self._warned = True
-            warnings.warn(f"{message} Such tensors stay where they are; this is said once.", StoreWarning, stacklevel=3)
+            warn(f"{message} Such tensors stay where they are; this is said once.", StoreWarning)
 
     def __repr__(self) -> str:
         return self._described

@@ -14,7 +14,6 @@ thirty-second of it or less, and lets go of the whole as soon as that other oper
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from threading import get_ident
@@ -31,7 +30,7 @@ from torchremat._compat.binding import NEWEST, RELEASE
 from torchremat._compat.modes import sequence_number
 from torchremat._compat.transforms import transform_level_of
 from torchremat.ambient.surroundings import only_watches
-from torchremat.errors import MutationError, StoreError, StoreWarning
+from torchremat.errors import MutationError, StoreError, StoreWarning, warn
 from torchremat.stores.catalog import Catalog
 from torchremat.stores.codecs.bits import pack_bits
 from torchremat.stores.compressed import Compressed
@@ -300,12 +299,11 @@ def narrows(store: Store) -> bool:
     """
     asks = _asks(store)
     if asks and RELEASE > NEWEST:
-        warnings.warn(
+        warn(
             f"torch {torch.__version__} is newer than {NEWEST[0]}.{NEWEST[1]}, the newest that this torchremat was "
             "tested with. What backward needs of a saved tensor may be more there than is known, so `Compressed` takes "
             "all of it. Install a newer torchremat, or that torch.",
             StoreWarning,
-            stacklevel=3,
         )
         return False
     return asks

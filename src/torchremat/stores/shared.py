@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import threading
-import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from torchremat.errors import StoreWarning
+from torchremat.errors import StoreWarning, warn
 from torchremat.stores.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -61,11 +60,10 @@ class Shared:
             warns, self._has_warned = not self._has_warned, True
         if warns:
             told = "The peak may be above that of the plan." if self.by_storage else "`refused_bytes` counts them."
-            warnings.warn(
+            warn(
                 f"{type(self.store).__name__} has no room for a saved tensor of {tensor.nbytes} bytes, which stays "
                 f"where it is until backward, and so will others. {told}",
                 StoreWarning,
-                stacklevel=2,
             )
         return None
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -43,7 +42,7 @@ from torchremat._compat.checkpoints import checkpoint_switches
 from torchremat._compat.graphs import outside_graphs
 from torchremat._compat.modes import is_recording
 from torchremat._compat.transforms import innermost_transform
-from torchremat.errors import UnsupportedError
+from torchremat.errors import UnsupportedError, warn
 from torchremat.interop.torch_checkpoint.contexts import ContextFn, Contexts, run_in_contexts
 from torchremat.interop.torch_checkpoint.decorated import Decorated
 from torchremat.interop.torch_checkpoint.groups import GraphExecGroup
@@ -336,9 +335,8 @@ def _takes(function: Callable[..., Any], count: int) -> bool:
 
 
 def _warn_of_default(name: str, what_happens: str) -> None:
-    warnings.warn(
+    warn(
         f"torch.utils.{name}: the use_reentrant parameter should be passed explicitly. {what_happens} "
         "use_reentrant=False is recommended, but if you need to preserve the current default behavior, you can pass "
-        "use_reentrant=True. Refer to docs for more details on the differences between the two variants.",
-        stacklevel=3,
+        "use_reentrant=True. Refer to docs for more details on the differences between the two variants."
     )

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
-from torchremat.errors import UnsupportedError
+from torchremat.errors import UnsupportedError, warn
 from torchremat.interop.torch_checkpoint.hooks import IntoHooks, hooks_around
 from torchremat.interop.torch_checkpoint.selective import SelectiveForward
 from torchremat.regions.calls import Body
@@ -24,7 +23,6 @@ _PASSED_BY = (
     "any other saved tensor. Silence this warning and choose the behavior explicitly by passing "
     "respect_saved_tensors_hooks=True|False to torch.utils.checkpoint.checkpoint."
 )
-_CALLER = 5  # who called `checkpoint`
 
 
 class Contexts:
@@ -59,7 +57,7 @@ class Contexts:
                 return forward.policy
             if respects:
                 return IntoHooks(forward.policy, hooks)
-            warnings.warn(_PASSED_BY, FutureWarning, stacklevel=_CALLER)
+            warn(_PASSED_BY, FutureWarning)
             return forward.policy
         if hasattr(forward, _RESPECTS):
             if respects:

@@ -11,7 +11,6 @@ Where dynamo has compiled too many versions of a function, it runs the next one 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Generic, ParamSpec, TypeVar, cast
 
@@ -19,7 +18,7 @@ import torch
 
 from torchremat._compat.inductor import compile_arguments, graphs_compiled, never_uncompiled, own_error
 from torchremat._compat.modes import has_modes
-from torchremat.errors import CompileWarning, UnsupportedError, VersionError
+from torchremat.errors import CompileWarning, UnsupportedError, VersionError, warn
 from torchremat.planning.compiling.partitioning import Partition, PeakPartitioner
 from torchremat.planning.requests import check_flags
 from torchremat.planning.searches.chains import Cost
@@ -79,19 +78,17 @@ class Compiled(Generic[P, R]):
     def _check(self, made: tuple[Partition, ...], *, has_compiled: bool) -> None:
         """Warn if what a call has compiled cannot keep the budget. Under a mode compiled code runs eagerly."""
         if len(made) > 1:
-            warnings.warn(
+            warn(
                 f"{self._name} broke into {len(made)} graphs with a backward. Each is held to the budget by itself, "
                 "but what the first ones save lies there while the later ones run, so that together they may need "
                 "more. fullgraph=True says where it breaks.",
                 CompileWarning,
-                stacklevel=3,
             )
         if not (self._was_compiled or has_compiled or has_modes()):
-            warnings.warn(
+            warn(
                 f"nothing of {self._name} was compiled: dynamo runs it as it is, without a budget. A break inside of a "
                 "loop does that, and fullgraph=True says where it is.",
                 CompileWarning,
-                stacklevel=3,
             )
         self._was_compiled |= has_compiled or not has_modes()
 
@@ -153,10 +150,9 @@ def compiled(
     except VersionError as error:
         reason = str(error)
         arguments = {"backend": backend}
-        warnings.warn(
+        warn(
             f"budget={budget!r} cannot be kept: {reason} The backend splits the step as it does without a budget.",
             CompileWarning,
-            stacklevel=2,
         )
     compile_ = cast("Callable[..., Callable[P, R]]", torch.compile)
     function = compile_(model, dynamic=dynamic, fullgraph=fullgraph, **arguments)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 
 from torch.fx import GraphModule
 
 from torchremat._compat.inductor import partition_saving
-from torchremat.errors import CompileWarning
+from torchremat.errors import CompileWarning, warn
 from torchremat.planning.compiling.graphs import Reading
 from torchremat.planning.compiling.running import needs_of_programs
 from torchremat.planning.compiling.trials import Trials
@@ -69,11 +68,10 @@ class Halver:
             except Exception as error:  # noqa: BLE001  whatever of a compiler is not as it was
                 self._reads_programs = False
                 reason = str(error).partition("\n")[0]
-                warnings.warn(
+                warn(
                     f"what Inductor makes of the graphs is not known ({type(error).__name__}: {reason}), and bytes are "
                     "those of their operators. A real peak may be above the predicted one: leave a margin.",
                     CompileWarning,
-                    stacklevel=2,
                 )
             else:
                 beside = beside_values(self.reading.joint, found, needs.forward, needs.backward)

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -32,7 +31,7 @@ from torchremat._compat.inductor import (
     torch_partition,
     torch_partition_of_share,
 )
-from torchremat.errors import BudgetError, CompileWarning
+from torchremat.errors import BudgetError, CompileWarning, warn
 from torchremat.planning.budgets import bytes_of, check_budget, margin_of, percentage_of
 from torchremat.planning.compiling.aiming import aimed
 from torchremat.planning.compiling.graphs import Reading, read_graph
@@ -142,7 +141,7 @@ class PeakPartitioner:
         reading = read_graph(joint.graph, num_fwd_outputs, self.cost, fuses=optimizes_kernels(options))
         never_larger(joint)
         if reading.workspaces.trials.unknown:
-            warnings.warn(_not_counted(reading.workspaces.trials.unknown), CompileWarning, stacklevel=2)
+            warn(_not_counted(reading.workspaces.trials.unknown), CompileWarning)
         halver = Halver(joint, reading, num_fwd_outputs)
         prices = Prices(reading.joint)
         theirs = halver.given(*graphs)

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from torchremat._compat.fakes import autocast_of_cuda, fake_mode
-from torchremat.errors import DeviceError, StepError, UnsupportedError
-from torchremat.measuring.callers import PACKAGES, reads_data
+from torchremat.errors import PACKAGES, DeviceError, StepError, UnsupportedError
+from torchremat.measuring.callers import reads_data
 from torchremat.measuring.modules import has_compiled
 from torchremat.measuring.runs import Subject, subject_of
 from torchremat.measuring.simulation import SimulatedRecorder, Simulation

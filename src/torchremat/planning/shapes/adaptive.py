@@ -14,7 +14,6 @@ peak is predicted by the exact interpreter; and what a step really needed is loo
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
 from threading import Lock
@@ -24,7 +23,7 @@ from typing import Generic, Literal, Self, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from torchremat.errors import BudgetError, BudgetWarning, StepError, UnsupportedError, bug
+from torchremat.errors import BudgetError, BudgetWarning, StepError, UnsupportedError, bug, warn
 from torchremat.measuring.allocator import profiler_is_active
 from torchremat.measuring.runs import subject_of
 from torchremat.measuring.step import check_takes, holdings_of, loss_of, run_backward
@@ -267,7 +266,7 @@ class Adaptive(Generic[B]):
 
     def _run(self, chosen: ShapeClass, look: Look, batch: B) -> Tensor:
         if not chosen.fits and not chosen.steps:
-            warnings.warn(self._nothing_fits(chosen, look), BudgetWarning, stacklevel=3)
+            warn(self._nothing_fits(chosen, look), BudgetWarning)
         start_s = time.perf_counter()
         is_unlike = not chosen.family.is_near_measured(look.shape)
         wanted = is_unlike or chosen.family.is_sized_by_values
@@ -316,7 +315,7 @@ class Adaptive(Generic[B]):
             )
             if self._over == "raise":
                 raise BudgetError(said)
-            warnings.warn(said, BudgetWarning, stacklevel=4)
+            warn(said, BudgetWarning)
 
 
 def _bound(
