@@ -23,6 +23,7 @@
     CompileWarning         (UserWarning)   a compiler that cannot be told which peak to keep to
     ShapeWarning           (UserWarning)   a call larger than those planned for
     OrderWarning           (UserWarning)   a model that called its modules in another order than planned
+    RepeatWarning          (UserWarning)   modules that are not recomputed, as that would not be their forward
     StoreWarning           (UserWarning)   a store without room, or one that takes more than it might
 
 `bug` makes the error for what cannot happen, and `warn` warns at a line of the user's.
@@ -144,6 +145,10 @@ class ShapeWarning(UserWarning):
 
 class OrderWarning(UserWarning):
     """A model that called its modules, or ran operators, in another order than the plan was made for."""
+
+
+class RepeatWarning(UserWarning):
+    """Modules that a plan does not recompute since that would not be their forward, or that nobody could try."""
 
 
 class StoreWarning(UserWarning):

@@ -9,6 +9,7 @@ from torchremat.planning.inputs import InputSizes
 from torchremat.planning.layout import HeldOperators, calls_of
 from torchremat.planning.plans import PlainSource, Plan, PlannedUnit, Point, claimed
 from torchremat.planning.profiles.reading import Profile
+from torchremat.planning.profiles.repeating import told
 from torchremat.planning.searches.solving import Candidate
 from torchremat.planning.walks.cargo import NO_LOADS, Loads
 from torchremat.planning.walks.memory import Walk
@@ -148,6 +149,7 @@ def made_plan(
         speeds=tuple(offer.speed for offer in planner.solver.offers),
         given_stores=stores,
         ran_out=planner.solver.pace.ran_out,
+        unlike=dict(own.units.unlike),
     )
     claim = claim_of(
         own,
@@ -183,4 +185,5 @@ def nothing_fits(planner: Planner, size: int, budget: str, reserved_bytes: int) 
         f"no plan fits the budget of {format_bytes(size)} ({budget}){reserved}. Smallest budget that works: "
         f"{floor_bytes} bytes ({format_bytes(floor_bytes)}), at {floor.slowdown:.2f} x the plain time. "
         f"{format_bytes(planner.fixed_bytes)} of it lie there before a step; a smaller batch lowers the rest."
+        + (f" And {told(unlike)}" if (unlike := floor.profile.units.unlike) else "")
     )

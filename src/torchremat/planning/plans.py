@@ -26,6 +26,7 @@ from torchremat.planning.layout import (
     put_on,
     uninstall,
 )
+from torchremat.planning.profiles.repeating import shortened
 from torchremat.planning.profiles.weighing import check_stores
 from torchremat.planning.requests import check_flags
 from torchremat.planning.searches.chains import Cost
@@ -113,6 +114,7 @@ class Plan:
         speeds: How fast each of them was when the plan was made, which `moving_seconds` follows from.
         given_stores: The stores themselves, for `apply`; a plan that was loaded has none.
         ran_out: Whether the search ended because its time was over, so that a better plan may have been left out.
+        unlike: Modules that are not recomputed as a whole since that would not be their forward, with the reasons.
     """
 
     budget_bytes: int
@@ -151,6 +153,7 @@ class Plan:
     speeds: tuple[Speed, ...] = ()
     given_stores: tuple[Store, ...] = field(default=(), compare=False, repr=False, metadata={"written": False})
     ran_out: bool = field(default=False, compare=False)
+    unlike: dict[str, str] = field(default_factory=dict[str, str])
 
     @property
     def slowdown(self) -> float:
@@ -327,6 +330,8 @@ class Plan:
         ]
         if self.ran_out:
             lines.append(f"search     {TIME_IS_OVER}")
+        if self.unlike:
+            lines.append(f"not whole  {shortened(list(self.unlike))}: see `unlike`")
         if self.certificate is not None:
             lines.append(f"optimal    {self.certificate.claim}")
         if self.stored:

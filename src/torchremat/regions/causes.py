@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,17 +22,22 @@ _MOST = 3  # causes in a message
 _OF_TRAINING = ("dropout", "batch_norm", "bernoulli")
 _READS_DATA = ("aten._local_scalar_dense", "aten.nonzero", "aten.equal", "aten.is_nonzero", "aten.unique")
 _LOW = (torch.float16, torch.bfloat16)
-_UNKNOWN = (
-    "Likely cause: not found. What the function reads besides its arguments, its modules and what torch restores was "
-    "other in the recompute: a global, an attribute that somebody set, a file, the time. Read it before the region and "
-    "pass it as an argument, or change it after backward."
-)
+
+
+class Cause(NamedTuple):
+    """Why a recompute was not its forward, a sentence without a full stop, and what to do."""
+
+    fact: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.fact}. {self.remedy}"
 
 
 def likely_causes(
     region: Region, call: int, difference: Difference, found: Rerun, operator: Operator | None
-) -> list[str]:
-    """Return the likely causes with what to do, a line each.
+) -> list[Cause]:
+    """Return the likely causes, the likeliest first; none if nothing gives evidence of one.
 
     Args:
         region: The region.
@@ -41,62 +46,62 @@ def likely_causes(
         found: What the region did when it was run once more.
         operator: The operator of the recompute that saved the first tensor that differs, None if there is none.
     """
-    causes: list[str] = []
-    for search in (_changes, _draws, _training, _precision, _differs_each_time, _written, _branch):
+    causes = [*_changes(found), *_draws(region, found)]
+    for search in (_training, _precision, _differs_each_time, _written, _branch):
         if search is _written and causes:
             continue  # it names whatever is read there; with a better reason at hand it would accuse the innocent
         causes += search(region, call, difference, found, operator)
-    if not causes:
-        return [_UNKNOWN]
-    first, *others = causes[:_MOST]
-    return [f"Likely cause: {first}", *(f"Or: {other}" for other in others)]
+    return causes[:_MOST]
 
 
-def _changes(
-    region: Region, call: int, difference: Difference, found: Rerun, operator: Operator | None
-) -> Iterator[str]:
-    del region, call, difference, operator
+def seen_cause(region: Region) -> Cause | None:
+    """Return what a region can be seen to do that no recompute puts back; None if there is nothing of the kind."""
+    found = rerun(region)
+    return next(iter([*_changes(found), *_draws(region, found)]), None)
+
+
+def _changes(found: Rerun) -> Iterator[Cause]:
     if not found.changes:
         return
     change, *others = found.changes
     inner = f"{change.name}["
     more = [f"`{one.name}`" for one in others if not one.name.startswith((inner, f"{change.name}."))][:2]
-    yield (
+    yield Cause(
         f"`{change.name}` changes each time that the region runs: {change.before} before, {change.after} after"
-        f"{', and so do ' + ' and '.join(more) if more else ''}. It is not put back for the recompute. Name it, "
-        "or the object that holds it if it is a plain value, in `guard=[...]`, pass it as an argument, or change it "
-        "outside of the region."
+        f"{', and so do ' + ' and '.join(more) if more else ''}. It is not put back for the recompute",
+        "Name it, or the object that holds it if it is a plain value, in `guard=[...]`, pass it as an argument, or "
+        "change it outside of the region.",
     )
 
 
-def _draws(region: Region, call: int, difference: Difference, found: Rerun, operator: Operator | None) -> Iterator[str]:
-    del call, difference, operator
+def _draws(region: Region, found: Rerun) -> Iterator[Cause]:
     for name in found.draws:
         if name in (PYTHON, NUMPY):
             entry = "python_random" if name == PYTHON else "numpy_random"
-            yield (
+            yield Cause(
                 f"the region draws from {name}, which a recompute restores only if `torchremat.extend.{entry}` is "
-                "registered. Register it, or draw before the region and pass what was drawn."
+                "registered",
+                "Register it, or draw before the region and pass what was drawn.",
             )
         elif not region.settings.preserve_rng:
-            yield f"the region draws from {name}, and `preserve_rng=False`. Leave that option at True."
+            yield Cause(f"the region draws from {name}, and `preserve_rng=False`", "Leave that option at True.")
         elif not name.startswith(DEFAULT):
-            yield f"the region draws from {name}, which it does not get as an argument. Pass it as one."
+            yield Cause(f"the region draws from {name}, which it does not get as an argument", "Pass it as one.")
 
 
 def _training(
     region: Region, call: int, difference: Difference, found: Rerun, operator: Operator | None
-) -> Iterator[str]:
+) -> Iterator[Cause]:
     del call
     if found.unseen and difference.kind != "values":
         for modules in ([one] for one in found.unseen[:4]):
             if _all_agree(region.metadata, rerun(region, flipped=modules).log.metadata):
                 name = type(modules[0]).__name__
                 now = "train" if modules[0].training else "eval"
-                yield (
+                yield Cause(
                     f"train/eval was flipped: a {name}, which the region cannot see, is in {now} mode now and was not "
-                    "in the forward; run in the other mode, it saves what the forward saved. Pass the module as an "
-                    "argument, or flip it after backward."
+                    "in the forward; run in the other mode, it saves what the forward saved",
+                    "Pass the module as an argument, or flip it after backward.",
                 )
                 return
     logs = [one.log for one in region.made if one.log is not None]
@@ -105,19 +110,19 @@ def _training(
         recompute = _random_operators(found.log.operators)
         for titles, side in ((forward - recompute, "forward"), (recompute - forward, "recompute")):
             if titles:
-                yield (
-                    f"{sorted(titles)[0]} ran in the {side} alone: a `training` flag was another in the forward. Pass "
-                    "the module or the flag as an argument."
+                yield Cause(
+                    f"{sorted(titles)[0]} ran in the {side} alone: a `training` flag was another in the forward",
+                    "Pass the module or the flag as an argument.",
                 )
                 return
     drew = any(name.startswith(DEFAULT) for name in found.draws) and region.settings.preserve_rng
     title = operator.title if operator is not None else ""
     if drew or (any(word in title for word in _OF_TRAINING) and difference.kind != "values"):
         unseen = ", ".join(type(one).__name__ for one in found.unseen[:3])
-        yield (
+        yield Cause(
             "dropout, batch norm or another random operator ran in the recompute alone: a `training` flag was another "
-            f"in the forward{f', perhaps of {unseen}, which the region cannot see' if unseen else ''}. Pass the module "
-            "or the flag as an argument."
+            f"in the forward{f', perhaps of {unseen}, which the region cannot see' if unseen else ''}",
+            "Pass the module or the flag as an argument.",
         )
 
 
@@ -131,7 +136,7 @@ def _random_operators(operators: list[Operator]) -> set[str]:
 
 def _precision(
     region: Region, call: int, difference: Difference, found: Rerun, operator: Operator | None
-) -> Iterator[str]:
+) -> Iterator[Cause]:
     del call, operator
     then, now = difference.then, difference.now
     if difference.kind in ("too many", "too few"):
@@ -141,20 +146,22 @@ def _precision(
         return
     dtypes = (then[1], now[1])
     if any(one in _LOW for one in dtypes):
-        yield (
+        yield Cause(
             f"autocast: the forward saved {dtypes[0]}, the recompute {dtypes[1]}. Autocast around the region is "
-            "restored; one that the function turns on by a flag is not. Pass the flag as an argument, and keep it."
+            "restored; one that the function turns on by a flag is not",
+            "Pass the flag as an argument, and keep it.",
         )
     else:
-        yield (
+        yield Cause(
             f"the dtype: the forward saved {dtypes[0]}, the recompute {dtypes[1]}. A default dtype or a flag that the "
-            "function reads has changed. Name the dtype in the code, or pass it as an argument."
+            "function reads has changed",
+            "Name the dtype in the code, or pass it as an argument.",
         )
 
 
 def _written(
     region: Region, call: int, difference: Difference, found: Rerun, operator: Operator | None
-) -> Iterator[str]:
+) -> Iterator[Cause]:
     if difference.kind != "values" or difference.index is None or difference.index >= len(found.log.storages):
         return
     log, index = found.log, difference.index
@@ -177,9 +184,10 @@ def _written(
         read = dict.fromkeys(address for one in ran[start:end] for address in one.reads)
         names = [where[address] for address in read if address in where and address not in log.storages[:index]]
     if names:
-        yield (
+        yield Cause(
             f"{' or '.join(names[:2])} was written between forward and recompute past its version counter (`.data`, "
-            "NumPy). Write to it after backward."
+            "NumPy)",
+            "Write to it after backward.",
         )
 
 
@@ -190,7 +198,7 @@ def _plain(found: Rerun) -> list[tuple[str, Tensor]]:
 
 def _differs_each_time(
     region: Region, call: int, difference: Difference, found: Rerun, operator: Operator | None
-) -> Iterator[str]:
+) -> Iterator[Cause]:
     del call, operator
     index, log = difference.index, found.log
     match difference.kind:
@@ -204,16 +212,16 @@ def _differs_each_time(
         case "values":
             differs = rerun(region).log.digests != log.digests
     if differs and found.error is None and not found.changes and not found.draws:
-        yield (
-            "each run does something else: two runs after the forward differ as well. Look for a counter, an iterator, "
-            "the time or another global that the function reads"
-            + (", or for a kernel that is not deterministic." if difference.kind == "values" else ".")
+        yield Cause(
+            "each run does something else: two runs after the forward differ as well",
+            "Look for a counter, an iterator, the time or another global that the function reads"
+            + (", or for a kernel that is not deterministic." if difference.kind == "values" else "."),
         )
 
 
 def _branch(
     region: Region, call: int, difference: Difference, found: Rerun, operator: Operator | None
-) -> Iterator[str]:
+) -> Iterator[Cause]:
     del region, call
     if difference.kind == "values":
         return
@@ -222,10 +230,11 @@ def _branch(
     reads = [one for one in operators[:end] if one.name.startswith(_READS_DATA)]
     if reads:
         last = reads[-1]
-        yield (
+        yield Cause(
             f"a branch on data: {last.name} at {last.source} reads a value into Python before the difference, and the "
-            "value is another now. Find what changed it (a write through `.data`, a random draw, a kernel that is not "
-            "deterministic), or decide before the region and pass the decision."
+            "value is another now",
+            "Find what changed it (a write through `.data`, a random draw, a kernel that is not deterministic), or "
+            "decide before the region and pass the decision.",
         )
 
 

@@ -28,6 +28,11 @@ _CAST = "aten._to_copy.default"
 _CONTEXT = 3  # operators of a log that are shown before the logs part
 _SHOWN = 12  # and after
 _COMPARED = 200  # saved tensors that are aligned after the first difference
+_UNKNOWN = (
+    "Likely cause: not found. What the function reads besides its arguments, its modules and what torch restores was "
+    "other in the recompute: a global, an attribute that somebody set, a file, the time. Read it before the region and "
+    "pass it as an argument, or change it after backward."
+)
 _NO_DEBUG = "To see the operators of both runs, pass `debug=True`."
 _HEADER = (
     "An error happened while unpacking tensors; dumping logs of latest computation because you passed `debug=True` to "
@@ -69,13 +74,18 @@ def explain(region: Region, call: int, difference: Difference, log: OperatorLog 
         try:
             found = rerun(region)
             operator = _saver(region, difference, found.log)[1]
-            lines += [*_operator(region, difference, found), *likely_causes(region, call, difference, found, operator)]
+            lines += [*_operator(region, difference, found), *_causes(region, call, difference, found, operator)]
             log = found.log
         except Exception as error:  # noqa: BLE001  the facts are worth more than a perfect message
             lines.append(f"Running the region again to find the operator failed: {_line(error)}")
     logs = _logs_of(region, log)
     lines += _shown(logs) if logs is not None else [_NO_DEBUG]
     return "\n".join(lines)
+
+
+def _causes(region: Region, call: int, difference: Difference, found: Rerun, operator: Operator | None) -> list[str]:
+    causes = likely_causes(region, call, difference, found, operator)
+    return [f"{'Or' if place else 'Likely cause'}: {one}" for place, one in enumerate(causes)] or [_UNKNOWN]
 
 
 def _line(error: Exception) -> str:

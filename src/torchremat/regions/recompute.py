@@ -247,6 +247,8 @@ class Recompute:
                 restored.close()
             if replay is not None:
                 replay.check(region.name(number))
+        if region.settings.observer is not None and self.checks and not self.is_stopped:
+            region.settings.observer.returned(region, number, output)
         if number + 1 == len(region.made) or self.is_stopped:
             return
         del args, kwargs

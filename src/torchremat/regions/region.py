@@ -53,6 +53,10 @@ from torchremat.tensors.structure import split_call
 _Lock = type(threading.RLock())
 
 
+# The number of no saved tensor.
+_NOTHING = -1
+
+
 class Region:
     """Calls that are recomputed together, in the order in which they ran."""
 
@@ -225,8 +229,8 @@ class Region:
         """Return the tensor of a slot, recomputing the region if it is not there."""
         if slot.index == LOST:
             raise CheckpointError(
-                "a tensor was asked for that a region saved in a forward which raised; run that forward again before "
-                "its backward."
+                "a tensor was asked for that a region saved in a forward which raised, or which was run for a plan "
+                "alone; run that forward again before its backward."
             )
         if slot.value is not None:
             self.runs_backward = self.runs_backward or self.made[-1].is_running
@@ -317,6 +321,23 @@ class Region:
                 self.kept_for = key
                 self.inputs.held.clear()
 
+    def repeat(self) -> None:
+        """Run the calls to their end once more, outside of any backward, and keep nothing of it.
+
+        Raises:
+            DivergedError: They save something else than in the forward.
+            MutationError: An input or parameter was changed in place since the forward.
+        """
+        self._run_again(Recompute(self, None, _NOTHING))
+
+    def abandon(self) -> None:
+        """Let go of inputs and calls, since nobody will ask for a saved tensor; who does gets an error."""
+        for one in self.slots:
+            if (slot := one()) is not None:
+                slot.index = LOST
+        self.made.clear()
+        self.inputs.held.clear()
+
     def waits(self) -> bool:
         """Return whether autograd has slots of the region whose tensors have to be recomputed."""
         return any((slot := one()) is not None and slot.value is None for one in self.slots)
@@ -342,18 +363,22 @@ class Region:
         # A log changes what compiled code does, so it is on again if it was on in the forward.
         log = log_of(self, self.made[-1]) if self.settings.debug else None
         recompute = Recompute(self, key, only, log)
+        try:
+            self._run_again(recompute)
+        except DivergedError as found:
+            raise CheckpointError(explain(self, found.call, found.difference, log)) from None
+        return recompute
+
+    def _run_again(self, recompute: Recompute) -> None:
         observer = self.settings.observer
         if observer is not None:
             observer.recomputing(self)
         try:
             recompute.run()
-        except DivergedError as found:
-            raise CheckpointError(explain(self, found.call, found.difference, log)) from None
         finally:
             recompute.end()
         if observer is not None:
             observer.recomputed(self)
-        return recompute
 
     def call_of(self, index: int) -> int:
         """Return the number of the call that saved a tensor."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol, cast, get_args
+from typing import TYPE_CHECKING, Literal, cast, get_args
 
 from torch import Tensor
 
@@ -19,40 +19,35 @@ if TYPE_CHECKING:
 Check = Literal["metadata", "values", "none"]
 
 
-class Observer(Protocol):
-    """Is told what happens to a region; made for the profiler."""
+class Observer:
+    """Is told what happens to a region; made for the profiler. What is not overridden does nothing."""
 
     def looks(self, region: Region) -> None:
         """The region is about to capture what a call will see: it copies generator states and buffers."""
-        ...
 
     def began(self, region: Region, call: int, tensors: list[Tensor]) -> None:
         """It has, and the call begins to run in the region, for the first time, with these inputs."""
-        ...
 
     def saved(self, region: Region, call: int, tensor: Tensor) -> None:
         """Autograd saves a tensor in the first run of a call; the region has a slot for it, its last one."""
-        ...
 
     def settles(self, region: Region) -> None:
         """A call has run; the region is about to drop the copies of what has not changed."""
-        ...
 
     def ended(self, region: Region, call: int, output: object) -> None:
         """It has."""
-        ...
 
     def recomputing(self, region: Region) -> None:
         """A recompute begins."""
-        ...
+
+    def returned(self, region: Region, call: int, output: object) -> None:
+        """A call has run to its end in a recompute, and has returned this."""
 
     def recomputed(self, region: Region) -> None:
         """A recompute has ended."""
-        ...
 
     def asked(self, region: Region, index: int, tensor: Tensor) -> None:
         """Autograd has asked for the saved tensor of this number, and is about to get it."""
-        ...
 
 
 class Turns:

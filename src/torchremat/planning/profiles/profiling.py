@@ -6,9 +6,10 @@ stopped at its last save (cut there). So one pass gives (full, truncated) x (sec
 
     pass             shows
     1. traced        the order of calls, links, lifetimes, flops
-    2. watched       bytes and seconds of each unit, and what else is live at each moment
-    3. forward       the seconds of a forward that nothing watches, to which the others are scaled
-    4. watched       as 2, with the calls inside of units in the place of those units that make several
+    2. tried         which units do in a recompute what they do in their forward; no backward. See `repeating`
+    3. watched       bytes and seconds of each unit, and what else is live at each moment
+    4. forward       the seconds of a forward that nothing watches, to which the others are scaled
+    5. watched       as 3, with the calls inside of units in the place of those units that make several
     optimizer        the bytes of one `optimizer.step()`, if there is an optimizer
 """
 
@@ -34,6 +35,7 @@ from torchremat.planning.layout import calls_of, check_bare, installed
 from torchremat.planning.profiles.optimizers import OptimizerBytes, measure_optimizer
 from torchremat.planning.profiles.peers import Peers
 from torchremat.planning.profiles.reading import Profile, read_profile
+from torchremat.planning.profiles.repeating import Repeats, leave_out, tried
 from torchremat.planning.profiles.roots import by_shard
 from torchremat.planning.profiles.tracing import trace
 from torchremat.planning.profiles.units import Units, find_units, splittable
@@ -54,7 +56,13 @@ class Grains:
 
 
 def profile_subject(
-    model: nn.Module, subject: Subject, machine: Machine, *, fine: bool = True, peers: Peers | None = None
+    model: nn.Module,
+    subject: Subject,
+    machine: Machine,
+    *,
+    fine: bool = True,
+    peers: Peers | None = None,
+    repeats: Repeats | None = None,
 ) -> Grains:
     """Profile a step; afterwards model, gradients, buffers, generators, hooks and optimizer are as before.
 
@@ -67,6 +75,7 @@ def profile_subject(
         machine: Where it runs.
         fine: Whether the calls inside of units are watched as well; it takes as long as the rest.
         peers: The processes that train the model; None if this one alone does.
+        repeats: What profiles of other steps have told of the model's modules, and what this one adds.
 
     Raises:
         StepError: The step returns no loss, calls no module of the model, or other modules each time.
@@ -76,7 +85,7 @@ def profile_subject(
     peers = peers or Peers()
     peers.each(lambda: check_bare(model))
     with peers.each(machine.entered), heap_set_aside():
-        return _Profiling(model, subject, machine, peers).grains(fine=fine)
+        return _Profiling(model, subject, machine, peers, repeats or Repeats()).grains(fine=fine)
 
 
 _Way: TypeAlias = tuple[Units, Tree]
@@ -90,12 +99,10 @@ class _Profiling:
     subject: Subject
     machine: Machine
     peers: Peers
+    repeats: Repeats
 
     def grains(self, *, fine: bool) -> Grains:
-        units = self.peers.each(lambda: find_units(trace(self.model, self.subject.step, self.machine.record)))
-        _check_same_calls(self.peers.all(lambda: [unit.name for unit in units.units]))
-        split = splittable(units)
-        finest = find_units(units.trace, split) if split else units
+        units, finest = self.units(fine=fine)
         ways = self.ways(units, finest)
         place, coarse = self.watched(ways)
         seconds = self.seconds()
@@ -105,6 +112,32 @@ class _Profiling:
         # Who has no room for it runs once more what had, as the others wait for it.
         place, parts = self.watched([(finest, every_unit(finest)), ways[place]])
         return Grains(coarse=coarse, fine=None if place else _scaled(parts, seconds))
+
+    def units(self, *, fine: bool) -> tuple[Units, Units]:
+        """Return the units, and the finest ones: those that do in a recompute what they do in their forward."""
+        traced = self.peers.each(lambda: trace(self.model, self.subject.step, self.machine.record))
+        has_failed = False
+        while True:
+            units = self.peers.each(lambda: find_units(traced, unlike=self.repeats.unlike))
+            _check_same_calls(self.peers.all(lambda own=units: [unit.name for unit in own.units]))
+            split = splittable(units)
+            finest = find_units(traced, split, self.repeats.unlike) if split else units
+            if not (self.fail(units) or (fine and self.fail(finest))):
+                break
+            has_failed = True
+        if has_failed:
+            self.repeats.tell()
+        return units, finest
+
+    def fail(self, units: Units) -> bool:
+        """Try the units that nobody has tried, and return whether some are to be none. See `repeating`."""
+        is_seen = self.machine.is_here and not units.trace.sharded and len(units.units) <= _MOST_UNITS
+        if not is_seen or self.repeats.know(units):
+            return False
+        if not self.fits(units):
+            leave_out()
+            return False
+        return self.repeats.add(units, self.peers.all(lambda: tried(self.model, self.subject, units)))
 
     def ways(self, units: Units, finest: Units) -> list[_Way]:
         """Return the ways of watching a step. Each needs less memory, and more time.

@@ -5,6 +5,7 @@ or a wrapper model that saves next to nothing in its own code, and holds much of
 are the
 units: a transformer's blocks, a U-Net's, encoder before decoder, whatever the types are called.
 
+    repeating         a call whose recompute would not be its forward is no unit; see `repeating`
     mutation          a call that writes to its input in place cannot start a region, for the recompute would find the
                       input changed: it is glued to the call that produced the input, and both are one unit; if that
                       is not the call just before, or if a later call writes to an input, the call is no unit at all;
@@ -15,8 +16,8 @@ units: a transformer's blocks, a U-Net's, encoder before decoder, whatever the t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
 
@@ -69,6 +70,7 @@ class Units:
         units: In the order of the calls.
         others: Calls between the units that can be no units, with their keys: whoever counts calls has to count them.
         opened: Calls that were taken apart, with their keys; to be counted as well.
+        unlike: The modules that are none since their recompute would not be their forward, with the reasons.
     """
 
     trace: Trace
@@ -76,6 +78,7 @@ class Units:
     units: tuple[Unit, ...]
     others: tuple[tuple[int, tuple[str, int]], ...]
     opened: tuple[tuple[int, tuple[str, int]], ...] = ()
+    unlike: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @cached_property
     def rows(self) -> tuple[range, ...]:
@@ -147,12 +150,13 @@ class Units:
         return any(self.trace.calls[inner].saved for inner in self.trace.descendants(call))
 
 
-def find_units(trace: Trace, split: frozenset[int] = frozenset()) -> Units:
+def find_units(trace: Trace, split: frozenset[int] = frozenset(), unlike: Mapping[str, str] | None = None) -> Units:
     """Return the units of a traced forward.
 
     Args:
         trace: The forward.
         split: Calls that would be units and are to be taken apart into the calls that they make.
+        unlike: Modules whose recompute would not be their forward, by name, with the reasons; see `repeating`.
 
     Raises:
         StepError: The step calls no module of the model with grad mode on, or none that could be recomputed.
@@ -164,10 +168,11 @@ def find_units(trace: Trace, split: frozenset[int] = frozenset()) -> Units:
         )
     total = sum(_saved_bytes(trace, root) for root in roots)
     opening = frozenset(trace.calls[root].name for root in roots)
-    names = set[str]().union(*(_expanded_names(trace, root, total, opening, is_root=True) for root in roots))
+    own = dict(unlike or {})
+    names = set[str]().union(*(_expanded_names(trace, root, total, opening, own, is_root=True) for root in roots))
     flat = [call for root in roots for call in _flat(trace, root, names)]
     chosen = [inner for call in flat for inner in (_parts(trace, call) if call in split else [call])]
-    return _Linker(trace, roots, opening, chosen).units()
+    return _Linker(trace, roots, opening, chosen, own).units()
 
 
 def _saved_bytes(trace: Trace, call: int) -> int:
@@ -176,21 +181,24 @@ def _saved_bytes(trace: Trace, call: int) -> int:
     return sum(trace.storage_bytes[storage] for storage in inside - seen - trace.fixed if storage >= 0)
 
 
-def _expanded_names(trace: Trace, index: int, total: int, opening: frozenset[str], *, is_root: bool) -> set[str]:
+def _expanded_names(
+    trace: Trace, index: int, total: int, opening: frozenset[str], unlike: Collection[str], *, is_root: bool
+) -> set[str]:
     children = [child for child in trace.children(index) if trace.calls[child].grad]
     if not children:
         return set()
     # What opens a scope wherever it is called cannot be part of a unit.
     is_root = is_root or any(trace.calls[inner].name in opening for inner in trace.descendants(index))
     whole = _saved_bytes(trace, index)
-    own = {save.storage for save in trace.calls[index].saved} - trace.fixed
-    glue = sum(trace.storage_bytes[storage] for storage in own if storage >= 0)
+    between = {save.storage for save in trace.calls[index].saved} - trace.fixed
+    glue = sum(trace.storage_bytes[storage] for storage in between if storage >= 0)
     is_whole = whole < _LEAST_SHARE * total or glue > _MOST_GLUE * whole
-    if is_whole and not is_root and not trace.calls[index].is_overwritten:
+    own = trace.calls[index]
+    if is_whole and not (is_root or own.is_overwritten or own.name in unlike):
         return set()
-    names = {trace.calls[index].name}
+    names = {own.name}
     for child in children:
-        names |= _expanded_names(trace, child, total, opening, is_root=False)
+        names |= _expanded_names(trace, child, total, opening, unlike, is_root=False)
     return names
 
 
@@ -218,12 +226,15 @@ def splittable(units: Units) -> frozenset[int]:
 class _Linker:
     """Makes units of the chosen calls: glues those that mutate, links the rest."""
 
-    def __init__(self, trace: Trace, roots: list[int], opening: frozenset[str], chosen: list[int]) -> None:
+    def __init__(
+        self, trace: Trace, roots: list[int], opening: frozenset[str], chosen: list[int], unlike: Mapping[str, str]
+    ) -> None:
         self.trace = trace
         self.roots = roots
         self.opening = opening
         self.chosen = chosen
         self.is_chosen = frozenset(chosen)
+        self.unlike = unlike
         self.writing = [(index, call) for index, call in enumerate(trace.calls) if call.mutated]
         self.groups: list[list[int]] = []
         self.scope_of: list[int] = []
@@ -231,7 +242,7 @@ class _Linker:
     def units(self) -> Units:
         for index in self.chosen:
             call, scope = self.trace.calls[index], self.scope(index)
-            if call.is_overwritten:
+            if call.is_overwritten or call.name in self.unlike:
                 continue  # it stays code between the units, as do the calls below
             if call.mutated and self.groups and self.scope_of[-1] == scope and self.produces(self.groups[-1], call):
                 self.groups[-1].append(index)
@@ -242,8 +253,9 @@ class _Linker:
             self.scope_of.append(scope)
         if not self.groups:
             raise StepError(
-                "no call of the model can be recomputed: each writes in place to its inputs or to its parameters. "
-                "There is nothing to plan; write out of place."
+                "no call of the model can be recomputed: each writes in place to its inputs or to its parameters"
+                + "".join(f", or would not be its forward. `{name}`: {why}" for name, why in self.unlike.items())[:600]
+                + ". There is nothing to plan; write out of place."
             )
         keys = self.keys()
         rows = groupby(range(len(self.groups)), key=self.scope_of.__getitem__)
@@ -251,7 +263,14 @@ class _Linker:
         grouped = {index for group in self.groups for index in group}
         others = tuple((index, keys[index]) for index in self.chosen if index not in grouped)
         opened = tuple((index, keys[index]) for _, index in self.counted() if index not in self.is_chosen)
-        return Units(trace=self.trace, roots=tuple(self.roots), units=tuple(units), others=others, opened=opened)
+        return Units(
+            trace=self.trace,
+            roots=tuple(self.roots),
+            units=tuple(units),
+            others=others,
+            opened=opened,
+            unlike=self.unlike,
+        )
 
     def produces(self, group: list[int], call: Call) -> bool:
         """Whether all that `call` writes to is an output of the last calls, unchanged since."""

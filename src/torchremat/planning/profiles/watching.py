@@ -18,6 +18,7 @@ from torchremat.planning.profiles.units import Units
 from torchremat.regions.region import Region as LiveRegion
 from torchremat.regions.runs import Place
 from torchremat.regions.selection import memory_of
+from torchremat.regions.settings import Observer
 from torchremat.regions.slots import Slot
 from torchremat.schedules.chain import Keep, Region, Tree
 from torchremat.tensors.structure import tensors_in
@@ -68,29 +69,15 @@ class Watched:
         return max((mark for place, mark in enumerate(self.saves_at) if not self.is_dropped(place)), default=-1)
 
 
-class Watcher:
-    """The observer of the profiled step."""
+class UnitObserver(Observer):
+    """An observer of a step in which units are regions, which knows the unit of each region."""
 
-    def __init__(
-        self,
-        units: Units,
-        mark: Callable[[str], int],
-        pointer_of: Callable[[UntypedStorage], int],
-        fixed: Iterable[Tensor],
-    ) -> None:
+    def __init__(self, units: Units) -> None:
         self.units = units
-        self.mark = mark
-        self.pointer_of = pointer_of
-        self.fixed = {address_of(memory) for tensor in fixed if (memory := memory_of(tensor)) is not None}
-        self.watched = [Watched(saved=units.saved(unit)) for unit in range(len(units.units))]
-        self.order: list[int] = []
         self.unit_by_region: WeakKeyDictionary[LiveRegion, int | None] = WeakKeyDictionary()
         self.waiting: dict[tuple[tuple[str, int], ...], list[int]] = {}
         for index, unit in enumerate(units.units):
             self.waiting.setdefault(unit.keys, []).append(index)
-        # The marks between which regions copy generator states and buffers, or drop the copies.
-        self.copying: list[tuple[int, int]] = []
-        self.since = -1
 
     def unit_of(self, region: LiveRegion) -> int | None:
         """Return the unit that a region is, or None for one around several units."""
@@ -108,6 +95,27 @@ class Watcher:
             keys = ((str(label), 0),)
         waiting = self.waiting.get(keys, [])
         return waiting.pop(0) if waiting else None
+
+
+class Watcher(UnitObserver):
+    """The observer of the profiled step."""
+
+    def __init__(
+        self,
+        units: Units,
+        mark: Callable[[str], int],
+        pointer_of: Callable[[UntypedStorage], int],
+        fixed: Iterable[Tensor],
+    ) -> None:
+        super().__init__(units)
+        self.mark = mark
+        self.pointer_of = pointer_of
+        self.fixed = {address_of(memory) for tensor in fixed if (memory := memory_of(tensor)) is not None}
+        self.watched = [Watched(saved=units.saved(unit)) for unit in range(len(units.units))]
+        self.order: list[int] = []
+        # The marks between which regions copy generator states and buffers, or drop the copies.
+        self.copying: list[tuple[int, int]] = []
+        self.since = -1
 
     def looks(self, region: LiveRegion) -> None:
         """See `Observer`."""

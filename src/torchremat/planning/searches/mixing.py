@@ -92,7 +92,7 @@ class _Mixture:
         self.boundary = coarse.lifetimes.boundary
         self.coarse = coarse
         self.fine = fine
-        self.units = find_units(coarse.units.trace, split)
+        self.units = find_units(coarse.units.trace, split, coarse.units.unlike)
         self.coarse_index = {unit.calls: index for index, unit in enumerate(coarse.units.units)}
         self.fine_index = {unit.calls: index for index, unit in enumerate(fine.units.units)}
         trace = coarse.units.trace

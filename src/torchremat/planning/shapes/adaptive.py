@@ -31,6 +31,7 @@ from torchremat.planning.budgets import bytes_of, check_budget, margin_of, perce
 from torchremat.planning.elsewhere.machines import Here
 from torchremat.planning.layout import check_bare, installed
 from torchremat.planning.profiles.profiling import profile_subject
+from torchremat.planning.profiles.repeating import Repeats
 from torchremat.planning.requests import check_flags
 from torchremat.planning.searches.chains import Cost, check_cost
 from torchremat.planning.shapes.batches import Look, look_of
@@ -133,6 +134,7 @@ class Adaptive(Generic[B]):
         self._over: Over = over
         self._shape_of = cast("Callable[[object], tuple[int, ...]] | None", shape)
         self._classes = Classes(self._limit_bytes, cost, classes, operators=operators)
+        self._repeats = Repeats()
         self._lock = Lock()
         self._closed = False
         self.learning_seconds = 0.0
@@ -241,7 +243,7 @@ class Adaptive(Generic[B]):
         subject = subject_of(_bound(self._step, batch, look.tensors), self._model, self._optimizer)
         start_s = time.perf_counter()
         fine = self._classes.takes_apart(look)
-        grains = profile_subject(self._model, subject, Here(self._device), fine=fine)
+        grains = profile_subject(self._model, subject, Here(self._device), fine=fine, repeats=self._repeats)
         self._classes.learn(look, grains)
         self.learned += 1
         self.learning_seconds += time.perf_counter() - start_s

@@ -1,0 +1,215 @@
+"""Which units do in a recompute what they did in their forward: each is tried once, before anything is planned.
+
+A module may read what nobody passes to it: an attribute that the code around it sets, a count of its calls, a draw of
+`random` or NumPy. A recompute finds that as it is then, and the gradients are wrong, or user code raises. So there is
+a forward in which every unit is a region, and when it has ended each is run again, the last one first as in backward.
+What is saved and what is returned has to have the same bits.
+
+A unit that fails is none: the calls inside of it may be, and what is left stays kept. See `find_units`.
+
+Missing on purpose: units of modules that FSDP2 has sharded, whose parameters are gathered in backward alone; and units
+in which nothing runs (`on="meta"`).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from torchremat.errors import CheckpointError, MutationError, RepeatWarning, UnsupportedError, warn
+from torchremat.measuring.exhaustion import is_out_of_memory, let_go
+from torchremat.measuring.heap import free_unused
+from torchremat.measuring.modules import has_compiled
+from torchremat.measuring.runs import Subject
+from torchremat.planning.layout import calls_of, installed
+from torchremat.planning.profiles.units import Units
+from torchremat.planning.profiles.watching import UnitObserver, every_unit
+from torchremat.regions.causes import seen_cause
+from torchremat.regions.differences import DivergedError
+from torchremat.regions.region import Region
+from torchremat.regions.settings import Check, Settings
+from torchremat.tensors.fingerprints import fingerprint
+from torchremat.tensors.structure import tensors_in
+
+# So many modules are named in a warning, and so many reasons; `Plan.unlike` has all.
+_MOST_TOLD = 3
+_UNKNOWN = (
+    "it gives other values then, since something that it reads besides its arguments has changed: an attribute that is "
+    "set around it, a global, a count"
+)
+_NO_ROOM = (
+    "whether the modules of the model do in a recompute what they do in their forward was not tried, for want of "
+    "memory. `torchremat.verify` under the plan tells whether its gradients are exact."
+)
+
+
+@dataclass(eq=False)
+class Repeats:
+    """What is known of the modules that have been tried.
+
+    Attributes:
+        like: The names of those that passed.
+        unlike: The names of those that did not, with the reasons.
+    """
+
+    like: set[str] = field(default_factory=set[str])
+    unlike: dict[str, str] = field(default_factory=dict[str, str])
+
+    def know(self, units: Units) -> bool:
+        """Return whether each of some units has been tried."""
+        return all(name in self.like for unit in units.units for name, _ in unit.keys)
+
+    def add(self, units: Units, found: Sequence[Mapping[str, str]]) -> bool:
+        """Take in what trying some units has told in each process, and return whether one of them failed."""
+        new = {name: why for one in found for name, why in one.items()}
+        self.unlike.update(new)
+        self.like.update(name for unit in units.units for name, _ in unit.keys if name not in self.unlike)
+        return bool(new)
+
+    def tell(self) -> None:
+        """Warn of those that failed."""
+        if self.unlike:
+            warn(told(self.unlike), RepeatWarning)
+
+
+def told(unlike: Mapping[str, str]) -> str:
+    """Return the words for modules whose recompute would not be their forward."""
+    by_reason: dict[str, list[str]] = {}
+    for name, why in unlike.items():
+        by_reason.setdefault(why, []).append(f"`{name}`" if name else "the model itself")
+    reasons = [f"{shortened(names)}: {why}" for why, names in by_reason.items()]
+    more = f"; and {len(reasons) - _MOST_TOLD} more reasons, see `plan.unlike`" if len(reasons) > _MOST_TOLD else ""
+    return (
+        f"modules of the model ({len(unlike)}) would not do in a recompute what they do in their forward. They are not "
+        f"recomputed as a whole: what they call may be, the rest is kept. {'; '.join(reasons[:_MOST_TOLD])}{more}. "
+        "Pass what they read as an argument, and more can be recomputed."
+    )
+
+
+def shortened(names: Sequence[str]) -> str:
+    """Return the first of some names, and how many more there are."""
+    more = f" and {len(names) - _MOST_TOLD} more" if len(names) > _MOST_TOLD else ""
+    return f"{', '.join(names[:_MOST_TOLD])}{more}"
+
+
+def tried(model: nn.Module, subject: Subject, units: Units) -> dict[str, str]:
+    """Return the modules of the units whose recompute is not their forward, by name, with the reasons.
+
+    Where tensors are saved that cannot be compared, what raises is found, and what has another shape.
+    """
+    kinds: tuple[Check, Check] = ("values", "metadata")
+    for check in kinds:
+        try:
+            with subject.untouched(), _deterministic(model):
+                return _Trial(units, check).failures(model, subject)
+        except (RuntimeError, MemoryError) as error:
+            if is_out_of_memory(error):
+                let_go(error)
+                break
+            if check == "metadata":
+                raise
+    free_unused()
+    leave_out()
+    return {}
+
+
+def leave_out() -> None:
+    """Warn that there is no room for trying."""
+    warn(_NO_ROOM, RepeatWarning)
+
+
+class _Trial(UnitObserver):
+    """A forward in which every unit is a region, and one recompute of each."""
+
+    def __init__(self, units: Units, check: Check) -> None:
+        super().__init__(units)
+        self.check: Check = check
+        self.regions: dict[int, Region] = {}
+        self.returns: dict[tuple[int, int], list[Tensor]] = {}  # by unit and call, fingerprints
+        self.differs = False  # whether a call has returned something else in the recompute that runs
+
+    def began(self, region: Region, call: int, tensors: list[Tensor]) -> None:
+        """See `Observer`. A region without saved tensors would be gone with its call."""
+        unit = self.unit_of(region)
+        if unit is not None:
+            self.regions[unit] = region
+
+    def ended(self, region: Region, call: int, output: object) -> None:
+        """See `Observer`."""
+        unit = self.unit_of(region)
+        if unit is not None and self.check == "values":
+            self.returns[unit, call] = list(map(fingerprint, tensors_in(output)))
+
+    def returned(self, region: Region, call: int, output: object) -> None:
+        """See `Observer`."""
+        unit = self.unit_of(region)
+        if unit is not None and self.check == "values":
+            then, now = self.returns[unit, call], list(map(fingerprint, tensors_in(output)))
+            self.differs |= len(then) != len(now) or not all(map(torch.equal, then, now))
+
+    def failures(self, model: nn.Module, subject: Subject) -> dict[str, str]:
+        """Run the forward, and the units again, the last one first; return the modules of those that fail."""
+        found: dict[str, str] = {}
+        settings = Settings(check=self.check, early_stop=False, observer=self)
+        try:
+            with installed(model, calls_of(self.units), every_unit(self.units), settings):
+                subject.forward()
+            for unit in sorted(self.regions, reverse=True):
+                why = self.failure(self.regions[unit])
+                if why is not None:
+                    found.update((name, why) for name, _ in self.units.units[unit].keys)
+        finally:
+            for region in self.regions.values():
+                region.abandon()
+        return dict(reversed(found.items()))
+
+    def failure(self, region: Region) -> str | None:
+        """Recompute a region, and return why that was not its forward; None if it was, or if that cannot be told."""
+        self.differs = False
+        try:
+            region.repeat()
+        except DivergedError:
+            return _words(region)
+        except UnsupportedError:
+            return None
+        except (CheckpointError, MutationError) as error:
+            return str(error).partition("\n")[0].rstrip(".")
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            return f"its recompute raised {type(error).__name__}: {error}".partition("\n")[0]
+        return _words(region) if self.differs else None
+
+
+def _words(region: Region) -> str:
+    # A process that runs a region once more than the others may wait for them.
+    is_alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
+    try:
+        cause = seen_cause(region) if is_alone else None
+    except Exception:  # noqa: BLE001  as in `explain`
+        cause = None
+    return _UNKNOWN if cause is None else cause.fact
+
+
+@contextmanager
+def _deterministic(model: nn.Module) -> Generator[None]:
+    """Let kernels add in the same order each time, those that can: another order is no other state.
+
+    Compiled code is left as it is, since it would be compiled anew.
+    """
+    if has_compiled(model):
+        yield
+        return
+    was, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of kernels that cannot
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(was, warn_only=warns)
