@@ -45,6 +45,18 @@ def test_rows_and_columns_in_another_order_are_noticed(dtype):
     assert not alike(x, rows(x.t(), [1, 0, 2, 3, 4, 5, 6]).t())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
+@pytest.mark.parametrize("dimension", range(4))
+def test_any_dimension_in_another_order_is_noticed_where_rows_are_short(dtype, dimension):
+    # Rows of eight elements took eight times as long as long ones, so that several dimensions are a row.
+    x = some(dtype, 6, 10, 12, 8)
+    places = torch.arange(x.shape[dimension])
+
+    for order in (places.flip(0), places.roll(1), places[torch.randperm(len(places))]):
+        assert not alike(x, x.index_select(dimension, order))
+    assert alike(x, x.contiguous(memory_format=torch.channels_last))
+
+
 @pytest.mark.parametrize("dtype", FLOATING, ids=str)
 def test_one_bit_in_any_element_is_noticed(dtype):
     x = some(dtype, 4, 5)

@@ -9,7 +9,7 @@ from torchremat.planning.inputs import InputSizes
 from torchremat.planning.layout import HeldOperators, calls_of
 from torchremat.planning.plans import PlainSource, Plan, PlannedUnit, Point, claimed
 from torchremat.planning.profiles.reading import Profile
-from torchremat.planning.profiles.repeating import told
+from torchremat.planning.profiles.unlike import told
 from torchremat.planning.searches.solving import Candidate
 from torchremat.planning.walks.cargo import NO_LOADS, Loads
 from torchremat.planning.walks.memory import Walk

@@ -26,7 +26,7 @@ from torchremat.planning.layout import (
     put_on,
     uninstall,
 )
-from torchremat.planning.profiles.repeating import shortened
+from torchremat.planning.profiles.unlike import shortened
 from torchremat.planning.profiles.weighing import check_stores
 from torchremat.planning.requests import check_flags
 from torchremat.planning.searches.chains import Cost

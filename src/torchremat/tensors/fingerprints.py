@@ -12,6 +12,9 @@ from torch import Tensor, nn
 
 from torchremat.errors import UnsupportedError
 
+# Elements of a row that is long enough for kernels, and of a tensor that is small enough not to care.
+_LONG, _SMALL = 256, 4096
+
 
 def fingerprint(tensor: Tensor) -> Tensor:
     """Return the fingerprint of a tensor: two int64 on its device, without waiting for it.
@@ -29,8 +32,21 @@ def fingerprint(tensor: Tensor) -> Tensor:
             return torch.stack((_ordered(words), _ordered(rest)))
         if values.dim() == 0:
             return _hashed(values).expand(2)
-        # By rows, whose order counts, and every other column.
-        return torch.stack((_ordered(_hashed(values, -1).flatten()), _hashed(values[..., ::2])))
+        # By rows, whose order counts, and every other part of a row in each of its dimensions.
+        inner = _dimensions_of_a_row(values)
+        parts = (_hashed(values[(..., slice(None, None, 2), *[slice(None)] * place)]) for place in range(inner))
+        odd = torch.stack([part * (2 * place + 1) for place, part in enumerate(parts)]).sum()
+        return torch.stack((_ordered(_hashed(values, inner).flatten()), odd))
+
+
+def _dimensions_of_a_row(values: Tensor) -> int:
+    """Return how many of the last dimensions are a row: of large tensors several, since kernels like long rows."""
+    dimensions, elements = 1, values.shape[-1]
+    if values.numel() > _SMALL:
+        while elements < _LONG and dimensions + 1 < values.dim():
+            dimensions += 1
+            elements *= values.shape[-dimensions]
+    return dimensions
 
 
 def _ordered(numbers: Tensor) -> Tensor:
@@ -38,9 +54,11 @@ def _ordered(numbers: Tensor) -> Tensor:
     return (numbers * torch.arange(1, 2 * numbers.numel() + 1, 2, device=numbers.device)).sum()
 
 
-def _hashed(values: Tensor, dimension: int | None = None) -> Tensor:
-    found = torch.hash_tensor(values) if dimension is None else torch.hash_tensor(values, dim=dimension)
-    return found.view(torch.int64)
+def _hashed(values: Tensor, inner: int | None = None) -> Tensor:
+    """Return the hash of a tensor, or one for each row of the last dimensions."""
+    if inner is None:
+        return torch.hash_tensor(values).view(torch.int64)
+    return torch.hash_tensor(values, dim=tuple(range(-inner, 0))).view(torch.int64)
 
 
 def _words(values: Tensor) -> tuple[Tensor, Tensor]:

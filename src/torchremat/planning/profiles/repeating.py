@@ -28,6 +28,7 @@ from torchremat.measuring.modules import has_compiled
 from torchremat.measuring.runs import Subject
 from torchremat.planning.layout import calls_of, installed
 from torchremat.planning.profiles.units import Units
+from torchremat.planning.profiles.unlike import told
 from torchremat.planning.profiles.watching import UnitObserver, every_unit
 from torchremat.regions.causes import seen_cause
 from torchremat.regions.differences import DivergedError
@@ -36,8 +37,6 @@ from torchremat.regions.settings import Check, Settings
 from torchremat.tensors.fingerprints import fingerprint
 from torchremat.tensors.structure import tensors_in
 
-# So many modules are named in a warning, and so many reasons; `Plan.unlike` has all.
-_MOST_TOLD = 3
 _UNKNOWN = (
     "it gives other values then, since something that it reads besides its arguments has changed: an attribute that is "
     "set around it, a global, a count"
@@ -75,26 +74,6 @@ class Repeats:
         """Warn of those that failed."""
         if self.unlike:
             warn(told(self.unlike), RepeatWarning)
-
-
-def told(unlike: Mapping[str, str]) -> str:
-    """Return the words for modules whose recompute would not be their forward."""
-    by_reason: dict[str, list[str]] = {}
-    for name, why in unlike.items():
-        by_reason.setdefault(why, []).append(f"`{name}`" if name else "the model itself")
-    reasons = [f"{shortened(names)}: {why}" for why, names in by_reason.items()]
-    more = f"; and {len(reasons) - _MOST_TOLD} more reasons, see `plan.unlike`" if len(reasons) > _MOST_TOLD else ""
-    return (
-        f"modules of the model ({len(unlike)}) would not do in a recompute what they do in their forward. They are not "
-        f"recomputed as a whole: what they call may be, the rest is kept. {'; '.join(reasons[:_MOST_TOLD])}{more}. "
-        "Pass what they read as an argument, and more can be recomputed."
-    )
-
-
-def shortened(names: Sequence[str]) -> str:
-    """Return the first of some names, and how many more there are."""
-    more = f" and {len(names) - _MOST_TOLD} more" if len(names) > _MOST_TOLD else ""
-    return f"{', '.join(names[:_MOST_TOLD])}{more}"
 
 
 def tried(model: nn.Module, subject: Subject, units: Units) -> dict[str, str]:

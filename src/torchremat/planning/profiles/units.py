@@ -24,6 +24,7 @@ from itertools import groupby
 from torchremat.errors import StepError
 from torchremat.planning.profiles.saves import Saved
 from torchremat.planning.profiles.tracing import Call, Trace
+from torchremat.planning.profiles.unlike import told
 
 # A call is taken apart if its own code saves at most this share of what is saved in all of it ...
 _MOST_GLUE = 0.1
@@ -252,10 +253,13 @@ class _Linker:
             self.groups.append([index])
             self.scope_of.append(scope)
         if not self.groups:
+            if self.unlike:
+                raise StepError(
+                    f"no call of the model can be recomputed, so there is nothing to plan: {told(self.unlike)}"
+                )
             raise StepError(
-                "no call of the model can be recomputed: each writes in place to its inputs or to its parameters"
-                + "".join(f", or would not be its forward. `{name}`: {why}" for name, why in self.unlike.items())[:600]
-                + ". There is nothing to plan; write out of place."
+                "no call of the model can be recomputed: each writes in place to its inputs or to its parameters. "
+                "There is nothing to plan; write out of place."
             )
         keys = self.keys()
         rows = groupby(range(len(self.groups)), key=self.scope_of.__getitem__)
