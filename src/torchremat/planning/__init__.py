@@ -8,7 +8,7 @@ bounds/                  how far the best tree found can be from the best possib
 budgets, layout, inputs  what a plan is for, and how a tree is put on a model
 plans, files             a plan as data
 requests, planner        `plan`: what it checks, and what it does
-descriptions             what it tells
+descriptions, printing   what it tells, and a plan as text
 frontiers, staircases    peak against time over all budgets
 verification, fitting    one real step
 shapes/                  steps of changing shapes

@@ -26,15 +26,14 @@ from torchremat.planning.layout import (
     put_on,
     uninstall,
 )
-from torchremat.planning.profiles.unlike import shortened
+from torchremat.planning.printing import text_of
 from torchremat.planning.profiles.weighing import check_stores
 from torchremat.planning.requests import check_flags
 from torchremat.planning.searches.chains import Cost
-from torchremat.planning.searches.pace import TIME_IS_OVER
 from torchremat.planning.walks.cargo import Speed, StoredUnit
 from torchremat.regions.journeys import Itinerary
 from torchremat.regions.settings import Settings
-from torchremat.schedules.chain import Keep, Region, Tree
+from torchremat.schedules.chain import Tree
 from torchremat.schedules.depths import DEEPEST, depth
 from torchremat.tensors.handles import Store
 from torchremat.tensors.sizes import format_bytes
@@ -315,55 +314,7 @@ class Plan:
         draw([plain, _drawn(self.curve, name=name, before_bytes=before, budget_bytes=budget)], path)
 
     def __str__(self) -> str:
-        return "\n".join([*self._summary(), "", *self._rows()])
-
-    def _summary(self) -> list[str]:
-        share = f"{100 * self.peak_bytes / max(1, self.plain_peak_bytes):.0f}% of plain"
-        lines = [
-            f"budget     {format_bytes(self.budget_bytes)} ({self.budget}) on {self.device}",
-            f"peak       {format_bytes(self.peak_bytes)} predicted, {share} "
-            f"({format_bytes(self.plain_peak_bytes)}, {self.plain_source}); "
-            f"highest during {self.where}",
-            f"time       {self.slowdown:.2f} x plain predicted; {self.recomputed_flops / 1e9:.2f} GFLOP recomputed in "
-            f"{self.recomputed_calls} calls, {100 * self.recomputed_flops / max(1, self.flops):.0f}% of a forward",
-            f"floor      {format_bytes(self.floor_bytes)} is the smallest budget found to work",
-        ]
-        if self.ran_out:
-            lines.append(f"search     {TIME_IS_OVER}")
-        if self.unlike:
-            lines.append(f"not whole  {shortened(list(self.unlike))}: see `unlike`")
-        if self.certificate is not None:
-            lines.append(f"optimal    {self.certificate.claim}")
-        if self.stored:
-            places = sorted({one.store for one in self.stored})
-            lines.append(
-                f"stored     {format_bytes(self.stored_bytes)} of {len(self.stored)} units in "
-                f"{', '.join(self.stores[place] for place in places)}, {1e3 * self.moving_seconds:.1f} ms added"
-            )
-            lines += [f"speed      {self.stores[place]}: {self.speeds[place]}" for place in places if self.speeds]
-        parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in self.before_bytes.items() if size)
-        lines.append(f"before     {format_bytes(sum(self.before_bytes.values()))} lie there before a step: {parts}")
-        if self.optimizer_peak_bytes is None:
-            lines.append("optimizer  not counted")
-        else:
-            lines.append(
-                f"optimizer  {format_bytes(self.optimizer_state_bytes)} of state to come; its step peaks at "
-                f"{format_bytes(self.optimizer_peak_bytes)}"
-            )
-        return lines
-
-    def _rows(self) -> list[str]:
-        width = max(6, *(len(unit.name) for unit in self.units))
-        rows = [f"{'module':<{width}}  {'saves':>10}  {'inputs':>10}  {'forward':>9}  plan"]
-        parts = {unit: f" {len(one.held)} of {len(one.operators)} operators" for one in self.held for unit in one.units}
-        stored = {one.unit: f"store {one.store}" for one in self.stored}
-        for place, (unit, what) in enumerate(zip(self.units, described(self.tree), strict=True)):
-            words = stored.get(place, what)
-            rows.append(
-                f"{unit.name:<{width}}  {format_bytes(unit.saved_bytes):>10}  {format_bytes(unit.input_bytes):>10}  "
-                f"{unit.seconds * 1e3:>6.2f} ms  {words}{parts.get(place, '')}"
-            )
-        return rows
+        return text_of(self)
 
 
 def claimed(plan: Plan, claim: Claim | None) -> Plan:
@@ -383,21 +334,3 @@ def _drawn(points: tuple[Point, ...], *, name: str, before_bytes: int, budget_by
         before_bytes=before_bytes,
         budget_bytes=budget_bytes,
     )
-
-
-def described(tree: Tree) -> list[str]:
-    """Return for each unit what the tree makes of it, in words, with nested regions drawn as brackets."""
-    words: list[str] = []
-
-    def walk(node: Keep | Region, brackets: str) -> None:
-        if isinstance(node, Keep):
-            words.append(f"{brackets} recompute" if brackets else "keep")
-            return
-        for place, child in enumerate(node.children):
-            last = len(node.children) - 1
-            edge = "─" if not last else "┌" if place == 0 else "└" if place == last else "│"
-            walk(child, brackets + edge)
-
-    for node in tree:
-        walk(node, "")
-    return words

@@ -7,6 +7,8 @@ operators.py     the operators of each call
 units.py         the flat order of calls that a plan chooses among
 roots.py         trees made fit for the roots of a step, and for what is sharded
 watching.py      the step in which every unit is a region
+repeating.py     the units that do in a recompute what they do in their forward: each is tried
+unlike.py        the words for those that do not
 events.py        the allocator's events of it
 backwards.py     the backward of one unit in it
 reading.py       figures, read out of the allocator's events

@@ -1,0 +1,86 @@
+"""A plan as text: what it needs, and what becomes of each unit."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torchremat.planning.profiles.unlike import shortened
+from torchremat.planning.searches.pace import TIME_IS_OVER
+from torchremat.schedules.chain import Keep, Region, Tree
+from torchremat.tensors.sizes import format_bytes
+
+if TYPE_CHECKING:
+    from torchremat.planning.plans import Plan
+
+
+def text_of(plan: Plan) -> str:
+    """Return a plan as text."""
+    return "\n".join([*_summary(plan), "", *_rows(plan)])
+
+
+def _summary(plan: Plan) -> list[str]:
+    share = f"{100 * plan.peak_bytes / max(1, plan.plain_peak_bytes):.0f}% of plain"
+    lines = [
+        f"budget     {format_bytes(plan.budget_bytes)} ({plan.budget}) on {plan.device}",
+        f"peak       {format_bytes(plan.peak_bytes)} predicted, {share} "
+        f"({format_bytes(plan.plain_peak_bytes)}, {plan.plain_source}); "
+        f"highest during {plan.where}",
+        f"time       {plan.slowdown:.2f} x plain predicted; {plan.recomputed_flops / 1e9:.2f} GFLOP recomputed in "
+        f"{plan.recomputed_calls} calls, {100 * plan.recomputed_flops / max(1, plan.flops):.0f}% of a forward",
+        f"floor      {format_bytes(plan.floor_bytes)} is the smallest budget found to work",
+    ]
+    if plan.ran_out:
+        lines.append(f"search     {TIME_IS_OVER}")
+    if plan.unlike:
+        lines.append(f"not whole  {shortened(list(plan.unlike))}: see `unlike`")
+    if plan.certificate is not None:
+        lines.append(f"optimal    {plan.certificate.claim}")
+    if plan.stored:
+        places = sorted({one.store for one in plan.stored})
+        lines.append(
+            f"stored     {format_bytes(plan.stored_bytes)} of {len(plan.stored)} units in "
+            f"{', '.join(plan.stores[place] for place in places)}, {1e3 * plan.moving_seconds:.1f} ms added"
+        )
+        lines += [f"speed      {plan.stores[place]}: {plan.speeds[place]}" for place in places if plan.speeds]
+    parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in plan.before_bytes.items() if size)
+    lines.append(f"before     {format_bytes(sum(plan.before_bytes.values()))} lie there before a step: {parts}")
+    if plan.optimizer_peak_bytes is None:
+        lines.append("optimizer  not counted")
+    else:
+        lines.append(
+            f"optimizer  {format_bytes(plan.optimizer_state_bytes)} of state to come; its step peaks at "
+            f"{format_bytes(plan.optimizer_peak_bytes)}"
+        )
+    return lines
+
+
+def _rows(plan: Plan) -> list[str]:
+    width = max(6, *(len(unit.name) for unit in plan.units))
+    rows = [f"{'module':<{width}}  {'saves':>10}  {'inputs':>10}  {'forward':>9}  plan"]
+    parts = {unit: f" {len(one.held)} of {len(one.operators)} operators" for one in plan.held for unit in one.units}
+    stored = {one.unit: f"store {one.store}" for one in plan.stored}
+    for place, (unit, what) in enumerate(zip(plan.units, _described(plan.tree), strict=True)):
+        words = stored.get(place, what)
+        rows.append(
+            f"{unit.name:<{width}}  {format_bytes(unit.saved_bytes):>10}  {format_bytes(unit.input_bytes):>10}  "
+            f"{unit.seconds * 1e3:>6.2f} ms  {words}{parts.get(place, '')}"
+        )
+    return rows
+
+
+def _described(tree: Tree) -> list[str]:
+    """Return for each unit what the tree makes of it, in words, with nested regions drawn as brackets."""
+    words: list[str] = []
+
+    def walk(node: Keep | Region, brackets: str) -> None:
+        if isinstance(node, Keep):
+            words.append(f"{brackets} recompute" if brackets else "keep")
+            return
+        for place, child in enumerate(node.children):
+            last = len(node.children) - 1
+            edge = "─" if not last else "┌" if place == 0 else "└" if place == last else "│"
+            walk(child, brackets + edge)
+
+    for node in tree:
+        walk(node, "")
+    return words
