@@ -1,8 +1,8 @@
-"""`FlopCounter`: the flops of matrix products, convolutions and attention, as they run.
+"""`FlopCounter`: the flops of matrix products, convolutions, attention and recurrent layers, as they run.
 
-The formulas are those of torch's own registry, so totals equal `torch.utils.flop_counter.FlopCounterMode`'s. Ours keeps
-a running `total` that a hook can read at any moment, knows recomputed flops, and is a dictionary lookup per operator.
-It also counts what `scaled_dot_product_attention` runs on the CPU, which torch's registry lacks.
+The formulas are those of torch's own registry, so totals equal `torch.utils.flop_counter.FlopCounterMode`'s, and ours
+of what it lacks: see `formulas`. The counter keeps a running `total` that a hook can read at any moment, knows
+recomputed flops, and is a dictionary lookup per operator.
 
 Missing on purpose: elementwise operators, and the inside of higher-order operators that have no formula of their own
 (`cond`). Compiled code runs eagerly under the counter, so its flops are those of the eager code.
@@ -15,29 +15,13 @@ from collections.abc import Callable, Mapping
 from typing import cast
 
 import torch
-from torch.utils.flop_counter import flop_registry
 
 from torchremat._compat.modes import EagerMode
 from torchremat._compat.operators import has_kernel
+from torchremat.measuring.formulas import OF_TORCH, OURS, Formula
 from torchremat.tensors.structure import tensors_in
 
 _Operator = Callable[..., object]
-_Formula = Callable[..., int]
-
-_FORMULAS = cast("dict[object, _Formula]", flop_registry)
-_FLASH = "_scaled_dot_product_flash_attention"
-
-
-def _of_aten(name: str) -> object:
-    return getattr(torch.ops.aten, name)
-
-
-# The same mathematics as the kernels that torch counts, under the name of another backend. To be removed once torch's
-# registry has them.
-_OURS: dict[object, _Formula] = {
-    _of_aten(f"{_FLASH}_for_cpu"): _FORMULAS[_of_aten(_FLASH)],
-    _of_aten(f"{_FLASH}_for_cpu_backward"): _FORMULAS[_of_aten(f"{_FLASH}_backward")],
-}
 
 
 def never() -> bool:
@@ -59,7 +43,7 @@ class FlopCounter(EagerMode):
         self._is_recomputing = is_recomputing
         self._by_operator: dict[str, int] = {}
         # Operator to formula; None where nothing is counted. An operator's first call decides.
-        self._formulas: dict[_Operator, _Formula | None] = {}
+        self._formulas: dict[_Operator, Formula | None] = {}
         # Backward of two devices runs in two threads.
         self._adding = threading.Lock()
 
@@ -101,11 +85,11 @@ class FlopCounter(EagerMode):
             self._by_operator[name] = self._by_operator.get(name, 0) + flops
 
 
-def formula_of(func: _Operator) -> _Formula | None:
+def formula_of(func: _Operator) -> Formula | None:
     """Return what tells the flops of an operator from its arguments and `out_val`; None if it counts for nothing."""
     # A higher-order operator has no overloads and is registered itself.
     packet: object = getattr(func, "_overloadpacket", func)
-    return _OURS.get(packet) or _FORMULAS.get(packet)
+    return OURS.get(packet) or OF_TORCH.get(packet)
 
 
 def _decomposed(func: _Operator, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:

@@ -51,7 +51,8 @@ class Measurement:
         optimizer_bytes: State of the optimizer, as far as it has any before its first step.
         input_bytes: Tensors that the step holds: see `measuring.step`.
         seconds: Of forward and backward, in a run that nothing watched.
-        flops: Of matrix products, convolutions and attention, in forward and backward, recomputes included.
+        flops: Of matrix products, convolutions, attention and recurrent layers, in forward and backward, recomputes
+            included.
         recomputed_flops: Those of `flops` that ran a piece of forward again during backward.
         timeline: Live bytes after each event.
         reserved_bytes: CUDA alone: the most that the caching allocator held of the device.
