@@ -100,6 +100,19 @@ def test_marks_from_hooks_finalizers_and_other_threads():
     assert recorder.trace.marks[2].position == len(recorder.trace.time_ns)
 
 
+def test_an_address_is_known_as_long_as_its_block_lives():
+    with record_allocations(CPU) as recorder:
+        x = torch.empty(256)
+        first, last = x.data_ptr(), x.data_ptr() + x.nbytes
+        live = recorder.mark("live")
+        del x
+        freed = recorder.mark("freed")
+    trace = recorder.trace
+
+    assert [trace.has(address, live) for address in (first - 1, first, last - 1, last)] == [False, True, True, False]
+    assert not trace.has(first, freed)
+
+
 def test_backward_is_part_of_the_trace():
     # y is 4 KiB, the loss 4 B. Backward adds the gradient of the loss, 4 B; that of y is an expanded view of it; the
     # product with w makes 4 KiB. The parameter's gradient is that tensor and stays.

@@ -118,6 +118,14 @@ class AllocationTrace:
         begin, end = self.marks[first].position, self.marks[last].position
         return int(self._live_bytes[begin : end + 1].max())
 
+    def has(self, pointer: int, mark: int) -> bool:
+        """Return whether an address lies, at the mark with this id, in memory that was allocated in the block."""
+        end = self.marks[mark].position
+        # Whatever is live at one time does not overlap, so the last event there tells.
+        there = (self.ptr[:end] <= pointer) & (pointer < self.ptr[:end] + np.abs(self.delta_bytes[:end]))
+        deltas = self.delta_bytes[:end][there]
+        return len(deltas) > 0 and bool(deltas[-1] > 0)
+
 
 class Recorder(Protocol):
     """Takes marks while a block runs, has the `trace` afterwards; of this machine, or simulated."""

@@ -27,7 +27,7 @@ from torchremat.regions.traits import Traits, traits_of
 from torchremat.tensors.structure import tensors_in
 
 if TYPE_CHECKING:
-    from torchremat.measuring.allocator import Recorder
+    from torchremat.measuring.allocator import AllocationTrace, Recorder
     from torchremat.measuring.flops import FlopCounter
 
 
@@ -75,6 +75,7 @@ class SeenValue:
         storage: A number for the storage.
         is_overwritten: Whether it was written to afterwards.
         is_leaf: Whether it is the memory of a leaf that requires grad, as parameters are.
+        is_foreign: Whether its memory is not the allocator's. See NOTE [ Memory that is not the allocator's ].
     """
 
     size_bytes: int
@@ -82,6 +83,7 @@ class SeenValue:
     storage: int
     is_overwritten: bool = False
     is_leaf: bool = False
+    is_foreign: bool = False
 
 
 @dataclass(slots=True)
@@ -152,6 +154,20 @@ def numbers_of(log: OperatorTrace, values: Iterable[int]) -> frozenset[int]:
     return frozenset(log.storages[storage] for storage in storages if storage in log.storages)
 
 
+# NOTE [ Memory that is not the allocator's ]
+#
+# A storage may lie in memory of a NumPy array, of a buffer of Python's, of another library. The allocator never tells
+# of it, and no peak has it, so a plan must not count it. What tells it:
+#
+#   1. torch cannot resize the storage. This alone does not do: `x.numpy()` comes back as such a storage in memory of
+#      `x`, and of a file that torch maps the allocator does tell.
+#   2. When it is first seen, its address is in no block that was allocated since the recording began.
+#
+# Both are true as well of such a storage that was there before, as of a batch that was made from an array. It lives all
+# the time, and counts for all moments of a step alike or for none. Other storages from before are counted, for on CUDA
+# their frees are.
+
+
 class OperatorLog(EagerMode):
     """Logs the operators that run while it is entered, under a `FlopCounter`.
 
@@ -174,6 +190,21 @@ class OperatorLog(EagerMode):
         # By address: number, weak reference, value. An address cannot come back before the callback has taken it away.
         self._storages: dict[int, tuple[int, ReferenceType[UntypedStorage], int]] = {}
         self._count = 0
+        # Values whose memory may not be the allocator's, each with a mark at which it was there.
+        self._strangers: list[tuple[int, int]] = []
+
+    def find_foreign(self, allocations: AllocationTrace) -> frozenset[int]:
+        """Note which values are in memory that is not the allocator's, and return the numbers of their storages.
+
+        Args:
+            allocations: What was recorded meanwhile.
+        """
+        values = self.trace.values
+        strangers = ((values[value], mark) for value, mark in self._strangers)
+        found = frozenset(one.storage for one, mark in strangers if not allocations.has(one.pointer, mark))
+        for value in values if found else ():
+            value.is_foreign = value.storage in found
+        return found
 
     def close(self) -> None:
         """Forget the storages that are alive."""
@@ -226,6 +257,9 @@ class OperatorLog(EagerMode):
             )
         )
         self._storages[address] = (number, ref(memory, lambda _: self._storages.pop(address, None)), value)
+        # Where a device is simulated, what is real has no address, and stands for memory of the device.
+        if self.trace.values[value].pointer > 0 and not memory.resizable():
+            self._strangers.append((value, self.mark()))
         return value
 
     def _pointer_of(self, memory: UntypedStorage) -> int:

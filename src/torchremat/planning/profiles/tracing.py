@@ -114,7 +114,7 @@ class Trace:
 
     Attributes:
         calls: In the order of entry.
-        storage_bytes: Bytes of each storage number.
+        storage_bytes: Bytes of each storage number; 0 where the memory is not the allocator's.
         fixed: Storages of parameters, buffers and other tensors that were there before.
         born: For a storage number the time at which it was first seen.
         died: For a storage number the time at which it was gone; absent if it was alive at the end of the forward.
@@ -320,7 +320,8 @@ def trace(model: nn.Module, step: Step, record: Callable[[], AbstractContextMana
     recording = nullcontext() if record is None else record()
     with untouched(model), recording as recorder, FlopCounter() as flops, OperatorLog(flops, recorder) as log:
         seen = _run_traced(model, step, flops, log)
-    seen = replace(seen, allocations=None if recorder is None else recorder.trace)
+    if recorder is not None:
+        seen = _recorded(seen, log, recorder.trace)
     if not has_compiled(model):
         return seen
     with untouched(model), nothing_kept():
@@ -365,6 +366,14 @@ def _run_traced(model: nn.Module, step: Step, flops: FlopCounter, log: OperatorL
     )
 
 
+def _recorded(seen: Trace, log: OperatorLog, allocations: AllocationTrace) -> Trace:
+    """Return a trace with what was recorded; see NOTE [ Memory that is not the allocator's ]."""
+    numbers = log.trace.storages
+    foreign = {numbers[storage] for storage in log.find_foreign(allocations) if storage in numbers} - seen.fixed
+    storage_bytes = {**seen.storage_bytes, **dict.fromkeys(foreign, 0)}
+    return replace(seen, storage_bytes=storage_bytes, allocations=allocations)
+
+
 def _joined(model: nn.Module, own: Trace, eager: Trace) -> Trace:
     """Return a trace of compiled code with the operators of one that ran eagerly."""
     if [(call.name, call.number) for call in own.calls] != [(call.name, call.number) for call in eager.calls]:
@@ -381,7 +390,9 @@ def _joined(model: nn.Module, own: Trace, eager: Trace) -> Trace:
         numbers.update((theirs.storage, ours.storage) for theirs, ours in pairs)
     log = eager.operators
     log.storages = {storage: numbers[number] for storage, number in log.storages.items() if number in numbers}
-    return replace(own, flops=eager.flops, operators=log, allocations=eager.allocations)
+    foreign = [ours for theirs, ours in numbers.items() if min(theirs, ours) >= 0 and not eager.storage_bytes[theirs]]
+    storage_bytes = {**own.storage_bytes, **dict.fromkeys(foreign, 0)}
+    return replace(own, flops=eager.flops, operators=log, allocations=eager.allocations, storage_bytes=storage_bytes)
 
 
 def _signature(module: nn.Module, tensors: list[Tensor]) -> tuple[object, ...]:

@@ -102,7 +102,8 @@ def _values(
         if number in made:
             holdable, size = not value.is_overwritten, 0 if boundary in outputs else value.size_bytes
         else:
-            holdable, size = value.is_leaf or boundary in inputs, value.size_bytes
+            # See NOTE [ Memory that is not the allocator's ].
+            holdable, size = value.is_leaf or boundary in inputs, 0 if value.is_foreign else value.size_bytes
         yield Value(size_bytes=size, needed=number in saved, holdable=holdable, saved_after=saved.get(number, 0))
 
 
