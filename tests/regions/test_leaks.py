@@ -12,9 +12,24 @@ from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from planning.steps import each
-from torchremat import checkpoint, checkpointed, frozen, measure, plan, session, unwrap, verify, wrap
+from torchremat import (
+    CheckpointError,
+    Pipe,
+    checkpoint,
+    checkpointed,
+    frozen,
+    measure,
+    plan,
+    saved,
+    session,
+    unwrap,
+    verify,
+    wrap,
+)
 from torchremat._compat.autograd import top_saved_tensor_hooks
 from torchremat.interop.torch_checkpoint import checkpoint as drop_in
+from torchremat.pipeline import plan_stages
+from torchremat.pipeline.balance import balance_by_size
 from torchremat.regions.calls import Call
 from torchremat.regions.recompute import Recompute
 from torchremat.regions.region import Region
@@ -368,6 +383,79 @@ def test_what_is_measured_leaves_nothing_behind(without_collector):
     verify(model, step)
 
     assert alive() == objects
+
+
+@pytest.fixture
+def collecting():
+    """A model whose hooks collect outputs in a list that they find by a context variable, and a step that reads it."""
+    collected = ContextVar("collected", default=None)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)))
+
+    def collect(module, args, output):
+        if collected.get() is not None:
+            collected.get().append(output)
+
+    for block in model:
+        block[0].register_forward_hook(collect)
+
+    def step(model):
+        token = collected.set([])
+        try:
+            return model(torch.ones(4, 8)).sum() + sum(one.sum() for one in collected.get())
+        finally:
+            collected.reset(token)
+
+    return model, step
+
+
+def test_a_report_leaves_nothing_behind(collecting, without_collector):
+    # Its forward has no backward: each report kept the regions of one forward for ever.
+    model, step = collecting
+    wrap(model, "*")
+    objects = alive()
+
+    assert saved(step, model).regions == 4
+
+    assert alive() == objects
+
+
+def test_layers_that_are_weighed_leave_nothing_behind(collecting, without_collector):
+    model, step = collecting
+    wrap(model, "*.0")
+    objects = alive()
+
+    step(lambda x: x * balance_by_size(2, model, x)[0])  # within the context that has the list
+
+    assert alive() == objects
+
+
+def test_a_pipe_that_is_planned_leaves_nothing_behind(collecting, without_collector):
+    # Its cells run in threads of their own, in the context of the caller.
+    model, step = collecting
+    pipe = Pipe(model, [2, 2], devices=["cpu", "cpu"], chunks=2, checkpoint="never")
+    plan_stages(pipe, step, budget="1MiB", cost="flops")
+    gc.collect()
+    objects = alive()
+
+    plan_stages(pipe, step, budget="1MiB", cost="flops")
+
+    assert alive() == objects
+
+
+def test_a_graph_that_a_report_has_left_cannot_go_backward(collecting):
+    model, _ = collecting
+    wrap(model, "*")
+    kept = []
+
+    def step(model):
+        kept.append(model(torch.ones(4, 8)).sum())
+        return kept[-1]
+
+    saved(step, model)
+
+    with pytest.raises(CheckpointError, match="or which planning or a report ran without a backward; run that"):
+        kept[0].backward()
+    step(model).backward()
 
 
 def test_what_is_held_is_seen(without_collector):

@@ -13,6 +13,7 @@ from torchremat.measuring.runs import Subject, subject_of
 from torchremat.measuring.saved_report import SavedReport
 from torchremat.measuring.saving import Watched, watched
 from torchremat.measuring.step import loss_of
+from torchremat.regions.abandoning import abandon
 from torchremat.regions.operators import Operator
 from torchremat.tensors.graphs import nodes_of, slots_of
 from torchremat.tensors.metadata import Metadata
@@ -47,7 +48,9 @@ def saved(step: Callable[..., object], model: nn.Module | None = None) -> SavedR
         ]
     with subject.untouched():
         # Before any hook is set: code that dynamo compiles with hooks in place may be other code.
-        _root(subject.run())
+        root = _root(subject.run())
+        abandon([] if root is None else [root])
+        del root
     return _compiled_report(subject, eager)
 
 
@@ -87,7 +90,7 @@ def _report(run: Watched, savers: Mapping[int, Operator]) -> SavedReport:
 
 
 def report_of(run: Watched, savers: Mapping[int, Operator], roots: Sequence[Tensor]) -> SavedReport:
-    """Return the report of a forward that has been watched.
+    """Return the report of a forward that has been watched; no backward can go through its regions afterwards.
 
     Args:
         run: The forward; nobody may hold more of what it returned than in a training step.
@@ -96,4 +99,6 @@ def report_of(run: Watched, savers: Mapping[int, Operator], roots: Sequence[Tens
     """
     alive = {one.index: one for packed in run.log.packed if (one := packed()) is not None}
     slots = [slot for node in nodes_of(roots) for slot in slots_of(node)]
-    return Inventory(run, savers).report(alive, slots, requires_grad=bool(roots))
+    report = Inventory(run, savers).report(alive, slots, requires_grad=bool(roots))
+    abandon(roots)
+    return report

@@ -229,8 +229,8 @@ class Region:
         """Return the tensor of a slot, recomputing the region if it is not there."""
         if slot.index == LOST:
             raise CheckpointError(
-                "a tensor was asked for that a region saved in a forward which raised, or which was run for a plan "
-                "alone; run that forward again before its backward."
+                "a tensor was asked for that a region saved in a forward which raised, or which planning or a report ran "
+                "without a backward; run that forward again before its backward."
             )
         if slot.value is not None:
             self.runs_backward = self.runs_backward or self.made[-1].is_running
@@ -331,12 +331,18 @@ class Region:
         self._run_again(Recompute(self, None, _NOTHING))
 
     def abandon(self) -> None:
-        """Let go of inputs and calls, since nobody will ask for a saved tensor; who does gets an error."""
-        for one in self.slots:
-            if (slot := one()) is not None:
-                slot.index = LOST
-        self.made.clear()
-        self.inputs.held.clear()
+        """Let go of all that it takes to run again, since no backward is to come.
+
+        Otherwise the region would stay for ever where its context, or an object among its arguments, has an output of
+        it, and with that the graph that has the region.
+        """
+        with self._lock:
+            for one in self.slots:
+                if (slot := one()) is not None:
+                    slot.index = LOST
+            self.slots.clear()
+            self.made.clear()
+            self.inputs.held.clear()
 
     def waits(self) -> bool:
         """Return whether autograd has slots of the region whose tensors have to be recomputed."""

@@ -35,7 +35,7 @@ class Served(Protocol):
 # Whom recomputed tensors belong to: a backward, by its number, or a session.
 Key = int | Session
 
-LOST = -1  # the index of a slot whose call has raised
+LOST = -1  # the index of a slot whose call has raised, or whose region was abandoned
 SPENT = 0  # the index of a slot that has nothing but metadata
 
 
