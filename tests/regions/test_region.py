@@ -806,6 +806,27 @@ def test_a_tensor_that_escapes_from_a_forward_which_raises():
         kept[0].sum().backward()
 
 
+def test_what_user_code_raises_in_a_recompute_says_so():
+    # A TypeError came bare out of `backward`, with a traceback through the engine and no word of a region.
+    state = {"scale": 2.0}
+
+    def inner(x):
+        return (x * state["scale"]).exp()
+
+    def outer(x):
+        return checkpoint(inner, x).sin()
+
+    loss = checkpoint(outer, leaf(4)).sum()
+    del state["scale"]
+
+    with pytest.raises(KeyError) as caught:
+        loss.backward()
+
+    (note,) = caught.value.__notes__
+    assert note.startswith("This was raised in the recompute of region of ")
+    assert note.endswith(".outer, whose forward had not raised.")
+
+
 def test_hooks_are_gone_after_errors():
     x = leaf(4)
 

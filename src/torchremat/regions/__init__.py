@@ -35,6 +35,7 @@ inside.py       what code that runs in a region can ask, and say
 carriers.py     values that reach a region past its arguments
 naming.py       names for tensors, by which a policy knows them
 spilling.py     what a graph has saved already, moved into a store
+abandoning.py   a graph through which no backward is to come
 
 The message for a recompute that is not its forward:
 

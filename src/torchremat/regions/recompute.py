@@ -11,7 +11,7 @@ from torch import Tensor
 from torchremat._compat.autograd import pop_saved_tensor_hooks, push_saved_tensor_hooks, retains_graph, set_grad_mode
 from torchremat._compat.compiled_autograd import in_compiled_backward
 from torchremat._compat.graphs import outside_graphs
-from torchremat.errors import MutationError, UnsupportedError, bug
+from torchremat.errors import MutationError, TorchrematError, UnsupportedError, bug
 from torchremat.regions.choosing import Replay
 from torchremat.regions.contents import Copies
 from torchremat.regions.differences import Difference, DivergedError, Kind
@@ -240,6 +240,7 @@ class Recompute:
             if not self.is_stopped:
                 if isinstance(error, RuntimeError) and _WRITES_TO_LEAF in str(error):
                     raise MutationError(self._writes_to_input(number)) from error
+                self._note(error, number)
                 raise
         finally:
             pop_saved_tensor_hooks()
@@ -258,6 +259,11 @@ class Recompute:
             # A link stays attached: a later call may write to it in place, which a leaf that requires grad refuses.
             if region.inputs.last_use.get((number, place), -1) > number:
                 links[number, place] = tensor
+
+    def _note(self, error: BaseException, number: int) -> None:
+        """Say with an error of user code that it comes from a recompute, and of which region: the innermost."""
+        if not (isinstance(error, TorchrematError) or any(_RAISED in note for note in getattr(error, "__notes__", ()))):
+            error.add_note(f"{_RAISED} of {self.region.name(number)}, whose forward had not raised.")
 
     def _inputs(self, call: Call, number: int, links: dict[Source, Tensor]) -> list[Tensor]:
         found: list[Tensor] = []
@@ -374,5 +380,6 @@ class Recompute:
         )
 
 
+_RAISED = "This was raised in the recompute"
 # The words of autograd, for a leaf as for a view of one.
 _WRITES_TO_LEAF = "a leaf Variable that requires grad is being used in an in-place operation"

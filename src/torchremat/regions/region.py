@@ -229,8 +229,8 @@ class Region:
         """Return the tensor of a slot, recomputing the region if it is not there."""
         if slot.index == LOST:
             raise CheckpointError(
-                "a tensor was asked for that a region saved in a forward which raised, or which planning or a report ran "
-                "without a backward; run that forward again before its backward."
+                "a tensor was asked for that a region saved in a forward which raised, or which planning or a report "
+                "ran without a backward; run that forward again before its backward."
             )
         if slot.value is not None:
             self.runs_backward = self.runs_backward or self.made[-1].is_running
