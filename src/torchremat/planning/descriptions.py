@@ -12,9 +12,8 @@ from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.profiles.unlike import told
 from torchremat.planning.searches.solving import Candidate
 from torchremat.planning.walks.cargo import NO_LOADS, Loads
-from torchremat.planning.walks.memory import Walk
 from torchremat.planning.walks.moments import Live, Moment
-from torchremat.planning.walks.prediction import chosen_options, live_bytes, over_bytes
+from torchremat.planning.walks.prediction import chosen_options, live_bytes, over_bytes, walk_of
 from torchremat.schedules.chain import Tree
 from torchremat.tensors.handles import Store
 from torchremat.tensors.sizes import format_bytes
@@ -62,7 +61,7 @@ def curve_of(own: Profile, tree: Tree, fixed_bytes: int, loads: Loads = NO_LOADS
     """Return the predicted step under a tree: a point where each piece begins, and one at its peak."""
     points: list[Point] = []
     now_s, running = 0.0, 0.0
-    for state in Walk(own.units, own.sizes, own.order, own.lifetimes, tree, own.options, loads):
+    for state in walk_of(own, tree, loads):
         if not isinstance(state, Live):
             continue
         live = fixed_bytes + live_bytes(own, state)

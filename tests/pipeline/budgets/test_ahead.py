@@ -11,7 +11,7 @@ from torchremat import Session
 from torchremat.measuring.allocator import record_allocations
 from torchremat.pipeline.budgets.samples import received
 from torchremat.planning.planner import Planner
-from torchremat.planning.walks.microbatches import SumsPrediction, shares
+from torchremat.planning.searches.microbatches import SumsPrediction, shares
 from torchremat.schedules.chain import Keep, Region
 
 WIDTH = 16

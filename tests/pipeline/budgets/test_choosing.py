@@ -7,7 +7,7 @@ import pytest
 
 from torchremat.pipeline.budgets.choosing import Choices
 from torchremat.pipeline.budgets.loads import Load, loads_of
-from torchremat.planning.walks.microbatches import Share, SumsPrediction
+from torchremat.planning.searches.microbatches import Share, SumsPrediction
 from torchremat.schedules.pipelines import parse
 
 ORDER = parse(["F0.0 F0.1 F1.0 F1.1 B1.0 I0.0 F0.2 W0.0 F1.2 B1.1 B0.1 B1.2 B0.2"])[0]

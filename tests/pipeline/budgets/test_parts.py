@@ -14,7 +14,7 @@ from torchremat.measuring.allocator import record_allocations
 from torchremat.pipeline.budgets.parts import Parts
 from torchremat.pipeline.budgets.samples import Ends, received
 from torchremat.planning.planner import Planner
-from torchremat.planning.walks.microbatches import shares
+from torchremat.planning.searches.microbatches import shares
 
 WIDTH = 16
 X, GRAD = torch.randn(2, 64, WIDTH, generator=torch.Generator().manual_seed(0))

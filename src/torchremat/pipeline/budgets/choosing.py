@@ -19,7 +19,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 
 from torchremat.errors import bug
 from torchremat.pipeline.budgets.loads import Load
-from torchremat.planning.walks.microbatches import Share
+from torchremat.planning.searches.microbatches import Share
 
 # The solver works in floats, with a tolerance. So bytes are counted in parts, rounded up, of which there are this many.
 _PARTS = 1 << 20

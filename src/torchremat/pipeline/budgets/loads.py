@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from torchremat.errors import bug
-from torchremat.planning.walks.microbatches import Share
+from torchremat.planning.searches.microbatches import Share
 from torchremat.schedules.pipelines import Action
 
 Phase = Literal["forward", "ahead", "backward", "first", "second", "last", "input", "weight", "loss"]

@@ -30,7 +30,7 @@ from torchremat.planning.planner import Planner
 from torchremat.planning.profiles.peers import gathered
 from torchremat.planning.requests import check_flags
 from torchremat.planning.searches.chains import Cost, check_cost
-from torchremat.planning.walks.microbatches import Share, shares
+from torchremat.planning.searches.microbatches import Share, shares
 from torchremat.regions.selection import memory_of
 from torchremat.tensors.sizes import format_bytes
 

@@ -32,10 +32,10 @@ from torchremat.planning.profiles.profiling import Grains, watch
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.profiles.tracing import Step
 from torchremat.planning.profiles.watching import every_unit
+from torchremat.planning.searches.microbatches import SumsPrediction
 from torchremat.planning.searches.mixing import aligned, mixed
 from torchremat.planning.searches.options import options_like
 from torchremat.planning.searches.solving import Candidate
-from torchremat.planning.walks.microbatches import SumsPrediction
 from torchremat.planning.walks.prediction import predict
 from torchremat.regions.selection import memory_of
 

@@ -13,9 +13,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from torchremat.planning.profiles.reading import Profile
-from torchremat.planning.walks.memory import Walk
 from torchremat.planning.walks.moments import Live, Moment
-from torchremat.planning.walks.prediction import live_bytes, over_bytes
+from torchremat.planning.walks.prediction import live_bytes, over_bytes, walk_of
 from torchremat.schedules.chain import Keep, Region, Tree
 
 
@@ -46,7 +45,7 @@ class Heights:
     def _highest(self) -> Iterator[_Height]:
         """Yield the end of the forward, and each moment of the backward that is higher than all before it."""
         profile, highest = self._profile, -1
-        walk = self._walk(self._tree)
+        walk = walk_of(self._profile, self._tree)
         for state in walk:
             if not isinstance(state, Live) or state.key[0] in (Moment.FORWARD, Moment.LEFT):
                 continue
@@ -55,10 +54,6 @@ class Heights:
                 highest = live
                 rank = -1 if state.key[0] is Moment.END else self._ranks[state.key[1]]
                 yield _Height(live_bytes=live, held=dict(walk.held), alive=frozenset(walk.alive), rank=rank)
-
-    def _walk(self, nodes: Tree) -> Walk:
-        profile = self._profile
-        return Walk(profile.units, profile.sizes, profile.order, profile.lifetimes, nodes, profile.options)
 
     def least_bytes(self, place: int, nodes: Tree) -> int:
         """Return what is live at least at some moment, if other nodes stand at one place of the tree."""
@@ -75,7 +70,7 @@ class Heights:
     def _held(self, nodes: Iterable[Keep | Region]) -> tuple[Counter[int], int] | None:
         """Return what stays of the forward of some nodes: storages, and bytes inside; None if that changes later."""
         nodes = tuple(nodes)
-        walk = self._walk(nodes)
+        walk = walk_of(self._profile, nodes)
         for unit in range(nodes[0].first, nodes[-1].last + 1):
             walk.take(unit)
         return None if walk.unborn else (walk.held, walk.inside)

@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING
 
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.walks.cargo import Cargo, Load, Loads, Offer, StoredUnit
-from torchremat.planning.walks.memory import Walk
 from torchremat.planning.walks.moments import Live, Moment
-from torchremat.planning.walks.prediction import predict
+from torchremat.planning.walks.prediction import predict, walk_of
 from torchremat.schedules.chain import Keep, Tree
 from torchremat.schedules.transfers import (
     Read,
@@ -234,7 +233,7 @@ class Storing:
         """Return the seconds of the backward of each unit, in the order of backward, with the recomputes before it."""
         profile = self.profile
         result, recompute_s = list[float](), 0.0
-        for state in Walk(profile.units, profile.sizes, profile.order, profile.lifetimes, tree, profile.options):
+        for state in walk_of(profile, tree):
             if isinstance(state, Live):
                 if state.key[0] is Moment.BACKWARD:
                     result.append(recompute_s + profile.costs[state.key[1]].seconds_backward)

@@ -42,6 +42,11 @@ class Prediction:
     moving_s: float = 0.0
 
 
+def walk_of(profile: Profile, tree: Tree, loads: Loads = NO_LOADS) -> Walk:
+    """Return the walk through a step under `tree`, with some of the kept units in stores."""
+    return Walk(profile.units, profile.sizes, profile.order, profile.lifetimes, tree, profile.options, loads)
+
+
 def predict(profile: Profile, tree: Tree, loads: Loads = NO_LOADS) -> Prediction:
     """Return what a step under `tree` will need, with some of the kept units in stores; `moving_s` is left out."""
     peak, where, kept = profile.start_bytes, "code before the first module", 0
@@ -51,7 +56,7 @@ def predict(profile: Profile, tree: Tree, loads: Loads = NO_LOADS) -> Prediction
         seconds += profile.options[unit][option - 1].seconds
         nominal_s += profile.options[unit][option - 1].nominal_s
         flops += profile.options[unit][option - 1].flops
-    for state in Walk(profile.units, profile.sizes, profile.order, profile.lifetimes, tree, profile.options, loads):
+    for state in walk_of(profile, tree, loads):
         if isinstance(state, Live):
             live = live_bytes(profile, state)
             over = over_bytes(profile, state)

@@ -20,8 +20,8 @@ import numpy as np
 
 from torchremat.planning.searches.solving import Candidate, Search, Solver
 from torchremat.planning.walks.ahead import after_lookahead
-from torchremat.planning.walks.memory import Walk
 from torchremat.planning.walks.parts import PartsPrediction
+from torchremat.planning.walks.prediction import walk_of
 from torchremat.schedules.persistent import Persistent
 
 # Tails, as shares of the plain peak, and how many trees are taken of each chain.
@@ -116,7 +116,9 @@ def _share(candidate: Candidate, parts: Parts | None, sums: Sums | None, ahead: 
     prediction, split = candidate.prediction, None if parts is None else parts(candidate, ahead=ahead)
     recomputing, backward = 0, 0
     if ahead:
-        recomputing, backward = after_lookahead(candidate.profile, _walk(candidate), kept_bytes=prediction.kept_bytes)
+        recomputing, backward = after_lookahead(
+            candidate.profile, walk_of(candidate.profile, candidate.tree), kept_bytes=prediction.kept_bytes
+        )
     return Share(
         candidate=candidate,
         kept_bytes=max(0, prediction.kept_bytes),
@@ -129,11 +131,6 @@ def _share(candidate: Candidate, parts: Parts | None, sums: Sums | None, ahead: 
         between_bytes=0 if split is None else max(0, split.between_bytes),
         weight_bytes=0 if split is None else max(0, split.weight_bytes),
     )
-
-
-def _walk(candidate: Candidate) -> Walk:
-    profile = candidate.profile
-    return Walk(profile.units, profile.sizes, profile.order, profile.lifetimes, candidate.tree, profile.options)
 
 
 def _candidates(solver: Solver) -> Iterator[Candidate]:
