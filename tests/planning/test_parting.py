@@ -29,13 +29,13 @@ from torchremat.planning.searches.solving import fitted
 from torchremat.planning.walks.memory import Walk
 from torchremat.planning.walks.moments import Live, Moment
 from torchremat.planning.walks.prediction import over_bytes
-from torchremat.regions.settings import Settings
+from torchremat.regions.settings import Observer, Settings
 from torchremat.schedules.chain import Keep, Region
 from torchremat.schedules.closures import evaluate
 
 
 @dataclass
-class Recomputes:
+class Recomputes(Observer):
     """An observer that marks where recomputes begin and end."""
 
     mark: object
@@ -46,11 +46,6 @@ class Recomputes:
 
     def recomputed(self, region):
         self.marks.append(self.mark("recomputed"))
-
-    def looks(self, *_):
-        pass
-
-    began = saved = settles = ended = asked = looks
 
 
 def measured_pieces(model, step, own, tree):

@@ -18,7 +18,7 @@ import zoo
 from planning.kinds import KINDS, Loop, block, inputs, linear, square
 from planning.steps import differences, each, fingerprint, keep_all, outcome, recomputed_flops
 from torchremat import OrderWarning, PlanError, Planner, ShapeWarning, UnsupportedError, WrapError, plan, unwrap, wrap
-from torchremat.planning.plans import described
+from torchremat.planning.printing import described
 from torchremat.regions.wrapping import is_wrapped
 from torchremat.schedules.chain import Keep, Region
 

@@ -298,18 +298,45 @@ def test_a_plan_keeps_the_reasons_in_its_file_and_names_the_modules(tmp_path):
     assert "not whole  parts.0, parts.1, parts.2: see `unlike`" in str(plan)
 
 
-def test_what_cannot_be_tried_for_want_of_memory_is_told(monkeypatch):
+def test_where_memory_is_short_a_unit_is_tried_at_a_time(monkeypatch):
     torch.manual_seed(0)
-    model = Between(Counts)
+    model, parts = Between(Counts), []
+    plain = outcome(model, step)
+    tried = profiling.tried
+    monkeypatch.setattr(profiling, "tried", lambda *args: parts.append(args[-1]) or tried(*args))
     monkeypatch.setattr(Here, "free_bytes", lambda _: 0)
 
-    with pytest.warns(RepeatWarning, match="was not tried, for want of memory"):
-        planner = Planner(model, step)
+    with pytest.warns(RepeatWarning, match=r"\.calls` changes each time"):
+        planner = Planner(model, step, cost="flops")
+    plan = planner.plan(planner.floor_bytes)
+    plan.apply(model)
 
-    assert planner.profile.units.unlike == {}
+    assert {len(part) for part in parts} == {1}
+    assert planner.profile.units.unlike.keys() == {"parts.0", "parts.1", "parts.2"}
+    assert differences(outcome(model, step), plain) == []
 
 
-def test_memory_that_runs_out_in_a_trial_is_told(monkeypatch):
+def test_memory_that_runs_out_in_a_trial_makes_it_smaller(monkeypatch):
+    torch.manual_seed(0)
+    held, repeat = [], Region.repeat
+
+    def with_less(region):
+        alive = [one for one in gc.get_objects() if isinstance(one, Region) and one.inputs.held]
+        held.append(len(alive))
+        if len(alive) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        repeat(region)
+
+    monkeypatch.setattr(Region, "repeat", with_less)
+    with pytest.warns(RepeatWarning, match=r"\.calls` changes each time"):
+        grains = profile(Between(Counts), step)
+
+    assert max(held) > 2
+    assert min(held) <= 2
+    assert grains.coarse.units.unlike.keys() == {"parts.0", "parts.1", "parts.2"}
+
+
+def test_memory_that_runs_out_for_a_single_unit_is_told(monkeypatch):
     torch.manual_seed(0)
     tries = []
 

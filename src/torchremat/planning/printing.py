@@ -59,7 +59,7 @@ def _rows(plan: Plan) -> list[str]:
     rows = [f"{'module':<{width}}  {'saves':>10}  {'inputs':>10}  {'forward':>9}  plan"]
     parts = {unit: f" {len(one.held)} of {len(one.operators)} operators" for one in plan.held for unit in one.units}
     stored = {one.unit: f"store {one.store}" for one in plan.stored}
-    for place, (unit, what) in enumerate(zip(plan.units, _described(plan.tree), strict=True)):
+    for place, (unit, what) in enumerate(zip(plan.units, described(plan.tree), strict=True)):
         words = stored.get(place, what)
         rows.append(
             f"{unit.name:<{width}}  {format_bytes(unit.saved_bytes):>10}  {format_bytes(unit.input_bytes):>10}  "
@@ -68,7 +68,7 @@ def _rows(plan: Plan) -> list[str]:
     return rows
 
 
-def _described(tree: Tree) -> list[str]:
+def described(tree: Tree) -> list[str]:
     """Return for each unit what the tree makes of it, in words, with nested regions drawn as brackets."""
     words: list[str] = []
 

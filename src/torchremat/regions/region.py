@@ -328,7 +328,7 @@ class Region:
             DivergedError: They save something else than in the forward.
             MutationError: An input or parameter was changed in place since the forward.
         """
-        self._run_again(Recompute(self, None, _NOTHING))
+        self._recompute(None, _NOTHING, explains=False)
 
     def abandon(self) -> None:
         """Let go of all that it takes to run again, since no backward is to come.
@@ -359,7 +359,7 @@ class Region:
         if isinstance(key, Session):
             self._unpacked.clear()
 
-    def _recompute(self, key: Key | None, only: int | None) -> Recompute:
+    def _recompute(self, key: Key | None, only: int | None, *, explains: bool = True) -> Recompute:
         if self.made[-1].slots < 0:
             # A backward runs inside the region's own forward (rule 6), and will do so again in the recompute, whose
             # graph then has to be able to give back what it saves.
@@ -369,22 +369,20 @@ class Region:
         # A log changes what compiled code does, so it is on again if it was on in the forward.
         log = log_of(self, self.made[-1]) if self.settings.debug else None
         recompute = Recompute(self, key, only, log)
-        try:
-            self._run_again(recompute)
-        except DivergedError as found:
-            raise CheckpointError(explain(self, found.call, found.difference, log)) from None
-        return recompute
-
-    def _run_again(self, recompute: Recompute) -> None:
         observer = self.settings.observer
         if observer is not None:
             observer.recomputing(self)
         try:
             recompute.run()
+        except DivergedError as found:
+            if not explains:
+                raise
+            raise CheckpointError(explain(self, found.call, found.difference, log)) from None
         finally:
             recompute.end()
         if observer is not None:
             observer.recomputed(self)
+        return recompute
 
     def call_of(self, index: int) -> int:
         """Return the number of the call that saved a tensor."""

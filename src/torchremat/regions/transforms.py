@@ -145,7 +145,7 @@ class _TransformedRegion(Region):
             _refuse(self.name(self.call_of(slot.index)), self._transforms)
         return super().unpack(slot)
 
-    def _recompute(self, key: Key | None, only: int | None) -> Recompute:
+    def _recompute(self, key: Key | None, only: int | None, *, explains: bool = True) -> Recompute:
         now = _transforms()
         shared = min(len(now), len(self._transforms))
         while now[:shared] != self._transforms[:shared]:
@@ -158,20 +158,21 @@ class _TransformedRegion(Region):
             stack.enter_context(hooks_under_transforms())
             if self._is_dual and not has_dual_level():
                 stack.enter_context(forward_ad.dual_level())
-            found = self._recompute_again(key, only) if over else super()._recompute(key, only)
+            again = self._recompute_again if over else super()._recompute
+            found = again(key, only, explains=explains)
         if key is not None:
             for index in self._lower:
                 if (slot := self.slots[index]()) is not None:
                     slot.drop(key)
         return found
 
-    def _recompute_again(self, key: Key | None, only: int | None) -> Recompute:
+    def _recompute_again(self, key: Key | None, only: int | None, *, explains: bool) -> Recompute:
         """Recompute in a `grad` of its own, in the place of the one that is over."""
         level = push_grad()
         try:
             for call in self.made:
                 call.modules.replace(lambda tensor: _revived(tensor, level))
-            return super()._recompute(key, only)
+            return super()._recompute(key, only, explains=explains)
         except CheckpointError:
             raise UnsupportedError(
                 f"{self.name(0)} ran in a torch.func.vjp, jacrev or hessian that is over, and its recompute differs: "

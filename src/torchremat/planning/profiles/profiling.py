@@ -134,10 +134,20 @@ class _Profiling:
         is_seen = self.machine.is_here and not units.trace.sharded and len(units.units) <= _MOST_UNITS
         if not is_seen or self.repeats.know(units):
             return False
-        if not self.fits(units):
-            leave_out()
-            return False
-        return self.repeats.add(units, self.peers.all(lambda: tried(self.model, self.subject, units)))
+        found, parts = list[dict[str, str]](), [range(len(units.units))]
+        while parts:
+            part = parts.pop()
+            told = None
+            if len(part) == 1 or self.fits(units, part):
+                told = self.peers.all(lambda own=part: tried(self.model, self.subject, units, own))
+            if told is not None and None not in told:
+                found += [one for one in told if one is not None]
+            elif len(part) > 1:
+                middle = len(part) // 2
+                parts += [part[:middle], part[middle:]]
+            else:
+                leave_out()
+        return self.repeats.add(units, found)
 
     def ways(self, units: Units, finest: Units) -> list[_Way]:
         """Return the ways of watching a step. Each needs less memory, and more time.
@@ -193,9 +203,9 @@ class _Profiling:
         own = self.subject.optimizer
         return None if own is None else measure_optimizer(self.subject, own, self.machine)
 
-    def fits(self, units: Units) -> bool:
-        """Whether each process has room for a step in which each unit is a region."""
-        return self.peers.everywhere(lambda: _fits(units, self.machine))
+    def fits(self, units: Units, part: range | None = None) -> bool:
+        """Whether each process has room for a step in which each unit is a region, or each of a part of them."""
+        return self.peers.everywhere(lambda: _fits(units, part or range(len(units.units)), self.machine))
 
 
 def _check_same_calls(names: Sequence[Sequence[str]]) -> None:
@@ -209,9 +219,9 @@ def _check_same_calls(names: Sequence[Sequence[str]]) -> None:
             )
 
 
-def _fits(units: Units, machine: Machine) -> bool:
-    """Whether a step in which each unit is a region holds little enough for what is free now."""
-    held = {storage for unit in units.units for storage in unit.inputs}
+def _fits(units: Units, part: range, machine: Machine) -> bool:
+    """Whether a step in which each unit of a part is a region holds little enough for what is free now."""
+    held = {storage for unit in part for storage in units.units[unit].inputs}
     return has_room(machine, 2 * sum(units.trace.storage_bytes[storage] for storage in held))
 
 

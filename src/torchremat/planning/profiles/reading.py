@@ -16,7 +16,6 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from torchremat.errors import StepError
 from torchremat.measuring.allocator import AllocationTrace
 from torchremat.measuring.before import BytesBefore
 from torchremat.planning.profiles.backwards import Backward, Backwards
@@ -24,8 +23,7 @@ from torchremat.planning.profiles.events import intervals_of, without_copies
 from torchremat.planning.profiles.operators import casts_of_leaves, nominal_seconds, numbers_of
 from torchremat.planning.profiles.optimizers import OptimizerBytes
 from torchremat.planning.profiles.overheads import NOMINAL, Overheads
-from torchremat.planning.profiles.tracing import named
-from torchremat.planning.profiles.units import Units
+from torchremat.planning.profiles.units import Units, not_called
 from torchremat.planning.profiles.watching import Save, Watched, Watcher
 from torchremat.planning.walks.memory import Options, Walk
 from torchremat.planning.walks.moments import Key, Lifetimes, Live, Moment, UnitBytes
@@ -189,10 +187,7 @@ class _Reader:
         watched, units = self.watcher.watched, self.units
         for unit, own in enumerate(watched):
             if own.begins < 0 or own.ends < 0:
-                raise StepError(
-                    f"{named(units.units[unit].name)} was called in one run of the step and not in the next; a plan "
-                    "needs the same calls in the same order."
-                )
+                raise not_called(units, unit)
         order = tuple(self.watcher.order)
         sizes = tuple(self.size(unit) for unit in range(len(watched)))
         self.marks = self.moments(order)

@@ -3,7 +3,7 @@
 A module may read what nobody passes to it: an attribute that the code around it sets, a count of its calls, a draw of
 `random` or NumPy. A recompute finds that as it is then, and the gradients are wrong, or user code raises. So there is
 a forward in which every unit is a region, and when it has ended each is run again, the last one first as in backward.
-What is saved and what is returned has to have the same bits.
+What is saved and what is returned has to have the same bits. Where memory is short, a few units are tried at a time.
 
 A unit that fails is none: the calls inside of it may be, and what is left stays kept. See `find_units`.
 
@@ -27,7 +27,7 @@ from torchremat.measuring.heap import free_unused
 from torchremat.measuring.modules import has_compiled
 from torchremat.measuring.runs import Subject
 from torchremat.planning.layout import calls_of, installed
-from torchremat.planning.profiles.units import Units
+from torchremat.planning.profiles.units import Units, not_called
 from torchremat.planning.profiles.unlike import told
 from torchremat.planning.profiles.watching import UnitObserver, every_unit
 from torchremat.regions.causes import seen_cause
@@ -76,16 +76,22 @@ class Repeats:
             warn(told(self.unlike), RepeatWarning)
 
 
-def tried(model: nn.Module, subject: Subject, units: Units) -> dict[str, str]:
-    """Return the modules of the units whose recompute is not their forward, by name, with the reasons.
+def tried(model: nn.Module, subject: Subject, units: Units, part: range) -> dict[str, str] | None:
+    """Return the modules whose recompute is not their forward, by name, with the reasons; None if memory ran out.
 
     Where tensors are saved that cannot be compared, what raises is found, and what has another shape.
+
+    Args:
+        model: The model.
+        subject: The step.
+        units: Its units.
+        part: Those that are tried now; of the others nothing is held.
     """
     kinds: tuple[Check, Check] = ("values", "metadata")
     for check in kinds:
         try:
             with subject.untouched(), _deterministic(model):
-                return _Trial(units, check).failures(model, subject)
+                return _Trial(units, part, check).failures(model, subject)
         except (RuntimeError, MemoryError) as error:
             if is_out_of_memory(error):
                 let_go(error)
@@ -93,20 +99,20 @@ def tried(model: nn.Module, subject: Subject, units: Units) -> dict[str, str]:
             if check == "metadata":
                 raise
     free_unused()
-    leave_out()
-    return {}
+    return None
 
 
 def leave_out() -> None:
-    """Warn that there is no room for trying."""
+    """Warn that there is no room for trying a unit."""
     warn(_NO_ROOM, RepeatWarning)
 
 
 class _Trial(UnitObserver):
-    """A forward in which every unit is a region, and one recompute of each."""
+    """A forward in which every unit is a region, and one recompute of some."""
 
-    def __init__(self, units: Units, check: Check) -> None:
+    def __init__(self, units: Units, part: range, check: Check) -> None:
         super().__init__(units)
+        self.part = part
         self.check: Check = check
         self.regions: dict[int, Region] = {}
         self.returns: dict[tuple[int, int], list[Tensor]] = {}  # by unit and call, fingerprints
@@ -115,21 +121,27 @@ class _Trial(UnitObserver):
     def began(self, region: Region, call: int, tensors: list[Tensor]) -> None:
         """See `Observer`. A region without saved tensors would be gone with its call."""
         unit = self.unit_of(region)
-        if unit is not None:
+        if unit is not None and unit in self.part:
             self.regions[unit] = region
 
     def ended(self, region: Region, call: int, output: object) -> None:
         """See `Observer`."""
         unit = self.unit_of(region)
-        if unit is not None and self.check == "values":
-            self.returns[unit, call] = list(map(fingerprint, tensors_in(output)))
+        if unit in self.regions:
+            self.returns[unit, call] = self.fingerprints(output)
+        elif unit is not None and call + 1 == len(self.units.units[unit].calls):
+            region.abandon()
 
     def returned(self, region: Region, call: int, output: object) -> None:
         """See `Observer`."""
         unit = self.unit_of(region)
-        if unit is not None and self.check == "values":
-            then, now = self.returns[unit, call], list(map(fingerprint, tensors_in(output)))
+        if unit in self.regions:
+            then, now = self.returns[unit, call], self.fingerprints(output)
             self.differs |= len(then) != len(now) or not all(map(torch.equal, then, now))
+
+    def fingerprints(self, output: object) -> list[Tensor]:
+        """Return those of the tensors that a call returns, if values are compared."""
+        return list(map(fingerprint, tensors_in(output))) if self.check == "values" else []
 
     def failures(self, model: nn.Module, subject: Subject) -> dict[str, str]:
         """Run the forward, and the units again, the last one first; return the modules of those that fail."""
@@ -138,7 +150,9 @@ class _Trial(UnitObserver):
         try:
             with installed(model, calls_of(self.units), every_unit(self.units), settings):
                 subject.forward()
-            for unit in sorted(self.regions, reverse=True):
+            for unit in reversed(self.part):
+                if unit not in self.regions:
+                    raise not_called(self.units, unit)
                 why = self.failure(self.regions[unit])
                 if why is not None:
                     found.update((name, why) for name, _ in self.units.units[unit].keys)

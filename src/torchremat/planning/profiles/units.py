@@ -23,7 +23,7 @@ from itertools import groupby
 
 from torchremat.errors import StepError
 from torchremat.planning.profiles.saves import Saved
-from torchremat.planning.profiles.tracing import Call, Trace
+from torchremat.planning.profiles.tracing import Call, Trace, named
 from torchremat.planning.profiles.unlike import told
 
 # A call is taken apart if its own code saves at most this share of what is saved in all of it ...
@@ -216,6 +216,14 @@ def _flat(trace: Trace, index: int, expanded: set[str]) -> list[int]:
 
 def _parts(trace: Trace, call: int) -> list[int]:
     return [child for child in trace.children(call) if trace.calls[child].grad]
+
+
+def not_called(units: Units, unit: int) -> StepError:
+    """Return the error for a step that has not called a unit of the traced one."""
+    return StepError(
+        f"{named(units.units[unit].name)} was called in one run of the step and not in the next; a plan needs the same "
+        "calls in the same order."
+    )
 
 
 def splittable(units: Units) -> frozenset[int]:
