@@ -7,6 +7,7 @@ Supported: torch 2.11 to 2.14; developed and tested on 2.13.
 
 binding.py       how a private name is bound
 autograd.py      hooks for saved tensors, nodes, backward calls
+thread_locals.py  what the threads of a backward see of the one that calls it
 functions.py     which custom Function saves a tensor
 counts.py        how many hold a tensor or a storage
 checkpoints.py   what torch's own checkpoint keeps to itself

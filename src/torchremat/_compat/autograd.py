@@ -50,9 +50,6 @@ retains_graph = cast(
 current_node = cast("Callable[[], Node | None]", private("_C._current_autograd_node", needed_for=_REGIONS))
 _is_run = cast("Callable[[Node], bool]", private("_C._will_engine_execute_node", needed_for="a session"))
 set_grad_mode = cast("Callable[[bool], None]", private("_C._set_grad_enabled", needed_for=_REGIONS))
-stash_in_tls = cast("Callable[[str, object], None]", private("_C._stash_obj_in_tls", needed_for="a session"))
-get_from_tls = cast("Callable[[str], object]", private("_C._get_obj_in_tls", needed_for="a session"))
-is_in_tls = cast("Callable[[str], bool]", private("_C._is_key_in_tls", needed_for="a session"))
 python_node = cast("type", private("autograd.function.BackwardCFunction", needed_for=_REGIONS))
 
 

@@ -12,7 +12,8 @@ from contextlib import closing, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Protocol, cast
 from weakref import WeakSet, ref
 
-from torchremat._compat.autograd import get_from_tls, is_in_tls, leads_elsewhere, stash_in_tls
+from torchremat._compat.autograd import leads_elsewhere
+from torchremat._compat.thread_locals import get_from_tls, is_in_tls, remove_from_tls, stash_in_tls
 from torchremat.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -223,7 +224,7 @@ class Session:
         try:
             yield self
         finally:
-            stash_in_tls(_KEY, None)
+            remove_from_tls(_KEY)
             open_sessions.remove(self)
 
     def close(self) -> None:

@@ -85,7 +85,9 @@ def a_result_that_is_the_input(module):
 def a_view_of_a_reentrant_one_is_written(module):
     x = leaf(4)
     y = module.checkpoint(lambda a: a.view(2, 2), x, use_reentrant=True)
-    with pytest.raises(RuntimeError, match="Output 0 of CheckpointFunction is a view and is being modified inplace"):
+    # It is `CheckpointFunctionBackward` in torch 2.11.
+    words = r"Output 0 of CheckpointFunction(Backward)? is a view and is being modified inplace"
+    with pytest.raises(RuntimeError, match=words):
         y.mul_(2)
     return []
 
@@ -150,8 +152,9 @@ def hooks_around_see_the_inputs_alone(module):
         y = module.checkpoint(three, x, use_reentrant=False)
         z = module.checkpoint(three, x, use_reentrant=True)
     (y + z).sum().backward()
-    assert len(packed) == 2
-    return [x.grad, *packed]
+    inputs = [one for one in packed if one.numel()]  # torch 2.11 saves an empty tensor of its own as well
+    assert len(inputs) == 2
+    return [x.grad, *inputs]
 
 
 @program
