@@ -6,7 +6,9 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
-from torchremat._compat.binding import private
+import torch
+
+from torchremat._compat.binding import RELEASE, private
 
 if TYPE_CHECKING:
     from types import CodeType, FunctionType
@@ -24,6 +26,10 @@ _Strategy = cast(
 )
 _SKIP = private("_C._dynamo.eval_frame._FrameAction.SKIP", needed_for=_GRAPHS)
 _DEFAULT = private("_C._dynamo.eval_frame._FrameAction.DEFAULT", needed_for=_GRAPHS)
+private("compiler._is_exporting_flag", needed_for=_GRAPHS)  # read by `is_exporting`
+
+TRACES_GET = RELEASE >= (2, 13)
+"""Whether dynamo traces `function.__get__`, which makes a method; that of torch 2.11 cannot make one at all."""
 
 
 def outside_graphs(function: Callable[P, T]) -> Callable[P, T]:
@@ -42,6 +48,12 @@ def only_in_graphs(function: Callable[P, T]) -> Callable[P, T]:
     code = cast("FunctionType", function).__code__
     _set_strategy(code, _Strategy(_SKIP, _DEFAULT))
     return function
+
+
+def is_exporting() -> bool:
+    """Return whether torch.export runs."""
+    # Dynamo of torch 2.11 takes `torch.compiler.is_exporting()` for True wherever it traces; that of 2.13 reads this.
+    return cast("Any", torch.compiler)._is_exporting_flag
 
 
 def backend_name() -> str:

@@ -29,7 +29,7 @@ from weakref import ref
 import torch
 from torch import nn
 
-from torchremat._compat.graphs import outside_graphs
+from torchremat._compat.graphs import TRACES_GET, is_exporting, outside_graphs
 from torchremat.errors import UnsupportedError, WrapError
 from torchremat.regions.compiling import call_in_graph
 from torchremat.regions.decisions import Policy
@@ -85,7 +85,7 @@ class WrappedForward:
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         """Run the forward, as a region if grad mode is on and it is not exported."""
-        if not torch.is_grad_enabled() or torch.compiler.is_exporting():
+        if not torch.is_grad_enabled() or is_exporting():
             return self.function(*args, **kwargs)
         if torch.compiler.is_dynamo_compiling():
             if isinstance(self.settings, Offload):
@@ -110,6 +110,8 @@ class WrappedForward:
         if self.own is not None:
             return self.own
         module = self.module
+        if not TRACES_GET and torch.compiler.is_dynamo_compiling():
+            return partial(type(module).forward, module)
         return cast("Callable[..., object]", type(module).forward.__get__(module))
 
     @property
