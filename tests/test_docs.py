@@ -10,6 +10,7 @@ import torchremat
 from test_conventions import LADDER
 from torchremat import errors, extend, pipeline, policies
 from torchremat.pipeline import balance, skip
+from versions import NEEDS_OWN_SENDS, NEEDS_SAVED_TENSORS
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -33,7 +34,12 @@ def masked(printed):
     return [" ".join(line.split()) for line in printed.splitlines() if line.strip()]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+NEEDS = {"docs/saved-tensors.md": NEEDS_SAVED_TENSORS, "docs/many-machines.md": NEEDS_OWN_SENDS}
+
+
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, id=(name := str(page.relative_to(ROOT))), marks=NEEDS.get(name, ())) for page in PAGES]
+)
 def test_code_runs_and_prints_what_the_page_says(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     names = {"__name__": "page"}

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils import checkpoint as torchs
 from torch.utils.checkpoint import checkpoint
 
 import torchremat
@@ -223,7 +224,10 @@ def test_torchs_own_checkpoint():
 
     report = saved(lambda model: checkpoint(model, x, use_reentrant=False).sum(), model)
 
-    assert [(one.operator, one.kind) for one in report.entries] == [("checkpoint", "input")]
+    expected = [("checkpoint", "input")]
+    if hasattr(torchs, "_NoopSaveInputs"):  # torch 2.11 holds inputs in a node of its own, an empty tensor with them
+        expected = [("_NoopSaveInputs", "saved"), ("_NoopSaveInputs", "input")]
+    assert [(one.operator, one.kind) for one in report.entries] == expected
     assert sum(report.unknown.values()) == 2
     assert "2 _Holder" in str(report)
 

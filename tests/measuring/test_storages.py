@@ -37,6 +37,7 @@ def test_what_has_grown_has_its_new_size():
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")  # torch 2.11 alone says so
 def test_sparse_tensors_are_their_parts():
     numbers = StorageNumbers()
     indices, values = torch.tensor([[0, 1], [1, 0]]), torch.randn(2)

@@ -16,6 +16,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from torchremat import SavedTensor
 from torchremat._compat.autograd import make_saved_tensor
+from versions import NEEDS_SAVED_TENSORS
+
+pytestmark = NEEDS_SAVED_TENSORS
 
 
 class SavesInput(torch.autograd.Function):

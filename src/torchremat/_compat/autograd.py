@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 
         def register_hooks(self, pack: Pack, unpack: Unpack, /) -> None: ...
 
-        def unpack(self) -> Tensor: ...
+        def unpack(self) -> Tensor:
+            """Torch 2.11 has no such method."""
+            ...
 
 
 _REGIONS = "recomputing regions"
@@ -98,8 +100,13 @@ def make_saved_tensor(tensor: Tensor, is_output: bool, is_inplace_on_view: bool)
     return _maker()(tensor, is_output, is_inplace_on_view)
 
 
+def unpacks_alone(raw: RawSavedTensor) -> bool:
+    """Return whether a slot of a node can be unpacked without the others of the same name; by torch 2.11 it cannot."""
+    return hasattr(raw, "unpack")
+
+
 @cache
 def _maker() -> Callable[[Tensor, bool, bool], RawSavedTensor]:
     private("_C._autograd.SavedTensor.unpack_hook", needed_for="a SavedTensor")
-    found = private("_C._autograd._make_saved_tensor", needed_for="a SavedTensor")
+    found = private("_C._autograd._make_saved_tensor", needed_for="a SavedTensor", since=(2, 13))
     return cast("Callable[[Tensor, bool, bool], RawSavedTensor]", found)

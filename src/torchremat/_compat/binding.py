@@ -15,13 +15,14 @@ NEWEST = (2, 14)
 SUPPORTED = "torchremat supports torch 2.11 to 2.14; install one of these."
 
 
-def private(*paths: str, needed_for: str) -> object:
+def private(*paths: str, needed_for: str, since: tuple[int, int] | None = None) -> object:
     """Return the object at one of `paths` below `torch`, the first that there is.
 
     Args:
         paths: Attribute paths without the leading `torch.`, for example `"_C._current_graph_task_id"`. What one torch
             version calls otherwise than another has several, the newest first.
         needed_for: What fails without it, in the words of a user.
+        since: A release that has it, where not all that are supported do.
 
     Raises:
         VersionError: This torch has no such name.
@@ -34,4 +35,7 @@ def private(*paths: str, needed_for: str) -> object:
             found = getattr(found, name)
         else:
             return found
-    raise VersionError(f"torch {torch.__version__} has no `torch.{paths[0]}`, which {needed_for} needs. {SUPPORTED}")
+    advice = SUPPORTED
+    if since is not None and since > RELEASE:
+        advice = f"Torch {since[0]}.{since[1]} has it; install that, or a newer one."
+    raise VersionError(f"torch {torch.__version__} has no `torch.{paths[0]}`, which {needed_for} needs. {advice}")

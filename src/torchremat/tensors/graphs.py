@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, cast
 
 from torch import Tensor
 
+from torchremat._compat.autograd import unpacks_alone
+
 if TYPE_CHECKING:
     from torch.autograd.graph import Node
 
@@ -44,16 +46,22 @@ class GraphSlot:
         Raises:
             RuntimeError: It was written in place since it was saved; or hooks of others would be called.
         """
-        try:
-            return self.raw.unpack()
-        except RuntimeError:
-            # An output of the node, which torch unpacks for that node alone, together with all slots of the same name.
-            hooks = [slot.raw.unpack_hook for slot in slots_of(self.node) if slot._name == self._name]
-            if any(hook is not None and hook is not own for hook in hooks):
-                raise
-            of_function = self._name == "tensors" and hasattr(self.node, "saved_tensors")
-            found = getattr(self.node, "saved_tensors" if of_function else f"_saved_{self._name}")
-            return cast("Tensor", found if self._number is None else found[self._number])
+        if unpacks_alone(self.raw):
+            try:
+                return self.raw.unpack()
+            except RuntimeError:
+                if self._has_hooks_beside(own):  # or it is an output of the node, which torch unpacks for that alone
+                    raise
+        elif self._has_hooks_beside(own):
+            raise RuntimeError("hooks of others would be called.")
+        of_function = self._name == "tensors" and hasattr(self.node, "saved_tensors")
+        found = getattr(self.node, "saved_tensors" if of_function else f"_saved_{self._name}")
+        return cast("Tensor", found if self._number is None else found[self._number])
+
+    def _has_hooks_beside(self, own: Unpack | None) -> bool:
+        """Return whether a hook of others would be called with all slots of the same name, which a node unpacks."""
+        hooks = [slot.raw.unpack_hook for slot in slots_of(self.node) if slot._name == self._name]
+        return any(hook is not None and hook is not own for hook in hooks)
 
     @property
     def name(self) -> str:
