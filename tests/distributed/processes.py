@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import multiprocessing
 
 WORLD = 2
+_SKIPPED = "skipped: "
 _PATIENCE = datetime.timedelta(seconds=30)
 
 
@@ -31,10 +32,17 @@ def run_all(cases, folder, world=WORLD):
     for rank in range(world):
         for line in (folder / f"{rank}").read_text().splitlines():
             name, words = json.loads(line)
-            told[name].append(f"process {rank}: {words}" if words else "")
+            told[name].append(words if words.startswith(_SKIPPED) else words and f"process {rank}: {words}")
     return {
         name: "\n".join(filter(None, found)) if len(found) == world else _lost(found) for name, found in told.items()
     }
+
+
+def judge(words):
+    """Fail with what processes raised in a case, or skip it if they did."""
+    if words and all(line.startswith(_SKIPPED) for line in words.splitlines()):
+        pytest.skip(words.splitlines()[0].removeprefix(_SKIPPED))
+    assert not words, words
 
 
 def _lost(found):
@@ -53,6 +61,8 @@ def _work(cases, rank, folder, world):
             words = ""
             try:
                 case()
+            except pytest.skip.Exception as skipped:
+                words = f"{_SKIPPED}{skipped}"
             except (Exception, pytest.fail.Exception):  # noqa: BLE001
                 words = traceback.format_exc()
             file.write(json.dumps([name, words]) + "\n")

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from llama import Attention, Llama
 from regions.comparing import Counted, live_regions
 from torchremat import Session, UnsupportedError, checkpoint, session
+from versions import NEEDS_SPLIT_FUNCTIONS, skip_unless
 
 WIDTH = 8
 
@@ -73,6 +74,8 @@ class Step:
     """The training step of one pipeline stage, its microbatches in three phases: forward, input and weight pass."""
 
     def __init__(self, layers, microbatches=1):
+        if any(isinstance(layer, Custom) for layer in layers):
+            skip_unless(NEEDS_SPLIT_FUNCTIONS)
         self.layers = layers
         self.weights = [weight for layer in layers for weight in layer.parameters()]
         self.initial = {name: value.clone() for name, value in nn.ModuleList(layers).state_dict().items()}

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from llama import Llama
+from versions import NEEDS_OWN_SENDS, skip_unless
 
 WIDTH = 8
 BLOCKS = 2  # of a stage
@@ -72,6 +73,8 @@ class Program:
     def __init__(self, name, *prepare, build=Stage, alone=False):
         # Takes seconds to import, and the process that collects the tests has no need of it.
         pipelining = import_module("torch.distributed.pipelining")
+        if name in V_SHAPED or (alone and name not in SINGLE):
+            skip_unless(NEEDS_OWN_SENDS)
         self.name = name
         here, count = numbers(name, alone)
         self.modules = [build(number) for number in here]

@@ -12,6 +12,7 @@ from pipeline.budgets.blocks import Block
 from torchremat import BudgetError, PipelineError, PlanError, StepError, UnsupportedError, unwrap, wrap
 from torchremat.measuring.allocator import record_allocations
 from torchremat.pipeline import StagePlanner, attach, plan_stages
+from versions import NEEDS_OWN_SENDS, skip_unless
 
 WIDTH, BLOCKS, MICROBATCHES, ROWS = 32, 4, 4, 32
 CPU = torch.device("cpu")
@@ -24,7 +25,10 @@ class Program:
         pipelining = import_module("torch.distributed.pipelining")
         rank = dist.get_rank()
         is_single = name in ("ScheduleGPipe", "Schedule1F1B")
-        second = 3 - rank if name in ("ScheduleZBVZeroBubble", "ScheduleDualPipeV") else rank + 2
+        is_v_shaped = name in ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
+        if is_v_shaped:
+            skip_unless(NEEDS_OWN_SENDS)
+        second = 3 - rank if is_v_shaped else rank + 2
         here, count = ([rank], 2) if is_single else ([rank, second], 4)
         self.modules = []
         for number in here:
