@@ -197,9 +197,21 @@ def run_weight_part(groups: object, module: nn.Module) -> None:
     """Run the weight part of a backward.
 
     Raises:
+        UnsupportedError: It begins at a node of a custom Function, which this torch cannot do.
         VersionError: This torch has no such part.
     """
-    _part("stage_backward_weight")(module.parameters(), groups)
+    part = _part("stage_backward_weight")
+    try:
+        part(module.parameters(), groups)
+    except RuntimeError as error:
+        # Torch 2.11 asks such a node for what only its own nodes have; that of 2.13 does not.
+        if "_input_metadata" not in str(error):
+            raise
+        raise UnsupportedError(
+            f"torch {torch.__version__} cannot split the backward of a custom autograd Function that has a weight "
+            "among its inputs, with or without torchremat. Install torch 2.13 or newer, or use a schedule that does "
+            "not split the backward."
+        ) from error
 
 
 def _part(name: str) -> Callable[..., Any]:

@@ -8,13 +8,14 @@ from torch import nn
 from torch.nn import functional
 
 from regions.comparing import Tied
-from torchremat import Session
+from torchremat import Session, UnsupportedError
 from torchremat._compat.pipelining import run_input_part, run_weight_part
 from torchremat.measuring.allocator import record_allocations
 from torchremat.pipeline.budgets.parts import Parts
 from torchremat.pipeline.budgets.samples import Ends, received
 from torchremat.planning.planner import Planner
 from torchremat.planning.searches.microbatches import shares
+from versions import IS_OLD
 
 WIDTH = 16
 X, GRAD = torch.randn(2, 64, WIDTH, generator=torch.Generator().manual_seed(0))
@@ -46,6 +47,27 @@ STAGES = {
     ),
     "tied": lambda: nn.Sequential(*(Tied(WIDTH) for _ in range(2))),
 }
+
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad * weight, (grad * x).sum(0)
+
+
+class Scale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x):
+        return Scaled.apply(x.sin(), self.weight)
 
 
 def forward(module):
@@ -134,3 +156,16 @@ def test_a_stage_with_regions_holds_less_between_the_parts():
 
     # Of a block, weights need: the inputs of three layers, two numbers a row of the norm. What the gate needs is gone.
     assert plain.between_bytes - min(one.between_bytes for one in others) == 3 * (3 * 2 * WIDTH * X.shape[0] * 4)
+
+
+def test_a_custom_function_is_split_or_an_error_of_this_torch_says_that_it_cannot_be():
+    module = Scale()
+    ends = forward(module)
+    groups = run_input_part(ends.roots, ends.grads, ends.inputs, ends.outputs, module)
+
+    if IS_OLD:
+        with pytest.raises(UnsupportedError, match=r"cannot split the backward of a custom autograd Function .* 2\.13"):
+            run_weight_part(groups, module)
+    else:
+        run_weight_part(groups, module)
+        assert torch.equal(module.weight.grad, (GRAD * X.sin()).sum(0))
