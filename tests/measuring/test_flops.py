@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -9,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from policies.counting import Counted
-from torchremat.measuring.flops import FlopCounter
+from torchremat.measuring.flops import FlopCounter, formula_of
 
 
 class Mixed(nn.Module):
@@ -68,14 +69,16 @@ def test_an_operator_that_has_a_kernel_is_not_taken_apart():
     assert counted.counts["silu_backward"] == 1 and counted.counts["sigmoid"] == 0
 
 
-def test_attention_on_the_cpu_is_counted():
-    # Forward: q @ k.T and p @ v, each 2*B*H*T*T*D. Backward: p again, then dv, dp, dq, dk: five products.
-    b, h, t, d = 2, 3, 16, 8
-    q, k, v = (torch.randn(b, h, t, d, requires_grad=True) for _ in range(3))
+@pytest.mark.parametrize("groups", [6, 2, 1])
+def test_attention_on_the_cpu_is_counted(groups):
+    # Forward: q @ k.T and p @ v, each 2*B*H*T*T*D. Backward: p again, then dv, dp, dq, dk: five products. Groups of
+    # heads share keys and values, and are multiplied by them head by head: torch 2.11 has no formula for that.
+    b, h, t, d = 2, 6, 16, 8
+    q, k, v = (torch.randn(b, heads, t, d, requires_grad=True) for heads in (h, groups, groups))
     product = 2 * b * h * t * t * d
 
     with FlopCounter() as counter:
-        out = F.scaled_dot_product_attention(q, k, v)
+        out = F.scaled_dot_product_attention(q, k, v, enable_gqa=groups < h)
         forward = counter.total
         out.sum().backward()
 
@@ -85,6 +88,21 @@ def test_attention_on_the_cpu_is_counted():
         "aten._scaled_dot_product_flash_attention_for_cpu",
         "aten._scaled_dot_product_flash_attention_for_cpu_backward",
     }
+
+
+@pytest.mark.parametrize("kernel", ["flash", "efficient", "cudnn"])
+def test_attention_of_other_devices_may_have_groups_of_heads(kernel):
+    b, h, t, d = 2, 6, 16, 8
+    q, k, v = (torch.empty(b, heads, t, d, device="meta") for heads in (h, 2, 2))
+    product = 2 * b * h * t * t * d
+    operators = [
+        getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_attention{suffix}") for suffix in ("", "_backward")
+    ]
+
+    forward, backward = map(formula_of, operators)
+
+    assert forward(q, k, v, is_causal=True, out_val=None) == 2 * product
+    assert backward(q, q, k, v, is_causal=True, out_val=None) == 5 * product
 
 
 def test_the_total_can_be_read_in_a_hook():

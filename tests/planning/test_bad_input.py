@@ -75,6 +75,7 @@ def test_lazy_modules_are_named():
         plan(model, step, budget="80%")
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # torch 2.11 says so to whoever profiles
 def test_a_profiler_of_the_users_keeps_its_events():
     model = Loop()
     before = fingerprint(model)

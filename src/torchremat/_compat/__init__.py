@@ -13,6 +13,7 @@ counts.py        how many hold a tensor or a storage
 checkpoints.py   what torch's own checkpoint keeps to itself
 containers.py    types that torch's pytree takes apart
 operators.py     operators by name
+attention.py     flops of attention with groups of heads
 flags.py         settings that decide by which kernel a number is computed
 norms.py         the class that batch norms have in common
 modes.py         function and dispatch modes

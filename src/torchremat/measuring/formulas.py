@@ -18,9 +18,14 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
+from torchremat._compat.attention import grouped_formulas
+
 Formula = Callable[..., int]
 
 OF_TORCH = cast("dict[object, Formula]", flop_registry)
+# Those of attention that this torch has for as many heads of keys as of queries alone.
+_GROUPS_OF_HEADS = grouped_formulas(OF_TORCH)
+_ATTENTION = OF_TORCH | _GROUPS_OF_HEADS
 _FLASH = "_scaled_dot_product_flash_attention"
 
 
@@ -95,8 +100,8 @@ def _over_time(_: Tensor, weight: Tensor, *__: object, out_val: Tensor, **rest: 
 
 _BY_NAME: dict[str, Formula] = {
     # The same mathematics as the kernels that torch counts, under the name of another backend.
-    f"{_FLASH}_for_cpu": OF_TORCH[getattr(torch.ops.aten, _FLASH)],
-    f"{_FLASH}_for_cpu_backward": OF_TORCH[getattr(torch.ops.aten, f"{_FLASH}_backward")],
+    f"{_FLASH}_for_cpu": _ATTENTION[getattr(torch.ops.aten, _FLASH)],
+    f"{_FLASH}_for_cpu_backward": _ATTENTION[getattr(torch.ops.aten, f"{_FLASH}_backward")],
     # `nn.LSTM` on the CPU, and all kinds of `nn.RNNBase` on CUDA and ROCm. What else those run is `addmm` and `mm`.
     "mkldnn_rnn_layer": _layer,
     "mkldnn_rnn_layer_backward": _layer_backward,
@@ -125,6 +130,6 @@ _BY_NAME: dict[str, Formula] = {
 }
 
 # To be removed one by one as torch's registry gets them. What this torch does not have is left out.
-OURS: dict[object, Formula] = {
+OURS: dict[object, Formula] = _GROUPS_OF_HEADS | {
     getattr(torch.ops.aten, name): formula for name, formula in _BY_NAME.items() if hasattr(torch.ops.aten, name)
 }
