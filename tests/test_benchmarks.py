@@ -7,11 +7,18 @@ from pathlib import Path
 
 import pytest
 
+from versions import NEEDS_OWN_SENDS
+
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 MAINS = sorted(BENCHMARKS.glob("*/main.py"))
 
 
-@pytest.mark.parametrize("main", MAINS, ids=lambda main: main.parent.name)
+NEEDS = {"split_backward": NEEDS_OWN_SENDS}
+
+
+@pytest.mark.parametrize(
+    "main", [pytest.param(main, id=(name := main.parent.name), marks=NEEDS.get(name, ())) for main in MAINS]
+)
 def test_benchmark_runs_on_tiny_models(main):
     before = {path: path.read_bytes() for path in main.parent.iterdir() if path.is_file()}
 
