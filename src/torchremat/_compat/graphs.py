@@ -53,7 +53,7 @@ def only_in_graphs(function: Callable[P, T]) -> Callable[P, T]:
 def is_exporting() -> bool:
     """Return whether torch.export runs."""
     # Dynamo of torch 2.11 takes `torch.compiler.is_exporting()` for True wherever it traces; that of 2.13 reads this.
-    return cast("Any", torch.compiler)._is_exporting_flag
+    return torch.compiler._is_exporting_flag
 
 
 def backend_name() -> str:
