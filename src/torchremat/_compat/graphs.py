@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 import torch
@@ -26,7 +27,12 @@ _Strategy = cast(
 )
 _SKIP = private("_C._dynamo.eval_frame._FrameAction.SKIP", needed_for=_GRAPHS)
 _DEFAULT = private("_C._dynamo.eval_frame._FrameAction.DEFAULT", needed_for=_GRAPHS)
-private("compiler._is_exporting_flag", needed_for=_GRAPHS)  # read by `is_exporting`
+private("compiler._is_exporting_flag", needed_for=_GRAPHS)
+
+# Dynamo of torch 2.11 takes `torch.compiler.is_exporting()` for True wherever it traces; that of 2.13 reads the same
+# flag. A function of ours would be one more in each call of a wrapped module.
+is_exporting = cast("Callable[[], bool]", partial(getattr, torch.compiler, "_is_exporting_flag"))
+"""Returns whether torch.export runs."""
 
 TRACES_GET = RELEASE >= (2, 13)
 """Whether dynamo traces `function.__get__`, which makes a method; that of torch 2.11 cannot make one at all."""
@@ -48,12 +54,6 @@ def only_in_graphs(function: Callable[P, T]) -> Callable[P, T]:
     code = cast("FunctionType", function).__code__
     _set_strategy(code, _Strategy(_SKIP, _DEFAULT))
     return function
-
-
-def is_exporting() -> bool:
-    """Return whether torch.export runs."""
-    # Dynamo of torch 2.11 takes `torch.compiler.is_exporting()` for True wherever it traces; that of 2.13 reads this.
-    return torch.compiler._is_exporting_flag
 
 
 def backend_name() -> str:
