@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from torchremat import BudgetError, Planner, StepError, measure, plan, unwrap, verify
+from torchremat import BudgetError, Planner, RepeatWarning, StepError, measure, plan, unwrap, verify
 from torchremat.measuring.allocator import record_allocations
 from torchremat.planning.elsewhere.machines import Here
 from torchremat.planning.profiles import profiling
@@ -377,6 +377,36 @@ def no_process_runs_what_one_has_no_room_for():
         verified(model, chosen)
 
 
+class Counting(Block):
+    """A block that counts its calls, in some processes."""
+
+    counts, calls = False, 0
+
+    def forward(self, x):
+        self.calls += self.counts
+        return x + self.down(functional.gelu(self.up(x) * (1 + self.calls)))
+
+
+def what_one_process_would_not_repeat_none_recomputes():
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(Counting(), Block(), Counting(), Block()))
+    counting = model.module[::2]
+    for part in counting:
+        part.counts = dist.get_rank() == 1
+
+    def from_zero(model):
+        for part in counting:
+            part.calls = 0
+        return step(model)
+
+    with pytest.warns(RepeatWarning, match=r"`module\.0`, `module\.2`"):
+        planner = Planner(model, from_zero)
+    chosen = verified(model, planner.plan(planner.floor_bytes), from_zero)
+
+    assert chosen.unlike.keys() == {"module.0", "module.2"}
+    assert chosen.recomputed_calls > 0
+
+
 def no_plan_fits():
     with pytest.raises(BudgetError, match="no plan fits the budget"):
         plan(DistributedDataParallel(net()), step, budget="1KiB")
@@ -405,6 +435,7 @@ CASES = {
         a_frontier_whose_search_ends_in_one_process,
         all_watch_what_one_has_memory_for,
         no_process_runs_what_one_has_no_room_for,
+        what_one_process_would_not_repeat_none_recomputes,
         no_plan_fits,
     )
 }
