@@ -228,6 +228,36 @@ def test_a_block_may_be_recomputed_of_which_a_part_may_not():
         plan.remove(model)
 
 
+class Conditioned(nn.Module):
+    """Tells all that it calls what to do, and takes it back."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = IsTold(), IsTold()
+
+    def forward(self, x):
+        self.one.told, self.two.told = 1.5, 0.5
+        x = self.two(self.one(x))
+        self.one.told = self.two.told = None
+        return x
+
+
+def test_a_block_is_not_taken_apart_of_which_no_part_may_be_recomputed():
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Conditioned() for _ in range(4)))
+    plain = outcome(model, step)
+
+    with pytest.warns(RepeatWarning, match="TypeError"):
+        planner = Planner(model, step, cost="flops")
+    plan = planner.plan(planner.floor_bytes)
+    plan.apply(model)
+
+    assert planner.solver.grains.fine is None
+    assert [unit.name for unit in plan.units] == ["0", "1", "2", "3"]
+    assert differences(outcome(model, step), plain) == []
+    assert recomputed_flops(model, step) > 0
+
+
 def test_a_generator_that_is_registered_is_put_back_and_nothing_is_left_alone():
     torch.manual_seed(0)
     model = Between(DrawsOfNumpy)

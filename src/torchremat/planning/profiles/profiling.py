@@ -122,17 +122,16 @@ class _Profiling:
             _check_same_calls(self.peers.all(lambda own=units: [unit.name for unit in own.units]))
             split = splittable(units)
             finest = find_units(traced, split, self.repeats.unlike) if split else units
-            if not (self.fail(units) or (fine and self.fail(finest))):
+            if not (self.some_fail(units) or (fine and len(finest.units) <= _MOST_UNITS and self.some_fail(finest))):
                 break
             has_failed = True
         if has_failed:
             self.repeats.tell()
         return units, finest
 
-    def fail(self, units: Units) -> bool:
-        """Try the units that nobody has tried, and return whether some are to be none. See `repeating`."""
-        is_seen = self.machine.is_here and not units.trace.sharded and len(units.units) <= _MOST_UNITS
-        if not is_seen or self.repeats.know(units):
+    def some_fail(self, units: Units) -> bool:
+        """Try the units unless all of them have been tried, and return whether some are to be none. See `repeating`."""
+        if not self.machine.is_here or units.trace.sharded or self.repeats.know(units):
             return False
         found, parts = list[dict[str, str]](), [range(len(units.units))]
         while parts:

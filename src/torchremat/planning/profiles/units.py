@@ -229,7 +229,8 @@ def not_called(units: Units, unit: int) -> StepError:
 def splittable(units: Units) -> frozenset[int]:
     """Return the calls of units that make at least two calls themselves, so that there is something to choose among."""
     calls = [unit.calls[0] for unit in units.units if len(unit.calls) == 1]
-    return frozenset(call for call in calls if len(_parts(units.trace, call)) > 1)
+    parts = {call: [units.trace.calls[part].name for part in _parts(units.trace, call)] for call in calls}
+    return frozenset(call for call, names in parts.items() if len(names) > 1 and not units.unlike.keys() >= {*names})
 
 
 class _Linker:
