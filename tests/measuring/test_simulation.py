@@ -129,14 +129,14 @@ def test_the_librarys_own_comparisons_follow_what_was_written():
     with fakes.mode, Simulation(Model(), fakes.met) as simulation:
         x = torch.zeros(4)
         copy = x.clone()
-        found.append(simulation._content(x) == simulation._content(copy))
+        found.append(simulation._contents.of(x) == simulation._contents.of(copy))
         x.add_(1)
-        found.append(simulation._content(x) == simulation._content(copy))
+        found.append(simulation._contents.of(x) == simulation._contents.of(copy))
         x.copy_(copy)
-        found.append(simulation._content(x) == simulation._content(copy))
+        found.append(simulation._contents.of(x) == simulation._contents.of(copy))
         norm = nn.BatchNorm1d(4)
         before = norm.running_mean.clone()
         norm(torch.zeros(2, 4))
-        found.append(simulation._content(norm.running_mean) == simulation._content(before))
+        found.append(simulation._contents.of(norm.running_mean) == simulation._contents.of(before))
 
     assert found == [True, False, True, False]

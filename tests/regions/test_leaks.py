@@ -356,35 +356,6 @@ def test_outputs_that_a_hook_collects_leave_nothing_behind(pattern, without_coll
     assert alive() == objects
 
 
-def test_what_is_measured_leaves_nothing_behind(without_collector):
-    # The first run of `measure` was a forward without a backward. Where a hook collects outputs, that graph stayed for
-    # ever: its regions have the context, the context the list, and the list outputs of the graph.
-    collected = ContextVar("collected")
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)))
-    for block in model:
-        block[0].register_forward_hook(lambda module, args, output: collected.get().append(output))
-
-    def step(model):
-        token = collected.set([])
-        try:
-            return model(torch.ones(4, 8)).sum() + sum(one.sum() for one in collected.get())
-        finally:
-            collected.reset(token)
-
-    made = plan(model, step, budget="1MiB", cost="flops")
-    wrap(model, "*")
-    objects = alive()
-
-    measure(step, model)
-    verify(model, step)
-    unwrap(model)
-    replace(made, tree=each(3)).apply(model)
-    measure(step, model)
-    verify(model, step)
-
-    assert alive() == objects
-
-
 @pytest.fixture
 def collecting():
     """A model whose hooks collect outputs in a list that they find by a context variable, and a step that reads it."""
@@ -406,6 +377,24 @@ def collecting():
             collected.reset(token)
 
     return model, step
+
+
+def test_what_is_measured_leaves_nothing_behind(collecting, without_collector):
+    # The first run of `measure` was a forward without a backward. Where a hook collects outputs, that graph stayed for
+    # ever: its regions have the context, the context the list, and the list outputs of the graph.
+    model, step = collecting
+    made = plan(model, step, budget="1MiB", cost="flops")
+    wrap(model, "*")
+    objects = alive()
+
+    measure(step, model)
+    verify(model, step)
+    unwrap(model)
+    replace(made, tree=each(4)).apply(model)
+    measure(step, model)
+    verify(model, step)
+
+    assert alive() == objects
 
 
 def test_a_report_leaves_nothing_behind(collecting, without_collector):

@@ -38,14 +38,12 @@ from torchremat.ambient.generators import states_watched
 from torchremat.errors import StepError, UnsupportedError
 from torchremat.measuring.allocator import AllocationTrace, Mark
 from torchremat.measuring.callers import asked_by_us, depends_on_data, place_of_user
+from torchremat.measuring.simulated_contents import Contents
 from torchremat.measuring.tracker import address_of, tensors_in
 
 _ATEN = torch.ops.aten
 _CPU = torch.device("cpu")
 _LIFTED = (_ATEN.lift_fresh.default, _ATEN.lift_fresh_copy.default)
-_COPIES = (_ATEN.clone.default, _ATEN.detach.default, _ATEN.copy_.default)
-# Torch's schemas say nothing of the statistics that these write: their arguments 3 and 4, if 5 is True.
-_NORMS = (_ATEN.native_batch_norm.default, _ATEN.cudnn_batch_norm.default, _ATEN.miopen_batch_norm.default)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,9 +165,7 @@ class Simulation(EagerMode):
         # By address. An address cannot come back before the callback of its weak reference has taken the entry away.
         self._blocks: dict[int, tuple[int, int]] = {}
         self._alive: dict[int, weakref.ref[UntypedStorage]] = {}
-        # What a storage holds, as a number that a copy has as well: how the library's own comparisons are answered.
-        self._contents: dict[int, int] = {}
-        self._values = 0
+        self._contents = Contents()
         self._scalar: float | None = None
         self._watching: list[ExitStack] = []
 
@@ -230,7 +226,7 @@ class Simulation(EagerMode):
             args = cast("tuple[object, ...]", self._with_fakes(args))
             named = {key: self._with_fakes(value) for key, value in named.items()}
         if func is _ATEN.equal.default and asked_by_us():
-            return self._content(args[0]) == self._content(args[1])
+            return self._contents.of(args[0]) == self._contents.of(args[1])
         if func is _ATEN._local_scalar_dense.default:
             if self._scalar is not None:
                 return _number(cast("Tensor", args[0]), self._scalar)
@@ -282,7 +278,7 @@ class Simulation(EagerMode):
             if func in _LIFTED or (address not in given and address not in self._alive):
                 given.add(address)
                 made.append(tensor)
-        self._write(func, args, kwargs, result, made)
+        self._contents.ran(func, args, kwargs, result)
         if self.model.has_host_generator and _draws(func):
             with without_fakes():
                 torch.rand(())
@@ -337,7 +333,7 @@ class Simulation(EagerMode):
 
     def _free(self, address: int) -> None:
         self._alive.pop(address, None)
-        self._contents.pop(address, None)
+        self._contents.forget(address)
         block = self._blocks.pop(address, None)
         if block is not None and self._recording:
             self._event(block[0], -block[1])
@@ -350,45 +346,6 @@ class Simulation(EagerMode):
         if self._recording:
             storage = state.untyped_storage()
             self._allocate(storage, storage.nbytes())
-
-    def _content(self, value: object) -> int:
-        address = address_of(cast("Tensor", value).untyped_storage())
-        if address not in self._contents:
-            self._values += 1
-            self._contents[address] = self._values
-        return self._contents[address]
-
-    def _write(
-        self,
-        func: Callable[..., object],
-        args: tuple[object, ...],
-        kwargs: Mapping[str, object],
-        result: object,
-        made: list[Tensor],
-    ) -> None:
-        """Note whose contents an operator changes, and what a copy has in it."""
-        if func in _COPIES:
-            source = args[1] if func is _ATEN.copy_.default else args[0]
-            self._contents[address_of(cast("Tensor", result).untyped_storage())] = self._content(source)
-            return
-        written = [args[place] for place in (3, 4)] if func in _NORMS and args[5] else _written(func, args, kwargs)
-        for tensor in tensors_in(written):
-            self._values += 1
-            self._contents[address_of(tensor.untyped_storage())] = self._values
-
-
-_MUTATED: dict[object, tuple[tuple[int, str], ...]] = {}
-
-
-def _written(func: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]) -> list[object]:
-    """Return the arguments that an operator writes to, as its schema says."""
-    places = _MUTATED.get(func)
-    if places is None:
-        schema = getattr(func, "_schema", None)
-        arguments = () if schema is None else enumerate(schema.arguments)
-        places = tuple((i, one.name) for i, one in arguments if one.alias_info is not None and one.alias_info.is_write)
-        _MUTATED[func] = places
-    return [args[place] if place < len(args) else kwargs.get(name) for place, name in places]
 
 
 def _draws(func: Callable[..., object]) -> bool:

@@ -53,10 +53,6 @@ from torchremat.tensors.structure import split_call
 _Lock = type(threading.RLock())
 
 
-# The number of no saved tensor.
-_NOTHING = -1
-
-
 class Region:
     """Calls that are recomputed together, in the order in which they ran."""
 
@@ -328,7 +324,7 @@ class Region:
             DivergedError: They save something else than in the forward.
             MutationError: An input or parameter was changed in place since the forward.
         """
-        self._recompute(None, _NOTHING, explains=False)
+        self._recompute(None, -1, explains=False)  # the number of no saved tensor
 
     def abandon(self) -> None:
         """Let go of all that it takes to run again, since no backward is to come.

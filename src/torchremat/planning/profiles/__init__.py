@@ -1,6 +1,7 @@
 """What a step does and needs: one forward traced, one step watched.
 
 interception.py  the forward of every module, routed through one function
+traces.py        a traced forward as data
 tracing.py       the calls of a forward, and what they save
 saves.py         which of that has a graph in the end
 operators.py     the operators of each call

@@ -12,7 +12,7 @@ from weakref import ReferenceType, ref
 
 if TYPE_CHECKING:
     from torchremat.planning.profiles.operators import Save
-    from torchremat.planning.profiles.tracing import Call
+    from torchremat.planning.profiles.traces import Call
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from weakref import ReferenceType, ref
 
 import torch
@@ -33,124 +33,15 @@ from torchremat.measuring.tracker import address_of
 from torchremat.measuring.untouched import untouched
 from torchremat.planning.profiles.dropping import never, nothing_kept
 from torchremat.planning.profiles.interception import intercepted
-from torchremat.planning.profiles.operators import OperatorLog, OperatorTrace
+from torchremat.planning.profiles.operators import OperatorLog
 from torchremat.planning.profiles.saves import Saved, Saves
+from torchremat.planning.profiles.traces import Call, Seen, Trace, named
 from torchremat.regions.guards import tensors_inside
 from torchremat.regions.selection import memory_of
 from torchremat.regions.threads import thread
 from torchremat.tensors.structure import split, tensors_in
 
 Step = Callable[[nn.Module], object]
-
-
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """A tensor as a call saw it.
-
-    Attributes:
-        identity: A number for the Python object.
-        version: Its version then.
-        storage: A number for its storage.
-    """
-
-    identity: int
-    version: int
-    storage: int
-
-
-@dataclass(slots=True, kw_only=True)
-class Call:
-    """One call of a module.
-
-    Attributes:
-        name: The module's name in the model.
-        kind: The name of its type.
-        number: How many calls of this name came before.
-        parent: Index of the call that made it; None if the step did.
-        inputs: The tensors among its arguments.
-        outputs: Those that it returned.
-        mutated: Places in `inputs` whose tensors it wrote to in place.
-        is_overwritten: Whether a parameter of its module was written in place after its entry, by itself or later.
-        saved: What autograd saved directly in it, not in the calls inside.
-        entered: Time of entry: the number of entries and exits of calls before it.
-        left: Time of exit.
-        carried: Storages that are in its other arguments (a cache, say) when the forward has ended, and skips from
-            outside of it that are popped in it.
-        flops: Flops of its forward.
-        flops_saved: Flops of its forward up to its last save that has a graph at the end.
-        grad: Whether grad mode was on.
-        input_elements: Elements in its inputs.
-        signature: Its type, whether it trains, and the shapes of its parameters and inputs; see `Units.signature`.
-        operators: The operators that ran in it, as a range.
-        begins: The mark at its entry; -1 if no allocations were recorded.
-        ends: The mark at its exit.
-    """
-
-    name: str
-    kind: str
-    number: int
-    parent: int | None
-    inputs: list[Seen]
-    outputs: list[Seen] = field(default_factory=list[Seen])
-    mutated: list[int] = field(default_factory=list[int])
-    is_overwritten: bool = False
-    saved: list[Saved] = field(default_factory=list[Saved])
-    carried: tuple[int, ...] = ()
-    entered: int
-    left: int = -1
-    flops: int = 0
-    flops_saved: int = 0
-    grad: bool = True
-    input_elements: int = 0
-    signature: tuple[object, ...] = ()
-    operators: range = range(0)
-    begins: int = -1
-    ends: int = -1
-
-
-@dataclass(frozen=True, kw_only=True)
-class Trace:
-    """A traced forward.
-
-    Attributes:
-        calls: In the order of entry.
-        storage_bytes: Bytes of each storage number; 0 where the memory is not the allocator's.
-        fixed: Storages of parameters, buffers and other tensors that were there before.
-        born: For a storage number the time at which it was first seen.
-        died: For a storage number the time at which it was gone; absent if it was alive at the end of the forward.
-        step_saved: What autograd saved outside of every call, in the step's own code.
-        end: Time at the end of the forward.
-        flops: Of the whole forward.
-        operators: All that ran.
-        allocations: What the allocator did meanwhile, with a mark before and after each operator; None if not recorded.
-        sharded: The names of the modules that FSDP2 has sharded.
-    """
-
-    calls: list[Call]
-    storage_bytes: dict[int, int]
-    fixed: frozenset[int]
-    born: dict[int, int]
-    died: dict[int, int]
-    step_saved: list[Saved]
-    end: int
-    flops: int
-    operators: OperatorTrace = field(default_factory=OperatorTrace)
-    allocations: AllocationTrace | None = None
-    sharded: frozenset[str] = frozenset()
-
-    def descendants(self, index: int) -> list[int]:
-        """Return the calls made inside call `index`, itself included, at any depth, in order."""
-        left = self.calls[index].left
-        result = [index]
-        for later in range(index + 1, len(self.calls)):
-            if self.calls[later].entered > left:
-                break
-            result.append(later)
-        return result
-
-    def children(self, index: int | None) -> list[int]:
-        """Return the calls that call `index` made itself; None stands for the step."""
-        return [i for i, call in enumerate(self.calls) if call.parent == index]
 
 
 class _Tracer:
@@ -299,11 +190,6 @@ class _Tracer:
         call.left = self.time
         self.idle_since = len(self.log.trace.runs)
         return output
-
-
-def named(name: str) -> str:
-    """Return the words for a module in a message."""
-    return f"`{name}`" if name else "the model"
 
 
 def trace(model: nn.Module, step: Step, record: Callable[[], AbstractContextManager[Recorder]] | None = None) -> Trace:

@@ -23,7 +23,7 @@ from itertools import groupby
 
 from torchremat.errors import StepError
 from torchremat.planning.profiles.saves import Saved
-from torchremat.planning.profiles.tracing import Call, Trace, named
+from torchremat.planning.profiles.traces import Call, Trace, named
 from torchremat.planning.profiles.unlike import told
 
 # A call is taken apart if its own code saves at most this share of what is saved in all of it ...

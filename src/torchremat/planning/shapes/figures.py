@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from torchremat.planning.profiles.profiling import Grains
 from torchremat.planning.profiles.reading import Profile
-from torchremat.planning.profiles.tracing import Trace
+from torchremat.planning.profiles.traces import Trace
 from torchremat.planning.profiles.units import Units
 
 Figures = NDArray[np.float64]

@@ -1,0 +1,65 @@
+"""What storages without data hold: whether two tensors are equal because one is a copy of the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from torchremat.measuring.tracker import address_of, tensors_in
+
+_ATEN = torch.ops.aten
+_COPIES = (_ATEN.clone.default, _ATEN.detach.default, _ATEN.copy_.default)
+# Torch's schemas say nothing of the statistics that these write: their arguments 3 and 4, if 5 is True.
+_NORMS = (_ATEN.native_batch_norm.default, _ATEN.cudnn_batch_norm.default, _ATEN.miopen_batch_norm.default)
+
+
+class Contents:
+    """What each storage holds, as a number that a copy has as well: how the library's own comparisons are answered."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[int, int] = {}  # by address
+        self._values = 0
+
+    def of(self, value: object) -> int:
+        """Return the number of what a tensor holds."""
+        address = address_of(cast("Tensor", value).untyped_storage())
+        if address not in self._numbers:
+            self._set(address)
+        return self._numbers[address]
+
+    def forget(self, address: int) -> None:
+        """Forget a storage that is gone."""
+        self._numbers.pop(address, None)
+
+    def ran(
+        self, func: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object], result: object
+    ) -> None:
+        """Note whose contents an operator has changed, and what a copy has in it."""
+        if func in _COPIES:
+            source = args[1] if func is _ATEN.copy_.default else args[0]
+            self._numbers[address_of(cast("Tensor", result).untyped_storage())] = self.of(source)
+            return
+        written = [args[place] for place in (3, 4)] if func in _NORMS and args[5] else _written(func, args, kwargs)
+        for tensor in tensors_in(written):
+            self._set(address_of(tensor.untyped_storage()))
+
+    def _set(self, address: int) -> None:
+        self._values += 1
+        self._numbers[address] = self._values
+
+
+_MUTATED: dict[object, tuple[tuple[int, str], ...]] = {}
+
+
+def _written(func: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]) -> list[object]:
+    """Return the arguments that an operator writes to, as its schema says."""
+    places = _MUTATED.get(func)
+    if places is None:
+        schema = getattr(func, "_schema", None)
+        arguments = () if schema is None else enumerate(schema.arguments)
+        places = tuple((i, one.name) for i, one in arguments if one.alias_info is not None and one.alias_info.is_write)
+        _MUTATED[func] = places
+    return [args[place] if place < len(args) else kwargs.get(name) for place, name in places]
