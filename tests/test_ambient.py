@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from logs import Log
 from regions.comparing import leaf, live_regions, same
 from torchremat import checkpoint, checkpointed
 from torchremat.ambient.generators import drawn, generator_states
@@ -119,7 +120,7 @@ def test_autocast_switched_in_the_region():
 
 
 def test_the_default_device_is_as_in_the_forward():
-    seen = []
+    seen = Log()
 
     def body(x):
         seen.append(torch.ones(1).device.type)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from logs import Log
 from torchremat.ambient.handover import Handover
 
 WORD = ContextVar("WORD", default="none")
@@ -74,7 +75,7 @@ def test_a_mode_that_watches_sees_the_work(elsewhere):
 
 def test_hooks_for_saved_tensors_are_handed_over(elsewhere):
     x = torch.rand(3, requires_grad=True)
-    packed = []
+    packed = Log()
 
     with torch.autograd.graph.saved_tensors_hooks(
         lambda t: packed.append(threading.current_thread()) or t, lambda t: t

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from logs import Log
 from regions.comparing import Counted, leaf, same
 from torchremat import UnsupportedError, checkpoint, extend
 
@@ -17,7 +18,7 @@ class Recipe:
 
     def __init__(self):
         self.scale = torch.ones(())
-        self.events = []
+        self.events = Log()
 
     def capture(self):
         self.events.append("capture")
@@ -113,7 +114,7 @@ def test_entries_work_without_grad():
 
 
 def test_entries_are_restored_in_their_order_and_put_back_in_the_opposite_one():
-    events = []
+    events = Log()
 
     class Named(Recipe):
         def __init__(self, name):

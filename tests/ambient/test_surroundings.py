@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from logs import Log
 from regions.comparing import leaf
 from torchremat import checkpoint, extend
 from torchremat.ambient.surroundings import surroundings
@@ -39,7 +40,7 @@ class Halves(TorchDispatchMode):
 class Logs(TorchDispatchMode):
     def __init__(self):
         super().__init__()
-        self.seen = []
+        self.seen = Log()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.seen.append(str(func))
@@ -205,7 +206,7 @@ ENTRIES = {
 
 def recomputed(read, around_forward, around_backward=nullcontext, *, in_thread=False):
     """Return what a region reads in its forward, its caller before backward, the recompute, and the caller after it."""
-    seen = []
+    seen = Log()
     x = torch.ones(3, requires_grad=True)
 
     def body(x):
@@ -349,7 +350,7 @@ def test_a_class_of_modes_that_only_watch():
 
 
 def test_the_order_of_modes_is_the_forwards():
-    seen = []
+    seen = Log()
 
     class Named(TorchDispatchMode):
         def __init__(self, name):
@@ -383,7 +384,7 @@ def test_a_mode_does_not_live_on_after_it_was_left():
 def test_tensors_without_data_are_recomputed_without_data():
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    body_calls = []
+    body_calls = Log()
 
     def body(x):
         body_calls.append(type(torch.ones(1)).__name__)
@@ -478,7 +479,7 @@ def test_weights_under_autocast_get_their_gradients_in_a_loop():
 
 
 def test_what_a_region_sets_in_context_variables_is_set_by_the_forward_alone():
-    seen = []
+    seen = Log()
 
     def body(x):
         seen.append(variable.get())

@@ -8,12 +8,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torchremat.regions.modules import ModuleState
 
 from distributed.comparing import compare, held
 from distributed.data_parallel import run_of_calls
 from distributed.models import batch, looped, net, partly_frozen, siamese, some, tied_inside, twice
 from torchremat import MutationError, UnsupportedError, checkpoint, session, wrap
-from torchremat.regions.modules import ModuleState
 
 # Two rounds of a forward and a recompute each.
 TWICE = [4, 4, 4]

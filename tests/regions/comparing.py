@@ -7,6 +7,7 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
+from logs import Count
 from torchremat.regions.region import Region
 
 
@@ -15,10 +16,14 @@ class Counted:
 
     def __init__(self, function):
         self.function = function
-        self.calls = 0
+        self._ran = Count()
+
+    @property
+    def calls(self):
+        return self._ran.value
 
     def __call__(self, *args, **kwargs):
-        self.calls += 1
+        self._ran.up()
         return self.function(*args, **kwargs)
 
 

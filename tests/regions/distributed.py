@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from logs import Log
 from torchremat import wrap
 
 
@@ -46,7 +47,7 @@ def train(rank, path):
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
     try:
-        found = []
+        found = Log()
         for wrapped in (False, True):
             model = net()
             if wrapped:

@@ -25,6 +25,7 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 import torchremat
+from logs import Log
 from regions.comparing import Twice
 from torchremat.interop.torch_checkpoint import checkpoint as drop_in
 from torchremat.interop.torch_checkpoint import create_selective_checkpoint_contexts
@@ -472,7 +473,7 @@ class Run:
         self.leaves = [*self.inputs[:2], self.machine.leaf, *self.machine.parameters()]
         self.generator = torch.Generator().manual_seed(3)
         self.cache = Cache()
-        self.log = []
+        self.log = Log()
         self.root = self.inputs[0]
         self.depth = 0
         self.forwards = Counter()  # of the outermost parts, by number
@@ -666,7 +667,7 @@ def _end(ending, run, outputs):
     if not losses:
         return []
     loss = sum(losses)
-    found = []
+    found = Log()
 
     def count(times=1):
         run.backwards += times

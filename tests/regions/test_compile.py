@@ -8,6 +8,7 @@ from torch import nn
 
 import torchremat
 from compiled import FAST, INDUCTOR
+from logs import Log
 from regions.comparing import Counted, leaf
 from torchremat import UnsupportedError, checkpoint, checkpointed, unwrap, wrap
 
@@ -33,7 +34,7 @@ class Graphs:
     """A backend that runs the graphs as they are, and knows their calls."""
 
     def __init__(self):
-        self.calls = []
+        self.calls = Log()
 
     def __call__(self, graph, _):
         self.calls.append([str(node.target) for node in graph.graph.nodes if node.op == "call_function"])

@@ -11,6 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import compiled
 from compiled import FAST, INDUCTOR, fresh, gradients, graph_breaks, graphs, peak_tensors
+from logs import Log
 from regions.comparing import Counted, Twice, leaf
 from torchremat import CheckpointError, MutationError, UnsupportedError, checkpoint, checkpointed, session
 from torchremat.regions.region import Region
@@ -158,7 +159,7 @@ def test_modules_and_their_buffers():
 
 
 def test_values_are_checked():
-    calls = []
+    calls = Log()
 
     def drifting(a):
         calls.append(1)

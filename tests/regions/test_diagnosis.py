@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.modules.module import _global_forward_pre_hooks
 
+from logs import Log
 from regions.comparing import Counted, leaf, live_regions, same, three
 from torchremat import CheckpointError, checkpoint, checkpointed, wrap
 from torchremat._compat.modes import dispatch_modes
@@ -538,7 +539,7 @@ class Everything(nn.Module):
         self.norm = nn.BatchNorm1d(4)
         self.register_buffer("count", torch.zeros(()))
         self.steps = 0
-        self.seen = []
+        self.seen = Log()
         self.generator = torch.Generator()
 
     def forward(self, x):
@@ -659,7 +660,7 @@ def test_a_message_leaves_no_region_behind():
 
 
 def test_nothing_is_run_again_while_all_is_well(monkeypatch):
-    calls = []
+    calls = Log()
     monkeypatch.setattr("torchremat.regions.region.explain", lambda *_: calls.append(1))
     function = Counted(three)
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import torchremat
+from logs import Log
 from torchremat.regions.region import Region
 from torchremat.regions.runs import Choice, Place, Scope
 from torchremat.regions.settings import Settings
@@ -155,7 +156,7 @@ def test_an_in_place_change_between_two_calls_breaks_the_link():
 
 def test_tensors_in_keywords_and_containers_are_inputs():
     weights = [torch.randn(4, 4, requires_grad=True) for _ in range(3)]
-    calls = []
+    calls = Log()
 
     def function(a, pair, *, named):
         calls.append(1)
@@ -239,7 +240,7 @@ def test_a_node_may_read_its_saved_tensors_twice_for_one_recompute():
         def backward(ctx, grad):
             return grad * ctx.saved_tensors[1] + 0 * ctx.saved_tensors[0]
 
-    calls = []
+    calls = Log()
     x = torch.ones(3, requires_grad=True)
 
     def function(t):
@@ -270,7 +271,7 @@ def test_backward_inside_a_region():
 
 
 def test_one_recompute_serves_every_backward_of_a_session():
-    calls = []
+    calls = Log()
     x = torch.linspace(0.1, 1, 4, requires_grad=True)
     w = torch.linspace(1, 2, 4, requires_grad=True)
 
@@ -433,7 +434,7 @@ def test_unwrapping_leaves_nothing_behind():
 
 def test_hooks_run_once():
     model = made()
-    seen = []
+    seen = Log()
     model.layers[0].register_forward_hook(lambda *_: seen.append("after"))
     model.layers[0].register_forward_pre_hook(lambda *_: seen.append("before"))
     torchremat.wrap(model, "layers.*")

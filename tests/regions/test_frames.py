@@ -13,6 +13,7 @@ import pytest
 from torch import nn
 
 import torchremat
+from logs import Log
 from regions.comparing import leaf
 from torchremat import checkpoint, wrap
 from torchremat.interop.torch_checkpoint import checkpoint as drop_in
@@ -31,7 +32,7 @@ def for_cpus(monkeypatch):
 def functions(run):
     """Return the functions of ours that run, once all that is made once has been made."""
     run(), run()
-    found = []
+    found = Log()
 
     def note(frame, event, _):
         code = frame.f_code

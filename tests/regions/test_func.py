@@ -9,6 +9,7 @@ from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves
 
+from logs import Log
 from regions.comparing import Counted, Twice, Watched, leaf, live_regions, three
 from torchremat import MutationError, UnsupportedError, checkpoint, checkpointed, session, wrap
 
@@ -186,7 +187,7 @@ def test_per_sample_gradients_of_a_wrapped_model():
     parameters = {name: value.detach() for name, value in model.named_parameters()}
     per_sample = func.vmap(func.grad(lambda p, x: func.functional_call(model, p, (x,)).sum()), in_dims=(None, 0))
     plain = per_sample(parameters, x)
-    calls = []
+    calls = Log()
     model[1][0].register_forward_hook(lambda *_: calls.append(1))
 
     wrap(model, "[0-9]")

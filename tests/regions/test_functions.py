@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from logs import Log
 from regions.comparing import Counted, leaf, same
 from torchremat import UnsupportedError, checkpoint, checkpointed
 from torchremat.policies import save_operators
@@ -86,7 +87,7 @@ def test_what_is_no_function_is_refused():
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_without_grad_it_is_a_plain_call(mode):
     body, x = Counted(three), leaf(4)
-    packed = []
+    packed = Log()
     with mode(), torch.autograd.graph.saved_tensors_hooks(packed.append, lambda _: None):
         y = checkpoint(body, x)
 

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torchremat.regions.guards import tensors_inside
 
+from logs import Log
 from regions.comparing import leaf, live_regions
 from torchremat import MutationError, UnsupportedError, checkpoint, checkpointed, wrap
 from torchremat.regions import guards
-from torchremat.regions.guards import tensors_inside
 
 
 class Cache:
@@ -222,7 +223,7 @@ def test_a_static_cache(grads, views, is_argument):
     def run(call_with):
         x = torch.arange(3.0, requires_grad=True)
         cache = Static(2, views=views)
-        seen = []
+        seen = Log()
 
         def body(h, layer, position, cache=None):
             seen.append(1)
@@ -297,7 +298,7 @@ def test_an_attribute_that_is_set_between_forward_and_backward():
 
     options, x = Options(), leaf(3)
     options.scale = 2.0
-    seen = []
+    seen = Log()
 
     def body(x, options):
         seen.append(options.scale)
@@ -386,7 +387,7 @@ NAMED = [(make, inside) for make in MAKERS for inside in (False, True) if not (i
 @pytest.mark.parametrize(("make", "inside"), NAMED, ids=[f"{type(make()).__name__}-{inside}" for make, inside in NAMED])
 def test_whatever_is_named_is_seen_as_the_forward_saw_it(make, inside):
     item, draw = numbers(make)
-    seen = []
+    seen = Log()
 
     def body(x):
         seen.append(draw())
@@ -494,7 +495,7 @@ def test_attributes_of_a_named_module_and_of_those_inside():
         def __init__(self):
             super().__init__()
             self.inner = CountsCalls()
-            self.seen = []
+            self.seen = Log()
 
         def forward(self, x):
             self.seen.append(self.inner.count())
@@ -562,7 +563,7 @@ def test_a_guard_is_a_list():
 def test_what_was_changed_is_put_back_when_a_recompute_raises():
     cache = Static()
     cache.count = 0
-    turns = []
+    turns = Log()
 
     def body(x):
         turns.append(1)

@@ -6,6 +6,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from llama import Llama
+from logs import Log
 from regions.comparing import Counted, Tied
 from regions.test_split_backward import KINDS, WIDTH, Recomputed, Step, all_equal, counting
 from torchremat import Session, checkpoint, checkpointed, session
@@ -140,7 +141,7 @@ def test_what_a_policy_holds_and_no_weight_needs_goes_in_the_input_pass():
     # What exp and tanh return is needed by their own backward alone; that of the sigmoid by the product's as well,
     # which has a weight.
     policy, alive = saving("exp", "tanh", "sigmoid")
-    found = []
+    found = Log()
 
     passes = Passes(step)
     ours = passes.run(

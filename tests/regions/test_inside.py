@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from logs import Log
 from regions.comparing import Counted, Twice, leaf, same
 from torchremat import (
     CheckpointError,
@@ -32,7 +33,7 @@ def where():
 
 
 def test_forward_recompute_and_outside():
-    seen = []
+    seen = Log()
 
     def body(x):
         seen.append(where())
@@ -49,7 +50,7 @@ def test_forward_recompute_and_outside():
 
 
 def test_nested():
-    seen = []
+    seen = Log()
 
     def inner(x):
         seen.append(("inner", *where()))
@@ -77,7 +78,7 @@ def test_without_grad_there_is_no_region():
 
 
 def test_other_threads_are_not_asked():
-    seen = []
+    seen = Log()
 
     def body(x):
         thread = threading.Thread(target=lambda: seen.append(where()))
@@ -93,7 +94,7 @@ def test_other_threads_are_not_asked():
 @pytest.mark.parametrize("turn", [1, 2], ids=["forward", "recompute"])
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_after_an_error(turn, error):
-    body_calls = []
+    body_calls = Log()
 
     def body(x):
         body_calls.append(1)
@@ -111,7 +112,7 @@ def test_after_an_error(turn, error):
 
 
 def test_a_side_effect_happens_in_the_forward_alone():
-    seen = []
+    seen = Log()
 
     def inner(x):
         run_once(seen.append, "inner")
@@ -129,7 +130,7 @@ def test_a_side_effect_happens_in_the_forward_alone():
 
 
 def test_outside_of_a_region_it_is_a_call():
-    seen = []
+    seen = Log()
     run_once(seen.append, 1)
     assert run_once(lambda *, a: seen.append(a), a=2) is None
     assert seen == [1, 2]
@@ -203,7 +204,7 @@ def test_the_router_without_it_is_an_error():
 
 def test_one_name_several_times_and_several_names():
     turns = iter(range(100))
-    seen = []
+    seen = Log()
 
     def body(x):
         one = [frozen("a", torch.tensor(next(turns))), frozen("b", torch.tensor(next(turns)))]
@@ -220,7 +221,7 @@ def test_one_name_several_times_and_several_names():
 
 def test_each_call_of_a_nested_region_has_its_own():
     turns = iter(range(100))
-    seen = []
+    seen = Log()
 
     def inner(x):
         decided = frozen("a", torch.tensor(float(next(turns))))

@@ -9,11 +9,11 @@ from torch.func import functional_call
 from torch.nn.utils import parametrizations, parametrize
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils._python_dispatch import TorchDispatchMode
+from torchremat.regions.modules import ModuleState
+from torchremat.regions.visible import modules_of
 
 from regions.comparing import leaf, same
 from torchremat import CheckpointError, MutationError, checkpoint, checkpointed, extend, wrap
-from torchremat.regions.modules import ModuleState
-from torchremat.regions.visible import modules_of
 
 
 class Net(nn.Module):

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from logs import Log
 from regions.comparing import leaf, same
 from torchremat import CheckpointError, MutationError, checkpoint, checkpointed, wrap
 
@@ -101,7 +102,7 @@ def test_metadata_that_differ_are_an_error_unless_unchecked():
         turns.append(1)
         return x.exp()[: len(turns)].sin().sum()
 
-    turns = []
+    turns = Log()
     with pytest.raises(
         CheckpointError,
         match=r"at position 1:\nsaved metadata: {'shape': torch\.Size\(\[1\]\), .*\n.*{'shape': torch\.Size\(\[2\]\)",
@@ -109,12 +110,12 @@ def test_metadata_that_differ_are_an_error_unless_unchecked():
         checkpoint(cut, leaf(3)).backward()
 
     # Who switches the check off gets what comes of it.
-    turns = []
+    turns = Log()
     checkpointed(cut, check="none")(leaf(3)).backward()
 
 
 def test_an_error_of_the_recompute_arrives_as_it_is():
-    turns = []
+    turns = Log()
 
     def body(x):
         turns.append(1)
@@ -132,7 +133,7 @@ def test_an_error_of_the_recompute_arrives_as_it_is():
 
 
 def test_an_error_of_a_nested_recompute_arrives_as_it_is():
-    turns = []
+    turns = Log()
 
     def body(x):
         turns.append(1)

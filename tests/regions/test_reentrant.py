@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from logs import Log
 from regions.comparing import Counted, Watched, leaf, same, three
 from torchremat import MutationError, UnsupportedError, is_checkpointing, is_recomputing
 from torchremat.regions.reentrant import CheckpointFunction
@@ -65,7 +66,7 @@ def test_without_preserving_it_draws_others():
 
 def test_a_generator_among_the_arguments_is_put_back():
     generator = torch.Generator().manual_seed(3)
-    seen = []
+    seen = Log()
     x = leaf(3)
 
     def function(a, source):
@@ -126,7 +127,7 @@ def test_casts_from_before_the_region_are_still_in_the_cache_after_it():
 
 
 def test_code_inside_can_ask_where_it_runs():
-    seen = []
+    seen = Log()
 
     def function(a):
         seen.append((is_checkpointing(), is_recomputing()))

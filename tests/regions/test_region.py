@@ -11,6 +11,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from logs import Log
 from regions.comparing import Counted, Twice, Watched, backward_at_once, leaf, live_regions, same, three
 from torchremat import CheckpointError, MutationError, checkpoint, checkpointed, session
 
@@ -36,7 +37,7 @@ def test_what_is_saved_in_a_region_is_not_kept():
 
 
 def test_outer_hooks_see_the_inputs_of_a_region_and_nothing_else():
-    packed = []
+    packed = Log()
     x = leaf(4)
 
     with saved_tensors_hooks(lambda tensor: packed.append(tensor) or tensor, lambda tensor: tensor):
@@ -47,7 +48,7 @@ def test_outer_hooks_see_the_inputs_of_a_region_and_nothing_else():
 
 
 def test_hooks_inside_a_region_are_respected():
-    events = []
+    events = Log()
 
     def body(x):
         with saved_tensors_hooks(
@@ -129,7 +130,7 @@ def test_tensors_anywhere_in_the_arguments_are_inputs(place):
         args, kwargs = arguments(x * 2)
         return call(body, *args, **kwargs)
 
-    packed = []
+    packed = Log()
     with saved_tensors_hooks(lambda tensor: packed.append(tensor.detach()) or tensor, lambda tensor: tensor):
         run(checkpoint)
 
@@ -138,7 +139,7 @@ def test_tensors_anywhere_in_the_arguments_are_inputs(place):
 
 
 def test_an_input_that_is_given_twice_is_one_tensor_in_the_recompute():
-    seen = []
+    seen = Log()
 
     def body(a, b):
         seen.append(a is b)
@@ -154,7 +155,7 @@ def test_an_input_that_is_given_twice_is_one_tensor_in_the_recompute():
 
 
 def test_a_recompute_is_called_with_leaves_as_if_no_region_were_active():
-    seen = []
+    seen = Log()
 
     def inner(x):
         seen.append(x.grad_fn is None)
@@ -295,7 +296,7 @@ def test_a_second_reading_in_the_next_backward_recomputes():
 
 
 def test_a_recompute_stops_at_the_last_tensor_needed():
-    ran = []
+    ran = Log()
 
     def body(x):
         y = x.exp()
@@ -316,7 +317,7 @@ def test_a_recompute_stops_at_the_last_tensor_needed():
 
 
 def test_a_recompute_stops_at_the_last_tensor_alive():
-    ran = []
+    ran = Log()
 
     def body(x):
         y = x.exp()
@@ -386,7 +387,7 @@ def test_rrelu_is_right_when_only_its_noise_is_needed():
 
 
 def test_a_mask_does_not_keep_a_recompute_from_stopping():
-    ran = []
+    ran = Log()
 
     def body(x):
         y = F.dropout(x.exp(), 0.5)
@@ -402,7 +403,7 @@ def test_a_mask_does_not_keep_a_recompute_from_stopping():
 def test_an_input_that_needs_no_gradient_does_not_keep_a_recompute_from_stopping():
     # It is as large as the input of the region inside, and was taken for something that its operation fills later: the
     # region inside ran in the recompute of the one around it, and once more in its own.
-    ran = []
+    ran = Log()
 
     def inside(h):
         ran.append("inside")
@@ -671,7 +672,7 @@ def test_several_threads_through_one_region():
     x = leaf(4)
     y = checkpoint(body, x).sum()
     (plain,) = torch.autograd.grad(three(x).sum(), x)
-    found = []
+    found = Log()
 
     def work():
         for _ in range(10):

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
+from logs import Log
 from regions.comparing import Counted, Twice, Watched, leaf, live_regions, three
 from torchremat import Session, UnsupportedError, checkpoint, session
 
@@ -67,7 +68,7 @@ def test_the_input_and_the_weight_pass_of_a_pipeline_stage():
 def test_overlapping_backward_calls():
     body, x = Counted(three), leaf(4)
     y = checkpoint(body, x)
-    found = []
+    found = Log()
 
     def inner(grad):
         found.append(None)
@@ -85,7 +86,7 @@ def test_overlapping_backward_calls():
 def test_backward_calls_in_several_threads():
     body, x = Counted(three), leaf(4)
     (plain,) = torch.autograd.grad(three(x).sum(), x)
-    found = []
+    found = Log()
     with session():
         y = checkpoint(body, x).sum()
         y.backward(retain_graph=True)

@@ -7,6 +7,7 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from logs import Log
 from stores.operations import OPERATIONS
 from torchremat import BudgetError, Disk, Host, StoreError, UnsupportedError, checkpoint, spill, wrap
 from torchremat.tensors.graphs import nodes_of, slots_of
@@ -38,7 +39,7 @@ class Shelf:
 
     def __init__(self, fails_at=None):
         self.handles = self.gets = 0
-        self.seen = []
+        self.seen = Log()
         self.fails_at = fails_at
 
     def put(self, tensor):
@@ -573,7 +574,7 @@ def body(t):
 
 @pytest.mark.parametrize("second", [False, True], ids=["twice", "double"])
 def test_inputs_of_regions_are_moved(second):
-    runs = []
+    runs = Log()
 
     def counted(t):
         runs.append(None)

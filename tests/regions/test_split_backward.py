@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from llama import Attention, Llama
+from logs import Log
 from regions.comparing import Counted, live_regions
 from torchremat import Session, UnsupportedError, checkpoint, session
 from versions import NEEDS_SPLIT_FUNCTIONS, skip_unless
@@ -298,7 +299,7 @@ class Recomputed:
 
     def __init__(self, layer):
         self.layer = layer
-        self.runs = []
+        self.runs = Log()
 
     def __call__(self, h):
         with Storages() as storages:

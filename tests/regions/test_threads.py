@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from logs import Log
 from regions.comparing import Counted, Twice
 from torchremat import checkpoint, checkpointed, session
 from torchremat.interop.torch_checkpoint import checkpoint as drop_in
@@ -78,7 +79,7 @@ CALLS = {
 
 def gradients(net, x, generator, call):
     """Those of the input and the parameters, through nested regions that share a module, dropout and a double read."""
-    calls = []
+    calls = Log()
 
     def inner(h):
         return Twice.apply(net(h).sin())
@@ -116,7 +117,7 @@ def test_backward_in_several_threads_over_one_module_in_training():
     plain = [torch.autograd.grad(net(x).exp().sum(), x)[0] for x in xs]
     statistics = [one.clone() for one in net.buffers()]
     net = model()
-    calls = []
+    calls = Log()
 
     def body(x):
         calls.append(1)
@@ -178,7 +179,7 @@ def test_a_node_that_another_thread_has_run_keeps_what_this_one_unpacked():
 
     x, body = batch(1).requires_grad_(), Counted(lambda x: Slow.apply(x.sin()).exp())
     loss = checkpoint(body, x).sum()
-    found = []
+    found = Log()
 
     def go_backward():
         found.extend(torch.autograd.grad(loss, x, retain_graph=True))
@@ -265,7 +266,7 @@ def test_a_session_in_each_thread():
             return net(x).exp()
 
         x = batch(number).requires_grad_()
-        found = []
+        found = Log()
         for _ in range(10):
             with session() as one:
                 loss = checkpoint(body, x).sum()
@@ -284,7 +285,7 @@ def test_a_session_in_each_thread():
 
 def test_one_session_serves_several_threads():
     net = model().eval()
-    calls = []
+    calls = Log()
 
     def body(x):
         calls.append(1)

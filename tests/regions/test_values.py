@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from logs import Log
 from regions.comparing import Counted, equal, leaf, result, same
 from torchremat import CheckpointError, checkpointed, extend, session, wrap
 from torchremat.regions import values
@@ -20,7 +21,7 @@ def noisy(x):
 
 
 def counting():
-    turns = []
+    turns = Log()
 
     def body(x):
         turns.append(1)
@@ -114,7 +115,7 @@ def test_every_so_many_calls(monkeypatch):
     monkeypatch.setattr(values, "fingerprint", counted)
     run, x = checkpointed(torch.sin, check="values", check_every=3), leaf(4)
 
-    taken = []
+    taken = Log()
     for _ in range(7):
         before = counted.calls
         run(x).sum().backward()
@@ -129,7 +130,7 @@ def test_modules_take_turns_of_their_own(monkeypatch):
     model = wrap(nn.Sequential(nn.Tanh(), nn.Tanh()), nn.Tanh, check="values", check_every=2)
     x = leaf(4)
 
-    taken = []
+    taken = Log()
     for _ in range(3):
         before = counted.calls
         model(x).sum().backward()

@@ -10,6 +10,7 @@ import torch
 from torch import multiprocessing, nn
 
 import zoo
+from logs import Log
 from regions.comparing import Counted, equal, live_regions, result
 from regions.distributed import Block, net, train
 from torchremat import UnsupportedError, WrapError, unwrap, wrap
@@ -151,7 +152,7 @@ def test_what_describes_a_model_is_unchanged():
 
 def test_hooks_run_once():
     model = net()
-    events = []
+    events = Log()
     layer = wrap(model, "layers.1").layers[1]
     layer.register_forward_pre_hook(lambda *_: events.append("pre"))
     layer.register_forward_hook(lambda *_: events.append("post"))
@@ -197,7 +198,7 @@ def test_a_copied_layer_alone():
 def test_a_forward_that_the_instance_had_before():
     # As accelerate leaves it.
     model, plain = net(), net()
-    calls = []
+    calls = Log()
     for one in (model, plain):
         old = one.layers[0].forward
         one.layers[0].forward = lambda *args, old=old, **kwargs: calls.append(1) or old(*args, **kwargs) * 2

@@ -105,6 +105,11 @@ class Shard:
         return None if param is None else param._sharded_local_tensor
 
     @property
+    def whole(self) -> Tensor | None:
+        """The gathered one, whose memory comes and goes; None before the first forward."""
+        return getattr(self._param(), "_unsharded_param", None)
+
+    @property
     def name(self) -> str | None:
         """Its name below the outermost sharded module, once that has run."""
         param = self._param()

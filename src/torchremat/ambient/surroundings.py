@@ -49,7 +49,7 @@ _WATCHERS = (
     "torch.utils.flop_counter",
     "torchremat.",
 )
-_WATCHES = "_torchremat_only_watches"
+WATCHES = "_torchremat_only_watches"
 _ACTS = "_torchremat_acts"
 
 # All that autocast knows. Asking for one that this build of torch lacks is fine.
@@ -116,7 +116,11 @@ class Surroundings:
         Infrastructure modes that have come may stay around a recompute, but a forward inside of them is another one.
         """
         # Under autocast there is always something to do: see `_restore_autocast`.
-        if self.casts or not self._state.check() or list(map(call, _READS)) != self._reads:
+        return not self.casts and self.are_the_same(in_forward=in_forward)
+
+    def are_the_same(self, *, in_forward: bool = False) -> bool:
+        """Return whether nothing of them was changed. See `are_here`."""
+        if not self._state.check() or list(map(call, _READS)) != self._reads:
             return False
         if not has_modes():
             return not self.has_modes
@@ -182,15 +186,16 @@ def surroundings() -> Surroundings:
     return found
 
 
-def only_watches(mode: M) -> M:
-    """Return a mode, which from now on no recompute takes for one that changes what operators do.
+def only_watches(one: M) -> M:
+    """Return what only looks on, which from now on no recompute takes for a part of the forward.
 
     Args:
-        mode: A `TorchDispatchMode` or `TorchFunctionMode`, or a class of them. A recompute then neither enters it again
-            nor leaves it.
+        one: A `TorchDispatchMode` or `TorchFunctionMode`, or a class of them: a recompute then neither enters it again
+            nor leaves it. Or a hook, or an object that counts or logs, or a class of these: a recompute then does not
+            look for state in it, and what is noted in a recompute stays noted.
     """
-    setattr(mode, _WATCHES, True)  # See NOTE [ Modes that only watch ]
-    return mode
+    setattr(one, WATCHES, True)  # See NOTE [ Modes that only watch ]
+    return one
 
 
 def acts(kind: M) -> M:
@@ -214,7 +219,7 @@ def _only_watches(mode: object) -> bool:
     # See NOTE [ Modes that only watch ]
     if hasattr(mode, _ACTS):
         return False
-    return type(mode).__module__.startswith(_WATCHERS) or hasattr(mode, _WATCHES)
+    return type(mode).__module__.startswith(_WATCHERS) or hasattr(mode, WATCHES)
 
 
 def _same(now: list[object], then: list[object]) -> bool:

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from torchremat.ambient.surroundings import only_watches
 from torchremat.measuring.modules import visible_modules
 from torchremat.measuring.storages import StorageNumbers
-from torchremat.regions.modules import only_watches
 from torchremat.tensors.structure import tensors_in
 
 

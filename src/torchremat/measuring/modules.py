@@ -18,8 +18,8 @@ from typing import cast
 import torch
 from torch import nn
 
+from torchremat.ambient.surroundings import only_watches
 from torchremat.measuring.tracker import tensors_in
-from torchremat.regions.modules import only_watches
 from torchremat.regions.wrapping import is_generator
 
 OUTSIDE = ""

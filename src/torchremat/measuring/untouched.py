@@ -6,11 +6,12 @@ Put back, whether the block ends or raises (KeyboardInterrupt included, and one 
                      likewise what FSDP2 has added up and not reduced
     buffers          the same objects, values and versions; those assigned or registered in the block are dropped
     RNG              torch on the CPU and on every CUDA device, Python's `random`, NumPy's global generator
-    training flags   of every module
+    modules          training flags, attributes, children, hooks, and what can be reached from them: the same objects
     shards           what FSDP2 has gathered is given back, so that each run begins as the first step did
 
-Not put back, for nobody can know about it: weights (a step that calls `optimizer.step()` has changed them), attributes
-that are no buffers (a cache in `self.cache`), generators that the step made itself, a data loader that has moved on.
+Not put back: weights (a step that calls `optimizer.step()` has changed them), what a lazy module makes in its first
+forward, a tensor with a graph that an attribute held and that is gone, generators that the step made itself, a data
+loader that has moved on.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from torch import Tensor, nn
 from torchremat._compat.sharding import reshard, unreduced_gradients_aside
 from torchremat.measuring.bindings import set_version
 from torchremat.measuring.interrupts import uninterrupted
+from torchremat.state.snapshot import Snapshot
+from torchremat.state.world import World
 
 
 @contextmanager
@@ -55,7 +58,7 @@ def untouched(
     with ExitStack() as stack:
         stack.callback(reshard, modules)
         stack.enter_context(_generators())
-        stack.enter_context(_training_flags(modules))
+        stack.enter_context(_contents(models))
         stack.enter_context(_buffers(modules))
         stack.enter_context(unreduced_gradients_aside(modules))
         stack.enter_context(_gradients(leaves))
@@ -164,13 +167,14 @@ def _same_bytes(tensor: Tensor, copy: Tensor) -> bool:
 
 
 @contextmanager
-def _training_flags(modules: list[nn.Module]) -> Generator[None]:
-    flags = [(module, module.training) for module in modules]
+def _contents(models: list[nn.Module]) -> Generator[None]:
+    world = World()
+    world.reach(models)
+    before = Snapshot(world, backs_up=False)
     try:
         yield
     finally:
-        for module, training in flags:
-            module.training = training
+        before.put_back()
 
 
 @contextmanager

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from contextvars import Context, copy_context
 from typing import TYPE_CHECKING
 from weakref import ReferenceType
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchremat._compat.transforms import is_in_batch, outside_batches
 from torchremat.ambient.generators import States, drawn, generator_states, restore
@@ -17,14 +17,15 @@ from torchremat.ambient.locks import EXCHANGING
 from torchremat.ambient.registry import Captured, entries
 from torchremat.ambient.surroundings import Surroundings, surroundings
 from torchremat.errors import MutationError
-from torchremat.regions.contents import Copies
-from torchremat.regions.guards import Objects
 from torchremat.regions.inputs import Source
-from torchremat.regions.modules import ChangedStateError, ModuleState
-from torchremat.regions.reach import function_of
 from torchremat.regions.settings import Settings
 from torchremat.regions.threads import thread
-from torchremat.regions.visible import NOTHING, generators_reached, tensors_reached
+from torchremat.state.code import function_of, reads_of
+from torchremat.state.contents import Copies
+from torchremat.state.naming import name_of
+from torchremat.state.reading import Reading, Watched, WrittenError
+from torchremat.state.snapshot import NOTHING, Exchange, Snapshot, looks_after_itself
+from torchremat.state.world import World, reaches_nothing
 from torchremat.tensors.metadata import version_of
 from torchremat.tensors.structure import join, split
 
@@ -44,18 +45,17 @@ class Call:
         "_captured",
         "_context",
         "_frozen",
-        "_leaves",
         "_surroundings",
         "body",
         "generators",
+        "is_pure",
         "log",
-        "modules",
-        "objects",
         "region",
         "selection",
         "slots",
         "sources",
         "template",
+        "world",
     )
 
     def __init__(
@@ -66,15 +66,14 @@ class Call:
         self.template = template
         self.sources = sources
         self.slots = -1  # how many slots the region has after the call; negative while it runs for the first time
-        self.modules: ModuleState
+        self.world: Snapshot = NOTHING
+        self.is_pure = False  # whether it calls nothing by a name, so that it cannot throw any switch
         self.generators: States = {}
-        self.objects: Objects | None = None
         self.log: OperatorLog | None = None  # of the forward, with `debug=True`
         self.selection: Selection | None = None  # what is kept by a policy, here or in a region inside
         self._surroundings: Surroundings
         self._context: Context
         self._captured: Captured | None = None
-        self._leaves: list[tuple[Tensor, int]] = []
         self._frozen: dict[object, list[Frozen]] | None = None
 
     @property
@@ -93,34 +92,33 @@ class Call:
         """Whether autocast was on around the call."""
         return self._surroundings.casts
 
-    def look(self, tensors: list[Tensor], modules: list[nn.Module], objects: list[object], settings: Settings) -> None:
+    def look(self, tensors: list[Tensor], roots: Sequence[object], objects: list[object], settings: Settings) -> None:
         """Capture what the call is about to see and may change; all of it, as rule 6 may ask for it in the middle.
 
         Args:
             tensors: The tensors among its arguments.
-            modules: The modules that run in it.
+            roots: What runs in it: the user's function, or modules.
             objects: What else is among its arguments and could have state.
             settings: What to look at beside.
         """
         self._surroundings = surroundings()
         self._context = copy_context()
-        named: list[nn.Module] = []
-        if objects or settings.guard:
-            self.objects = Objects(objects, settings.guard)
-            named = self.objects.modules
-        self.modules = ModuleState([*modules, *named], named) if modules or named else _NO_MODULES
-        if modules is not NOTHING:
-            reached = tensors_reached(self.body)
-            # What does not require grad may be changed by every forward, as a counter is.
-            self._leaves = [(one, one._version) for one in reached if one.requires_grad and one.is_leaf]
+        guard = settings.guard
+        if not (objects or guard) and len(roots) == 1 and reaches_nothing(roots[0]):
+            self.is_pure = not reads_of(roots[0].__code__).names  # pyright: ignore[reportAttributeAccessIssue]
+        else:
+            world = World()
+            for one in guard:
+                if looks_after_itself(one):
+                    world.skip(one)
+            # First, since what is named may be an argument as well.
+            world.reach(guard, are_named=True)
+            world.reach(objects, are_arguments=True)
+            world.reach(roots)
+            self.world = Snapshot(world, guard)
         if settings.preserve_rng:
-            devices = _devices(tensors, modules, self.body) if _ACCELERATED else ()
-            others: list[torch.Generator] = []
-            if modules is not NOTHING:
-                others += generators_reached(self.body) + self.modules.generators
-            if self.objects is not None:
-                others += self.objects.generators
-            self.generators = generator_states(devices, others)
+            devices = _devices([*tensors, *self.world.tensors()]) if _ACCELERATED else ()
+            self.generators = generator_states(devices, self.world.generators)
         if entries:
             self._captured = Captured()
 
@@ -128,69 +126,47 @@ class Call:
         """Keep only what the call has changed."""
         if self.generators:
             self.generators = drawn(self.generators)
-        if self.modules is not _NO_MODULES:
-            self.modules.settle()
-        if self.objects is not None and not self.objects.settle():
-            self.objects = None
+        if self.world is not NOTHING:
+            self.world.settle()
 
-    def restored(self, *, without_gradients: bool = False) -> ExitStack | None:
-        """Restore what the call may see besides its arguments; return what puts it back, None if all is as it was.
+    def restored(self, *, without_gradients: bool = False) -> Restored:
+        """Restore what the call may see besides its arguments; return what puts it back.
 
         Args:
-            without_gradients: Whether the parameters' gradients are put aside meanwhile.
+            without_gradients: Whether the gradients of leaves are put aside meanwhile.
 
         Raises:
-            ChangedStateError: A parameter or buffer was written in place.
+            UnsupportedError: A parameter is sharded now, and was not.
         """
-        for leaf, version in self._leaves:
-            if leaf._version != version:
-                raise ChangedStateError(
-                    f"a leaf of shape {tuple(leaf.shape)} that it closes over", version, leaf._version
-                )
-        modules_are_here = self.modules is _NO_MODULES or self.modules.are_here()
-        surroundings_are_here = self._surroundings.are_here()
-        if (
-            modules_are_here
-            and surroundings_are_here
-            and self.objects is None
-            and self._captured is None
-            and not self.generators
-            and not without_gradients
-        ):
-            return None
-        with ExitStack() as stack:
-            if self.generators or self.objects is not None or self._captured is not None or without_gradients:
-                stack.enter_context(EXCHANGING)
-            if not surroundings_are_here:
-                self._surroundings.restore(stack)
-            if not modules_are_here:
-                self.modules.restore(stack)
-            if self.objects is not None:
-                self.objects.restore(stack)
-            if without_gradients:
-                for tensor in (*self.modules.parameters(), *tensors_reached(self.body)):
-                    if tensor.requires_grad and tensor.is_leaf:
-                        stack.callback(setattr, tensor, "grad", tensor.grad)
-                        tensor.grad = None
-            if self.generators:
-                if is_in_batch():
-                    stack.enter_context(outside_batches())
-                restore(self.generators, stack)
-            if self._captured is not None:
-                self._captured.restore(stack)
-            return stack.pop_all()
+        return Restored(self, without_gradients)
 
-    def run_again(self, copies: Copies, /, *args: object, **kwargs: object) -> object:
+    def words(self, error: WrittenError, region: str) -> str:
+        """Return the words for a tensor that was written, given those for the region."""
+        name = name_of(error.tensor, function_of(self.body), self.template, self.world.roots)
+        return self.world.words(error, name, region)
+
+    def run_again(self, copies: Copies, written: Watched | None, /, *args: object, **kwargs: object) -> object:
         """Run the call in a recompute: what it sets in context variables or has frozen is not set or frozen again.
 
         Args:
             copies: Of the containers in context variables, see NOTE [ What a recompute leaves behind ].
+            written: Tensors that were written since, which the call must not read.
             args: As the forward's.
             kwargs: As the forward's.
+
+        Raises:
+            WrittenError: It reads one of them.
         """
+        if written:
+            reading = Reading(written)
+            try:
+                return reading.run(self.run_again, copies, None, *args, **kwargs)
+            finally:
+                if reading.found is not None:
+                    raise reading.found
         context = self._context.copy()  # a context can be entered once at a time
         if context:
-            looked_after = frozenset[int]() if self.objects is None else self.objects.containers
+            looked_after = self.world.containers
             for variable, value in self._context.items():
                 own = copies.of(value, looked_after)
                 if own is not value:
@@ -256,14 +232,59 @@ class Frozen:
         return join(self._template, found)
 
 
-_NO_MODULES = ModuleState([])
+class Restored:
+    """What a call saw, shown to a recompute until it is closed. See NOTE [ The world of a call ]."""
+
+    __slots__ = ("_exchange", "_here", "_stack", "written")
+
+    def __init__(self, call: Call, without_gradients: bool) -> None:
+        self.written: Watched | None = None
+        self._exchange: Exchange | None = None
+        self._stack: ExitStack | None = None
+        # What surrounds the backward now; None where the call cannot change it.
+        self._here: Surroundings | None = None
+        then = call._surroundings
+        is_here = then.are_here()
+        if not (is_here and call.is_pure):
+            self._here = then if is_here else Surroundings()
+        try:
+            if not is_here or call.generators or call._captured is not None:
+                self._stack = ExitStack()
+                self._enter(self._stack, call, is_here)
+            if call.world is not NOTHING:
+                self._exchange = call.world.exchange(without_gradients=without_gradients)
+                self.written = self._exchange.written or None
+        except BaseException:
+            self.close()
+            raise
+
+    def _enter(self, stack: ExitStack, call: Call, is_here: bool) -> None:
+        if call.generators or call._captured is not None:
+            stack.enter_context(EXCHANGING)
+        if not is_here:
+            call._surroundings.restore(stack)
+        if call.generators:
+            if is_in_batch():
+                stack.enter_context(outside_batches())
+            restore(call.generators, stack)
+        if call._captured is not None:
+            call._captured.restore(stack)
+
+    def close(self) -> None:
+        """Put everything back, in the opposite order."""
+        try:
+            if self._exchange is not None:
+                self._exchange.close()
+        finally:
+            if self._stack is not None:
+                self._stack.close()
+            if self._here is not None and not self._here.are_the_same():
+                self._here.restore(ExitStack())  # never closed: this is for good
 
 
-def _devices(tensors: list[Tensor], modules: Iterable[nn.Module], body: Body) -> list[torch.device]:
+def _devices(tensors: list[Tensor]) -> list[torch.device]:
     """Return the devices, beside the CPU, that a call can draw random numbers on."""
-    devices = {tensor.device for tensor in (*tensors, *tensors_reached(body))}
-    for module in modules:
-        devices.update(parameter.device for parameter in module.parameters())
+    devices = {tensor.device for tensor in tensors}
     if torch.cuda.is_initialized():
         devices.add(torch.device("cuda", torch.cuda.current_device()))
     return [device for device in devices if device.type not in ("cpu", "meta")]

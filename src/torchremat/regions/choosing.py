@@ -108,7 +108,7 @@ class Choosing:
         leaf = tensor if base is None else base
         # A parameter, or a view of it. The memory of a sharded one is given back after the forward. What a region
         # inside holds of its inputs is a leaf as well, and no parameter.
-        if leaf.is_leaf and leaf.requires_grad and not (holding.now or self._call.modules.has_shards):
+        if leaf.is_leaf and leaf.requires_grad and not (holding.now or self._call.world.has_shards):
             return Value(tensor) if base is None else unseen(_detached, tensor)
         return None
 

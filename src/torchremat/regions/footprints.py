@@ -14,7 +14,7 @@ def footprint_bytes(region: Region, key: Key) -> int:
     Inputs that the region holds and parameters of its modules are in memory in any case.
     """
     given = [held.kept for held in region.inputs.held]
-    given += [one for call in region.made for one in call.modules.parameters()]
+    given += [one for call in region.made for one in call.world.tensors()]
     here = {_address(one.untyped_storage()) for one in given if isinstance(one, Tensor)}
     return sum(one.nbytes() for one in waiting_storages(region, key) if _address(one) not in here)
 

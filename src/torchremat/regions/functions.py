@@ -17,7 +17,6 @@ from torchremat.regions.runs import continued
 from torchremat.regions.settings import Check, Settings
 from torchremat.regions.threads import makes_regions
 from torchremat.regions.transforms import new_region
-from torchremat.regions.visible import modules_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -110,8 +109,7 @@ def _run(function: Callable[..., R], settings: Settings, args: tuple[object, ...
     if not makes_regions():
         return function(*args, **kwargs)
     body = continued(function)
-    modules = modules_of(function, (*args, *kwargs.values()) if kwargs else args)
-    return new_region(settings).call(body, args, kwargs, modules)  # pyright: ignore[reportReturnType]: it is what `function` returns
+    return new_region(settings).call(body, args, kwargs, (function,))  # pyright: ignore[reportReturnType]: it is what `function` returns
 
 
 _DEFAULTS = Settings()

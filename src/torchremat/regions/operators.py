@@ -25,7 +25,7 @@ from torch import Tensor, UntypedStorage, nn
 from torchremat._compat.compiled_code import enters_compiled_code
 from torchremat._compat.functions import noted_functions, saving_function
 from torchremat._compat.modes import EagerMode, sequence_number, set_versions
-from torchremat.regions.reach import function_of
+from torchremat.state.code import function_of
 from torchremat.tensors.held import holding
 from torchremat.tensors.metadata import metadata_of, version_of
 from torchremat.tensors.structure import tensors_in

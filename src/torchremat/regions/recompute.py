@@ -13,14 +13,13 @@ from torchremat._compat.compiled_autograd import in_compiled_backward
 from torchremat._compat.graphs import outside_graphs
 from torchremat.errors import MutationError, TorchrematError, UnsupportedError, bug
 from torchremat.regions.choosing import Replay
-from torchremat.regions.contents import Copies
 from torchremat.regions.differences import Difference, DivergedError, Kind
-from torchremat.regions.guards import WrittenObjectError
-from torchremat.regions.modules import ChangedStateError
 from torchremat.regions.sessions import Session
 from torchremat.regions.slots import written_since
 from torchremat.regions.threads import Now, thread
 from torchremat.regions.values import ValueCheck
+from torchremat.state.contents import Copies
+from torchremat.state.reading import WrittenError
 from torchremat.tensors.held import ChangedError, holding
 from torchremat.tensors.metadata import Metadata, agree, metadata_of
 from torchremat.tensors.packed import DIFFERENTIATED
@@ -209,12 +208,9 @@ class Recompute:
         # As the template was made.
         args, kwargs = join(call.template, self._inputs(call, number, links))  # pyright: ignore[reportGeneralTypeIssues]
         output = None
-        try:
-            # The forward's own backward has left its gradients; those of the recompute are nobody's. See Rule 6
-            restored = call.restored(without_gradients=self.keeps)
-        except ChangedStateError as error:
-            raise MutationError(error.message(region.name(number))) from None
-        run, pack = partial(call.run_again, self.copies), self.pack
+        # The forward's own backward has left its gradients; those of the recompute are nobody's. See Rule 6
+        restored = call.restored(without_gradients=self.keeps)
+        run, pack = partial(call.run_again, self.copies, restored.written), self.pack
         if self.log is not None:
             run, pack = partial(self.log.run, run, call.body), self._pack_logged
         replay = None
@@ -233,8 +229,8 @@ class Recompute:
             pass
         except (KeyboardInterrupt, SystemExit):
             raise
-        except WrittenObjectError as error:
-            raise MutationError(error.message(region.name(number))) from None
+        except WrittenError as error:
+            raise MutationError(call.words(error, region.name(number))) from None
         except BaseException as error:
             # What arrives need not be the `_Stop`: TorchScript makes a RuntimeError of it, user code what it likes.
             if not self.is_stopped:
@@ -244,8 +240,7 @@ class Recompute:
                 raise
         finally:
             pop_saved_tensor_hooks()
-            if restored is not None:
-                restored.close()
+            restored.close()
             if replay is not None:
                 replay.check(region.name(number))
         if region.settings.observer is not None and self.checks and not self.is_stopped:

@@ -21,12 +21,10 @@ from torch import Tensor, nn
 from torchremat._compat.checkpoints import is_plain_backward
 from torchremat.errors import MutationError, UnsupportedError, warn
 from torchremat.regions.calls import Call
-from torchremat.regions.contents import Copies
-from torchremat.regions.guards import WrittenObjectError
-from torchremat.regions.modules import ChangedStateError
 from torchremat.regions.settings import Settings
 from torchremat.regions.threads import Now, thread
-from torchremat.regions.visible import modules_of
+from torchremat.state.contents import Copies
+from torchremat.state.reading import WrittenError
 from torchremat.tensors.metadata import version_of
 from torchremat.tensors.structure import join, place_of, split
 
@@ -41,11 +39,11 @@ class CheckpointFunction(torch.autograd.Function):
         """Run the function; nothing that it saves is kept."""
         if not callable(run_function):
             raise TypeError(f"function: a callable is needed, got {type(run_function).__name__}.")
-        modules = modules_of(run_function, args)
-        _warn_without_inputs(args, modules)
         inputs = _Held(args)
         call = Call(run_function, None, [])
-        call.look(inputs.tensors, modules, inputs.objects, _PRESERVING if preserve_rng_state else _NOT_PRESERVING)
+        settings = _PRESERVING if preserve_rng_state else _NOT_PRESERVING
+        call.look(inputs.tensors, (run_function,), inputs.objects, settings)
+        _warn_without_inputs(args, call.world.modules)
         ctx.save_for_backward(*inputs.own)
         thread.now.calls.append(call)
         try:
@@ -157,12 +155,11 @@ def _run_again(call: Call, args: _Inputs, function: str) -> object:
         restored = call.restored()
         try:
             with torch.enable_grad():
-                return call.run_again(Copies(), *args)
+                return call.run_again(Copies(), restored.written, *args)
         finally:
-            if restored is not None:
-                restored.close()
-    except (ChangedStateError, WrittenObjectError) as error:
-        raise MutationError(error.message(name)) from None
+            restored.close()
+    except WrittenError as error:
+        raise MutationError(call.words(error, name)) from None
     finally:
         thread.now = had
 
@@ -191,7 +188,7 @@ def _warn_without_inputs(args: _Inputs, modules: list[nn.Module]) -> None:
     if any(one.requires_grad for one in args if isinstance(one, Tensor)):
         return
     words = "None of the inputs have requires_grad=True. Gradients will be None"
-    lost = [name for module in modules for name, one in module.named_parameters() if one.requires_grad]
+    lost = [name for module in modules for name, one in module.named_parameters(recurse=False) if one.requires_grad]
     if lost and not _forwards.running:  # in a forward without grad nothing else is to be expected
         words += (
             f", also those of {len(lost)} parameters of the checkpointed function (`{lost[0]}`, ...), which do require "

@@ -16,11 +16,11 @@ Missing on purpose: any list of live regions. Autograd owns the slots, so what i
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from weakref import ReferenceType, ref
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchremat._compat.autograd import (
     at_end_of_backward,
@@ -111,7 +111,7 @@ class Region:
         body: Body,
         args: tuple[object, ...],
         kwargs: dict[str, object],
-        modules: list[nn.Module],
+        roots: Sequence[object],
         *,
         last: bool = True,
     ) -> object:
@@ -121,21 +121,21 @@ class Region:
             body: What runs, now and in every recompute.
             args: Its positional arguments.
             kwargs: Its keyword arguments.
-            modules: The modules that run in it, for their state and devices.
+            roots: What runs in it, for all that it can reach: the user's function, or a module.
             last: Whether no further call will join, so that outputs need not be remembered.
         """
         around = thread.now.selecting
         if around is None and self.settings.policy is None:
-            return self._call(body, args, kwargs, modules, None, last)
+            return self._call(body, args, kwargs, roots, None, last)
         with SeenBy(None):
-            return self._call(body, args, kwargs, modules, partial(Choosing, self, around), last)
+            return self._call(body, args, kwargs, roots, partial(Choosing, self, around), last)
 
     def _call(
         self,
         body: Body,
         args: tuple[object, ...],
         kwargs: dict[str, object],
-        modules: list[nn.Module],
+        roots: Sequence[object],
         choose: Callable[[Call, list[Tensor]], Choosing] | None,
         last: bool,
     ) -> object:
@@ -147,7 +147,9 @@ class Region:
         observer = self.settings.observer
         if observer is not None:
             observer.looks(self)
-        call.look(tensors, modules, objects, self.settings)
+        call.look(tensors, roots, objects, self.settings)
+        if call.world.waits:
+            return body(*args, **kwargs)  # see NOTE [ Modules that wait to be made ]
         pack, back = self._pack if self.fingerprints is None else self._pack_with_values, unpack
         if observer is not None:
             observer.began(self, number, tensors)

@@ -122,7 +122,6 @@ def _put_back(found: Rerun) -> Generator[None]:
             if not _equal(source.read(), before):
                 found.draws.append(source.name)
                 source.write(before)
-        reach.put_back()
         for tensor, grad in grads:
             if tensor.grad is not grad:
                 tensor.grad = grad

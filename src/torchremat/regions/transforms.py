@@ -31,11 +31,11 @@ is asked when its transform is over (those of modules are found).
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import NoReturn
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import forward_ad
 
 from torchremat._compat.transforms import (
@@ -126,13 +126,13 @@ class _TransformedRegion(Region):
         body: Body,
         args: tuple[object, ...],
         kwargs: dict[str, object],
-        modules: list[nn.Module],
+        roots: Sequence[object],
         *,
         last: bool = True,
     ) -> object:
         """Run `body` as the next call of the region. See `Region.call`."""
         with hooks_under_transforms():
-            return super().call(body, args, kwargs, modules, last=last)
+            return super().call(body, args, kwargs, roots, last=last)
 
     def _pack(self, tensor: Tensor) -> object:
         if self._transforms and _level_to_detach(tensor) < 0:
@@ -171,7 +171,7 @@ class _TransformedRegion(Region):
         level = push_grad()
         try:
             for call in self.made:
-                call.modules.replace(lambda tensor: _revived(tensor, level))
+                call.world.replace(lambda tensor: _revived(tensor, level))
             return super()._recompute(key, only, explains=explains)
         except CheckpointError:
             raise UnsupportedError(

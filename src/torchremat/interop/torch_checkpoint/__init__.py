@@ -52,7 +52,6 @@ from torchremat.regions.runs import continued
 from torchremat.regions.settings import Check, Settings
 from torchremat.regions.threads import makes_regions
 from torchremat.regions.transforms import new_region
-from torchremat.regions.visible import modules_of
 
 # In torch's order.
 __all__ = [
@@ -228,12 +227,12 @@ def _run(
         raise ValueError("debug=True is incompatible with non-default context_fn")
     if not makes_regions():
         return function(*args, **kwargs)
-    modules = modules_of(function, (*args, *kwargs.values()))
+    roots = (function,)
     while type(function) is partial and not _has_placeholders(held := cast("partial[object]", function)):
         # What a partial holds is given to the function as much as what comes with the call: its tensors are inputs.
         args, kwargs, function = (*held.args, *args), {**held.keywords, **kwargs}, held.func
     body = function if contexts is None else partial(run_in_contexts, function, contexts)
-    return new_region(settings).call(continued(body), args, kwargs, modules)
+    return new_region(settings).call(continued(body), args, kwargs, roots)
 
 
 def _has_placeholders(function: partial[object]) -> bool:

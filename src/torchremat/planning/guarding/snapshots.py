@@ -5,7 +5,7 @@
 #     random numbers        all generators of torch, Python's, NumPy's global one          state put back
 #     buffers               of the model and of the modules that the step holds            values and versions put back
 #     training flags        of the same modules                                            put back
-#     attributes            of the same modules, and the lists, dicts, sets in them        the same objects in them
+#     attributes, hooks     of the same modules, and all that can be reached from them     the same objects in them
 #     arguments, `guard`    lists, dicts, attributes inside, to any depth                  the same objects in them
 #     registered state      `extend.register`                                              restored
 #     gradients             see NOTE [ Gradients of a step that is run again ]             left out
@@ -28,15 +28,13 @@ from torchremat.measuring.interrupts import uninterrupted
 from torchremat.measuring.untouched import Buffers, RandomNumbers
 from torchremat.planning.guarding.gradients import Gradients
 from torchremat.planning.guarding.sources import OptimizerState
-from torchremat.regions.contents import MUTABLE, Attributes, copied, make
-from torchremat.regions.guards import Objects
+from torchremat.state.snapshot import Snapshot, looks_after_itself
+from torchremat.state.world import World
+from torchremat.tensors.copies import again
 from torchremat.tensors.metadata import version_of
 
 if TYPE_CHECKING:
     from collections.abc import Generator
-
-# A longer list or dict in an attribute of a module is no state of a step: a vocabulary, a table of words.
-_MOST_ITEMS = 1000
 
 
 class Before:
@@ -69,20 +67,25 @@ class Before:
             self.buffers = Buffers(modules, watched)
         self._random = RandomNumbers()
         self._registered = Captured()
-        self._flags = [(module, module.training) for module in modules]
-        self._attributes = [(own := Attributes(module), own.read()) for module in modules]
-        self._contents = [(one, copied(one)) for _, found in self._attributes for one in found.values() if _small(one)]
-        self._objects = Objects(objects, guard)
-        named = {id(tensor) for tensor, _ in self._objects.named()}
-        read = {id(one): one for one in (*leaves, *tensors, *self._objects.tensors())}
-        self._read = [(one, version_of(one)) for key, one in read.items() if key not in named]
+        world = World()
+        for one in guard:
+            if looks_after_itself(one):
+                world.skip(one)
+        world.reach(guard, are_named=True)
+        world.reach(objects, are_arguments=True)
+        read = {id(one): one for one in (*leaves, *tensors, *world.tensors)}
+        named = [one for one in world.tensors if id(one) in world.named]
+        self._named = list(zip(named, again(named), strict=True))
+        self._read = [(one, version_of(one)) for key, one in read.items() if key not in world.named]
+        world.reach(modules)
+        self._world = Snapshot(world, guard, backs_up=False)
 
     def held_bytes(self, device: torch.device) -> int:
         """Return the bytes of the copies that lie on a device until the step is done."""
         return (
             self.buffers.held_bytes(device)
             + self._random.held_bytes(device)
-            + sum(clone.nbytes for _, clone in self._objects.named() if clone.device == device)
+            + sum(clone.nbytes for _, clone in self._named if clone.device == device)
         )
 
     @contextmanager
@@ -104,20 +107,10 @@ class Before:
             self.buffers.put_back()
             self._random.put_back()
             self._registered.put_back()
-            for module, training in self._flags:
-                module.training = training
             self.put_back_objects()
-            for tensor, clone in self._objects.named():
+            for tensor, clone in self._named:
                 tensor.data.copy_(clone)
 
     def put_back_objects(self) -> None:
         """Let attributes, arguments and named objects hold what they held; nothing is written to a tensor."""
-        for own, found in self._attributes:
-            make(own, found)
-        for own, contents in self._contents:
-            make(own, contents)
-        self._objects.put_back()
-
-
-def _small(value: object) -> bool:
-    return isinstance(value, MUTABLE) and len(value) <= _MOST_ITEMS
+        self._world.put_back()

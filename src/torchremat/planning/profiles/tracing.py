@@ -36,9 +36,9 @@ from torchremat.planning.profiles.interception import intercepted
 from torchremat.planning.profiles.operators import OperatorLog
 from torchremat.planning.profiles.saves import Saved, Saves
 from torchremat.planning.profiles.traces import Call, Seen, Trace, named
-from torchremat.regions.guards import tensors_inside
 from torchremat.regions.selection import memory_of
 from torchremat.regions.threads import thread
+from torchremat.state.world import tensors_inside
 from torchremat.tensors.structure import split, tensors_in
 
 Step = Callable[[nn.Module], object]

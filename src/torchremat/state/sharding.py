@@ -5,7 +5,7 @@ or around them (`checkpoint(block, x)`). Inside, the recompute finds the paramet
 around, it may also run the hooks that gather it.
 
     state                       between forward and recompute             the recompute
-    sharded parameter           written in place, or replaced             raises MutationError
+    sharded parameter           written in place, or replaced             raises MutationError if it reads it
     gathered parameter          freed, inside the hooks                   raises UnsupportedError
 
 Missing on purpose: FSDP1, whose flat parameters are written under the names of their views.
@@ -60,13 +60,18 @@ class WatchedShard(NamedTuple):
             return self.version + local._version - self.local_version
         return None
 
-    def check_gathered(self, name: str) -> None:
+    def read_as(self) -> list[Tensor]:
+        """Return the tensors that an operator is given when it reads the parameter."""
+        found = (self.sharded, self.shard.sharded, self.shard.local, self.shard.whole, self.gathered)
+        return [one for one in found if one is not None]
+
+    def check_gathered(self) -> None:
         """Raise an UnsupportedError if the forward saw the gathered parameter and a recompute would not."""
         if self.gathered is not None and self.module._parameters.get(self.name) is not self.gathered:
             raise UnsupportedError(
-                f"the parameter `{name}` is sharded now, by FSDP, and the forward saw it whole. A region inside the "
-                "forward of a sharded module can be recomputed when the gradient of that module's output has arrived, "
-                "and not ahead of it. Make the region around the sharded module's call instead, "
+                f"the parameter `{self.shard.name or self.name}` is sharded now, by FSDP, and the forward saw it whole."
+                " A region inside the forward of a sharded module can be recomputed when the gradient of that module's "
+                "output has arrived, and not ahead of it. Make the region around the sharded module's call instead, "
                 "`checkpoint(block, x)`, or call the sharded module's `unshard()` before."
             )
 

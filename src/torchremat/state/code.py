@@ -1,0 +1,156 @@
+"""Which names a piece of code reads, and whose code is followed."""
+
+from __future__ import annotations
+
+import builtins
+import dis
+import functools
+import sys
+import types
+from collections.abc import Iterator
+from typing import NamedTuple
+from weakref import ReferenceType, WeakKeyDictionary, ref
+
+_FOREIGN = frozenset({"torch", "torchremat", "numpy", "scipy"})
+_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "LOAD_SUPER_ATTR")
+_GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "STORE_NAME")
+# Of a class, what no recompute runs.
+_NEVER_RUN = frozenset(
+    {
+        "__init__", "__new__", "__init_subclass__", "__class_getitem__", "__repr__", "__str__", "__del__", "__dir__",
+        "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__copy__", "__deepcopy__",
+    }
+)  # fmt: skip
+
+
+class Reads(NamedTuple):
+    """What a piece of code reads, the functions that are written inside of it included.
+
+    Attributes:
+        names: Global names, those of Python itself left out.
+        attributes: Names of attributes, of whatever object.
+    """
+
+    names: tuple[str, ...]
+    attributes: frozenset[str]
+
+
+# By id: to hash code takes longer than to look at most functions. The code is kept so that its id stays its own.
+_known: dict[int, tuple[types.CodeType, Reads]] = {}
+_MOST = 20_000
+
+
+def reads_of(code: types.CodeType) -> Reads:
+    """Return what a piece of code reads."""
+    found = _known.get(id(code))
+    if found is None:
+        if len(_known) > _MOST:
+            _known.clear()
+        found = _known[id(code)] = code, _read(code)
+    return found[1]
+
+
+def _read(code: types.CodeType) -> Reads:
+    names: dict[str, None] = {}
+    attributes: set[str] = set()
+    for one in _nested(code):
+        for instruction in dis.get_instructions(one):
+            if instruction.opname in _GLOBALS:
+                names[instruction.argval] = None
+            elif instruction.opname in _ATTRIBUTES:
+                attributes.add(instruction.argval)
+    return Reads(tuple(name for name in names if not hasattr(builtins, name)), frozenset(attributes))
+
+
+def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _nested(constant)
+
+
+@functools.cache
+def is_library(module: str | None) -> bool:
+    """Return whether a module is torch's, NumPy's, ours or Python's own, whose code reaches nothing of the user's."""
+    root = (module or "").partition(".")[0]
+    if root in _FOREIGN:
+        return True
+    if root not in sys.stdlib_module_names:
+        return False
+    # A module of the user's may have the name of one that Python has as well.
+    origin = getattr(getattr(sys.modules.get(root), "__spec__", None), "origin", None)
+    return origin in (None, "built-in", "frozen") or str(origin).startswith(_STANDARD_LIBRARY)
+
+
+_STANDARD_LIBRARY = dis.__file__.removesuffix("dis.py")
+
+
+class ClassCode(NamedTuple):
+    """What the user's part of a class holds, its bases included; weakly, for a class goes when nobody has it.
+
+    Attributes:
+        methods: Functions by name, those of properties, class methods and static methods too.
+        always: The names of those that run without being named.
+        data: The classes that have attributes of their own, with the names of these.
+    """
+
+    methods: dict[str, list[ReferenceType[types.FunctionType]]]
+    always: frozenset[str]
+    data: list[tuple[ReferenceType[type], tuple[str, ...]]]
+
+
+_classes: WeakKeyDictionary[type, tuple[list[object], ClassCode]] = WeakKeyDictionary()
+
+
+def class_code(kind: type) -> ClassCode:
+    """Return what the user's part of a class holds."""
+    classes = [vars(one) for one in kind.__mro__ if not is_library(one.__module__)]
+    shape: list[object] = []
+    for own in classes:
+        shape += (len(own), id(own.get("forward")))
+    found = _classes.get(kind)
+    if found is None or found[0] != shape:
+        found = _classes[kind] = shape, _read_class([one for one in kind.__mro__ if not is_library(one.__module__)])
+    return found[1]
+
+
+def _read_class(classes: list[type]) -> ClassCode:
+    methods: dict[str, list[ReferenceType[types.FunctionType]]] = {}
+    data: list[tuple[ReferenceType[type], tuple[str, ...]]] = []
+    for one in classes:
+        own: list[str] = []
+        for name, value in vars(one).items():
+            functions = list(_functions_in(value))
+            if functions:
+                methods.setdefault(name, []).extend(map(ref, functions))
+            elif not (_is_dunder(name) or hasattr(type(value), "__get__") or hasattr(type(value), "__set__")):
+                own.append(name)
+        if own:
+            data.append((ref(one), tuple(own)))
+    always = {name for name in methods if _is_dunder(name)} - _NEVER_RUN
+    return ClassCode(methods, frozenset(always | ({"forward"} & methods.keys())), data)
+
+
+def _is_dunder(name: str) -> bool:
+    return name.startswith("__") and name.endswith("__")
+
+
+def _functions_in(value: object) -> Iterator[types.FunctionType]:
+    for one in (value, *(getattr(value, name, None) for name in ("fget", "fset", "__func__", "func", "__wrapped__"))):
+        if isinstance(one, types.FunctionType):
+            yield one
+
+
+def function_of(body: object) -> object:
+    """Return the user's function that a body of ours calls."""
+    while True:
+        if isinstance(body, functools.partial) and _is_own(body.func) and body.args:
+            body = body.args[0]
+        elif _is_own(type(body)) and hasattr(body, "body"):
+            body = body.body  # pyright: ignore[reportAttributeAccessIssue]
+        else:
+            return body
+
+
+def _is_own(item: object) -> bool:
+    return (getattr(item, "__module__", None) or "").startswith("torchremat.")

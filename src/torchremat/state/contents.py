@@ -1,0 +1,412 @@
+"""What mutable objects hold: read, compared by identity, and written back.
+
+Dicts (attributes, tables of modules and dicts themselves) are by far the most, and one comparison does for all of them:
+see `Dicts`. Everything else is a `Holder`.
+"""
+
+from __future__ import annotations
+
+import random
+import types
+from abc import ABC, abstractmethod
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping, Set
+from copy import copy, deepcopy
+from itertools import accumulate, chain, compress, count
+from operator import is_not
+from typing import Any, cast
+
+import numpy as np
+
+Dict = dict[Any, Any]
+_ABSENT = object()  # in the place of what a name or a cell does not have
+
+
+class Dicts:
+    """What some dicts hold now, in one piece.
+
+    What has not changed costs one comparison, however many they are.
+
+    Attributes:
+        values: All of their values, one dict after the other.
+    """
+
+    __slots__ = ("_dicts", "_keys", "_sizes", "values")
+
+    def __init__(self, dicts: list[Dict]) -> None:
+        self._dicts = dicts
+        self._sizes = [*map(len, dicts)]
+        self._keys: list[Any] = [*chain.from_iterable(dicts)]
+        self.values: list[Any] = [*chain.from_iterable(map(dict.values, dicts))]
+
+    def with_values(self, values: list[Any]) -> Dicts:
+        """Return the same with other values in the places of these."""
+        new = Dicts.__new__(Dicts)
+        new._dicts, new._sizes, new._keys, new.values = self._dicts, self._sizes, self._keys, values
+        return new
+
+    def are_here(self) -> bool:
+        """Return whether the dicts hold the very same objects now."""
+        dicts = self._dicts
+        return (
+            [*map(len, dicts)] == self._sizes
+            and not any(map(is_not, chain.from_iterable(map(dict.values, dicts)), self.values))
+            and self._has_keys()
+        )
+
+    def _has_keys(self) -> bool:
+        # Most keys are the same strings; others are compared as a dict does it.
+        return (
+            not any(map(is_not, chain.from_iterable(self._dicts), self._keys))
+            or [*chain.from_iterable(self._dicts)] == self._keys
+        )
+
+    def write(self) -> None:
+        """Let the dicts hold what they held."""
+        dicts = self._dicts
+        starts = [0, *accumulate(self._sizes)]
+        if [*map(len, dicts)] == self._sizes and self._has_keys():
+            now = chain.from_iterable(map(dict.values, dicts))
+            changed = [*compress(count(), map(is_not, now, self.values))]
+            place = 0
+            for index in changed:
+                while starts[place + 1] <= index:
+                    place += 1
+                dict.__setitem__(dicts[place], self._keys[index], self.values[index])
+            return
+        for own, start, size in zip(dicts, starts, self._sizes, strict=False):
+            end = start + size
+            before = dict(zip(self._keys[start:end], self.values[start:end], strict=True))
+            if not is_same(own, before):
+                _refill_dict(own, before)
+
+
+def _refill_dict(own: Dict, before: Dict) -> None:
+    kind = OrderedDict if isinstance(own, OrderedDict) else dict  # the former keeps its order in a list of its own
+    for key in own.keys() - before.keys():
+        kind.__delitem__(own, key)
+    if list(own) == list(before)[: len(own)]:
+        for key, value in before.items():
+            if own.get(key, _ABSENT) is not value:
+                kind.__setitem__(own, key, value)
+    else:
+        kind.clear(own)
+        kind.update(own, before)
+
+
+class Holder(ABC):
+    """A mutable object that is no dict."""
+
+    __slots__ = ()
+
+    @staticmethod
+    def of(item: object) -> Holder:
+        """Return the one for a list, deque, set or bytearray."""
+        return _Container(item)
+
+    @abstractmethod
+    def read(self) -> object:
+        """Return what it holds now, such that later changes do not reach it."""
+
+    @abstractmethod
+    def write(self, contents: Any) -> None:
+        """Let it hold what `read` returned; nothing is written where it does."""
+
+    def values(self) -> Iterable[object]:
+        """Return the objects in it that may lead further."""
+        return ()
+
+    def is_same(self, before: Any) -> bool:
+        """Return whether it holds the very objects that `read` returned, in the same places."""
+        return _same(self.read(), before)
+
+    @property
+    def item(self) -> object:
+        """The object."""
+        return self
+
+
+def _same(now: Any, before: Any) -> bool:
+    if isinstance(before, dict):
+        return now.keys() == before.keys() and all(now[key] is one for key, one in cast("Dict", before).items())
+    if isinstance(before, (list, tuple, deque)):
+        return len(now) == len(cast("list[object]", before)) and not any(map(is_not, now, before))
+    return bool(now == before)
+
+
+class _Container(Holder):
+    __slots__ = ("_item",)
+
+    def __init__(self, item: Any) -> None:
+        self._item = item
+
+    @property
+    def item(self) -> object:
+        return self._item
+
+    def read(self) -> object:
+        return copied(self._item)
+
+    def write(self, contents: Any) -> None:
+        make(self._item, contents)
+
+
+class Cell(Holder):
+    """A cell of a closure."""
+
+    __slots__ = ("_cell",)
+
+    def __init__(self, cell: types.CellType) -> None:
+        self._cell = cell
+
+    def read(self) -> tuple[object]:
+        try:
+            return (self._cell.cell_contents,)
+        except ValueError:  # not filled yet
+            return (_ABSENT,)
+
+    def values(self) -> Iterable[object]:
+        return self.read()
+
+    def write(self, contents: tuple[object]) -> None:
+        if contents[0] is _ABSENT:
+            del self._cell.cell_contents
+        else:
+            self._cell.cell_contents = contents[0]
+
+
+class _Names(Holder):
+    """Some of the names of a mapping."""
+
+    __slots__ = ("_names", "_space")
+
+    def __init__(self, space: Any, names: tuple[str, ...]) -> None:
+        self._space = space
+        self._names = names
+
+    def read(self) -> tuple[object, ...]:
+        get: Callable[[str, object], object] = self._get()
+        return tuple([get(name, _ABSENT) for name in self._names])
+
+    def _get(self) -> Callable[[str, object], object]:
+        return self._space.get
+
+    def values(self) -> Iterable[object]:
+        return self.read()
+
+    def write(self, contents: tuple[object, ...]) -> None:
+        for name, now, before in zip(self._names, self.read(), contents, strict=True):
+            if now is not before:
+                self._set(name, before)
+
+    @abstractmethod
+    def _set(self, name: str, value: object) -> None:
+        """Let a name mean a value, or nothing."""
+
+
+class GlobalNames(_Names):
+    """The global names that a function reads."""
+
+    __slots__ = ()
+
+    def _set(self, name: str, value: object) -> None:
+        if value is _ABSENT:
+            del self._space[name]
+        else:
+            self._space[name] = value
+
+
+class ClassData(_Names):
+    """Attributes that a class has itself."""
+
+    __slots__ = ()
+
+    def _get(self) -> Callable[[str, object], object]:
+        return vars(self._space).get
+
+    def _set(self, name: str, value: object) -> None:
+        if value is _ABSENT:
+            type.__delattr__(self._space, name)
+        else:
+            type.__setattr__(self._space, name, value)
+
+
+class Slots(Holder):
+    """The attributes of an object whose class has `__slots__`."""
+
+    __slots__ = ("_item", "_names")
+
+    def __init__(self, item: object, names: list[str]) -> None:
+        self._item = item
+        self._names = names
+
+    @property
+    def item(self) -> object:
+        return self._item
+
+    @staticmethod
+    def of(item: object) -> Slots | None:
+        """Return those of an object, None if its class has none."""
+        # By what the classes have, since private names are not there as they are written in `__slots__`.
+        classes = [vars(kind) for kind in type(item).__mro__ if "__slots__" in vars(kind)]
+        members = [name for own in classes for name, one in own.items() if isinstance(one, types.MemberDescriptorType)]
+        return Slots(item, members) if members else None
+
+    def read(self) -> dict[str, object]:
+        return {name: getattr(self._item, name) for name in self._names if hasattr(self._item, name)}
+
+    def values(self) -> Iterable[object]:
+        return self.read().values()
+
+    def write(self, contents: dict[str, object]) -> None:
+        for name in self._names:
+            if name in contents:
+                object.__setattr__(self._item, name, contents[name])
+            elif hasattr(self._item, name):
+                object.__delattr__(self._item, name)
+
+
+class Foreign(Holder):
+    """An object whose state is not Python's: an array, or random numbers of Python or NumPy."""
+
+    __slots__ = ("_item",)
+
+    def __init__(
+        self, item: random.Random | np.ndarray[Any, Any] | np.random.Generator | np.random.RandomState
+    ) -> None:
+        self._item = item
+
+    @property
+    def item(self) -> object:
+        return self._item
+
+    @classmethod
+    def of(cls, item: object) -> Foreign | None:
+        """Return the one for an object, None if it has no state or keeps it for itself."""
+        if isinstance(item, random.SystemRandom) or (isinstance(item, np.ndarray) and not item.flags.writeable):
+            return None
+        return cls(cast("Any", item))
+
+    def read(self) -> object:
+        item = self._item
+        if isinstance(item, random.Random):
+            return item.getstate()
+        if isinstance(item, np.ndarray):
+            return item.copy()
+        return item.get_state() if isinstance(item, np.random.RandomState) else deepcopy(item.bit_generator.state)
+
+    def is_same(self, before: Any) -> bool:
+        """Return whether it is in the same state; of random numbers but Python's it is as cheap to write it."""
+        if isinstance(self._item, np.ndarray):
+            return bool(np.array_equal(self._item, before, equal_nan=self._item.dtype.kind in "fc"))
+        return isinstance(self._item, random.Random) and self._item.getstate() == before
+
+    def write(self, contents: Any) -> None:
+        item = self._item
+        if isinstance(item, random.Random):
+            item.setstate(contents)
+        elif isinstance(item, np.ndarray):
+            item[...] = contents
+        elif isinstance(item, np.random.RandomState):
+            item.set_state(contents)
+        else:
+            item.bit_generator.state = contents
+
+
+FOREIGN = (random.Random, np.ndarray, np.random.Generator, np.random.RandomState)
+
+# ----------------------------------------------------------------------------------------------------- containers
+
+MUTABLE = (list, dict, set, deque, bytearray)
+_BUILT_IN = {*MUTABLE, Counter, OrderedDict, defaultdict}
+
+
+def copied(own: object) -> object:
+    """Return a copy of the contents of a container, not of what it holds."""
+    # The methods of the built-in class: a subclass may have written its own, with effects.
+    for kind in MUTABLE:
+        if isinstance(own, kind):
+            return kind.copy(own)  # pyright: ignore[reportArgumentType]: it is of that kind
+    raise TypeError(type(own).__name__)
+
+
+def is_same(own: object, before: object) -> bool:
+    """Return whether a container holds the very objects that it held before, in the same places."""
+    if isinstance(before, dict):
+        a, b = cast("Dict", own), cast("Dict", before)
+        return len(a) == len(b) and not any(map(is_not, dict.values(a), dict.values(b))) and list(a) == list(b)
+    return _same(copied(own), before)
+
+
+def make(own: object, contents: object) -> None:
+    """Let a container hold `contents`; one that does is left alone."""
+    if not is_same(own, contents):
+        _refill(own, contents)
+
+
+def _refill(own: object, contents: object) -> None:
+    if isinstance(own, dict):
+        _refill_dict(cast("Dict", own), cast("Dict", contents))
+    elif isinstance(own, set):
+        set.clear(cast("set[object]", own))
+        set.update(cast("set[object]", own), cast("set[object]", contents))
+    elif isinstance(own, list):
+        list.__setitem__(cast("list[object]", own), slice(None), cast("list[object]", contents))
+    elif isinstance(own, bytearray):
+        own[:] = cast("bytearray", contents)
+    elif isinstance(own, deque):
+        deque.clear(cast("deque[object]", own))
+        deque.extend(cast("deque[object]", own), cast("deque[object]", contents))
+
+
+def with_others(contents: object, others: Mapping[int, object]) -> object:
+    """Return contents with other objects in the places of some, by id, in tuples too; themselves if they have none."""
+    if isinstance(contents, dict):
+        items = cast("Dict", contents)
+        new = {key: other(value, others) for key, value in items.items()}
+        return contents if _same(new, items) else new
+    if type(contents) in (list, tuple, deque):
+        each = cast("list[object]", contents)
+        made = [other(one, others) for one in each]
+        return contents if not any(map(is_not, made, each)) else type(each)(made)
+    return contents
+
+
+def other(value: object, others: Mapping[int, object]) -> object:
+    """Return what stands in the place of one object, in tuples too."""
+    return with_others(value, others) if type(value) is tuple else others.get(id(value), value)
+
+
+class Copies(dict[int, tuple[object, object, object]]):
+    """Copies of built-in containers, with copies of those inside of them, each made once.
+
+    By the id of a container: itself, its copy, and what that held at first. Nobody else has the copies, so that other
+    threads may change the containers meanwhile.
+    """
+
+    __slots__ = ()
+
+    def of(self, value: object, but: Set[int] = frozenset()) -> object:
+        """Return the copy of a value; itself if it is no container, one of those in `but` by id, or a tuple of such."""
+        if type(value) is tuple:
+            each = cast("tuple[object, ...]", value)
+            made = tuple(self.of(one, but) for one in each)
+            return made if any(a is not b for a, b in zip(each, made, strict=True)) else value
+        if type(value) not in _BUILT_IN or id(value) in but:
+            return value
+        if id(value) not in self:
+            new = copy(value)
+            self[id(value)] = value, new, None  # before what is inside, which may hold it as well
+            if isinstance(new, dict):
+                for key, one in cast("Dict", new).items():
+                    new[key] = self.of(one, but)
+            elif isinstance(new, list | deque):
+                for place, one in enumerate(cast("list[object]", new)):
+                    new[place] = self.of(one, but)
+            self[id(value)] = value, new, copied(new)
+        return self[id(value)][1]
+
+    def put_back(self) -> None:
+        """Let the copies hold what they held when they were made."""
+        for _, own, before in self.values():
+            make(own, before)

@@ -1,0 +1,80 @@
+"""Who reads a tensor that was written since the forward.
+
+A tensor that a forward could reach and that was written in place since cannot be given back. A recompute that does not
+read it need not care: the discriminator that has stepped, the queue of keys, the weights of a layer whose backward is
+done and whose optimizer has run. So only when something *has* been written, one recompute runs under a mode that looks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NoReturn
+
+from torch import Tensor
+
+from torchremat._compat.modes import EagerMode
+from torchremat.ambient.hidden import hidden
+
+
+class WrittenError(BaseException):
+    """A recompute reads a tensor that was written in place since the forward, which is not copied.
+
+    No `Exception`: user code that swallows those must not swallow it.
+    """
+
+    def __init__(self, tensor: Tensor, then: int, now: int) -> None:
+        super().__init__()
+        self.tensor = tensor
+        self.then = then
+        self.now = now
+
+
+class Watched(dict[int, WrittenError]):
+    """The tensors that were written since, by id, with the error for each."""
+
+
+class Reading(EagerMode):
+    """Looks at each operator of a recompute, and stops at one that is given a tensor which was written since.
+
+    Attributes:
+        found: What it has stopped at; user code may make another error of what is raised.
+    """
+
+    def __init__(self, written: Watched) -> None:
+        super().__init__()
+        self._written = written
+        self.found: WrittenError | None = None
+
+    def run(self, function: Callable[..., object], /, *args: object, **kwargs: object) -> object:
+        """Return what the function returns."""
+        with self:
+            return function(*args, **kwargs)
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., object],
+        types: tuple[type, ...],
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        """Run an operator."""
+        if not hidden.now:
+            for one in args:
+                self._look(one)
+            if kwargs:
+                for one in kwargs.values():
+                    self._look(one)
+        return func(*args, **(kwargs or {}))
+
+    def _look(self, one: object) -> None:
+        if isinstance(one, Tensor):
+            found = self._written.get(id(one))
+            if found is not None:
+                self._stop(found)
+        elif isinstance(one, list | tuple):
+            for inner in one:  # pyright: ignore[reportUnknownVariableType]
+                self._look(inner)  # pyright: ignore[reportUnknownArgumentType]
+
+    def _stop(self, found: WrittenError) -> NoReturn:
+        self.found = found
+        raise found

@@ -1,0 +1,430 @@
+"""The world as one forward saw it. See NOTE [ The world of a call ]."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from operator import attrgetter
+from types import FunctionType
+from typing import Any, Protocol, cast, runtime_checkable
+from weakref import ReferenceType, ref
+
+import torch
+from torch import Tensor, nn
+
+from torchremat._compat.transforms import is_transformed
+from torchremat.ambient.locks import EXCHANGING
+from torchremat.errors import UnsupportedError
+from torchremat.state.backups import Backups
+from torchremat.state.contents import FOREIGN, MUTABLE, Dict, Dicts, Holder, Slots, other, with_others
+from torchremat.state.optimizers import listen_to_optimizers
+from torchremat.state.reading import Watched, WrittenError
+from torchremat.state.sharding import WatchedShard
+from torchremat.state.world import World
+
+
+@runtime_checkable
+class Guarded(Protocol):
+    """An object that knows how to keep its state and to take it back."""
+
+    def snapshot(self) -> object:
+        """Return the state as it is now, such that later changes do not reach it."""
+        ...
+
+    def restore(self, state: Any) -> None:
+        """Make the state what it was when `snapshot` returned it. May be called many times with the same value."""
+        ...
+
+
+# NOTE [ A snapshot holds no graph ]
+# A module may hold an output of its last call, whose graph has the region of that call, whose snapshot would hold the
+# output of the call before: nothing would ever go. So a tensor with a graph is held by a weak reference and an alias
+# without the graph. A recompute is shown the tensor itself as long as anybody else has it.
+
+_flags = cast("Callable[[Tensor], tuple[int, bool]]", attrgetter("_version", "requires_grad"))
+_hooks = cast("Callable[[Tensor], tuple[Any, Any]]", attrgetter("_backward_hooks", "_post_accumulate_grad_hooks"))
+
+
+_NOTHING_HELD = torch.empty(0)
+
+
+class _Graphed:
+    """In the place of a tensor that has a graph. See NOTE [ A snapshot holds no graph ]."""
+
+    __slots__ = ("_alias", "_tensor")
+
+    def __init__(self, tensor: Tensor, *, holds: bool) -> None:
+        self._tensor: ReferenceType[Tensor] = ref(tensor)
+        self._alias = tensor.detach() if holds else _NOTHING_HELD
+
+    @property
+    def alias(self) -> Tensor:
+        """The alias, of the same version."""
+        return self._alias
+
+    def shown(self) -> Tensor:
+        """Return the tensor, or one like it."""
+        tensor = self._tensor()
+        return self._alias.detach().requires_grad_() if tensor is None else tensor
+
+
+class Snapshot:
+    """The world as a forward saw it.
+
+    Args:
+        world: What the call can reach.
+        guard: What the user has named, some of which looks after itself.
+        backs_up: Whether tensors are copied that a forward may write to, and those with a graph are held, which it
+            takes to exchange; without, `put_back` writes to no tensor.
+
+    Attributes:
+        modules: What was reached.
+        roots: Those of them that were named at once, and not through others.
+        generators: What was reached.
+        named: The ids of tensors inside of what the user has named.
+        waits: Whether a lazy module is about to make its parameters, which nothing can take back.
+        by_forward: The ids of tensors that the forward itself has written, and that are not copied.
+    """
+
+    __slots__ = (
+        "_backups",
+        "_dicts",
+        "_flags",
+        "_graphed",
+        "_guarded",
+        "_own",
+        "_rest",
+        "_shards",
+        "_tensors",
+        "_then",
+        "by_forward",
+        "generators",
+        "modules",
+        "named",
+        "roots",
+        "waits",
+    )
+
+    def __init__(self, world: World, guard: Sequence[object] = (), *, backs_up: bool = True) -> None:
+        self.modules = world.modules
+        self.roots = world.roots
+        self.generators = world.generators
+        self.named = frozenset(world.named)
+        self.by_forward: frozenset[int] = frozenset()
+        self._own = world.dicts
+        self._rest = [(one, one.read()) for one in world.rest]
+        self._then: Dicts = Dicts(world.dicts)
+        self._tensors = world.tensors
+        self._flags = [*map(_flags, world.tensors)]
+        self._shards: list[WatchedShard] = world.shards
+        self._guarded = [(one, one.snapshot()) for one in guard if looks_after_itself(one)]
+        self._graphed: dict[int, _Graphed] = {}
+        self._backups = Backups(world) if backs_up and (world.state or world.loose or world.named) else None
+        if world.modules:
+            listen_to_optimizers()  # See NOTE [ Optimizers that bump no version ]
+        self.waits = world.waits
+        graphed = [index for index, one in enumerate(world.tensors) if not one.is_leaf]
+        if graphed and not is_transformed():  # there `detach` loses more than a graph
+            self._let_graphs_go(graphed, holds=backs_up)
+
+    def _let_graphs_go(self, places: Iterable[int], *, holds: bool) -> None:
+        # See NOTE [ A snapshot holds no graph ]
+        tensors = self._tensors = list(self._tensors)
+        for place in places:
+            tensor = tensors[place]
+            held = self._graphed[id(tensor)] = _Graphed(tensor, holds=holds)
+            tensors[place] = held.alias
+        self._replace(self._graphed)
+
+    def _replace(self, others: dict[int, Any]) -> None:
+        self._then = self._then.with_values([other(one, others) for one in self._then.values])
+        self._rest = [(one, with_others(before, others)) for one, before in self._rest]
+
+    @property
+    def containers(self) -> frozenset[int]:
+        """The ids of the containers that are given back."""
+        return frozenset([*map(id, self._own), *(id(one.item) for one, _ in self._rest)])
+
+    @property
+    def has_shards(self) -> bool:
+        """Whether FSDP2 manages some of the parameters."""
+        return bool(self._shards)
+
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors; in the place of one that has a graph an alias without."""
+        return self._tensors
+
+    def settle(self) -> None:
+        """Keep only what a recompute may need."""
+        if [*map(_flags, self._tensors)] != self._flags:
+            pairs = zip(self._tensors, self._flags, strict=True)
+            self.by_forward = frozenset([id(one) for one, flag in pairs if one._version != flag[0]])
+        backups = self._backups
+        if backups is None:
+            return
+        backups.settle()
+        if backups.written:
+            self._replace(cast("dict[int, Any]", backups.written))
+            pairs = zip(self._tensors, self._flags, strict=True)
+            kept = [(one, flag) for one, flag in pairs if id(one) not in backups.written]
+            self._tensors, self._flags = [one for one, _ in kept], [flag for _, flag in kept]
+        if not backups:
+            self._backups = None
+
+    def replace(self, by: Callable[[Tensor], Tensor]) -> None:
+        """Let each tensor that is watched be the one that `by` makes of it."""
+        new = {id(one): made for one in self._tensors if (made := by(one)) is not one}
+        if new:
+            self._replace(new)
+            self._tensors = [new.get(id(one), one) for one in self._tensors]
+            self._flags = [
+                _flags(one) if one in new.values() else flag
+                for one, flag in zip(self._tensors, self._flags, strict=True)
+            ]
+
+    def words(self, error: WrittenError, name: str | None, region: str) -> str:
+        """Return the words for a tensor that was written since and is read.
+
+        Args:
+            error: What was found.
+            name: The tensor's, None if it has none.
+            region: The words for the region.
+        """
+        tensor, by_forward = error.tensor, id(error.tensor) in self.by_forward
+        name = name or f"a tensor of shape {tuple(tensor.shape)}"
+        if by_forward:
+            return (
+                f"{region}: its forward wrote `{name}` in place, which is not copied before each forward: it is a "
+                "parameter, or large and was left alone the first time. So what it was is gone. Write out of place, "
+                "or name the object or module that holds it in `guard=[...]`, so that its tensors are copied."
+            )
+        if id(tensor) in self.named:
+            return (
+                f"{region}: the tensor `{name}` inside a guarded object was written in place after the forward, "
+                "which had only read it, so the call cannot be recomputed. Read a clone of it, run backward before it "
+                "is written, or write out of place."
+            )
+        kind = "parameter or buffer" if any(tensor is one for one in self._of_modules()) else "tensor"
+        return (
+            f"{region}: its {kind} `{name}` was changed in place between forward and recompute: version {error.then} "
+            f"then, {error.now} now. Recomputing would give wrong gradients. Run backward before `optimizer.step()` or "
+            "whatever else writes to it, pass a clone, or write out of place."
+        )
+
+    def _of_modules(self) -> Iterator[Tensor]:
+        for module in self.modules:
+            yield from module.parameters(recurse=False)
+            yield from module.buffers(recurse=False)
+        for one in self._shards:
+            yield from one.read_as()
+
+    def put_back(self) -> None:
+        """Let everything hold what it held, for good. No tensor is written to.
+
+        What this package has put on modules meanwhile, or taken off, is left as it is, and so is all where a lazy
+        module has made its parameters.
+        """
+        if self.waits:
+            return
+        shown: dict[int, Any] = {id(one): one.shown() for one in self._graphed.values()}
+        ours = [(own, _ours(own)) for own in self._own]
+        self._then.with_values([other(one, shown) for one in self._then.values]).write()
+        for own, now in ours:
+            for key in _ours(own).keys() - now.keys():
+                del own[key]
+            own.update(now)
+        for one, before in self._rest:
+            one.write(with_others(before, shown))
+        for one, before in self._guarded:
+            one.restore(before)
+
+    # --------------------------------------------------------------------------------------------------- exchanging
+
+    def exchange(self, *, without_gradients: bool = False) -> Exchange:
+        """Let everything be what the forward saw, until the exchange is closed.
+
+        Args:
+            without_gradients: Whether the gradients of leaves are put aside meanwhile.
+
+        Raises:
+            UnsupportedError: A parameter is sharded now, and was not.
+        """
+        return Exchange(self, without_gradients)
+
+    def written_since(self, now: Sequence[tuple[int, bool]]) -> Watched:
+        """Return the tensors that are not at the version that they had."""
+        found = Watched()
+        for tensor, (then, _), (version, _) in zip(self._tensors, self._flags, now, strict=True):
+            if version != then:
+                found[id(tensor)] = WrittenError(tensor, then, version)
+        for one in self._shards:
+            version = one.version_now()
+            if version is not None:
+                error = WrittenError(one.sharded, one.version, version)
+                for tensor in one.read_as():
+                    found[id(tensor)] = error
+            one.check_gathered()
+        return found
+
+
+class Exchange:
+    """A world that is shown to a recompute in the place of today's.
+
+    Attributes:
+        written: The tensors that the forward could reach, were written since, and cannot be given back.
+    """
+
+    __slots__ = ("_aside", "_flags", "_hooks", "_now", "_rest", "_snapshot", "_stack", "written")
+
+    def __init__(self, snapshot: Snapshot, without_gradients: bool) -> None:
+        self._snapshot = snapshot
+        self._stack: ExitStack | None = None
+        tensors, then, rest = snapshot._tensors, snapshot._then, snapshot._rest
+        self._flags = now = [*map(_flags, tensors)]
+        self._hooks = _hooks_of(tensors)
+        self._aside: list[tuple[Tensor, Tensor | None]] = []
+        self.written = _NONE
+        if now != snapshot._flags or snapshot._shards:
+            self.written = snapshot.written_since(now)
+        shown = self._shown()
+        if shown:
+            then = then.with_values([other(one, shown) for one in then.values])
+            rest = [(one, with_others(before, shown)) for one, before in rest]
+        if (
+            now == snapshot._flags
+            and not (snapshot._guarded or without_gradients)
+            and then.are_here()
+            and all(one.is_same(before) for one, before in rest)
+        ):
+            self._now, self._rest = then, rest
+            return
+        self._now = Dicts(snapshot._own)
+        self._rest = [(one, one.read()) for one, _ in rest]
+        self._stack = ExitStack()
+        try:
+            self._show(then, rest, without_gradients)
+        except BaseException:
+            self.close()
+            raise
+
+    def _shown(self) -> dict[int, Any]:
+        """Return what a recompute is shown in the place of other things, by their ids."""
+        snapshot, shown = self._snapshot, dict[int, Any]()
+        if snapshot._backups is not None:
+            shown.update(snapshot._backups.shown(self.written))
+            for key in shown.keys() & self.written.keys():
+                del self.written[key]
+        for one in snapshot._graphed.values():
+            shown[id(one)] = one.shown()
+        return shown
+
+    def _show(self, then: Dicts, rest: list[tuple[Holder, Any]], without_gradients: bool) -> None:
+        snapshot, stack = self._snapshot, self._stack
+        assert stack is not None
+        stack.enter_context(EXCHANGING)
+        then.write()
+        for one, before in rest:
+            if not one.is_same(before):
+                one.write(before)
+        for tensor, (_, flag), (_, had) in zip(snapshot._tensors, snapshot._flags, self._flags, strict=True):
+            if flag is not had and tensor.is_leaf:
+                tensor.requires_grad_(flag)
+        if without_gradients:
+            self._aside = [(one, one.grad) for one in snapshot._tensors if one.is_leaf and one.requires_grad]
+            for tensor, _ in self._aside:
+                tensor.grad = None
+        for own, before in snapshot._guarded:
+            stack.callback(own.restore, own.snapshot())
+            own.restore(before)
+
+    def close(self) -> None:
+        """Let everything be what it was before."""
+        with ExitStack() as stack:
+            if self._stack is not None:
+                stack.push(self._stack.pop_all().__exit__)
+            for tensor, grad in self._aside:
+                stack.callback(setattr, tensor, "grad", grad)
+            stack.callback(self._put_back)
+
+    def _put_back(self) -> None:
+        tensors = self._snapshot._tensors
+        for tensor, (_, had), (_, flag) in zip(tensors, self._flags, map(_flags, tensors), strict=True):
+            if flag is not had and tensor.is_leaf:
+                tensor.requires_grad_(had)
+        _put_hooks_back(tensors, self._hooks)
+        if not self._now.are_here():
+            self._now.write()
+        for one, before in self._rest:
+            if not one.is_same(before):
+                one.write(before)
+
+
+def _ours(own: Dict) -> Dict:
+    """Return the attributes that this package has put on a module."""
+    found = {key: own[key] for key in _PUT_ON if key in own}
+    return {key: one for key, one in found.items() if _module_of(one).startswith("torchremat.")}
+
+
+def _module_of(one: object) -> str:
+    return (one if isinstance(one, FunctionType) else type(one)).__module__ or ""
+
+
+_PUT_ON = ("forward", "_compiled_call_impl", "_replicate_for_data_parallel")
+
+
+def looks_after_itself(one: object) -> bool:
+    """Return whether an object has `snapshot()` and `restore(state)`, and is no module."""
+    return isinstance(one, Guarded) and not isinstance(one, nn.Module)
+
+
+# Nothing is ever put into it.
+_NONE = Watched()
+
+
+def _hooks_of(tensors: list[Tensor]) -> list[tuple[Dict | None, Dict | None]] | None:
+    """Return copies of the hooks of tensors, which a recompute must not add to; None if there are none."""
+    found = [*map(_hooks, tensors)]
+    if all(one == _NO_HOOKS for one in found):
+        return None
+    return [
+        (None if before is None else dict(before), None if after is None else dict(after)) for before, after in found
+    ]
+
+
+_NO_HOOKS = (None, None)
+
+
+def _put_hooks_back(tensors: list[Tensor], hooks: list[tuple[Dict | None, Dict | None]] | None) -> None:
+    found = [*map(_hooks, tensors)]
+    if hooks is None and all(one == _NO_HOOKS for one in found):
+        return
+    for now, had in zip(found, hooks or [_NO_HOOKS] * len(found), strict=True):
+        for own, before in zip(now, had, strict=True):
+            if own is not None and own != (before or {}):
+                own.clear()
+                own.update(before or {})
+
+
+def check_named(one: object) -> None:
+    """Refuse to guard what has no contents that could be given back.
+
+    Raises:
+        UnsupportedError: It is a tensor, a class, a constant, or an object that shows none of its state.
+    """
+    if (
+        isinstance(one, (Tensor, type))
+        or (type(one).__module__ == "builtins" and type(one).__hash__ is not None)
+        or not (
+            isinstance(one, (Guarded, nn.Module, torch.Generator, *FOREIGN, *MUTABLE))
+            or hasattr(one, "__dict__")
+            or Slots.of(one) is not None
+        )
+    ):
+        raise UnsupportedError(
+            f"guard: {type(one).__name__} cannot be changed and given back its contents; name the object that holds "
+            "it, or give it `snapshot()` and `restore(state)`."
+        )
+
+
+# Of what reaches nothing that could have a state.
+NOTHING = Snapshot(World())

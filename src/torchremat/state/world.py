@@ -1,0 +1,456 @@
+"""What a call can reach through Python: from its function and its arguments, through everything that these hold.
+
+    from                         to
+    function                     cells, defaults, attributes; the global names that its code reads
+    bound method, partial        its object, its function, its arguments
+    module                       attributes, parameters, buffers, children, hooks; the code of its class
+    object of the user's         attributes; its class's own, and the methods that some code reached names
+    tensor                       attributes
+    list, dict, tuple, set       what is in them
+
+Objects of torch, NumPy and Python itself are not looked into, but for modules, containers and random generators.
+Functions of these are followed into their cells alone: a decorator of theirs holds the user's function there.
+
+Missing on purpose: the attributes of Python modules, iterators, files, what C++ holds. Neither are containers of more
+than a thousand items followed, unless they come with the arguments: that is a table, and no state of a forward.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import types
+from collections import UserDict, UserList, deque
+from collections.abc import Callable, Iterable
+from operator import itemgetter
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedTensorMixin
+
+from torchremat._compat.sharding import has_fsdp, is_managed
+from torchremat.ambient.surroundings import WATCHES
+from torchremat.errors import UnsupportedError
+from torchremat.state.code import class_code, is_library, reads_of
+from torchremat.state.contents import FOREIGN, Cell, ClassData, Foreign, GlobalNames, Holder, Slots
+from torchremat.state.sharding import WatchedShard, watch
+
+_MOST_ITEMS = 100_000
+_LONG = 1_000
+_LARGEST_ARRAY = 16 << 10
+
+_TABLES = ("_parameters", "_buffers", "_modules")
+_HOOKS = (
+    "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called", "_backward_pre_hooks", "_backward_hooks",
+)  # fmt: skip
+_tables = cast("Callable[[dict[str, Any]], tuple[dict[str, Any], ...]]", itemgetter(*_TABLES, *_HOOKS))
+_OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
+
+Dict = dict[Any, Any]
+Visit = Callable[["World", Any], None]
+
+
+class World:
+    """What can be reached from some roots.
+
+    Attributes:
+        dicts: Attributes, tables of modules, dicts: whatever is one.
+        rest: The other holders, by kind.
+        tensors: Those that count their versions. The recompute of a region is told if one was written.
+        modules: Each once.
+        roots: Those among the roots themselves.
+        generators: torch's random generators.
+        state: Tensors without grad that a module holds by name and may write to, other than parameters.
+        loose: Tensors without grad elsewhere.
+        named: By id, the tensors inside of what the user has named.
+        shards: The parameters that FSDP2 has sharded.
+        waits: Whether a lazy module was reached that has not made its parameters yet.
+    """
+
+    __slots__ = (
+        "_called",
+        "_classes",
+        "_is_argument",
+        "_is_named",
+        "_pending",
+        "_seen",
+        "dicts",
+        "generators",
+        "loose",
+        "modules",
+        "named",
+        "rest",
+        "roots",
+        "shards",
+        "state",
+        "tensors",
+        "waits",
+    )
+
+    def __init__(self) -> None:
+        self.dicts: list[Dict] = []
+        self.rest: list[Holder] = []
+        self.tensors: list[Tensor] = []
+        self.modules: list[nn.Module] = []
+        self.roots: list[nn.Module] = []
+        self.generators: list[torch.Generator] = []
+        self.state: list[tuple[nn.Module, str, Tensor]] = []
+        self.loose: list[Tensor] = []
+        self.named: set[int] = set()
+        self.shards: list[WatchedShard] = []
+        self.waits = False
+        self._seen: set[int] = set()
+        self._pending: list[object] = []
+        self._called: set[str] = set()
+        self._classes: dict[type, set[str]] = {}  # with the names of the methods that have been followed
+        self._is_argument = False
+        self._is_named = False
+
+    def skip(self, item: object) -> None:
+        """Leave one object alone."""
+        self._seen.add(id(item))
+
+    def reach(self, items: Iterable[object], *, are_arguments: bool = False, are_named: bool = False) -> None:
+        """Follow everything from some roots.
+
+        Args:
+            items: The roots.
+            are_arguments: Whether they are arguments of the call, in which everything counts.
+            are_named: Whether the user has named them as what the call writes to.
+
+        Raises:
+            UnsupportedError: More than 100,000 objects hang on an argument.
+        """
+        self._is_argument, self._is_named = are_arguments or are_named, are_named
+        self.roots += [one for one in items if isinstance(one, nn.Module)]
+        pending = self._pending
+        pending.extend(items)
+        seen, visits = self._seen, _visits
+        while True:
+            while pending:
+                item = pending.pop()
+                visit = visits.get(type(item), _missing)
+                if visit is None:
+                    continue
+                key = id(item)
+                if key in seen:
+                    continue
+                if visit is _missing:
+                    visit = _visit_of(item)
+                    if visit is None:
+                        continue
+                seen.add(key)
+                visit(self, item)
+            self._follow_methods()
+            if not pending:
+                break
+
+    def _push(self, items: Iterable[object]) -> None:
+        visits = _visits
+        self._pending += [one for one in items if visits.get(type(one), _missing) is not None]
+        if len(self._seen) > _MOST_ITEMS and self._is_argument:
+            raise UnsupportedError(
+                f"more than {_MOST_ITEMS:,} objects hang on a region's arguments; whether the forward changes one "
+                "cannot be watched. Pass what the function needs of them."
+            )
+
+    # ------------------------------------------------------------------------------------------------------- code
+
+    def _function(self, function: types.FunctionType) -> None:
+        if is_library(function.__globals__.get("__name__")):
+            # A decorator has the user's function there; what else it keeps is its own.
+            contents = [one for cell in function.__closure__ or () for one in Cell(cell).read()]
+            self._push(one for one in contents if callable(one))
+            return
+        for cell in function.__closure__ or ():
+            if id(cell) not in self._seen:
+                self._seen.add(id(cell))
+                holder = Cell(cell)
+                self.rest.append(holder)
+                self._push(holder.values())
+        if function.__defaults__:
+            self._push(function.__defaults__)
+        if function.__kwdefaults__:
+            self._dict(function.__kwdefaults__)
+        self.dicts.append(function.__dict__)
+        if function.__dict__:
+            self._push(function.__dict__.values())
+        reads = reads_of(function.__code__)
+        self._called |= reads.attributes
+        if reads.names:
+            names = GlobalNames(function.__globals__, reads.names)
+            self.rest.append(names)
+            self._push(names.values())
+
+    def _method(self, method: types.MethodType) -> None:
+        self._pending += (method.__self__, method.__func__)
+
+    def _partial(self, partial: functools.partial[object]) -> None:
+        self._pending += (partial.func, *partial.args)
+        self._dict(partial.keywords)
+
+    def _class(self, kind: type) -> None:
+        if kind not in self._classes and not is_library(kind.__module__):
+            self._classes[kind] = set()
+            for owner, names in class_code(kind).data:
+                one = owner()
+                if (one is not None and id(one) not in self._seen) or one is kind:
+                    self._seen.add(id(one))
+                    data = ClassData(cast("type", one), names)
+                    self.rest.append(data)
+                    self._push(data.values())
+
+    def _follow_methods(self) -> None:
+        """Follow the methods of the classes that have been met, as far as any code names them."""
+        for kind, followed in list(self._classes.items()):
+            code = class_code(kind)
+            wanted = (code.always | (self._called & code.methods.keys())) - followed
+            followed |= wanted
+            for name in wanted:
+                self._pending += [one for found in code.methods[name] if (one := found()) is not None]
+
+    # ---------------------------------------------------------------------------------------------------- objects
+
+    def _module(self, module: nn.Module) -> None:
+        self.modules.append(module)
+        own = module.__dict__
+        dicts = self.dicts
+        dicts.append(own)
+        try:
+            tables = _tables(own)
+        except KeyError:  # its class does not call `nn.Module.__init__`, or has come from an old file
+            tables = tuple([own.get(name, {}) for name in (*_TABLES, *_HOOKS)])
+        parameters, buffers, children, *hooks = tables
+        if parameters and has_fsdp() and is_managed(module):
+            parameters = self._sharded(module, parameters)
+            dicts += tables[1:]
+        else:
+            dicts += tables
+        if parameters:
+            self._pending += [one for one in parameters.values() if one is not None]
+        if buffers:
+            for name, one in buffers.items():
+                if isinstance(one, UninitializedTensorMixin):
+                    self.waits = True
+                elif one is not None:
+                    self._named_tensor(module, name, one)
+        if children:
+            self._pending += [one for one in children.values() if one is not None]
+        for one in hooks:
+            if one:
+                self._push(one.values())
+        if len(own) > len(_OF_EVERY_MODULE):
+            visits = _visits
+            for name, value in own.items():
+                if name in _OF_EVERY_MODULE or visits.get(type(value), _missing) is None:
+                    continue
+                if isinstance(value, Tensor):
+                    self._named_tensor(module, name, value)
+                else:
+                    self._pending.append(value)
+        kind = type(module)
+        if kind.__module__[:9] != "torch.nn.":
+            self._class(kind)
+
+    def _sharded(self, module: nn.Module, parameters: dict[str, Any]) -> dict[str, Any]:
+        """Watch the shards of a module, whose parameters FSDP exchanges in a recompute as in the forward."""
+        shards = watch(module)
+        self.shards += shards
+        managed = {one.name for one in shards}
+        return {name: one for name, one in parameters.items() if name not in managed}
+
+    def _script(self, module: torch.jit.ScriptModule) -> None:
+        # Its state is C++'s: it can be watched, and not be exchanged.
+        self._pending += [*module.parameters(recurse=False), *module.buffers(recurse=False), *module.children()]
+
+    def _named_tensor(self, module: nn.Module, name: str, tensor: Tensor) -> None:
+        if id(tensor) not in self._seen:
+            self._seen.add(id(tensor))
+            if not tensor.requires_grad and not isinstance(tensor, nn.Parameter):
+                self.state.append((module, name, tensor))
+            self._watch(tensor)
+
+    def _tensor(self, tensor: Tensor) -> None:
+        if not tensor.requires_grad and not isinstance(tensor, nn.Parameter):
+            self.loose.append(tensor)
+        self._watch(tensor)
+
+    def _watch(self, tensor: Tensor) -> None:
+        if self._is_named:
+            self.named.add(id(tensor))
+        if not tensor.is_inference():  # those have no version, and cannot be written in a forward with grad
+            self.tensors.append(tensor)
+        own = tensor.__dict__
+        self.dicts.append(own)
+        if own:
+            self._push(own.values())
+
+    def _parameter(self, tensor: Tensor) -> None:
+        # As `_watch`, for by far the most tensors.
+        self.tensors.append(tensor)
+        own = tensor.__dict__
+        self.dicts.append(own)
+        if own:
+            self._push(own.values())
+        if self._is_named:
+            self.named.add(id(tensor))
+
+    def _uninitialized(self, _: object) -> None:
+        self.waits = True
+
+    def _generator(self, generator: torch.Generator) -> None:
+        self.generators.append(generator)
+
+    def _foreign(self, item: object) -> None:
+        held = Foreign.of(item)
+        if held is not None and (
+            self._is_named
+            or not isinstance(item, np.ndarray)
+            or (not self._is_argument and item.nbytes <= _LARGEST_ARRAY)
+        ):
+            self.rest.append(held)
+
+    def _dict(self, item: Dict) -> None:
+        if len(item) <= _LONG or self._is_argument:
+            self.dicts.append(item)
+            self._push(item.values())
+
+    def _list(self, item: list[object] | deque[object]) -> None:
+        if len(item) <= _LONG or self._is_argument:
+            self.rest.append(Holder.of(item))
+            self._push(item)
+
+    def _flat(self, item: set[object] | bytearray) -> None:
+        if len(item) <= _LONG or self._is_argument:
+            self.rest.append(Holder.of(item))
+            if isinstance(item, set):
+                self._push(item)
+
+    def _tuple(self, item: Iterable[object]) -> None:
+        self._push(item)
+
+    def _object(self, item: object) -> None:
+        if hasattr(item, WATCHES):
+            return
+        own = cast("Dict | None", getattr(item, "__dict__", None))
+        if type(own) is dict:
+            self._dict(own)
+        slots = Slots.of(item)
+        if slots is not None:
+            self.rest.append(slots)
+            self._push(slots.values())
+        self._class(type(item))
+
+    def _container(self, item: object) -> None:
+        """A subclass of a container: what is in it, and its attributes."""
+        if isinstance(item, dict):
+            self._dict(cast("Dict", item))
+        elif isinstance(item, list | deque):
+            self._list(cast("list[object]", item))
+        elif isinstance(item, set | bytearray):
+            self._flat(cast("set[object]", item))
+        else:
+            self._push(cast("Iterable[object]", item))
+        self._object(item)
+
+    def _ours(self, item: object) -> None:
+        """A callable of this package, around the user's."""
+        self._pending += [getattr(item, name, None) for name in ("body", "own", "function") if hasattr(item, name)]
+
+
+# By type, what follows it; None for what has no state, and leads nowhere.
+_visits: dict[type, Visit | None] = dict.fromkeys(
+    (
+        type(None), bool, int, float, complex, str, bytes, slice, range, type(Ellipsis), types.ModuleType,
+        types.BuiltinFunctionType, types.CodeType, torch.dtype, torch.device, torch.layout, torch.memory_format,
+        torch.Size, np.dtype, object, property,
+    )
+)  # fmt: skip
+_visits |= {
+    Tensor: World._tensor,
+    nn.Parameter: World._parameter,
+    types.FunctionType: World._function,
+    types.MethodType: World._method,
+    functools.partial: World._partial,
+    tuple: World._tuple,
+    frozenset: World._tuple,
+    list: World._list,
+    deque: World._list,
+    dict: World._dict,
+    set: World._flat,
+    bytearray: World._flat,
+    torch.Generator: World._generator,
+}
+# Of Python's own, what people keep their state in.
+_OPEN = (types.SimpleNamespace, argparse.Namespace, UserDict, UserList, functools.partialmethod)
+_CONTAINERS = (dict, list, deque, set, bytearray, tuple, frozenset)
+
+
+def _missing(world: World, item: object) -> None:
+    """Stands for a type that has not been met."""
+
+
+def _visit_of(item: object) -> Visit | None:
+    kind = type(item)
+    if hasattr(item, WATCHES):
+        return None
+    found = _classify(kind)
+    # Types that are made at run time go with whoever made them.
+    if found is None or is_library(kind.__module__):
+        _visits[kind] = found
+    return found
+
+
+def _classify(kind: type) -> Visit | None:
+    for types_, visit in _BY_BASE:
+        if issubclass(kind, types_):
+            return visit
+    if issubclass(kind, _CONTAINERS):
+        return World._container
+    if kind.__module__.startswith("torchremat."):
+        return World._ours
+    if hasattr(kind, "__wrapped__") or kind is type(functools.lru_cache(len)):
+        return World._object
+    if issubclass(kind, _OPEN) or not is_library(kind.__module__):
+        return World._object
+    return None
+
+
+_BY_BASE: tuple[tuple[Any, Visit], ...] = (
+    (UninitializedTensorMixin, World._uninitialized),
+    (torch.jit.ScriptModule, World._script),
+    (nn.Module, World._module),
+    (nn.Parameter, World._parameter),
+    (Tensor, World._tensor),
+    (torch.Generator, World._generator),
+    (type, World._class),
+    (functools.partial, World._partial),
+    (FOREIGN, World._foreign),
+)
+
+
+def reaches_nothing(function: object) -> bool:
+    """Return whether it is plain that a function reaches nothing with a state, as most do not."""
+    if type(function) is not types.FunctionType or function.__defaults__ or function.__kwdefaults__:
+        return False
+    for name in reads_of(function.__code__).names:
+        if type(function.__globals__.get(name)) is not types.ModuleType:
+            return False
+    for cell in function.__closure__ or ():
+        try:
+            content = cell.cell_contents
+        except ValueError:  # not filled yet, and perhaps in the forward
+            return False
+        if type(content) is not types.ModuleType:
+            return False
+    return not function.__dict__
+
+
+def tensors_inside(objects: list[object]) -> list[Tensor]:
+    """Return the tensors that objects among the arguments of a call hold now."""
+    world = World()
+    world.reach(objects, are_arguments=True)
+    return world.tensors

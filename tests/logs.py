@@ -1,0 +1,23 @@
+"""What tests note while something runs, recomputes included."""
+
+from torchremat.extend import only_watches
+
+
+@only_watches
+class Log(list):
+    """A list that no recompute takes for state of the forward: what is noted in a recompute stays noted."""
+
+
+class Count:
+    """A counter of the same kind."""
+
+    def __init__(self):
+        self._log = Log()
+
+    def up(self):
+        """Count one more."""
+        self._log.append(None)
+
+    @property
+    def value(self):
+        return len(self._log)
