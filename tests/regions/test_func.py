@@ -202,9 +202,8 @@ def test_a_closure_over_what_is_differentiated():
     def run(call, transform):
         return transform(lambda w: call(lambda x: (x @ w).tanh(), x).sum())(w)
 
-    assert torch.equal(run(checkpoint, func.grad), run(plainly, func.grad))
-    with pytest.raises(UnsupportedError, match="depends on tensors that are differentiated and are not its arguments"):
-        run(checkpoint, func.jacrev)
+    for transform in (func.grad, func.jacrev):  # the recompute of the latter runs when the transform is over
+        assert torch.equal(run(checkpoint, transform), run(plainly, transform))
 
 
 def test_parameters_that_require_grad_beside_a_transform():

@@ -188,10 +188,14 @@ def _warn_without_inputs(args: _Inputs, modules: list[nn.Module]) -> None:
     if any(one.requires_grad for one in args if isinstance(one, Tensor)):
         return
     words = "None of the inputs have requires_grad=True. Gradients will be None"
-    lost = [name for module in modules for name, one in module.named_parameters(recurse=False) if one.requires_grad]
+    lost: dict[int, str] = {}
+    for module in modules:  # a module comes before what is inside of it
+        for name, one in module.named_parameters():
+            if one.requires_grad:
+                lost.setdefault(id(one), name)
     if lost and not _forwards.running:  # in a forward without grad nothing else is to be expected
         words += (
-            f", also those of {len(lost)} parameters of the checkpointed function (`{lost[0]}`, ...), which do require "
+            f", also those of {len(lost)} parameters of the checkpointed function (`{next(iter(lost.values()))}`, ...), which do require "
             "grad. Pass use_reentrant=False, or let an input require grad"
         )
     warn(words)

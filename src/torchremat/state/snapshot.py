@@ -176,11 +176,9 @@ class Snapshot:
         new = {id(one): made for one in self._tensors if (made := by(one)) is not one}
         if new:
             self._replace(new)
+            pairs = zip(self._tensors, self._flags, strict=True)
+            self._flags = [_flags(new[id(one)]) if id(one) in new else flag for one, flag in pairs]
             self._tensors = [new.get(id(one), one) for one in self._tensors]
-            self._flags = [
-                _flags(one) if one in new.values() else flag
-                for one, flag in zip(self._tensors, self._flags, strict=True)
-            ]
 
     def words(self, error: WrittenError, name: str | None, region: str) -> str:
         """Return the words for a tensor that was written since and is read.
