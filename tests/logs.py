@@ -8,6 +8,11 @@ class Log(list):
     """A list that no recompute takes for state of the forward: what is noted in a recompute stays noted."""
 
 
+@only_watches
+class Hidden(dict):
+    """Values that the code of a region reads and no recompute restores: a state that nobody sees."""
+
+
 class Count:
     """A counter of the same kind."""
 
