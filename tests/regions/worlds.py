@@ -205,6 +205,9 @@ class Differences:
         return True
 
     def _tensors(self, ours, plain, path):
+        if nn.parameter.is_lazy(ours):
+            self.compare(ours.requires_grad, plain.requires_grad, f"{path}.requires_grad")
+            return
         for name in ("dtype", "shape", "requires_grad", "is_leaf", "layout"):
             with torch._C.DisableTorchFunctionSubclass():
                 a, b = getattr(ours, name), getattr(plain, name)
@@ -212,16 +215,13 @@ class Differences:
                 self.found.append(f"{path}.{name}: {a} instead of {b}")
                 return
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            if torch.nn.parameter.is_lazy(ours):
-                pass
-            elif ours.stride() != plain.stride():
+            if ours.stride() != plain.stride():
                 self.found.append(f"{path}: strides {ours.stride()} instead of {plain.stride()}")
             elif not _same_bits(ours, plain):
                 self.found.append(f"{path}: other values, {_distance(ours, plain)}")
-            if not torch.nn.parameter.is_lazy(ours):
-                one, other = ours.untyped_storage().data_ptr(), plain.untyped_storage().data_ptr()
-                if ours.numel() and self._storages.setdefault(one, other) != other:
-                    self.found.append(f"{path}: shares a storage with something else")
+            one, other = ours.untyped_storage().data_ptr(), plain.untyped_storage().data_ptr()
+            if ours.numel() and self._storages.setdefault(one, other) != other:
+                self.found.append(f"{path}: shares a storage with something else")
             grad, expected = (ours.grad, plain.grad) if ours.is_leaf else (None, None)
         self.compare(grad, expected, f"{path}.grad")
         for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
@@ -541,3 +541,84 @@ class Programs:
             for name, (function, ways, options) in self.all.items()
             for way in ways
         ]
+
+
+class Events:
+    """What happens in the plain run of a random program; out of reach of its regions, which would put it back.
+
+    A refusal is justified if a tensor was written in place after a region had begun that reads or writes it.
+    """
+
+    def __init__(self):
+        self.start(plain=True)
+
+    def start(self, *, plain):
+        """Forget what was, for the next run."""
+        self.plain, self.features = plain, []
+        self._time, self._open, self._regions, self._writes, self._backwards = 0, [], [], [], []
+
+    def _now(self):
+        self._time += 1
+        return self._time
+
+    def begin(self):
+        """Note that a region begins; return it."""
+        region = (self._now(), {})
+        self._regions.append(region)
+        self._open.append(region)
+        self.features.append(f"nested in {len(self._open) - 1}")
+        return region
+
+    def end(self, region):
+        """Note that a region ends."""
+        self._open.remove(region)
+
+    def read(self, tensor):
+        """Note that the regions that are open read a tensor that cannot be given back."""
+        for _, tensors in self._open:
+            tensors[id(tensor)] = tensor
+
+    def write(self, tensor, *, inside=False):
+        """Note that such a tensor is written in place, inside of a backward or not."""
+        self.read(tensor)
+        if self.plain:
+            self._writes.append((self._now(), tensor, inside))
+
+    def backward(self):
+        """Note that a backward begins."""
+        self._backwards.append(self._now())
+
+    def met(self, name):
+        """Note a feature."""
+        if self.plain:
+            self.features.append(name)
+
+    def justify(self):
+        """Return whether a refusal is right."""
+        return any(
+            begin < time and id(tensor) in tensors and any(time < backward for backward in self._backwards)
+            for begin, tensors in self._regions
+            for time, tensor, _ in self._writes
+        )
+
+
+events = Events()
+
+
+def call(way, function, *args):
+    """Call a function as a region of some kind; in the plain run of a random program plainly, which is noted."""
+    if not events.plain:
+        return WAYS[way](function, *args)
+    events.met(f"way: {way}")
+    region = events.begin()
+    try:
+        return function(*args)
+    finally:
+        events.end(region)
+
+
+def wrap(module, kind):
+    """Wrap a module of a random program, which calls it as it calls others."""
+    if not events.plain:
+        torchremat.wrap(module, "", policy=save_matmuls if kind == "policy" else None)
+        wrapped_modules.append(weakref.ref(module))
