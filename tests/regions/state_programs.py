@@ -407,10 +407,15 @@ CHANGES = {
             @.bias.register_hook(lambda grad, log=@.log: log.append(%) or grad * #)
     """,
     "forward of the instance": """
-        if "forward" in @.__dict__:
-            @.wraps or delattr(@, "forward")
-        else:
+        if "forward" in @.__dict__ and not @.wraps:
+            del @.forward
+        elif not @.wraps:
             @.forward = types.MethodType(lambda self, x: type(self).forward(self, x * #), @)
+    """,
+    "wrapped": """
+        if "forward" not in @.__dict__ and not @.wraps:
+            worlds.wrap(@, "region")
+            @.wraps = True
     """,
     "hidden state": "@.h = None",
     "made": "@.made = None",
@@ -655,6 +660,10 @@ class Program:
         return textwrap.indent("\n".join(lines), "  ")
 
 
+# A node that is wrapped is wrapped in the plain run too, as far as that sees it: see `Spec.wrapped`.
+KINDS = tuple(way for way in WAYS if way not in ("plain", "wrap"))
+
+
 def made(seed):
     """Make the program of a seed."""
     draw = random.Random(seed)
@@ -684,14 +693,14 @@ def made(seed):
                 tuple(change(draw.random() < 0.2) for _ in range(draw.choice([0, 0, 0, 1, 2]))),
                 tuple(change(draw.random() < 0.2) for _ in range(draw.choice([0, 0, 1, 2]))),
                 kids,
-                draw.choice([*WAYS, "plain"]),
+                draw.choice(["plain", "plain", *KINDS]),
                 draw.choice(["", "", "", "region", "policy"]),
             )
         )
     steps = []
     for _ in range(draw.randint(1, 3)):
         for _ in range(draw.randint(1, 3)):
-            way = draw.choice([way for way in WAYS if way != "plain"])
+            way = draw.choice(KINDS)
             form = draw.choice(["module", "module", "method", "lambda", "late", "default", "partial", "pair"])
             kind = draw.choice(["plain", "plain", "attribute", "result", "ruled", "mode"])
             steps.append(Call(draw.randrange(count), way, form, draw.randint(0, 1), kind))
@@ -784,16 +793,19 @@ def judged(program):
     return Verdict("agrees", "", met)
 
 
-def smaller(program, kind):
-    """Return a smaller program that fails in the same way."""
-    changed_it = True
-    while changed_it:
-        changed_it = False
+def smaller(program, kind, most=1000):
+    """Return a smaller program that fails in the same way, found in so many tries at most."""
+    tries = 0
+    while True:
         for candidate in _candidates(program):
+            tries += 1
+            if tries > most:
+                return program
             if judged(candidate).kind == kind:
-                program, changed_it = candidate, True
+                program = candidate
                 break
-    return program
+        else:
+            return program
 
 
 def _candidates(program):
