@@ -55,7 +55,6 @@ class Traits:
         accumulates: Whether it is one of those that add a gradient to what is there.
         is_sized_by_values: Whether the sizes of its outputs may depend on values of its inputs.
         writes: The places and names of the arguments that it writes.
-        says_fresh: Whether it says that it returns no memory of its arguments, which need not be so (`unsafe_split`).
         is_plain: Whether none of this calls for more than to ask about it.
         run: Runs it.
     """
@@ -69,7 +68,6 @@ class Traits:
     accumulates: bool = False
     is_sized_by_values: bool = False
     writes: tuple[tuple[int, str], ...] = ()
-    says_fresh: bool = False
     name: str = field(init=False)  # torch puts it together anew each time
     is_plain: bool = field(init=False)
     run: Callable[..., object] = field(init=False)
@@ -102,8 +100,7 @@ def _traits_of(operator: Any) -> Traits:
     ignored = operator in SAC_IGNORED_OPS or name.startswith(("aten.detach", "aten.alias", "prim."))
     if schema is None:
         return Traits(operator, ignored, is_kept=not ignored)
-    says_fresh = all(one.alias_info is None for one in schema.returns)
-    aliases = not says_fresh or name.startswith("aten._unsafe_view")
+    aliases = any(one.alias_info is not None for one in schema.returns) or name.startswith("aten._unsafe_view")
     writes = tuple(
         (place, argument.name)
         for place, argument in enumerate(schema.arguments)
@@ -122,7 +119,6 @@ def _traits_of(operator: Any) -> Traits:
         is_random=torch.Tag.nondeterministic_seeded in tags,
         is_sized_by_values=torch.Tag.dynamic_output_shape in tags,
         writes=writes,
-        says_fresh=says_fresh,
     )
 
 
