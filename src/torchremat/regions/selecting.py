@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from types import CodeType
 from typing import Any, NamedTuple, TypeVar, cast
 from weakref import WeakKeyDictionary
 
@@ -20,6 +21,7 @@ from torchremat._compat.modes import (
     push_dispatch_mode,
     take_dispatch_mode,
 )
+from torchremat._compat.sharding import is_run_by_fsdp, shards_anything
 from torchremat._compat.transforms import is_in_batch, outside_batches
 from torchremat.ambient.generators import set_generator
 from torchremat.ambient.hidden import hidden
@@ -45,6 +47,8 @@ class Watching:
         block: The block in which they are seen, if the mode is there for that block alone.
         is_done: Whether those that still come need not be seen.
         is_away: Whether nothing shows them any more.
+        beside_fsdp: Whether some that come may be FSDP2's own. See NOTE [ Operators of FSDP2 ].
+        began_in: The code in whose frame the block lies, if it lies in one.
     """
 
     def __init__(self, selection: Selection) -> None:
@@ -53,6 +57,8 @@ class Watching:
         self.block: SeenBy | None = None
         self.is_done = False
         self.is_away = False
+        self.beside_fsdp = shards_anything()
+        self.began_in: CodeType | None = None
 
     def rest(self) -> bool:
         """Look away for the rest of the block if all has been seen, and return whether that is so.
@@ -286,16 +292,24 @@ class _Mode(EagerMode):
         run = thread.now.selecting
         if run is None or run.mode is not self or hidden.now:
             return func(*args, **(kwargs or {}))
+        if run.beside_fsdp and is_run_by_fsdp(run.began_in):
+            return func(*args, **(kwargs or {}))
         return run.operator(func, args, kwargs or {})
 
 
 class SeenBy(AbstractContextManager[None]):
-    """A block whose operators are seen by `run`; None hides them from everybody."""
+    """A block whose operators are seen by `run`; None hides them from everybody.
 
-    __slots__ = ("_had", "_is_off", "_mode", "_now", "_run")
+    Args:
+        run: Who sees them.
+        began_in: The code of the function that the block lies in; None if it may be left in another one.
+    """
 
-    def __init__(self, run: Collecting | Replaying | None) -> None:
+    __slots__ = ("_began_in", "_had", "_is_off", "_mode", "_now", "_run")
+
+    def __init__(self, run: Collecting | Replaying | None, began_in: CodeType | None = None) -> None:
         self._run = run
+        self._began_in = began_in
         self._mode: _Mode | None = None
         self._is_off = False
 
@@ -310,6 +324,7 @@ class SeenBy(AbstractContextManager[None]):
                 mode.__enter__()
                 self._run.block = self
             self._run.mode = mode
+            self._run.began_in = self._began_in
         thread.now.selecting = self._run
 
     def ended(self) -> bool:

@@ -100,6 +100,7 @@ def _traits_of(operator: Any) -> Traits:
     ignored = operator in SAC_IGNORED_OPS or name.startswith(("aten.detach", "aten.alias", "prim."))
     if schema is None:
         return Traits(operator, ignored, is_kept=not ignored)
+    ignored = ignored or not _has_tensors(schema)
     aliases = any(one.alias_info is not None for one in schema.returns) or name.startswith("aten._unsafe_view")
     writes = tuple(
         (place, argument.name)
@@ -120,6 +121,11 @@ def _traits_of(operator: Any) -> Traits:
         is_sized_by_values=torch.Tag.dynamic_output_shape in tags,
         writes=writes,
     )
+
+
+def _has_tensors(schema: Any) -> bool:
+    # Marks for a profiler have none, and are there where somebody profiles.
+    return any("Tensor" in str(one.type) for one in (*schema.arguments, *schema.returns))
 
 
 # What operators of batch normalisation write in training, and do not declare.
