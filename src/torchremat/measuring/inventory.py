@@ -21,7 +21,6 @@ from torchremat.measuring.saved_report import Copy, KeptStorage, Kind, Saved, Sa
 from torchremat.measuring.saving import Packed, SaveLog, Watched
 from torchremat.regions.operators import Operator
 from torchremat.regions.region import Region
-from torchremat.regions.selection import HeldView
 from torchremat.regions.slots import Slot
 from torchremat.tensors.graphs import GraphSlot
 from torchremat.tensors.metadata import Metadata, metadata_of, version_of
@@ -143,7 +142,7 @@ class Inventory:
             return
         if isinstance(packed, Slot):
             self._add_region(packed.region)
-            if packed.value is None or isinstance(packed.value, HeldView):
+            if packed.value is None:
                 self.region_slots += 1
                 return
             packed = packed.value

@@ -14,7 +14,7 @@ from torch import Tensor, UntypedStorage
 
 from torchremat.regions.paths import ModulePaths
 from torchremat.regions.selecting import Collecting, PutBack, Replaying, SeenBy, unseen
-from torchremat.regions.selection import HeldView, Selection, Stored, Value, memory_of
+from torchremat.regions.selection import Selection, Stored, Value, memory_of
 from torchremat.regions.slots import Served, Slot
 from torchremat.regions.threads import thread
 from torchremat.tensors.held import HeldTensor, holding
@@ -62,11 +62,11 @@ class Choosing:
             if now.calls and not isinstance(around, Replaying):
                 _selection_of(now.calls[-1]).inner.append(ref(selection))
         self.selection = call.selection = selection
-        self._held: dict[UntypedStorage, tuple[Tensor, HeldTensor]] = {}
+        self._held: dict[UntypedStorage, HeldTensor] = {}
         for tensor, source in zip(tensors, call.sources, strict=True):
             memory = memory_of(tensor)
             if memory is not None and isinstance(source, int):
-                self._held[memory] = tensor, region.inputs.held[source]
+                self._held[memory] = region.inputs.held[source]
 
     def run(self, run: Body, /, *args: object, **kwargs: object) -> object:
         """Run the call and let its operators be seen."""
@@ -96,14 +96,14 @@ class Choosing:
             return slot
         return slot.served(value)
 
-    def _value(self, tensor: Tensor) -> Value | Stored | HeldView | None:
+    def _value(self, tensor: Tensor) -> Value | Stored | None:
         memory = memory_of(tensor)
         if memory is not None:
             if self.selection.has(memory):
                 return unseen(self.selection.value_of, tensor)
             held = self._held.get(memory)
             if held is not None:
-                return unseen(partial(_view_of, *held), tensor)
+                return unseen(partial(_value_in, held), tensor)
         base = tensor._base
         leaf = tensor if base is None else base
         # A parameter, or a view of it. The memory of a sharded one is given back after the forward. What a region
@@ -181,25 +181,12 @@ def _detached(tensor: Tensor) -> Value:
     return Value(tensor.detach())
 
 
-def _view_of(held_from: Tensor, held: HeldTensor, tensor: Tensor) -> Value | HeldView | None:
+def _value_in(held: HeldTensor, tensor: Tensor) -> Value | None:
     """Return what the slot of a tensor may have that shares its memory with an input which the region holds."""
     if version_of(tensor) != held.version:
         return None  # the region has written to it, which is an error that the recompute finds
-    if not held.is_hooked:
-        return _detached(tensor)
-    if isinstance(held.kept, Slot) or type(held.kept).__module__ == "torch.utils.checkpoint":
-        # A region around this one has it. Each time that it is asked it may have to recompute, and torch's refuses to
-        # be asked twice: so the recompute asks once, for all slots.
+    if held.is_hooked:
+        # Hooks around the region have it. What they do to give it back may be dear (a region recomputes, a store
+        # copies) or possible once alone, so the recompute asks once, for all slots.
         return None
-    offset = int(tensor.storage_offset() - held_from.storage_offset())
-    plain = tensor.dtype == held_from.dtype and not (tensor.is_conj() or tensor.is_neg())
-    if not plain or offset < 0 or offset + _extent(tensor) > _extent(held_from):
-        return None
-    return HeldView(held, held_from.stride(), tensor.shape, tensor.stride(), offset)
-
-
-def _extent(tensor: Tensor) -> int:
-    """Return how many elements lie from its first to its last one."""
-    if tensor.numel() == 0:
-        return 0
-    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return _detached(tensor)

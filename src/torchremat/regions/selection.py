@@ -42,7 +42,6 @@ from torchremat.regions.threads import thread
 from torchremat.regions.traits import Traits
 from torchremat.stores.catalog import Catalog
 from torchremat.stores.held import InCatalog
-from torchremat.tensors.held import ChangedError, HeldTensor
 
 Operator = Callable[..., object]
 
@@ -91,27 +90,6 @@ class Stored(NamedTuple):
     def get(self) -> Tensor | None:
         """Return the tensor."""
         return self.packed.get()
-
-
-class HeldView(NamedTuple):
-    """A view of an input that a region holds by the hooks of whatever encloses it."""
-
-    held: HeldTensor
-    held_strides: tuple[int, ...]
-    shape: torch.Size
-    strides: tuple[int, ...]
-    offset: int
-
-    def get(self) -> Tensor | None:
-        """Return the tensor, None if the input was written in place since."""
-        with torch.enable_grad():
-            try:
-                tensor = self.held.unpack().detach()
-            except ChangedError:
-                return None
-        if tensor.stride() != self.held_strides:
-            return None  # a store that packs what it is given
-        return tensor.as_strided(self.shape, self.strides, int(tensor.storage_offset()) + self.offset)
 
 
 class Kept:
