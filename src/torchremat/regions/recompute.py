@@ -40,9 +40,9 @@ if TYPE_CHECKING:
 # telling from the hook, so a recompute does not stop at a save which could be one, but at the next save of another
 # operation: at a tensor of floating point, never written, that no gradient flows to, and that is as large as the one
 # saved before or after it, to which a gradient flows (nor at that one, if it is saved after). What shares its memory
-# with an argument of the call was there before, and filled: that is seen when the recompute saves it. It does stop at an
-# input of a region inside: that is none of an operation's saves, and whatever was saved before is filled when it is
-# taken.
+# with an argument of the call was there before, and is filled: that is seen when the recompute saves it. It does stop
+# at an input of a region inside: that is none of an operation's saves, and whatever was saved before is filled when it
+# is taken.
 
 # NOTE [ What a recompute leaves behind ]
 # User code may keep an output of a recompute: a hook that collects outputs in a list, which it finds by a context
