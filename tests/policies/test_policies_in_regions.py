@@ -661,6 +661,47 @@ def test_torchs_own_checkpoint_around_gives_an_input_once(policy):
     assert found == gradients(lambda x: function(x, plain), x)
 
 
+class Once(torch.autograd.graph.saved_tensors_hooks):
+    """Hooks that give each tensor back once, as those of torchtune's offloading, and count."""
+
+    def __init__(self):
+        self.waiting, self.packed, self.unpacked = {}, 0, 0
+        super().__init__(self._pack, self._unpack)
+
+    def _pack(self, tensor):
+        self.packed += 1
+        self.waiting[self.packed] = tensor.clone()
+        return self.packed
+
+    def _unpack(self, number):
+        self.unpacked += 1
+        return self.waiting.pop(number)
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["alone", "nested"])
+@pytest.mark.parametrize("policy", [save_matmuls, nothing_saved, everything_saved, everything_saved.into(Host())])
+def test_hooks_of_a_user_around_a_region_are_asked_for_an_input_once(policy, inside):
+    # Each slot that had a view of the input asked them, five times for one tensor, and the recompute once more.
+    x, weight = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4)
+
+    def function(h):
+        return sum((h @ weight).sin() for _ in range(3)) * h + h.exp() * h[1:3].cos().sum()
+
+    def around(h, inner):
+        return inner(h) * h.tan() if inside else inner(h)
+
+    region = checkpointed(around, policy=policy) if inside else around
+    once = Once()
+
+    def run(x):
+        h = x.sin()  # saves x, which is none of the hooks'
+        with once:
+            return region(h, checkpointed(function, policy=policy))
+
+    assert gradients(run, x) == gradients(lambda x: around(x.sin(), function), x)
+    assert (once.packed, once.unpacked) == (1, 1)
+
+
 def test_the_innermost_policy_alone_decides():
     block, x = block_and_input()
     inside = checkpointed(block, policy=nothing_saved)
