@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from stores.conformance import DTYPES, PLACES, PROGRAMS, SHAPES, STORES, filled, same
-from torchremat import MutationError, StoreError, StoreWarning, checkpointed, policies
+from torchremat import MutationError, StoreError, checkpointed, policies
 
 ALL = list(STORES)
 WITH_LIMIT = [name for name, maker in STORES.items() if maker.has_limit]

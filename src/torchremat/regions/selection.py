@@ -32,7 +32,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import NamedTuple, cast
+from typing import cast
 from weakref import ReferenceType, WeakKeyDictionary
 
 import torch
