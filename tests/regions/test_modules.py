@@ -531,9 +531,7 @@ def test_a_parameter_that_the_forward_itself_writes_is_an_error():
 
     y = checkpoint(Clamps(4, 4), leaf(2, 4)).sum()
 
-    with pytest.raises(
-        MutationError, match="its forward wrote `weight` in place, which is not copied .*: it is a parameter"
-    ):
+    with pytest.raises(MutationError, match=r"its forward wrote `weight` in place, which .* is a parameter"):
         y.backward()
 
 
