@@ -2,6 +2,8 @@
 
 import weakref
 
+from logs import Log
+
 
 class Memory:
     """Holds clones.
@@ -13,7 +15,7 @@ class Memory:
 
     def __init__(self):
         self.live = weakref.WeakSet()
-        self.log = []
+        self.log = Log()
 
     def put(self, tensor):
         assert tensor.is_contiguous() and tensor.numel() and tensor.grad_fn is None and not tensor.requires_grad

@@ -8,6 +8,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import compiled
 from compiled import FAST, INDUCTOR, fresh, gradients, graph_breaks, graphs, peak_tensors
+from logs import Log
 from torchremat import Compressed, Disk, Host, Keep, MutationError, UnsupportedError, checkpoint, offload
 from torchremat.stores.stored import Stored
 
@@ -27,8 +28,8 @@ class Copies:
     """A store outside of torch's memory that knows which of the tensors that it gave back are there."""
 
     def __init__(self):
-        self.given = []
-        self.events = []
+        self.given = Log()
+        self.events = Log()
 
     def put(self, tensor):
         return Copy(self, tensor.numpy().copy())

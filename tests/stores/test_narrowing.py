@@ -13,6 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import FlopCounterMode
 
 import torchremat
+from logs import Count, Log
 from torchremat import Compressed, Host, MutationError, StoreError, StoreWarning, Tiers, offload
 
 
@@ -20,7 +21,7 @@ class Noting:
     """A store that notes the elements of the floats that it is given: what was stored whole."""
 
     def __init__(self):
-        self.inner, self.whole = Host(), []
+        self.inner, self.whole = Host(), Log()
 
     def put(self, tensor):
         if tensor.is_floating_point():
@@ -390,8 +391,8 @@ def test_without_grad_nothing_is_done():
 
 def test_regions_inside_work_as_before():
     model, x = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32)), torch.randn(64, 32)
-    calls = []
-    model[1].register_forward_hook(lambda *_: calls.append(1))
+    calls = Count()
+    model[1].register_forward_hook(lambda *_: calls.up())
 
     def run(context):
         model.zero_grad()
@@ -405,7 +406,7 @@ def test_regions_inside_work_as_before():
     found = run(narrowing())
 
     assert all(map(torch.equal, found, expected))
-    assert len(calls) == 4  # a forward and a recompute each: the watch made neither more
+    assert calls.value == 4  # a forward and a recompute each: the watch made neither more
 
 
 def test_a_recompute_inside_of_the_context():

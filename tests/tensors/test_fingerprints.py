@@ -104,8 +104,18 @@ def test_nothing_is_saved_for_backward():
 
 
 def test_a_class_whose_bits_cannot_be_read_is_refused():
-    class Mine(torch.Tensor):
+    class Named(torch.Tensor):
         pass
 
+    class Mine(torch.Tensor):
+        """Says itself what its operators do, and does not say what is inside of it."""
+
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            raise NotImplementedError
+
+    # A class that has its elements in memory as any other tensor is compared.
+    assert alike(torch.ones(2).as_subclass(Named), torch.ones(2))
+    assert not alike(torch.ones(2).as_subclass(Named), torch.zeros(2))
     with pytest.raises(UnsupportedError, match="the values of a Mine that a region saves cannot be compared"):
         fingerprint(torch.ones(2).as_subclass(Mine))

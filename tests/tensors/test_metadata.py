@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
+from logs import Log
 from regions.comparing import Counted, leaf, same
 from torchremat import CheckpointError, checkpoint, checkpointed
 from torchremat.tensors.metadata import agree, metadata_of, with_strides
@@ -114,7 +115,7 @@ def through_lists():
 @pytest.mark.parametrize("name", STRIDES)
 def test_a_region_inside_foreign_hooks_sees_the_strides_of_its_forward(name, hooks):
     x = torch.arange(24.0).reshape(4, 6).div(24).requires_grad_()
-    seen = []
+    seen = Log()
 
     @Counted
     def body(h):
