@@ -13,6 +13,8 @@ from distributed.comparing import compare, held
 from distributed.data_parallel import run_of_calls
 from distributed.models import batch, looped, net, partly_frozen, siamese, some, tied_inside, twice
 from torchremat import MutationError, UnsupportedError, checkpoint, session, wrap
+from torchremat.state.backups import Backups
+from torchremat.state.world import World
 
 # Two rounds of a forward and a recompute each.
 TWICE = [4, 4, 4]
