@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from logs import Log
 from planning.guarding.faults import batch, differing, normed, state
 from torchremat import GuardError, UnsupportedError, guard
 
@@ -24,7 +25,7 @@ def failing(ranks, log):
 def take(ranks, log, **options):
     model = normed()
     torch.manual_seed(9)
-    with guard(model, failing((), []), group=dist.group.WORLD, **options) as run:
+    with guard(model, failing((), Log()), group=dist.group.WORLD, **options) as run:
         run(batch())
     # Gradients are there, so that the process that had succeeded must not add its own twice.
     with guard(model, failing(ranks, log), group=dist.group.WORLD, **options) as run:
@@ -33,8 +34,8 @@ def take(ranks, log, **options):
 
 
 def one_fails_and_both_repeat():
-    expected, _ = take((), [])
-    log = []
+    expected, _ = take((), Log())
+    log = Log()
     found, run = take((1,), log)
     assert differing(found, expected) == []
     assert [attempt.phase for attempt in run.attempts] == ["forward" if dist.get_rank() == 1 else "elsewhere"]
@@ -42,7 +43,7 @@ def one_fails_and_both_repeat():
 
 
 def one_gives_up_and_so_do_both():
-    log = []
+    log = Log()
     with pytest.raises(GuardError, match="attempts=1 are used up"):
         take((0,), log, attempts=1)
     assert len(log) == 1
@@ -72,13 +73,13 @@ def an_error_of_one_is_told_to_the_other():
 
 
 def alone_is_refused():
-    with pytest.raises(UnsupportedError, match="this is one of 2 processes"), guard(normed(), failing((), [])):
+    with pytest.raises(UnsupportedError, match="this is one of 2 processes"), guard(normed(), failing((), Log())):
         pass
 
 
 def reducing_in_the_backward_is_refused():
     model = DistributedDataParallel(normed())
-    with guard(model, failing((), []), group=dist.group.WORLD) as run:
+    with guard(model, failing((), Log()), group=dist.group.WORLD) as run:
         with pytest.raises(UnsupportedError, match=r"within `model\.no_sync"):
             run(batch())
         with model.no_sync():

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from distributed.comparing import compare
 from distributed.fully_sharded import TWICE, called_by, freed, kept, sharded
 from distributed.models import batch, net
+from logs import Log
 from torchremat import Host, checkpoint, checkpointed, install, session, wrap
 from torchremat.interop.torch_checkpoint import checkpoint as drop_in
 from torchremat.interop.torch_checkpoint import create_selective_checkpoint_contexts
@@ -155,7 +156,7 @@ class Counting:
     """A policy that notes what it was asked about."""
 
     def __init__(self):
-        self.seen = []
+        self.seen = Log()
 
     def __call__(self, ctx, op, *args, **kwargs):
         self.seen.append(str(op))

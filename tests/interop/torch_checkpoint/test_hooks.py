@@ -12,9 +12,11 @@ from torch.utils import checkpoint as torchs
 
 import torchremat
 import torchremat.extend
+from logs import Log
 from regions.comparing import leaf, same
 from torchremat import MutationError, UnsupportedError
 from torchremat.interop import torch_checkpoint as ours
+from torchremat.interop.torch_checkpoint.hooks import Hooks
 
 MATMULS = [torch.ops.aten.mm.default]
 contexts = partial(ours.create_selective_checkpoint_contexts, MATMULS)
@@ -170,8 +172,15 @@ def test_answers_to_recompute_stay(weight):
     assert logged.packed == [(2, 4), (2, 6)]
 
 
-def test_hooks_that_keep_what_they_are_given(weight):
-    x = leaf(2, 4)
+def test_what_hooks_keep_itself_and_somebody_writes_is_computed_again(weight):
+    # It was an error once, although the region can compute it.
+    x, written, ran = leaf(2, 4), Log(), Log()
+
+    @torchremat.extend.only_watches
+    class Counting(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            ran.append(str(func))
+            return func(*args, **(kwargs or {}))
 
     def function(a):
         product = a @ weight
@@ -179,13 +188,28 @@ def test_hooks_that_keep_what_they_are_given(weight):
         written.append(product.detach())
         return y
 
-    written = []
-    with saved_tensors_hooks(lambda tensor: (tensor,), lambda packed: packed[0]):
-        y = selective(function, x, respect_saved_tensors_hooks=True)
-    written[0].add_(1)
+    def run():
+        with saved_tensors_hooks(lambda tensor: (tensor,), lambda packed: packed[0]):
+            y = selective(function, x, respect_saved_tensors_hooks=True)
+        written[-1].add_(1)
+        return y
+
+    assert same(run, lambda: (x @ weight).sin(), [x, weight])
+    y = run()
+    with Counting():
+        y.sum().backward()
+    assert ran.count("aten.mm.default") == 3  # the recompute's, and those of the backward
+
+
+def test_hooks_that_keep_what_they_are_given():
+    x = torch.randn(2, 4)
+    kept = Hooks(lambda tensor: (tensor,), lambda packed: packed[0]).put(x)
+    assert torch.equal(kept.get(), x)
+
+    x.add_(1)
 
     with pytest.raises(MutationError, match="version 0 when the saved-tensor hooks around the region got it"):
-        y.sum().backward()
+        kept.get()
 
 
 @pytest.mark.skipif(
@@ -224,7 +248,7 @@ def test_nothing_of_it_outlives_the_graph(function):
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_a_decorator(use_reentrant):
-    calls = []
+    calls = Log()
 
     @ours.checkpoint(use_reentrant=use_reentrant)
     def function(a):
