@@ -150,7 +150,7 @@ def test_a_handle_that_is_told_too_late_gives_no_other_data(name):
 
     try:
         assert same(handle.get(), expected)
-    except MutationError as error:  # noqa: PT017  either is right, and which depends on the store
+    except MutationError as error:
         assert "modified by an inplace operation" in str(error)
 
 

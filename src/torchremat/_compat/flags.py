@@ -47,10 +47,10 @@ def _set_warn_only(value: bool) -> None:
 
 
 _BACKENDS = ("mkldnn", "cuda") if torch.backends.cuda.is_built() else ("mkldnn",)
+# Programs set these whether or not there is a device.
+_SET_ANYWHERE = (("cudnn_enabled", None), ("cudnn_benchmark", None), ("cudnn_deterministic", None))
 _CUDA_FLAGS = (
-    ("cudnn_enabled", None),
-    ("cudnn_benchmark", None),
-    ("cudnn_deterministic", None),
+    *_SET_ANYWHERE,
     ("cublas_allow_fp16_reduced_precision_reduction", None),
     ("cublas_allow_bf16_reduced_precision_reduction", None),
     ("cublas_allow_fp16_accumulation", None),
@@ -75,7 +75,7 @@ other_flags = (
     _flag("math_sdp_enabled", "sdp_use_math"),
     _flag("overrideable_sdp_enabled", "sdp_use_overrideable"),
     _flag("math_sdp_allow_fp16_bf16_reduction"),
-    *(_flag(name, setter) for name, setter in (_CUDA_FLAGS if torch.backends.cuda.is_built() else ())),
+    *(_flag(name, setter) for name, setter in (_CUDA_FLAGS if torch.backends.cuda.is_built() else _SET_ANYWHERE)),
 )
 
 

@@ -148,6 +148,9 @@ class EagerMode(DispatchMode):
         self._entered.pop().close()
 
 
+without_subclass_functions = cast(
+    "Callable[[], AbstractContextManager[None]]", private("_C.DisableTorchFunctionSubclass", needed_for=_MODES)
+)
 _exclude = cast(
     "Callable[[object, bool], AbstractContextManager[None]]",
     private("_C._SetExcludeDispatchKeyGuard", needed_for=_MODES),

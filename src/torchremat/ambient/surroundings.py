@@ -132,12 +132,25 @@ class Surroundings:
             and _same(_acting(dispatch_modes()), self._modes[1])
         )
 
+    def put_back(self) -> None:
+        """Let them be what they were, for good."""
+        for then in self._autocast:
+            if _autocast(then.device_type) != then:
+                _set_autocast(then)
+        torch.set_autocast_cache_enabled(self._caches)
+        with EXCHANGING:
+            self._restore_others(ExitStack(), locks=False)  # which is never closed
+
     def restore(self, stack: ExitStack) -> None:
         """Restore them until `stack` is closed."""
         self._restore_autocast(stack)
+        self._restore_others(stack)
+
+    def _restore_others(self, stack: ExitStack, *, locks: bool = True) -> None:
         flags = list(zip((*known_flags, *other_flags), (*self._known, *self._others), strict=True))
         if any(flag.read() != then for flag, then in flags) or not self._precisions.are_here():
-            stack.enter_context(EXCHANGING)
+            if locks:
+                stack.enter_context(EXCHANGING)
             for flag, then in flags:
                 now = flag.read()
                 if now != then:

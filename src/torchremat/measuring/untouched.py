@@ -5,7 +5,8 @@ Put back, whether the block ends or raises (KeyboardInterrupt included, and one 
     gradients        the same `.grad` objects with the same values; during the block there are zeros in their place;
                      likewise what FSDP2 has added up and not reduced
     buffers          the same objects, values and versions; those assigned or registered in the block are dropped
-    RNG              torch on the CPU and on every CUDA device, Python's `random`, NumPy's global generator
+    RNG              torch on the CPU and on every CUDA device, generators that the modules reach, Python's `random`,
+                     NumPy's global generator
     modules          training flags, attributes, children, hooks, and what can be reached from them: the same objects
     shards           what FSDP2 has gathered is given back, so that each run begins as the first step did
 
@@ -51,14 +52,16 @@ def untouched(
         tensors: Further tensors; the leaves among them that require grad are treated like parameters.
     """
     models = [model] if isinstance(model, nn.Module) else list(model or ())
-    modules = list({id(module): module for root in models for module in root.modules()}.values())
+    world = World()
+    world.reach(models)
+    modules = world.modules
     reshard(modules)  # a forward before may have had no backward, and then other tensors are the parameters
     leaves = gradient_leaves(models, optimizer, tensors)
     # Each part enters by itself, so that an interrupt in the middle undoes the parts before it.
     with ExitStack() as stack:
         stack.callback(reshard, modules)
-        stack.enter_context(_generators())
-        stack.enter_context(_contents(models))
+        stack.enter_context(_generators(world.generators))
+        stack.enter_context(_contents(world))
         stack.enter_context(_buffers(modules))
         stack.enter_context(unreduced_gradients_aside(modules))
         stack.enter_context(_gradients(leaves))
@@ -167,9 +170,7 @@ def _same_bytes(tensor: Tensor, copy: Tensor) -> bool:
 
 
 @contextmanager
-def _contents(models: list[nn.Module]) -> Generator[None]:
-    world = World()
-    world.reach(models)
+def _contents(world: World) -> Generator[None]:
     before = Snapshot(world, backs_up=False)
     try:
         yield
@@ -178,12 +179,15 @@ def _contents(models: list[nn.Module]) -> Generator[None]:
 
 
 @contextmanager
-def _generators() -> Generator[None]:
+def _generators(others: Iterable[torch.Generator]) -> Generator[None]:
     before = RandomNumbers()
+    states = [(one, one.get_state()) for one in others]
     try:
         yield
     finally:
         before.put_back()
+        for one, state in states:
+            one.set_state(state)
 
 
 class RandomNumbers:

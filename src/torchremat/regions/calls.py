@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torchremat._compat.transforms import is_in_batch, outside_batches
-from torchremat.ambient.generators import States, drawn, generator_states, restore
+from torchremat.ambient.generators import States, drawn, generator_states, get_generator, restore, set_generator
 from torchremat.ambient.locks import EXCHANGING
 from torchremat.ambient.registry import Captured, entries
 from torchremat.ambient.surroundings import Surroundings, surroundings
@@ -50,6 +50,7 @@ class Call:
         "generators",
         "is_pure",
         "log",
+        "preserves_rng",
         "region",
         "selection",
         "slots",
@@ -67,6 +68,7 @@ class Call:
         self.sources = sources
         self.slots = -1  # how many slots the region has after the call; negative while it runs for the first time
         self.world: Snapshot = NOTHING
+        self.preserves_rng = True
         self.is_pure = False  # whether it calls nothing by a name, so that it cannot throw any switch
         self.generators: States = {}
         self.log: OperatorLog | None = None  # of the forward, with `debug=True`
@@ -116,6 +118,7 @@ class Call:
             world.reach(objects, are_arguments=True)
             world.reach(roots)
             self.world = Snapshot(world, guard)
+        self.preserves_rng = settings.preserve_rng
         if settings.preserve_rng:
             devices = _devices([*tensors, *self.world.tensors()]) if _ACCELERATED else ()
             self.generators = generator_states(devices, self.world.generators)
@@ -235,7 +238,7 @@ class Frozen:
 class Restored:
     """What a call saw, shown to a recompute until it is closed. See NOTE [ The world of a call ]."""
 
-    __slots__ = ("_exchange", "_here", "_stack", "written")
+    __slots__ = ("_drawn", "_exchange", "_here", "_stack", "written")
 
     def __init__(self, call: Call, without_gradients: bool) -> None:
         self.written: Watched | None = None
@@ -243,6 +246,11 @@ class Restored:
         self._stack: ExitStack | None = None
         # What surrounds the backward now; None where the call cannot change it.
         self._here: Surroundings | None = None
+        # A generator that the forward left as it found it may be another one where the recompute stops.
+        self._drawn: list[tuple[torch.Generator, Tensor]] = []
+        if call.preserves_rng and not call.is_pure:
+            own = (torch.default_generator, *call.world.generators)
+            self._drawn = [(one, get_generator(one)) for one in own if one not in call.generators]
         then = call._surroundings
         is_here = then.are_here()
         if not (is_here and call.is_pure):
@@ -279,7 +287,10 @@ class Restored:
             if self._stack is not None:
                 self._stack.close()
             if self._here is not None and not self._here.are_the_same():
-                self._here.restore(ExitStack())  # never closed: this is for good
+                self._here.put_back()
+            for generator, state in self._drawn:
+                if drawn({generator: state}):
+                    set_generator(generator, state)
 
 
 def _devices(tensors: list[Tensor]) -> list[torch.device]:

@@ -242,6 +242,7 @@ class Recompute:
         except (KeyboardInterrupt, SystemExit):
             raise
         except WrittenError as error:
+            error.__traceback__ = None  # its frames have the region
             raise MutationError(call.words(error, region.name(number))) from None
         except BaseException as error:
             # What arrives need not be the `_Stop`: TorchScript makes a RuntimeError of it, user code what it likes.

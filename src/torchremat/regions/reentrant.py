@@ -159,6 +159,7 @@ def _run_again(call: Call, args: _Inputs, function: str) -> object:
         finally:
             restored.close()
     except WrittenError as error:
+        error.__traceback__ = None  # its frames have the region
         raise MutationError(call.words(error, name)) from None
     finally:
         thread.now = had

@@ -12,7 +12,7 @@ import random
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -23,6 +23,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from torchremat.ambient.generators import get_generator, set_generator
 from torchremat.errors import UnsupportedError
+from torchremat.regions.calls import Body
 from torchremat.regions.operators import OperatorLog
 from torchremat.regions.reach import Change, Reach
 from torchremat.regions.recompute import Recompute
@@ -88,13 +89,13 @@ def rerun(region: Region, *, flipped: Iterable[nn.Module] = ()) -> Rerun:
         raise UnsupportedError("it was found while another region ran again for its message")
     reach = Reach(region.made, region.label)
     reach.look()
-    found = Rerun(OperatorLog(reach.names, digests=True, restores=True), reach)
+    found = Rerun(_Log(reach.names), reach)
+    cast("_Log", found.log).found = found
     with ExitStack() as stack:
         stack.enter_context(_put_back(found))
         for module in {inner for outer in flipped for inner in outer.modules()}:
             stack.callback(setattr, module, "training", module.training)
             module.training = not module.training
-        stack.enter_context(_called(found))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # they were shown before
         _here.is_running = True
@@ -106,6 +107,25 @@ def rerun(region: Region, *, flipped: Iterable[nn.Module] = ()) -> Rerun:
         except Exception as error:  # noqa: BLE001  user code may raise what it likes; it is part of what is found
             found.error = f"{type(error).__name__}: {error}".partition("\n")[0][:160]
     return found
+
+
+class _Log(OperatorLog):
+    """The operators of a rerun; notes the modules that run as well, with a hook of its own."""
+
+    found: Rerun
+
+    def __init__(self, names: Mapping[int, str]) -> None:
+        super().__init__(names, digests=True, restores=True)
+
+    def run(self, run: Body, body: Body, /, *args: object, **kwargs: object) -> object:
+        """Return what `run` returns. See `OperatorLog.run`."""
+
+        def noted(*args: object, **kwargs: object) -> object:
+            # Hooks of all modules are given back with the rest, so this one comes when that has been done.
+            with _called(self.found):
+                return run(*args, **kwargs)
+
+        return super().run(noted, body, *args, **kwargs)
 
 
 @contextmanager

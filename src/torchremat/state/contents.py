@@ -238,6 +238,46 @@ class ClassData(_Names):
             type.__setattr__(self._space, name, value)
 
 
+class Defaults(Holder):
+    """The defaults of a function."""
+
+    __slots__ = ("_function",)
+
+    def __init__(self, function: types.FunctionType) -> None:
+        self._function = function
+
+    def read(self) -> tuple[object, object]:
+        """Return what it holds now."""
+        return self._function.__defaults__, self._function.__kwdefaults__
+
+    def values(self) -> Iterable[object]:
+        """Return the objects in it that may lead further."""
+        return (*(self._function.__defaults__ or ()), self._function.__kwdefaults__)
+
+    def write(self, contents: tuple[Any, Any]) -> None:
+        """Let it hold what `read` returned."""
+        self._function.__defaults__, self._function.__kwdefaults__ = contents
+
+
+class Classes(Holder):
+    """The classes of some objects."""
+
+    __slots__ = ("_items",)
+
+    def __init__(self, items: list[object]) -> None:
+        self._items = items
+
+    def read(self) -> list[type]:
+        """Return what it holds now."""
+        return [*map(type, self._items)]
+
+    def write(self, contents: list[type]) -> None:
+        """Let it hold what `read` returned."""
+        for item, kind in zip(self._items, contents, strict=True):
+            if type(item) is not kind:
+                object.__setattr__(item, "__class__", kind)
+
+
 class Slots(Holder):
     """The attributes of an object whose class has `__slots__`."""
 

@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from torchremat.ambient.surroundings import WATCHES
 from torchremat.state.code import class_code, is_library, reads_of
 from torchremat.state.contents import ClassData, GlobalNames, Slots
 from torchremat.tensors.structure import Leaf
@@ -46,7 +47,7 @@ def walk(function: object, template: object = ((), {}), label: str = "") -> Iter
         seen.add(id(value))
         kept.append(value)
         yield name, value
-        if depth < _DEEPEST:
+        if depth < _DEEPEST and not hasattr(value, WATCHES):
             pending.extend((inner, one, depth + 1) for inner, one in _inside(name, value))
 
 

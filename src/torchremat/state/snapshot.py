@@ -106,6 +106,7 @@ class Snapshot:
     )
 
     def __init__(self, world: World, guard: Sequence[object] = (), *, backs_up: bool = True) -> None:
+        world.end()
         self.modules = world.modules
         self.roots = world.roots
         self.generators = world.generators

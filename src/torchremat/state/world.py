@@ -30,11 +30,23 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from torchremat._compat.modules import hooks_of_all_modules
 from torchremat._compat.sharding import has_fsdp, is_managed
 from torchremat.ambient.surroundings import WATCHES
 from torchremat.errors import UnsupportedError
 from torchremat.state.code import class_code, is_library, reads_of
-from torchremat.state.contents import FOREIGN, Cell, ClassData, Container, Foreign, GlobalNames, Holder, Slots
+from torchremat.state.contents import (
+    FOREIGN,
+    Cell,
+    ClassData,
+    Classes,
+    Container,
+    Defaults,
+    Foreign,
+    GlobalNames,
+    Holder,
+    Slots,
+)
 from torchremat.state.sharding import WatchedShard, watch
 
 _MOST_ITEMS = 100_000
@@ -45,6 +57,7 @@ _TABLES = ("_parameters", "_buffers", "_modules")
 _HOOKS = (
     "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs",
     "_forward_hooks_always_called", "_backward_pre_hooks", "_backward_hooks",
+    "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
 )  # fmt: skip
 _tables = cast("Callable[[dict[str, Any]], tuple[dict[str, Any], ...]]", itemgetter(*_TABLES, *_HOOKS))
 _OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
@@ -59,6 +72,7 @@ class World:
     Attributes:
         dicts: Attributes, tables of modules, dicts: whatever is one.
         rest: The other holders, by kind.
+        objects: Those whose class may be another one later.
         tensors: Those that count their versions. The recompute of a region is told if one was written.
         modules: Each once.
         roots: Those among the roots themselves.
@@ -82,6 +96,7 @@ class World:
         "loose",
         "modules",
         "named",
+        "objects",
         "rest",
         "roots",
         "shards",
@@ -93,6 +108,7 @@ class World:
     def __init__(self) -> None:
         self.dicts: list[Dict] = []
         self.rest: list[Holder] = []
+        self.objects: list[object] = []
         self.tensors: list[Tensor] = []
         self.modules: list[nn.Module] = []
         self.roots: list[nn.Module] = []
@@ -108,6 +124,13 @@ class World:
         self._classes: dict[type, set[str]] = {}  # with the names of the methods that have been followed
         self._is_argument = False
         self._is_named = False
+
+    def end(self) -> None:
+        """Add what belongs to all that was reached."""
+        if self.modules:
+            self.dicts += hooks_of_all_modules
+        if self.objects:
+            self.rest.append(Classes(self.objects))
 
     def skip(self, item: object) -> None:
         """Leave one object alone."""
@@ -171,10 +194,10 @@ class World:
                 holder = Cell(cell)
                 self.rest.append(holder)
                 self._push(holder.values())
-        if function.__defaults__:
-            self._push(function.__defaults__)
-        if function.__kwdefaults__:
-            self._dict(function.__kwdefaults__)
+        defaults = Defaults(function)
+        self.rest.append(defaults)
+        if function.__defaults__ or function.__kwdefaults__:
+            self._push(defaults.values())
         self.dicts.append(cast("Dict", function.__dict__))
         if function.__dict__:
             self._push(function.__dict__.values())
@@ -251,6 +274,7 @@ class World:
                     self._named_tensor(module, name, value)
                 else:
                     self._pending.append(value)
+        self.objects.append(module)
         kind = type(module)
         if kind.__module__[:9] != "torch.nn.":
             self._class(kind)
@@ -342,6 +366,8 @@ class World:
         if slots is not None:
             self.rest.append(slots)
             self._push(slots.values())
+        if type(item).__flags__ & _HEAP_TYPE:
+            self.objects.append(item)
         self._class(type(item))
 
     def _container(self, item: object) -> None:
@@ -361,6 +387,7 @@ class World:
         self._pending += [getattr(item, name, None) for name in ("body", "own", "function") if hasattr(item, name)]
 
 
+_HEAP_TYPE = 1 << 9  # of a class that is written in Python
 # By type, what follows it; None for what has no state, and leads nowhere.
 _visits: dict[type, Visit | None] = dict.fromkeys(
     (

@@ -14,6 +14,7 @@ from weakref import ref
 from torch import Tensor, nn
 
 from torchremat._compat.autograd import set_grad_mode, top_saved_tensor_hooks
+from torchremat._compat.modes import without_subclass_functions
 from torchremat.tensors.metadata import metadata_of, version_of, with_strides
 
 if TYPE_CHECKING:
@@ -40,19 +41,22 @@ class HeldTensor:
     tensor that does not require grad is handed out itself as long as anybody else has it: it may be compared by `is`.
     """
 
-    __slots__ = ("_alias", "_kept", "_metadata", "_original", "_unpack", "requires_grad", "version")
+    __slots__ = ("_alias", "_attributes", "_kept", "_metadata", "_original", "_unpack", "requires_grad", "version")
 
     def __init__(self, tensor: Tensor) -> None:
         self.requires_grad = tensor.requires_grad
         self._unpack = None
         self._alias = None
         self._original = None
+        self._attributes = None  # those of a parameter are restored with the module's
         if type(tensor) is not Tensor and isinstance(tensor, nn.Parameter):
             self._kept: object = tensor  # See NOTE [ Why an alias ]
             self.version = version_of(tensor)
             return
+        if tensor.__dict__:
+            self._attributes = dict(tensor.__dict__)
         hooks = top_saved_tensor_hooks(True)
-        if type(self) is HeldTensor and hooks is None:
+        if type(self) is HeldTensor and hooks is None and type(tensor) is Tensor:
             alias = tensor.detach()  # as below, but for two calls
             self.version = version_of(tensor)
         else:
@@ -102,9 +106,18 @@ class HeldTensor:
         if type(tensor) is not Tensor and self._alias is None and isinstance(tensor, nn.Parameter):
             return tensor
         original = None if self._original is None else self._original()
-        if original is not None and not original.requires_grad:
+        if original is not None and not original.requires_grad and self._has_attributes(original):
             return original
-        return self.detached(tensor, self.requires_grad)
+        alias = self.detached(tensor, self.requires_grad)
+        if self._attributes:
+            # The parts of a wrapper are attributes as well, and an alias has parts of its own.
+            for name in self._attributes.keys() - alias.__dict__.keys():
+                alias.__dict__[name] = self._attributes[name]
+        return alias
+
+    def _has_attributes(self, tensor: Tensor) -> bool:
+        now, then = tensor.__dict__, self._attributes or {}
+        return now.keys() == then.keys() and all(now[name] is one for name, one in then.items())
 
     @property
     def is_hooked(self) -> bool:
@@ -130,8 +143,16 @@ class HeldTensor:
 
     def detached(self, tensor: Tensor, requires_grad: bool) -> Tensor:
         """Return an alias of the tensor without its graph."""
-        alias = tensor.detach()
-        return alias.requires_grad_() if requires_grad else alias
+        if type(tensor) is Tensor:
+            alias = tensor.detach()
+            return alias.requires_grad_() if requires_grad else alias
+        kind = type(tensor)
+        # What a subclass does with operators is the user's, and goes by rules of the moment.
+        with without_subclass_functions():
+            alias = tensor.detach()
+            if type(alias) is not kind:
+                alias = alias.as_subclass(kind)
+            return alias.requires_grad_() if requires_grad else alias
 
     def version_in(self, alias: Tensor) -> int:
         """Return the version of the tensor that an alias stands for."""

@@ -1,0 +1,18 @@
+"""What torch keeps of modules beside the modules."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from torchremat._compat.binding import private
+
+_NAMES = (
+    "_global_forward_hooks", "_global_forward_pre_hooks", "_global_forward_hooks_with_kwargs",
+    "_global_forward_hooks_always_called", "_global_backward_hooks", "_global_backward_pre_hooks",
+)  # fmt: skip
+
+# The tables of the hooks that every module has.
+hooks_of_all_modules = [
+    cast("dict[Any, Any]", private(f"nn.modules.module.{name}", needed_for="hooks of all modules in regions"))
+    for name in _NAMES
+]
