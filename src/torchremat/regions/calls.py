@@ -106,7 +106,8 @@ class Call:
         self._surroundings = surroundings()
         self._context = copy_context()
         guard = settings.guard
-        if not (objects or guard) and len(roots) == 1 and reaches_nothing(roots[0]):
+        special = [one for one in tensors if type(one) is not Tensor or one.__dict__]
+        if not (objects or guard or special) and len(roots) == 1 and reaches_nothing(roots[0]):
             self.is_pure = not reads_of(roots[0].__code__).names  # pyright: ignore[reportAttributeAccessIssue]
         else:
             world = World()
@@ -115,6 +116,7 @@ class Call:
                     world.skip(one)
             # First, since what is named may be an argument as well.
             world.reach(guard, are_named=True)
+            world.arguments(special)
             world.reach(objects, are_arguments=True)
             world.reach(roots)
             self.world = Snapshot(world, guard)

@@ -85,13 +85,32 @@ def is_library(module: str | None) -> bool:
 _STANDARD_LIBRARY = dis.__file__.removesuffix("dis.py")
 
 
+def is_library_class(kind: type) -> bool:
+    """Return whether a class is one of a library's own, and not one that it has made at run time for the user."""
+    if kind in _permanent:
+        return True
+    if not is_library(kind.__module__):
+        return False
+    found: object = sys.modules.get(kind.__module__)
+    for name in kind.__qualname__.split("."):
+        found = getattr(found, name, None)
+    if found is kind or kind.__module__ == "builtins":
+        _permanent.add(kind)
+        return True
+    return False
+
+
+# Classes that their modules have by name, and that go with these.
+_permanent: set[type] = set()
+
+
 class ClassCode(NamedTuple):
     """What the user's part of a class holds, its bases included; weakly, for a class goes when nobody has it.
 
     Attributes:
         methods: Functions by name, those of properties, class methods and static methods too.
         always: The names of those that run without being named.
-        data: The classes that have attributes of their own, with the names of these.
+        data: The classes that have attributes of their own, with the names of these, methods included.
     """
 
     methods: dict[str, list[ReferenceType[types.FunctionType]]]
@@ -104,13 +123,14 @@ _classes: WeakKeyDictionary[type, tuple[list[object], ClassCode]] = WeakKeyDicti
 
 def class_code(kind: type) -> ClassCode:
     """Return what the user's part of a class holds."""
-    classes = [vars(one) for one in kind.__mro__ if not is_library(one.__module__)]
+    users = [one for one in kind.__mro__ if not is_library_class(one)]
+    classes = [vars(one) for one in users]
     shape: list[object] = []
     for own in classes:
         shape += (len(own), id(own.get("forward")))
     found = _classes.get(kind)
     if found is None or found[0] != shape:
-        found = _classes[kind] = shape, _read_class([one for one in kind.__mro__ if not is_library(one.__module__)])
+        found = _classes[kind] = shape, _read_class(users)
     return found[1]
 
 
@@ -123,7 +143,7 @@ def _read_class(classes: list[type]) -> ClassCode:
             functions = list(_functions_in(value))
             if functions:
                 methods.setdefault(name, []).extend(map(ref, functions))
-            elif not (_is_dunder(name) or hasattr(type(value), "__get__") or hasattr(type(value), "__set__")):
+            if not _is_dunder(name):
                 own.append(name)
         if own:
             data.append((ref(one), tuple(own)))

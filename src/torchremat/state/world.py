@@ -34,7 +34,7 @@ from torchremat._compat.modules import hooks_of_all_modules
 from torchremat._compat.sharding import has_fsdp, is_managed
 from torchremat.ambient.surroundings import WATCHES
 from torchremat.errors import UnsupportedError
-from torchremat.state.code import class_code, is_library, reads_of
+from torchremat.state.code import class_code, is_library, is_library_class, reads_of
 from torchremat.state.contents import (
     FOREIGN,
     Cell,
@@ -216,7 +216,7 @@ class World:
         self._dict(partial.keywords)
 
     def _class(self, kind: type) -> None:
-        if kind not in self._classes and not is_library(kind.__module__):
+        if kind not in self._classes and not is_library_class(kind):
             self._classes[kind] = set()
             for owner, names in class_code(kind).data:
                 one = owner()
@@ -276,7 +276,7 @@ class World:
                     self._pending.append(value)
         self.objects.append(module)
         kind = type(module)
-        if kind.__module__[:9] != "torch.nn.":
+        if kind not in self._classes:
             self._class(kind)
 
     def _sharded(self, module: nn.Module, parameters: dict[str, Any]) -> dict[str, Any]:
@@ -307,10 +307,21 @@ class World:
             self.named.add(id(tensor))
         if not tensor.is_inference():  # those have no version, and cannot be written in a forward with grad
             self.tensors.append(tensor)
+        self._attributes(tensor)
+
+    def arguments(self, tensors: Iterable[Tensor]) -> None:
+        """Reach the attributes and the classes of tensors among the arguments, which are inputs themselves."""
+        for tensor in tensors:
+            if id(tensor) not in self._seen:
+                self._attributes(tensor)
+
+    def _attributes(self, tensor: Tensor) -> None:
         own = cast("Dict", tensor.__dict__)
         self.dicts.append(own)
         if own:
             self._push(own.values())
+        if type(tensor) is not Tensor:
+            self._class(type(tensor))
 
     def _parameter(self, tensor: Tensor) -> None:
         # As `_watch`, for by far the most tensors.

@@ -8,7 +8,7 @@ together with its version, since with hooks around autograd's own version check 
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 from weakref import ref
 
 from torch import Tensor, nn
@@ -111,8 +111,9 @@ class HeldTensor:
         alias = self.detached(tensor, self.requires_grad)
         if self._attributes:
             # The parts of a wrapper are attributes as well, and an alias has parts of its own.
-            for name in self._attributes.keys() - alias.__dict__.keys():
-                alias.__dict__[name] = self._attributes[name]
+            own = cast("dict[str, object]", alias.__dict__)
+            for name in self._attributes.keys() - own.keys():
+                own[name] = self._attributes[name]
         return alias
 
     def _has_attributes(self, tensor: Tensor) -> bool:
