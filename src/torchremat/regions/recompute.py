@@ -20,7 +20,7 @@ from torchremat.regions.slots import written_since
 from torchremat.regions.threads import Now, thread
 from torchremat.regions.values import ValueCheck
 from torchremat.state.contents import Copies
-from torchremat.state.reading import WrittenError
+from torchremat.state.reading import Watched, WrittenError
 from torchremat.tensors.held import ChangedError, holding
 from torchremat.tensors.metadata import Metadata, agree, metadata_of
 from torchremat.tensors.packed import DIFFERENTIATED
@@ -42,6 +42,10 @@ if TYPE_CHECKING:
 # with an argument of the call was there before, and is filled: that is seen when the recompute saves it. It does stop
 # at an input of a region inside: that is none of an operation's saves, and whatever was saved before is filled when it
 # is taken.
+
+# NOTE [ What is saved without being read ]
+# Autograd saves what an operator is given before the operator runs. A recompute that stops there has read nothing, and
+# the mode that looks who reads a tensor that was written has not seen it: so what is saved is looked at as well.
 
 # NOTE [ What a recompute leaves behind ]
 # User code may keep an output of a recompute: a hook that collects outputs in a list, which it finds by a context
@@ -92,6 +96,7 @@ class Recompute:
         "region",
         "task",
         "values",
+        "written",
     )
 
     def __init__(
@@ -121,6 +126,7 @@ class Recompute:
         self.count = 0
         self.metadata = region.metadata if region.settings.check != "none" else None
         self.values = None
+        self.written: Watched | None = None  # see NOTE [ What is saved without being read ]
         if region.fingerprints is not None and checks:
             self.values = ValueCheck(region.name(0), region.fingerprints, region.metadata)
         self.keeps = region.runs_backward  # See Rule 6
@@ -222,6 +228,7 @@ class Recompute:
         output = None
         # The forward's own backward has left its gradients; those of the recompute are nobody's. See Rule 6
         restored = call.restored(without_gradients=self.keeps)
+        self.written = restored.written
         run, pack = partial(call.run_again, self.copies, restored.written), self.pack
         if self.log is not None:
             run, pack = partial(self.log.run, run, call.body), self._pack_logged
@@ -292,6 +299,8 @@ class Recompute:
         """Take the next saved tensor: the hook of a recompute."""
         if self.is_stopped:
             return None  # user code has swallowed the stop
+        if self.written is not None:
+            self.written.check(tensor)
         index = self.count
         self.count = index + 1
         region = self.region

@@ -32,6 +32,16 @@ class WrittenError(BaseException):
 class Watched(dict[int, WrittenError]):
     """The tensors that were written since, by id, with the error for each."""
 
+    def check(self, tensor: Tensor) -> None:
+        """Raise if a tensor is one of them, or a view of one.
+
+        Raises:
+            WrittenError: It is.
+        """
+        found = self.get(id(tensor)) or (self.get(id(tensor._base)) if tensor._base is not None else None)
+        if found is not None:
+            raise found
+
 
 class Reading(EagerMode):
     """Looks at each operator of a recompute, and stops at one that is given a tensor which was written since.
