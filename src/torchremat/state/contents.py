@@ -61,9 +61,10 @@ class Dicts:
             or [*chain.from_iterable(self._dicts)] == self._keys
         )
 
-    def write(self) -> None:
-        """Let the dicts hold what they held."""
+    def write(self) -> set[int]:
+        """Let the dicts hold what they held; return the ids of those that did not."""
         dicts = self._dicts
+        written: set[int] = set()
         starts = [0, *accumulate(self._sizes)]
         if [*map(len, dicts)] == self._sizes and self._has_keys():
             now = chain.from_iterable(map(dict.values, dicts))
@@ -73,12 +74,15 @@ class Dicts:
                 while starts[place + 1] <= index:
                     place += 1
                 dict.__setitem__(dicts[place], self._keys[index], self.values[index])
-            return
+                written.add(id(dicts[place]))
+            return written
         for own, start, size in zip(dicts, starts, self._sizes, strict=False):
             end = start + size
             before = dict(zip(self._keys[start:end], self.values[start:end], strict=True))
             if not is_same(own, before):
                 _refill_dict(own, before)
+                written.add(id(own))
+        return written
 
 
 def _refill_dict(own: Dict, before: Dict) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from operator import attrgetter
+from threading import get_ident
 from types import FunctionType
 from typing import Any, Protocol, cast, runtime_checkable
 from weakref import ReferenceType, ref
@@ -167,9 +168,15 @@ class Snapshot:
             return
         backups.settle()
         if backups.written:
-            self._replace(cast("dict[int, Any]", backups.written))
+            copied: dict[int, Any] = {}
+            for key, one in backups.written.items():
+                held = self._graphed.pop(key, None)
+                # Where a tensor with a graph was held, its place has been taken already.
+                for stands in (key,) if held is None else (id(held), id(held.alias)):
+                    copied[stands] = one
+            self._replace(copied)
             pairs = zip(self._tensors, self._flags, strict=True)
-            kept = [(one, flag) for one, flag in pairs if id(one) not in backups.written]
+            kept = [(one, flag) for one, flag in pairs if id(one) not in copied]
             self._tensors, self._flags = [one for one, _ in kept], [flag for _, flag in kept]
         if not backups:
             self._backups = None
@@ -275,38 +282,68 @@ class Exchange:
         written: The tensors that the forward could reach, were written since, and cannot be given back.
     """
 
-    __slots__ = ("_aside", "_flags", "_hooks", "_now", "_rest", "_snapshot", "_stack", "written")
+    __slots__ = (
+        "_aside",
+        "_flags",
+        "_hooks",
+        "_now",
+        "_rest",
+        "_snapshot",
+        "_stack",
+        "_then",
+        "_without_gradients",
+        "written",
+    )
 
     def __init__(self, snapshot: Snapshot, without_gradients: bool) -> None:
         self._snapshot = snapshot
+        self._without_gradients = without_gradients
         self._stack: ExitStack | None = None
-        tensors, then, rest = snapshot._tensors, snapshot._then, snapshot._rest
-        self._flags = now = [*map(_flags, tensors)]
-        self._hooks = _hooks_of(tensors)
         self._aside: list[tuple[Tensor, Tensor | None]] = []
+        self.written = _NONE
+        if self._is_today():
+            return
+        with EXCHANGING:
+            # Another thread may have shown its recompute something else until now.
+            if self._is_today():
+                return
+            self._now = Dicts(snapshot._own)
+            self._rest = [(one, one.read()) for one, _ in snapshot._rest]
+            self._stack = ExitStack()
+            try:
+                self._show(self._stack)
+            except BaseException:
+                self.close()
+                raise
+
+    def _is_today(self) -> bool:
+        """Look at today's world; return whether nothing has to be exchanged, and nobody is about to change it."""
+        snapshot = self._snapshot
+        self._flags = now = [*map(_flags, snapshot._tensors)]
+        self._hooks = _hooks_of(snapshot._tensors)
         self.written = _NONE
         if now != snapshot._flags or snapshot._shards:
             self.written = snapshot.written_since(now)
-        shown = self._shown()
-        if shown:
-            then = then.with_values([other(one, shown) for one in then.values])
-            rest = [(one, with_others(before, shown)) for one, before in rest]
+        self._then = then, rest = self._what_was()
         if (
-            now == snapshot._flags
-            and not (snapshot._guarded or without_gradients)
-            and then.are_here()
-            and all(one.is_same(before) for one, before in rest)
+            now != snapshot._flags
+            or snapshot._guarded
+            or self._without_gradients
+            or not then.are_here()
+            or not all(one.is_same(before) for one, before in rest)
         ):
-            self._now, self._rest = then, rest
-            return
-        self._now = Dicts(snapshot._own)
-        self._rest = [(one, one.read()) for one, _ in rest]
-        self._stack = ExitStack()
-        try:
-            self._show(then, rest, without_gradients)
-        except BaseException:
-            self.close()
-            raise
+            return False
+        self._now, self._rest = then, rest
+        return not _is_shown_elsewhere(snapshot)
+
+    def _what_was(self) -> tuple[Dicts, list[tuple[Holder, Any]]]:
+        """Return the contents that the forward saw, with what a recompute is shown in the place of some tensors."""
+        then, rest = self._snapshot._then, self._snapshot._rest
+        shown = self._shown()
+        if not shown:
+            return then, rest
+        then = then.with_values([other(one, shown) for one in then.values])
+        return then, [(one, with_others(before, shown)) for one, before in rest]
 
     def _shown(self) -> dict[int, Any]:
         """Return what a recompute is shown in the place of other things, by their ids."""
@@ -315,22 +352,31 @@ class Exchange:
             shown.update(snapshot._backups.shown(self.written))
             for key in shown.keys() & self.written.keys():
                 del self.written[key]
-        for one in snapshot._graphed.values():
-            shown[id(one)] = one.shown()
+        for key, one in snapshot._graphed.items():
+            if key in shown:  # it is copied, and the forward still runs
+                shown[id(one)] = shown.pop(key)
+                self.written.pop(id(one.alias), None)
+                continue
+            shown[id(one)] = tensor = one.shown()
+            if id(one.alias) in self.written:
+                self.written[id(tensor)] = self.written[id(one.alias)]
         return shown
 
-    def _show(self, then: Dicts, rest: list[tuple[Holder, Any]], without_gradients: bool) -> None:
-        snapshot, stack = self._snapshot, self._stack
-        assert stack is not None
+    def _show(self, stack: ExitStack) -> None:
+        snapshot = self._snapshot
         stack.enter_context(EXCHANGING)
-        then.write()
+        then, rest = self._then
+        changed: set[int] = set()
+        stack.enter_context(_showing(changed))
+        changed |= then.write()
         for one, before in rest:
             if not one.is_same(before):
                 one.write(before)
+                changed.add(id(one.item))
         for tensor, (_, flag), (_, had) in zip(snapshot._tensors, snapshot._flags, self._flags, strict=True):
             if flag is not had and tensor.is_leaf:
                 tensor.requires_grad_(flag)
-        if without_gradients:
+        if self._without_gradients:
             self._aside = [(one, one.grad) for one in snapshot._tensors if one.is_leaf and one.requires_grad]
             for tensor, _ in self._aside:
                 tensor.grad = None
@@ -343,9 +389,24 @@ class Exchange:
         with ExitStack() as stack:
             if self._stack is not None:
                 stack.push(self._stack.pop_all().__exit__)
+            elif not self._has_changed():
+                return
+            else:
+                # Only if it is not another thread's doing.
+                stack.enter_context(EXCHANGING)
             for tensor, grad in self._aside:
                 stack.callback(setattr, tensor, "grad", grad)
             stack.callback(self._put_back)
+
+    def _has_changed(self) -> bool:
+        """Return whether a recompute that was shown nothing has changed something."""
+        tensors = self._snapshot._tensors
+        return (
+            not self._now.are_here()
+            or any(flag[1] is not had[1] for flag, had in zip(map(_flags, tensors), self._flags, strict=True))
+            or (self._hooks is not None or _hooks_of(tensors) is not None)
+            or not all(one.is_same(before) for one, before in self._rest)
+        )
 
     def _put_back(self) -> None:
         tensors = self._snapshot._tensors
@@ -371,6 +432,28 @@ def _module_of(one: object) -> str:
 
 
 _PUT_ON = ("forward", "_compiled_call_impl", "_replicate_for_data_parallel")
+
+
+# By thread, the ids of what its exchanges have changed for now.
+_shown: dict[int, list[set[int]]] = {}
+
+
+@contextmanager
+def _showing(changed: set[int]) -> Generator[None]:
+    mine = _shown.setdefault(get_ident(), [])
+    mine.append(changed)
+    try:
+        yield
+    finally:
+        mine.pop()
+        if not mine:
+            del _shown[get_ident()]
+
+
+def _is_shown_elsewhere(snapshot: Snapshot) -> bool:
+    """Return whether another thread shows its recompute something in the place of what a snapshot has."""
+    others = [changed for thread, each in list(_shown.items()) if thread != get_ident() for changed in each]
+    return any(others) and any(not changed.isdisjoint(snapshot.containers) for changed in others)
 
 
 def looks_after_itself(one: object) -> bool:
