@@ -9,6 +9,7 @@ NOTE [ The world of a call ]
 
 In reading order:
 
+watching.py   what only looks on
 contents.py   what one object holds: read, compared, filled again
 code.py       which names a piece of code reads, and whose code is followed
 world.py      what can be reached from a function and its arguments

@@ -34,7 +34,7 @@ from torch.nn.parameter import UninitializedBuffer
 
 from torchremat._compat.sharding import is_hook_of_fsdp
 from torchremat.ambient.hidden import hiding
-from torchremat.ambient.surroundings import WATCHES
+from torchremat.state.watching import only_looks_on
 from torchremat.state.world import World
 from torchremat.tensors.copies import again
 from torchremat.tensors.metadata import version_of
@@ -210,7 +210,7 @@ class Written:
 def _computes_weights(module: nn.Module) -> bool:
     # See NOTE [ Hooks that compute weights ]
     hooks = module._forward_pre_hooks
-    return bool(hooks) and not all(hasattr(hook, WATCHES) or is_hook_of_fsdp(hook) for hook in hooks.values())
+    return bool(hooks) and not all(only_looks_on(hook) or is_hook_of_fsdp(hook) for hook in hooks.values())
 
 
 def _like(clone: Tensor, requires_grad: bool) -> Tensor:

@@ -18,6 +18,8 @@ from typing import Any, cast
 
 import numpy as np
 
+from torchremat.state.watching import only_looks_on
+
 Dict = dict[Any, Any]
 _ABSENT = object()  # in the place of what a name or a cell does not have
 
@@ -73,14 +75,18 @@ class Dicts:
             for index in changed:
                 while starts[place + 1] <= index:
                     place += 1
-                dict.__setitem__(dicts[place], self._keys[index], self.values[index])
-                written.add(id(dicts[place]))
+                own, key, value = dicts[place], self._keys[index], self.values[index]
+                if not (only_looks_on(value) or only_looks_on(own[key])):
+                    dict.__setitem__(own, key, value)
+                    written.add(id(own))
             return written
         for own, start, size in zip(dicts, starts, self._sizes, strict=False):
             end = start + size
             before = dict(zip(self._keys[start:end], self.values[start:end], strict=True))
             if not is_same(own, before):
-                _refill_dict(own, before)
+                lookers = {key: value for key, value in dict.items(own) if only_looks_on(value)}
+                before = {key: value for key, value in before.items() if not only_looks_on(value)}
+                _refill_dict(own, {**before, **lookers})
                 written.add(id(own))
         return written
 

@@ -11,9 +11,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from torchremat.ambient.surroundings import WATCHES
 from torchremat.state.code import class_code, is_library, reads_of
 from torchremat.state.contents import ClassData, GlobalNames, Slots
+from torchremat.state.watching import only_looks_on
 from torchremat.tensors.structure import Leaf
 
 _DEEPEST = 8
@@ -47,7 +47,7 @@ def walk(function: object, template: object = ((), {}), label: str = "") -> Iter
         seen.add(id(value))
         kept.append(value)
         yield name, value
-        if depth < _DEEPEST and not hasattr(value, WATCHES):
+        if depth < _DEEPEST and not only_looks_on(value):
             pending.extend((inner, one, depth + 1) for inner, one in _inside(name, value))
 
 
@@ -105,7 +105,7 @@ def _inside(name: str, value: object) -> Iterable[Named]:
         inner = [(f"args[{place}]", one) for place, one in enumerate(call.args)]
         return [*_inside("", call.func), *inner, *((f"kwargs[{key!r}]", one) for key, one in call.keywords.items())]
     if isinstance(value, dict):
-        return [(f"{name}[{key!r}]", one) for key, one in list(cast("dict[Any, object]", value).items())]
+        return [(f"{name}[{key!r}]", one) for key, one in list(dict.items(cast("dict[Any, object]", value)))]
     if isinstance(value, list | tuple | deque):
         return [(f"{name}[{place}]", one) for place, one in enumerate(list(cast("list[object]", value)))]
     if isinstance(value, type):

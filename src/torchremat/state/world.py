@@ -48,6 +48,7 @@ from torchremat.state.contents import (
     Slots,
 )
 from torchremat.state.sharding import WatchedShard, watch
+from torchremat.state.watching import only_looks_on
 
 _MOST_ITEMS = 100_000
 _LONG = 1_000
@@ -183,6 +184,8 @@ class World:
     # ------------------------------------------------------------------------------------------------------- code
 
     def _function(self, function: types.FunctionType) -> None:
+        if WATCHES in function.__dict__:
+            return
         if is_library(function.__globals__.get("__name__")):
             # A decorator has the user's function there; what else it keeps is its own.
             contents = [one for cell in function.__closure__ or () for one in Cell(cell).read()]
@@ -351,24 +354,24 @@ class World:
     def _dict(self, item: Dict) -> None:
         if len(item) <= _LONG or self._is_argument:
             self.dicts.append(item)
-            self._push(item.values())
+            self._push(dict.values(item))  # a subclass may make its values when it is asked
 
     def _list(self, item: list[object] | deque[object]) -> None:
         if len(item) <= _LONG or self._is_argument:
             self.rest.append(Container(item))
-            self._push(item)
+            self._push(_elements(item))
 
     def _flat(self, item: set[object] | bytearray) -> None:
         if len(item) <= _LONG or self._is_argument:
             self.rest.append(Container(item))
             if isinstance(item, set):
-                self._push(item)
+                self._push(_elements(item))
 
     def _tuple(self, item: Iterable[object]) -> None:
         self._push(item)
 
     def _object(self, item: object) -> None:
-        if hasattr(item, WATCHES):
+        if only_looks_on(item):
             return
         own = cast("Dict | None", getattr(item, "__dict__", None))
         if type(own) is dict:
@@ -390,7 +393,7 @@ class World:
         elif isinstance(item, set | bytearray):
             self._flat(cast("set[object]", item))
         else:
-            self._push(cast("Iterable[object]", item))
+            self._push(_elements(cast("Iterable[object]", item)))
         self._object(item)
 
     def _ours(self, item: object) -> None:
@@ -427,13 +430,21 @@ _OPEN = (types.SimpleNamespace, argparse.Namespace, UserDict, UserList, functool
 _CONTAINERS = (dict, list, deque, set, bytearray, tuple, frozenset)
 
 
+def _elements(item: Iterable[object]) -> Iterable[object]:
+    """Return what a container holds, by the iterator of the built-in class."""
+    for kind in (list, deque, set, tuple, frozenset):
+        if isinstance(item, kind):
+            return kind.__iter__(item)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    return ()
+
+
 def _missing(world: World, item: object) -> None:
     """Stands for a type that has not been met."""
 
 
 def _visit_of(item: object) -> Visit | None:
     kind = type(item)
-    if hasattr(item, WATCHES):
+    if any(WATCHES in vars(one) for one in kind.__mro__):
         return None
     found = _classify(kind)
     # Types that are made at run time go with whoever made them.
