@@ -1,5 +1,7 @@
 """What tests note while something runs, recomputes included."""
 
+from collections import Counter
+
 from torchremat.extend import only_watches
 
 
@@ -11,6 +13,11 @@ class Log(list):
 @only_watches
 class Hidden(dict):
     """Values that the code of a region reads and no recompute restores: a state that nobody sees."""
+
+
+@only_watches
+class Tally(Counter):
+    """Counters of the same kind, by name."""
 
 
 class Count:

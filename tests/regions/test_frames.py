@@ -75,7 +75,7 @@ def test_of_a_reentrant_region():
 
 def test_of_a_wrapped_module(monkeypatch):
     # Where another test has imported FSDP2, each module is asked whether it is sharded.
-    monkeypatch.setattr("torchremat.regions.modules.has_fsdp", lambda: False)
+    monkeypatch.setattr("torchremat.state.world.has_fsdp", lambda: False)
     model = wrap(nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh())), "0")
 
     assert of_each_way(model) == (48, 74)
