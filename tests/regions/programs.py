@@ -817,9 +817,7 @@ def programs(draw):
     if writes:
         pool += [*WRITES]
     if draw(st.integers(0, 4)) == 0:
-        # A backward inside leaves gradients once at parameters of modules and at what a function closes over. A leaf
-        # that is the attribute of an object is neither.
-        pool = [one for one in pool if one != "leaf"] + [*BACKWARD]
+        pool += [*BACKWARD]
     middle = _chains(pool) if draw(st.integers(0, 3)) == 0 else _parts(pool, 2)
     steps = (*draw(_steps(pool, 0, most=3)), draw(middle), *draw(_steps(pool, 2, most=4)))
     around = draw(st.sampled_from([None, None, None, "autocast", "save_on_cpu", "offload"]))
