@@ -35,7 +35,7 @@ class Recipe:
     ids=["python", "numpy"],
 )
 def test_random_numbers_of_python_and_numpy(entry, draw):
-    drawn = []
+    drawn = Log()
 
     def body(x):
         drawn.append(draw())

@@ -502,7 +502,7 @@ def test_what_a_region_sets_in_context_variables_is_set_by_the_forward_alone():
 def test_what_a_region_adds_to_containers_in_context_variables_is_added_by_the_forward_alone():
     # Outputs that a hook collects so were there twice after backward.
     found = {"outputs": [], "pairs": ([1], {2}, deque([3])), "counts": defaultdict(list)}
-    seen, x, context = [], leaf(3), contextvars.copy_context()
+    seen, x, context = Log(), leaf(3), contextvars.copy_context()
     context.run(variable.set, found)
 
     def put(x):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from logs import Log
 from policies.counting import Counted, gradients
 from torchremat import CheckpointError, PolicyError, checkpoint, checkpointed
 from torchremat._compat.modes import dispatch_modes
@@ -46,7 +47,7 @@ def chain(x, seen=None):
     ],
 )
 def test_nobody_looks_after_the_last_operator_that_is_held(held, forward, recompute):
-    seen = []
+    seen = Log()
     x = leaf()
 
     loss = checkpointed(lambda x: chain(x, seen), policy=holding(*held))(x).sum()
@@ -96,7 +97,7 @@ def test_how_many_operators_matter():
 
 def test_other_operators_after_the_last_one_that_matters_are_no_error():
     # Nothing is given to them: as in a region without any policy.
-    runs = []
+    runs = Log()
 
     def function(x):
         runs.append(None)
@@ -114,7 +115,7 @@ def chain_of_four(x):
 
 
 def test_other_operators_before_it_are_an_error():
-    runs = []
+    runs = Log()
 
     def function(x):
         runs.append(None)
@@ -166,7 +167,7 @@ def test_under_a_mode_of_the_user_and_around_one():
 
 
 def test_regions_inside_and_around():
-    seen = []
+    seen = Log()
 
     def inner(x):
         return chain(x, seen)

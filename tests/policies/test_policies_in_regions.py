@@ -13,6 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import torchremat
+from logs import Log
 from policies.counting import Counted, gradients
 from torchremat import CheckpointError, Host, MutationError, PolicyError, checkpoint, checkpointed, name, session, wrap
 from torchremat.policies import (
@@ -175,7 +176,7 @@ def test_what_no_recompute_reaches_is_not_held():
 
 
 def test_taken_values_are_gone_after_their_last_use():
-    kept = []
+    kept = Log()
 
     def function(x):
         y = x @ x
@@ -200,7 +201,7 @@ def test_taken_values_are_gone_after_their_last_use():
 
 def test_taken_values_are_gone_when_the_recompute_has_ended():
     # They were there until the whole graph had gone: what protects them from writes held them as well.
-    kept = []
+    kept = Log()
 
     def function(x):
         y = x @ x
@@ -555,7 +556,7 @@ def test_what_a_region_has_kept_is_not_taken_for_one_at_another_depth():
 @pytest.mark.parametrize("policy", [save_matmuls, everything_saved, everything_saved.into(Host())], ids=repr)
 def test_the_region_around_recomputes_once_for_all_that_saves_its_tensor(policy):
     # Each slot that has a view of an input asked the outer region for it: eight outer recomputes instead of one.
-    runs = []
+    runs = Log()
     weight = torch.randn(4, 4)
     inner = checkpointed(lambda h: (h @ weight).sin() * h + h.exp() * h.cos(), policy=policy)
 
@@ -806,7 +807,7 @@ def test_a_path_that_matches_nothing_is_an_error_that_lists_modules():
 
 
 def test_another_order_of_operators_is_an_error_that_names_them():
-    calls = []
+    calls = Log()
 
     def function(x):
         calls.append(None)

@@ -9,10 +9,12 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from logs import Log
 from torchremat import CheckpointError, checkpointed, plan
 from torchremat.extend import only_watches
 from torchremat.policies import everything_saved, nothing_saved, save_matmuls, save_operators
@@ -161,7 +163,7 @@ def test_a_mode_between_a_region_and_one_inside(mode, inner):
 
 
 def test_only_the_inner_region_keeps_what_runs_in_it_under_a_mode():
-    seen = []
+    seen = Log()
 
     def noted(name):
         def policy(ctx, op, *args, **kwargs):
@@ -251,11 +253,25 @@ def test_the_numbers_of_a_plan_are_those_of_a_leaf_under_a_flop_counter(planned)
     assert backward.get_total_flops() == 4 * PRODUCT
 
 
+def test_a_hook_that_comes_after_the_forward_is_not_in_the_recompute():
+    block, x = blocks(1)[0], inputs(requires_grad=True)
+    leaves = [x, *block.parameters()]
+    plain = torch.autograd.grad(block(x).sum(), leaves)
+    loss = checkpointed(block, policy=save_matmuls)(x).sum()
+    ran = Log()
+    block.norm.register_forward_hook(lambda module, args, output: ran.append(1) or output * 1)
+
+    found = torch.autograd.grad(loss, leaves)
+
+    assert all(map(torch.equal, found, plain))
+    assert ran == [] and len(block.norm._forward_hooks) == 1
+
+
 def test_hooks_that_run_operators_in_one_of_both_are_an_error_that_says_so():
+    # Those of torch for all modules are no part of what a forward reaches.
     block, x = blocks(1)[0], inputs()
     loss = checkpointed(block, policy=save_matmuls)(x).sum()
-    hook = block.norm.register_forward_hook(lambda module, args, output: output * 1)
+    hook = register_module_forward_hook(lambda module, args, output: output * 1 if module is block.norm else None)
 
-    with pytest.raises(CheckpointError, match="a hook on modules that was not there in both"):
+    with hook, pytest.raises(CheckpointError, match="a hook on modules that was not there in both"):
         loss.backward()
-    hook.remove()
