@@ -10,6 +10,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.utils import checkpoint as torchs
 
 import torchremat
+from logs import Log
 from regions.comparing import Counted, leaf, same, three
 from torchremat import UnsupportedError, install, is_checkpointing, is_recomputing, uninstall
 from torchremat.interop import torch_checkpoint as drop_in
@@ -33,7 +34,7 @@ class Where:
 
     def __init__(self, function=three):
         self.function = function
-        self.seen = []
+        self.seen = Log()
 
     def __call__(self, *args):
         self.seen.append("region" if is_checkpointing() else "recompute" if is_recomputing() else "-")

@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from logs import Log
 from regions.comparing import leaf, same, three
 from torchremat import is_recomputing
 from torchremat.interop.torch_checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -32,7 +33,7 @@ def run(function, *args, log, swallows=(False, False), **options):
 
 
 def test_the_first_is_entered_in_the_forward_and_the_second_in_the_recompute():
-    log = []
+    log = Log()
     x = leaf(3)
 
     def function(a):
@@ -47,7 +48,7 @@ def test_the_first_is_entered_in_the_forward_and_the_second_in_the_recompute():
 
 
 def test_the_end_of_a_recompute_that_stops_early_passes_through_as_an_exception():
-    log = []
+    log = Log()
 
     run(three, leaf(3), log=log).sum().backward()
 
@@ -55,7 +56,7 @@ def test_the_end_of_a_recompute_that_stops_early_passes_through_as_an_exception(
 
 
 def test_a_context_that_swallows_that_changes_nothing():
-    log = []
+    log = Log()
     x = leaf(3)
 
     assert same(lambda: run(three, x, log=log, swallows=(False, True)), lambda: three(x), [x])
@@ -63,7 +64,7 @@ def test_a_context_that_swallows_that_changes_nothing():
 
 
 def test_the_second_is_entered_again_for_each_backward():
-    log = []
+    log = Log()
     y = run(three, leaf(3), log=log).sum()
 
     y.backward(retain_graph=True)
@@ -87,7 +88,7 @@ def test_a_function_that_makes_the_contexts_is_called_once_per_region():
 
 
 def test_without_grad_they_are_made_and_not_entered():
-    log = []
+    log = Log()
 
     with torch.no_grad():
         run(three, leaf(3), log=log)
@@ -96,7 +97,7 @@ def test_without_grad_they_are_made_and_not_entered():
 
 
 def test_nested_ones_are_entered_in_order():
-    log = []
+    log = Log()
     x = leaf(3)
 
     def outer(a):
@@ -166,7 +167,7 @@ def test_a_forward_context_that_swallows_an_exception_is_an_error():
 
 
 def test_what_a_forward_raises_arrives():
-    log = []
+    log = Log()
 
     def function(a):
         raise ValueError("in the forward")

@@ -11,6 +11,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils import checkpoint as torchs
 
 import torchremat
+from logs import Log
 from regions.comparing import leaf, same
 from torchremat import MutationError, UnsupportedError
 from torchremat.interop import torch_checkpoint as ours
@@ -223,7 +224,7 @@ def test_nothing_of_it_outlives_the_graph(function):
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_a_decorator(use_reentrant):
-    calls = []
+    calls = Log()
 
     @ours.checkpoint(use_reentrant=use_reentrant)
     def function(a):

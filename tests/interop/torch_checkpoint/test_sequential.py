@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.utils import checkpoint as torchs
 
+from logs import Log
 from regions.comparing import leaf, same
 from torchremat import is_recomputing
 from torchremat.interop.torch_checkpoint import checkpoint_sequential
@@ -25,7 +26,7 @@ class Step(nn.Module):
 
 
 def steps(count):
-    log = []
+    log = Log()
     return nn.Sequential(*(Step(number, log) for number in range(count))), log
 
 
@@ -87,7 +88,7 @@ def test_without_it_there_is_a_warning(sequential):
 
 @WAYS
 def test_several_inputs_and_outputs_as_in_pytorch_1(use_reentrant):
-    log = []
+    log = Log()
 
     def apart(a, b):
         log.append("apart")

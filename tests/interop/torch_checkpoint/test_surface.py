@@ -11,6 +11,7 @@ from torch.utils import checkpoint as torchs
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchremat
+from logs import Log
 from regions.comparing import Counted, Watched, leaf, result, same, three
 from torchremat import MutationError, UnsupportedError
 from torchremat.extend import only_watches
@@ -161,7 +162,7 @@ def test_without_grad_it_is_a_plain_call(use_reentrant):
 
 
 def steps_of_recompute(**options):
-    steps = []
+    steps = Log()
 
     def function(a):
         b = a.exp().sin()
@@ -191,7 +192,7 @@ def test_the_switch_for_stopping_early_goes_before_the_argument():
 
 def test_the_switch_counts_in_the_forward_and_not_in_the_backward():
     function = Counted(lambda a: a.exp().sin() + 1)
-    after = []
+    after = Log()
 
     def body(a):
         y = function(a)
@@ -260,7 +261,7 @@ def test_what_a_partial_holds_is_input_too():
 
 
 def differing(first, second):
-    calls = []
+    calls = Log()
 
     def function(a):
         calls.append(1)
@@ -323,7 +324,7 @@ def test_debugging_adds_the_operators_of_both_runs(switch):
 
 
 def test_the_check_can_be_left_out():
-    calls = []
+    calls = Log()
 
     def function(a):
         calls.append(1)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from logs import Count, Log
 from torchremat.errors import PipelineError
 from torchremat.interop.torchgpipe import GPipe, is_checkpointing, is_recomputing
 
@@ -136,7 +137,7 @@ class Logged(torch.autograd.Function):
         return None, None, grad
 
 
-class Log(nn.Module):
+class Noting(nn.Module):
     """Logs its runs by the value of the first row."""
 
     def __init__(self, stage, log):
@@ -160,8 +161,8 @@ class Log(nn.Module):
     ],
 )
 def test_c5_g4_backward_goes_through_the_clocks_the_other_way_around(checkpoint, order):
-    log = []
-    model = gpipe(*(Log(stage, log) for stage in "abc"), chunks=3, checkpoint=checkpoint)
+    log = Log()
+    model = gpipe(*(Noting(stage, log) for stage in "abc"), chunks=3, checkpoint=checkpoint)
 
     output = model(torch.tensor([0.25, 1.25, 2.25], requires_grad=True))
     assert " ".join(log) == "F0a F1a F0b F2a F1b F0c F2b F1c F2c"
@@ -181,7 +182,7 @@ def test_c5_g4_backward_goes_through_the_clocks_the_other_way_around(checkpoint,
     ],
 )
 def test_c6_the_two_questions(checkpoint, expected):
-    seen = []
+    seen = Log()
 
     model = gpipe(Call(lambda x: seen.append((is_checkpointing(), is_recomputing())) or x.exp()), checkpoint=checkpoint)
     model(torch.rand(1, requires_grad=True)).sum().backward()
@@ -208,7 +209,7 @@ def test_c7_random_numbers_are_drawn_again(checkpoint):
 
 @pytest.mark.parametrize("checkpoint", MODES)
 def test_c8_w5_autocast_reaches_forward_and_recompute(checkpoint):
-    seen = []
+    seen = Log()
 
     class Seen(nn.Linear):
         def forward(self, x):
@@ -276,11 +277,11 @@ def test_c9_gradients_of_gradients(checkpoint):
 
 
 def test_c9_what_is_frozen_is_not_run_again():
-    counts = [0, 0]
+    counts = [Count(), Count()]
 
     def counted(stage):
         def run(x):
-            counts[stage] += 1
+            counts[stage].up()
             return x.exp()
 
         return Call(run)
@@ -288,7 +289,7 @@ def test_c9_what_is_frozen_is_not_run_again():
     model = gpipe(nn.Sequential(counted(0)), nn.Sequential(nn.Linear(1, 1), counted(1)), chunks=2, checkpoint="always")
     model(torch.rand(4, 1)).sum().backward()
 
-    assert counts == [2, 4]
+    assert [one.value for one in counts] == [2, 4]
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
@@ -382,11 +383,12 @@ def test_g6_the_first_exception_ends_the_clocks(checkpoint):
     [("never", [0, 0]), ("always", [2, 2]), ("except_last", [1, 1])],
 )
 def test_g14_g15_what_is_recomputed(checkpoint, recomputed):
-    counts = [0, 0]
+    counts = [Count(), Count()]
 
     def counted(stage):
         def run(x):
-            counts[stage] += is_recomputing()
+            if is_recomputing():
+                counts[stage].up()
             return x.exp()
 
         return Call(run)
@@ -396,21 +398,21 @@ def test_g14_g15_what_is_recomputed(checkpoint, recomputed):
     found = nodes(output)
     output.sum().backward()
 
-    assert counts == recomputed
+    assert [one.value for one in counts] == recomputed
     assert [found.count("CheckpointBackward"), found.count("RecomputeBackward")] == [sum(recomputed)] * 2
 
 
 def test_g14_a_short_batch_has_a_last_microbatch_too():
-    count = 0
+    count = Count()
 
     def counted(x):
-        nonlocal count
-        count += is_recomputing()
+        if is_recomputing():
+            count.up()
         return x.exp()
 
     gpipe(Call(counted), chunks=8)(torch.rand(2, requires_grad=True)).sum().backward()
 
-    assert count == 1
+    assert count.value == 1
 
 
 def test_g14_nothing_is_recomputed_in_evaluation():
@@ -448,7 +450,7 @@ def test_g16_gradients_are_those_of_the_plain_model(checkpoint, chunks):
 
 
 def test_g17_hooks_run_in_recomputes_too():
-    runs = []
+    runs = Log()
     model = gpipe(nn.Sequential(nn.Linear(1, 1), nn.Tanh(), nn.Tanh()), chunks=2, checkpoint="always")
     model[0][1].register_forward_hook(lambda *_: runs.append(is_recomputing()))
 
