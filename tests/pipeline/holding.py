@@ -12,6 +12,7 @@ from torch import Tensor, UntypedStorage, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
+from torchremat.extend import only_watches
 from torchremat.measuring.tracker import address_of
 from torchremat.pipeline import copying
 
@@ -23,6 +24,7 @@ class _Running(threading.local):
     entered = False
 
 
+@only_watches
 class StageBytes(TorchDispatchMode):
     """Counts the memory that is made while it is entered, by the stage that has got or computed it.
 

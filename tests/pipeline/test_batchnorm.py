@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from logs import Count
 from torchremat import checkpoint, checkpointed, is_recomputing, measure
 from torchremat.errors import ScheduleError, UnsupportedError
 from torchremat.pipeline.batchnorm import (
@@ -176,13 +177,10 @@ def test_state_is_that_of_a_batch_norm():
 class Counting(nn.Module):
     def __init__(self):
         super().__init__()
-        self.forwards = self.recomputes = 0
+        self.forwards, self.recomputes = Count(), Count()
 
     def forward(self, x):
-        if is_recomputing():
-            self.recomputes += 1
-        else:
-            self.forwards += 1
+        (self.recomputes if is_recomputing() else self.forwards).up()
         return x
 
 
@@ -217,7 +215,7 @@ def test_regions_change_neither_statistics_nor_gradients(features, chunks, optio
 
     assert equal(statistics(region[1]), statistics(plain[1]))
     assert equal([one.grad for one in region.parameters()], [one.grad for one in plain.parameters()])
-    assert (region[2].forwards, region[2].recomputes) == (12, recomputes)
+    assert (region[2].forwards.value, region[2].recomputes.value) == (12, recomputes)
     assert region[1].microbatches == 0
     # In floats: sums in another order.
     assert close(statistics(plain[1]), statistics(whole), rtol=1e-4, atol=1e-6)
@@ -241,7 +239,7 @@ def test_a_region_that_ends_between_microbatches_and_backward_in_other_threads()
 
     assert equal(statistics(region[1]), statistics(plain[1]))
     assert equal([one.grad for one in region.parameters()], [one.grad for one in plain.parameters()])
-    assert region[2].recomputes == 4 and region[1].microbatches == 0
+    assert region[2].recomputes.value == 4 and region[1].microbatches == 0
 
 
 def test_a_measured_step_leaves_no_statistics():

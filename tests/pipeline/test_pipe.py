@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import torchremat
+from logs import Count, Log
 from pipeline.layered import Noted, equal, gradients, layers, plainly
 from torchremat import Pipe, PipelineError, PlanError, UnsupportedError
 from torchremat._compat.autograd import current_graph_task
@@ -58,7 +59,7 @@ def test_gradients_are_those_of_the_plain_model(mode, chunks):
 
 @pytest.mark.parametrize(("mode", "recomputed"), [("always", 3), ("except_last", 2), ("never", 0)])
 def test_each_cell_that_is_checkpointed_is_recomputed_once(mode, recomputed):
-    log = []
+    log = Log()
     pipe = Pipe(nn.Sequential(Noted("0", log), Noted("1", log)), [1, 1], devices=CPUS, chunks=3, checkpoint=mode)
 
     pipe(torch.rand(3, 4).requires_grad_()).sum().backward()
@@ -73,7 +74,7 @@ def test_each_cell_that_is_checkpointed_is_recomputed_once(mode, recomputed):
 def test_backward_goes_through_the_clocks_the_other_way_around(requires_grad, is_late):
     # No edge orders the microbatches of a stage whose input requires no grad. Late in a training, when the caller's
     # thread has made more nodes than a worker, all of its recomputes ran and were held before any of its backwards.
-    log = []
+    log = Log()
     module = nn.Sequential(nn.Sequential(nn.Linear(4, 4), Noted("0", log)), Noted("1", log))
     pipe = Pipe(module, [1, 1], devices=CPUS, chunks=3, checkpoint="always")
 
@@ -93,7 +94,7 @@ def test_backward_goes_through_the_clocks_the_other_way_around(requires_grad, is
 
 
 def test_a_recompute_does_not_wait_for_the_gradient(monkeypatch):
-    log = []
+    log = Log()
     module = nn.Sequential(Noted("0", log), Noted("1", log))
     pipe = Pipe(module, [1, 1], devices=CPUS, checkpoint="always")
     loss = pipe(torch.rand(2, 4).requires_grad_()).sum()
@@ -278,7 +279,7 @@ def test_without_grad_there_is_no_graph():
 
 
 def test_layers_that_are_frozen_are_not_recomputed():
-    log = []
+    log = Log()
     module = nn.Sequential(Noted("0", log), Noted("1", log))
     module[0].requires_grad_(False)
     pipe = Pipe(module, [1, 1], devices=CPUS, chunks=2, checkpoint="always")
@@ -322,7 +323,7 @@ class Surrounded(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
-        self.seen = []
+        self.seen = Log()
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.linear(x)
@@ -428,7 +429,7 @@ def test_a_step_that_fails_at_its_end_leaves_no_statistics():
 
 
 def test_a_session_spans_two_backwards_of_a_pipe():
-    log = []
+    log = Log()
     pipe = Pipe(nn.Sequential(Noted("0", log), Noted("1", log)), [1, 1], devices=CPUS, chunks=2, checkpoint="always")
     with torchremat.session():
         loss = pipe(torch.rand(2, 4)).sum()
@@ -450,12 +451,12 @@ class Fails(nn.Module):
 
     def __init__(self, run: int, error: type[BaseException]) -> None:
         super().__init__()
-        self.run, self.error, self.runs = run, error, 0
+        self.run, self.error, self.runs = run, error, Count()
         self.linear = nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        self.runs += 1
-        if self.runs == self.run:
+        self.runs.up()
+        if self.runs.value == self.run:
             raise self.error("on purpose")
         return self.linear(x).tanh()
 
@@ -507,7 +508,7 @@ def test_an_error_is_gone_with_its_tensors_without_the_cycle_collector():
 
 
 def test_an_error_stops_later_clocks():
-    log = []
+    log = Log()
     module = nn.Sequential(Fails(1, ValueError), Noted("1", log))
     module[0].register_forward_pre_hook(lambda *_: log.append("F0"))
 
@@ -665,10 +666,13 @@ def stage_plans(pipe: Pipe, width: int, rows: int, *, budget: str) -> list[torch
 class Counts(nn.Linear):
     """Counts its recomputes; in `forward` itself, since hooks are outside of the regions of a plan."""
 
-    recomputes = 0
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.recomputes = Count()
 
     def forward(self, x: Tensor) -> Tensor:
-        self.recomputes += torchremat.is_recomputing()
+        if torchremat.is_recomputing():
+            self.recomputes.up()
         return super().forward(x)
 
 
@@ -683,7 +687,7 @@ def test_stages_run_by_plans():
     pipe(x).sum().backward()
     plainly(plain, x, 2).sum().backward()
 
-    again = [layer[0].recomputes for layer in module]
+    again = [layer[0].recomputes.value for layer in module]
     assert sum(again) > 0
     assert min(again) == 0  # not everything
     assert equal(gradients(pipe), gradients(plain))

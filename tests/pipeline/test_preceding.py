@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import torchremat
+from logs import Log
 from torchremat.errors import MutationError
 from torchremat.pipeline.preceding import precede
 from torchremat.regions.region import Region
@@ -62,7 +63,7 @@ def cell(name: str, log: list[str], x: Tensor, *, precedes: bool) -> Tensor:
 def test_a_recompute_is_enqueued_before_the_wait_for_the_gradient():
     orders = []
     for precedes in (False, True):
-        log = []
+        log = Log()
         x = torch.rand(3, requires_grad=True)
         y = cell("b", log, cell("a", log, x, precedes=precedes), precedes=precedes)
 
@@ -79,7 +80,7 @@ def test_a_recompute_is_enqueued_before_the_wait_for_the_gradient():
 
 def test_a_loss_on_any_output_is_preceded():
     for used in range(3):
-        log = []
+        log = Log()
         x = torch.rand(3, requires_grad=True)
         region, outputs = region_of(lambda x: [Step.apply(str(n), log, x * 1) for n in range(3)], x)  # noqa: B023
         outputs = precede(region, [SlowCopy.apply("W", "", log, one) for one in outputs])
@@ -103,7 +104,7 @@ def test_what_requires_no_grad_goes_past():
 
 
 def test_each_backward_recomputes_once_and_none_is_left():
-    log = []
+    log = Log()
     x = torch.rand(3, requires_grad=True)
     y = cell("a", log, x, precedes=True)
     log.clear()
@@ -118,7 +119,7 @@ def test_each_backward_recomputes_once_and_none_is_left():
 
 def test_second_derivatives_are_right():
     x = torch.rand(3, dtype=torch.float64, requires_grad=True)
-    log = []
+    log = Log()
 
     (first,) = torch.autograd.grad(cell("a", log, x, precedes=True).sum(), x, create_graph=True)
     first.sum().backward()
@@ -127,7 +128,7 @@ def test_second_derivatives_are_right():
 
 
 def test_a_session_gets_what_is_recomputed():
-    log = []
+    log = Log()
     x = torch.rand(3, requires_grad=True)
     with torchremat.session():
         y = cell("a", log, x, precedes=True)
@@ -152,7 +153,7 @@ def test_random_numbers_are_those_of_the_forward():
 
 
 def test_the_words_for_where_code_runs():
-    words = []
+    words = Log()
 
     def function(x: Tensor) -> Tensor:
         words.append((torchremat.is_checkpointing(), torchremat.is_recomputing()))
@@ -167,7 +168,7 @@ def test_the_words_for_where_code_runs():
 
 
 def test_a_backward_that_does_not_need_the_region_leaves_nothing_behind():
-    log = []
+    log = Log()
     x = torch.rand(3, requires_grad=True)
     region, y = region_of(lambda x: Step.apply("a", log, x), x)
     (end,) = precede(region, [y])
@@ -212,7 +213,7 @@ def test_inputs_stay_for_a_backward_that_keeps_its_graph():
 
 
 def test_another_backward_through_other_nodes_gets_what_was_recomputed():
-    log = []
+    log = Log()
     x = torch.rand(3, requires_grad=True)
     region, outputs = region_of(lambda x: [Step.apply(str(n), log, x * 1) for n in range(3)], x)
     outputs = precede(region, outputs[:1]) + outputs[1:]
@@ -246,7 +247,7 @@ def test_what_was_recomputed_and_written_since_is_refused():
 
 
 def test_a_nested_region_asks_a_region_without_inputs():
-    log = []
+    log = Log()
     x = torch.rand(3, requires_grad=True)
 
     def inner(x):

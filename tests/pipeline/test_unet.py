@@ -7,6 +7,7 @@ import torch
 
 import torchremat
 import unet
+from logs import Log
 from pipeline.holding import StageBytes, own_memory
 from torchremat.pipeline.pipe import Pipe
 
@@ -57,7 +58,7 @@ def test_gradients_are_those_of_the_plain_model(checkpoint, chunks):
 
 
 def test_skips_are_recomputed_with_their_stage():
-    runs = []
+    runs = Log()
     layers = model().layers()
     layers[2].register_forward_hook(lambda *_: runs.append("stash" if not torchremat.is_recomputing() else "again"))
     layers[11].register_forward_hook(lambda *_: runs.append("pop" if not torchremat.is_recomputing() else "again"))

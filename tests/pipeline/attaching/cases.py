@@ -1,7 +1,6 @@
 """What two processes do with attached schedules."""
 
 import gc
-from collections import Counter
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from importlib import import_module
@@ -12,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+from logs import Hidden, Tally
 from pipeline.attaching.models import (
     BLOCKS,
     MICROBATCHES,
@@ -84,7 +84,7 @@ class Shifted(nn.Module):
     def __init__(self):
         super().__init__()
         self.linears = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
-        self.calls = Counter()
+        self.calls = Tally()
 
     def forward(self, x):
         for linear in self.linears:
@@ -130,7 +130,7 @@ class Tied(nn.Module):
     def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)
-        self.calls = Counter()
+        self.calls = Tally()
 
     def forward(self, x):
         self.calls[x.detach().double().sum().item()] += 1
@@ -233,28 +233,31 @@ def errors():
 class Failing(torch.autograd.Function):
     """Passes on; raises in the backward if it is told to."""
 
-    at = None
-
     @staticmethod
     def forward(ctx, x):
         return x.clone()
 
     @staticmethod
     def backward(ctx, grad):
-        if Failing.at == 0:
-            raise RuntimeError("the backward broke")
-        Failing.at = None if Failing.at is None else Failing.at - 1
+        goes_on("backward")
         return grad
 
 
 class Breaking(Counted):
-    at = None
-
     def forward(self, x):
-        if Breaking.at == 0:
-            raise RuntimeError("the forward broke")
-        Breaking.at = None if Breaking.at is None else Breaking.at - 1
+        goes_on("forward")
         return Failing.apply(super().forward(x))
+
+
+# The number of the forward, recomputes included, or of the backward that breaks.
+_breaks = Hidden(forward=None, backward=None)
+
+
+def goes_on(what):
+    at = _breaks[what]
+    if at == 0:
+        raise RuntimeError(f"the {what} broke")
+    _breaks[what] = None if at is None else at - 1
 
 
 def exceptions(name):
@@ -268,11 +271,12 @@ def exceptions(name):
 
     with attach(program.schedule) as attached:
         program.step()
-        for broken, at in [(Breaking, 0), (Breaking, 3), (Breaking, regions + 1), (Failing, 0), (Failing, 3)]:
-            broken.at = at
+        places = [("forward", 0), ("forward", 3), ("forward", regions + 1), ("backward", 0), ("backward", 3)]
+        for what, at in places:
+            _breaks[what] = at
             with pytest.raises(RuntimeError):
                 program.step()
-            broken.at = None
+            _breaks[what] = None
             assert attached.open_sessions == 0
             for stage in program.stages:
                 stage.clear_runtime_states()

@@ -1,6 +1,5 @@
 """Stages of blocks in the style of Llama, and the schedules that run them."""
 
-from collections import Counter
 from functools import cache
 from importlib import import_module
 
@@ -10,6 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from llama import Llama
+from logs import Tally
 from versions import NEEDS_OWN_SENDS, skip_unless
 
 WIDTH = 8
@@ -28,7 +28,7 @@ class Counted(Llama):
 
     def __init__(self):
         super().__init__(WIDTH)
-        self.calls = Counter()
+        self.calls = Tally()
 
     def forward(self, x):
         self.calls[x.detach().double().sum().item()] += 1

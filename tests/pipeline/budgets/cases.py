@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
+from logs import Count
 from pipeline.budgets.blocks import Block
 from torchremat import BudgetError, PipelineError, PlanError, StepError, UnsupportedError, unwrap, wrap
 from torchremat.measuring.allocator import record_allocations
@@ -63,7 +64,7 @@ class Program:
         for module in self.modules:
             module.zero_grad()
         for block in (block for module in self.modules for block in module):
-            block.calls = 0
+            block.ran = Count()
         self.step(self.schedule)
         return [parameter.grad for module in self.modules for parameter in module.parameters()]
 

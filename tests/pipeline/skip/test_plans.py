@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from logs import Count
 from pipeline.skip.modules import PopValue, StashValue
 from torchremat import plan, verify
 from torchremat.measuring.modules import visible_modules
@@ -80,16 +81,16 @@ def test_a_plan_is_exact_and_within_its_budget(budget):
 
 
 def test_a_run_of_calls_around_both_ends_does_not_hold_the_skip():
-    made, counts = WeakSet(), [0, 0]
+    made, counts = WeakSet(), [Count(), Count()]
 
     def makes(x):
-        counts[0] += 1
+        counts[0].up()
         value = x.exp()
         made.add(value.untyped_storage())
         return value
 
     def uses(x, value):
-        counts[1] += 1
+        counts[1].up()
         return (x * value).sin()
 
     model = nn.Sequential(StashValue(makes), nn.Tanh(), PopValue(uses), nn.Tanh())
@@ -100,10 +101,10 @@ def test_a_run_of_calls_around_both_ends_does_not_hold_the_skip():
         others=(),
         units=tuple((PlannedCall(name=str(number), number=0),) for number in range(4)),
     )
-    counts[:] = [0, 0]
+    counts[:] = [Count(), Count()]
     install(model, calls, (Region(tuple(Keep(number) for number in range(3))), Keep(3)), Settings())
     y = model(x).sum()
 
     assert len(made) == 0
     assert torch.equal(torch.autograd.grad(y, x)[0], plain)
-    assert counts == [2, 2]
+    assert [one.value for one in counts] == [2, 2]

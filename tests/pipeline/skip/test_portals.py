@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from logs import Log
 from pipeline.skip.modules import PopValue, StashValue
 from regions.comparing import leaf
 from torchremat import SkipError, checkpointed, is_recomputing
@@ -209,7 +210,7 @@ class Microbatch:
     def __init__(self, copies, call):
         self.copies, self.call = copies, call
         self.made = WeakSet()
-        self.events = []
+        self.events = Log()
 
     def note(self, event):
         alive = [sum(storage.nbytes() for storage in found) for found in (self.made, self.copies)]
