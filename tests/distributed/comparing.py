@@ -127,7 +127,7 @@ def compare(build, shard, ours, *, calls, gathers=None, micros=1, as_one=True):
         assert equal(plain.grads, alone(build, micros)), "the plain run is not that of one process"
     assert equal(own.grads, plain.grads), "the gradients are not those of the plain run"
     assert own.calls == calls, f"calls of the blocks: {own.calls}"
-    assert sum(plain.calls) < sum(own.calls)
+    assert sum(plain.calls) < sum(own.calls) or calls == plain.calls
     if gathers is not None:
         assert plain.gathers == gathers, f"all-gathers of the plain run: {plain.gathers}"
         assert own.gathers == gathers, f"all-gathers: {own.gathers}"

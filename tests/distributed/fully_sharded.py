@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torchremat.regions.modules import ModuleState
+from torchremat.state.world import World
 
 from distributed.comparing import compare, held
 from distributed.data_parallel import run_of_calls

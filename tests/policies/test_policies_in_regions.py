@@ -15,7 +15,21 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 import torchremat
 from logs import Log
 from policies.counting import Counted, gradients
-from torchremat import CheckpointError, Host, MutationError, PolicyError, checkpoint, checkpointed, name, session, wrap
+from torchremat import (
+    CheckpointError,
+    Compressed,
+    Disk,
+    Host,
+    Keep,
+    MutationError,
+    PolicyError,
+    checkpoint,
+    checkpointed,
+    name,
+    session,
+    wrap,
+)
+from torchremat.extend import RECOMPUTE, SAVE, stored_in
 from torchremat.policies import (
     everything_saved,
     nothing_saved,
@@ -27,6 +41,7 @@ from torchremat.policies import (
     save_operators,
     save_smaller_than,
 )
+from torchremat.policies.policy import Policy
 
 aten = torch.ops.aten
 
@@ -383,6 +398,64 @@ def test_what_is_stored_and_written_without_a_new_version_is_stored_again():
         assert gradients(chosen, x, times=2) == gradients(function, x)
 
 
+@pytest.mark.parametrize("store", [None, Host(), Keep(), Disk(), Compressed()], ids=repr)
+def test_views_that_count_apart_and_are_written_after_the_region(store):
+    # Of what is kept, the memory was written through a chunk, and no version of what is kept had moved.
+    def function(x):
+        y = x @ x
+        first, second = torch.unsafe_chunk(y, 2, 1)
+        return first, second, (y * 2).sin()
+
+    def run(choose):
+        x = torch.linspace(-1, 1, 64).view(8, 8).requires_grad_()
+        first, second, z = choose(function)(x)
+        loss = z.sum()
+        with torch.no_grad():
+            first.zero_()
+            second.mul_(2)
+        return [torch.autograd.grad(loss, x, retain_graph=True)[0].tolist() for _ in range(2)]
+
+    for keep in (save_matmuls, everything_saved, save_operators("aten.unsafe_split")):
+        policy = keep if store is None else keep.into(store)
+        assert run(lambda function, policy=policy: checkpointed(function, policy=policy)) == run(
+            lambda function: function
+        )
+
+
+@pytest.mark.parametrize("store", [None, Keep()], ids=repr)
+def test_writes_after_a_policy_was_asked_for_the_last_time(store):
+    # Nobody looked any more, and a cell that writes to chunks of what was kept had a wrong gradient.
+    class First(Policy):
+        asks_first = 4
+
+        def __call__(self, ctx, op, /, *args, **kwargs):
+            if op is not torch.ops.aten.addmm.default:
+                return RECOMPUTE
+            return SAVE if store is None else stored_in(store)
+
+    cell = nn.GRUCell(8, 8)
+    x = torch.linspace(-1, 1, 64).view(8, 8).requires_grad_()
+
+    def function(x):
+        return cell(x, x.sin())
+
+    assert gradients(checkpointed(function, policy=First()), x, cell, times=2) == gradients(function, x, cell, times=2)
+
+
+def test_what_several_operators_keep_in_a_store_is_one_catalog_of_it():
+    # A policy that is asked each time made a catalog each time, and one did not know of what another had stored.
+    def function(x):
+        y = x @ x
+        return y.view(-1).sin() + y.cos().view(-1)
+
+    store = Host()
+    x = torch.randn(8, 8, requires_grad=True)
+    loss = checkpointed(function, policy=save_larger_than(1).into(store))(x).sum()
+
+    assert store.statistics.stored_bytes == 8 * 8 * 4  # `y` alone, once
+    assert loss.requires_grad
+
+
 @pytest.mark.parametrize("write", [lambda y: y.mul_(3), lambda y: y[0].mul_(3)], ids=["whole", "view"])
 def test_writes_to_what_is_kept_of_a_subclass(write):
     # A copy was a plain tensor of the first half's values, and a write to a view of an alias in a recompute was one to
@@ -587,6 +660,47 @@ def test_torchs_own_checkpoint_around_gives_an_input_once(policy):
 
     found = gradients(lambda x: torch_checkpoint(function, x, inner, use_reentrant=False), x)
     assert found == gradients(lambda x: function(x, plain), x)
+
+
+class Once(torch.autograd.graph.saved_tensors_hooks):
+    """Hooks that give each tensor back once, as those of torchtune's offloading, and count."""
+
+    def __init__(self):
+        self.waiting, self.packed, self.unpacked = {}, 0, 0
+        super().__init__(self._pack, self._unpack)
+
+    def _pack(self, tensor):
+        self.packed += 1
+        self.waiting[self.packed] = tensor.clone()
+        return self.packed
+
+    def _unpack(self, number):
+        self.unpacked += 1
+        return self.waiting.pop(number)
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["alone", "nested"])
+@pytest.mark.parametrize("policy", [save_matmuls, nothing_saved, everything_saved, everything_saved.into(Host())])
+def test_hooks_of_a_user_around_a_region_are_asked_for_an_input_once(policy, inside):
+    # Each slot that had a view of the input asked them, five times for one tensor, and the recompute once more.
+    x, weight = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4)
+
+    def function(h):
+        return sum((h @ weight).sin() for _ in range(3)) * h + h.exp() * h[1:3].cos().sum()
+
+    def around(h, inner):
+        return inner(h) * h.tan() if inside else inner(h)
+
+    region = checkpointed(around, policy=policy) if inside else around
+    once = Once()
+
+    def run(x):
+        h = x.sin()  # saves x, which is none of the hooks'
+        with once:
+            return region(h, checkpointed(function, policy=policy))
+
+    assert gradients(run, x) == gradients(lambda x: around(x.sin(), function), x)
+    assert (once.packed, once.unpacked) == (1, 1)
 
 
 def test_the_innermost_policy_alone_decides():

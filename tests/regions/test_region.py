@@ -2,6 +2,8 @@
 
 import gc
 import threading
+from contextlib import nullcontext
+from functools import partial
 from weakref import WeakSet, ref
 
 import pytest
@@ -12,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from logs import Hidden, Log
+from policies.counting import Counted as Operators
 from regions.comparing import Counted, Twice, Watched, backward_at_once, leaf, live_regions, same, three
 from torchremat import CheckpointError, MutationError, checkpoint, checkpointed, session
 
@@ -422,6 +425,36 @@ def test_an_input_that_needs_no_gradient_does_not_keep_a_recompute_from_stopping
     ran.clear()
     run().sum().backward()
     assert ran == ["inside"] * 2  # in the forward, and in its own recompute
+
+
+@pytest.mark.parametrize("around", [nullcontext, save_on_cpu], ids=["kept", "hooked"])
+@pytest.mark.parametrize(
+    ("body", "operators"),
+    [
+        (lambda x, mask: (x.sin() * mask).tanh().sum(), {"sin": 1, "mul": 1, "tanh": 1}),
+        (lambda x, mask: (x.sin() * mask).sum(), {"sin": 1}),
+        (lambda x, mask: (x.sin() * mask.view(2, 4, 8).view(8, 8)).sum(), {"sin": 1, "view": 2}),
+        (lambda x, mask: (x.sin() * mask).cos() * mask, {"sin": 1, "mul": 1, "cos": 1}),
+    ],
+    ids=["before", "last", "viewed", "twice"],
+)
+def test_what_an_operation_saves_of_an_input_is_filled_already(body, operators, around):
+    # A mask has the shape of what is saved beside it, and needs no gradient: it was taken for what the operation fills
+    # after it was saved, so the recompute ran one operator more.
+    x, mask = leaf(8, 8), torch.rand(8, 8)
+
+    def run():
+        with around():
+            return checkpoint(body, x, mask)
+
+    assert same(run, lambda: body(x, mask), [x])
+    counts = []
+    for function in (run, partial(body, x, mask)):
+        y = function().sum()
+        with Operators() as ran:
+            y.backward()
+        counts.append(ran.counts)
+    assert {name: count for name, count in (counts[0] - counts[1]).items() if name != "detach"} == operators
 
 
 def test_what_is_filled_late_is_right_ahead_of_a_region_inside():

@@ -238,7 +238,7 @@ def test_a_script_module_is_refused():
     with pytest.warns((DeprecationWarning, FutureWarning), match="jit"):
         model = nn.Sequential(torch.jit.script(nn.Linear(4, 4)))
 
-    with pytest.raises(WrapError, match=r"`0` is a ScriptModule.*wrap it before scripting"):
+    with pytest.raises(WrapError, match=r"`0` is a ScriptModule.*Wrap the module that calls it"):
         wrap(model, "0")
 
 

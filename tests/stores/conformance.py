@@ -3,6 +3,9 @@
 A store of one's own joins with a line in `STORES`:
 
     "mine": Maker(lambda limit, strict: Mine(limit=limit, strict=strict))
+
+What is asked of every store in a region, where it keeps what operators return and code writes in place, is in
+`PROGRAMS`: there a store need not have a limit, statistics, or handles that are told of writes.
 """
 
 from __future__ import annotations
@@ -12,7 +15,9 @@ from dataclasses import dataclass
 
 import torch
 
-from torchremat import Compressed, Disk, Host, Keep, Tiers
+from torch import nn
+
+from torchremat import Compressed, Disk, Host, Keep, MutationError, Tiers
 
 DTYPES = [
     torch.float32,
@@ -63,6 +68,89 @@ STORES: dict[str, Maker] = {
     "tiers of two": Maker(lambda limit, strict: Tiers(Host(3000), Disk(), strict=strict), has_limit=False),
     "compressed": Maker(lambda limit, strict: Compressed(Host(limit, strict=strict)), exact_bytes=False),
     "compressed in place": Maker(lambda limit, strict: Compressed(), copies=False, has_limit=False, exact_bytes=False),
+}
+
+
+class Plainest:
+    """A store as simple as can be: it keeps the tensor, and its handles have no method more than they must."""
+
+    class Handle:
+        def __init__(self, tensor):
+            self.tensor, self.version = tensor, tensor._version
+            self.stored_bytes = tensor.nbytes
+
+        def get(self):
+            if self.tensor._version != self.version:
+                raise MutationError("written")
+            return self.tensor.detach()
+
+        def prefetch(self):
+            pass
+
+    def put(self, tensor):
+        return Plainest.Handle(tensor)
+
+
+# Where what is kept by a policy may wait. Most tensors of `PROGRAMS` have no room in what is full.
+PLACES = {
+    **{name: maker.__call__ for name, maker in STORES.items()},
+    "a disk that is slow": lambda: Disk(threads=1, pending="1GiB"),
+    "a host that is full": lambda: Host(100),
+    "tiers that are full": lambda: Tiers(Host(100), Host(200)),
+    "tiers that keep the rest": lambda: Tiers(Host(100), Keep()),
+    "the plainest": Plainest,
+}
+
+
+class Program(nn.Module):
+    """Code that writes in place to what its operators have returned, on a batch of 8 x 16; plain autograd is right."""
+
+    def __init__(self, function, *modules):
+        super().__init__()
+        self.function = function
+        self.parts = nn.ModuleList(modules)
+
+    def forward(self, x):
+        return self.function(*self.parts, x)
+
+
+def _chunks(linear, x):
+    # The chunks count their writes apart, and that of the whole does not move.
+    first, second = torch.unsafe_chunk(linear(x), 2, 1)
+    return first.sigmoid_() * second.add_(first).tanh_()
+
+
+def _parts_of_a_list(linear, x):
+    first, second = torch.unsafe_split(linear(x), 8, 1)
+    torch._foreach_mul_([first.detach(), second.detach()], 2.0)
+    return first.sin() * second.cos()
+
+
+def _view(linear, x):
+    hidden = linear(x)
+    left = hidden[:, :8]
+    seen = left.tanh()
+    left.mul_(2.0)
+    return torch.cat([seen, hidden[:, 8:].sin()], 1) * hidden.cos()
+
+
+def _twice(linear, x):
+    hidden = linear(x)
+    return (hidden.mul_(2.0) + 1).relu_().sin() * hidden.t().contiguous().add_(1.0).t()
+
+
+PROGRAMS = {
+    "relu": lambda: nn.Sequential(nn.Linear(16, 16), nn.ReLU(inplace=True), nn.Linear(16, 16)),
+    "GRUCell": lambda: Program(lambda cell, x: cell(x, x), nn.GRUCell(16, 16)),
+    "LSTMCell": lambda: Program(lambda cell, x: cell(x, (x, x))[0] * cell(x)[1], nn.LSTMCell(16, 16)),
+    "RNNCell": lambda: Program(lambda cell, x: cell(x, cell(x, x)), nn.RNNCell(16, 16)),
+    "GRU": lambda: Program(lambda layer, x: layer(x.view(2, 4, 16))[0], nn.GRU(16, 16)),
+    "LSTM": lambda: Program(lambda layer, x: layer(x.view(2, 4, 16))[0], nn.LSTM(16, 16)),
+    "RNN": lambda: Program(lambda layer, x: layer(x.view(2, 4, 16))[0], nn.RNN(16, 16)),
+    "chunks": lambda: Program(_chunks, nn.Linear(16, 16)),
+    "parts of a list": lambda: Program(_parts_of_a_list, nn.Linear(16, 16)),
+    "view": lambda: Program(_view, nn.Linear(16, 16)),
+    "twice": lambda: Program(_twice, nn.Linear(16, 16)),
 }
 
 

@@ -34,6 +34,9 @@ private("compiler._is_exporting_flag", needed_for=_GRAPHS)
 is_exporting = cast("Callable[[], bool]", partial(getattr, torch.compiler, "_is_exporting_flag"))
 """Returns whether torch.export runs."""
 
+is_traced = cast("Callable[[], bool]", private("_C._is_tracing", needed_for="staying out of traces of TorchScript"))
+"""Returns whether `torch.jit.trace` runs; `torch.jit.is_tracing` takes twice as long."""
+
 TRACES_GET = RELEASE >= (2, 13)
 """Whether dynamo traces `function.__get__`, which makes a method; that of torch 2.11 cannot make one at all."""
 

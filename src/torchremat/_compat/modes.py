@@ -27,6 +27,10 @@ _pop_dispatch_mode = cast("Callable[[object], object]", private("_C._pop_torch_d
 _mode_of_key = cast("Callable[[Any], object]", private("_C._get_dispatch_mode", needed_for=_MODES))
 set_infrastructure_mode = cast("Callable[[object], None]", private("_C._set_dispatch_mode", needed_for=_MODES))
 unset_infrastructure_mode = cast("Callable[[object], object]", private("_C._unset_dispatch_mode", needed_for=_MODES))
+# A block in which subclasses are called as plain tensors are, and give such.
+without_torch_function = cast(
+    "Callable[[], AbstractContextManager[None]]", private("_C.DisableTorchFunctionSubclass", needed_for=_MODES)
+)
 _KEYS = tuple(cast("dict[str, object]", private("_C._TorchDispatchModeKey.__members__", needed_for=_MODES)).values())
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
+from types import CodeType, FrameType, FunctionType
 from typing import TYPE_CHECKING, Protocol, cast
 from weakref import ref
 
@@ -39,6 +42,16 @@ if TYPE_CHECKING:
 #     the `.grad` of the gathered parameter      as autograd has written it
 #     `unsharded_accumulated_grad`               the same, where it is reduced in another dtype
 #     `_partial_reduce_output` of the group      of parts that are reduced, and yet to be summed over replicas
+
+# NOTE [ Operators of FSDP2 ]
+#
+# Around the forward of a sharded module FSDP2 gathers, copies, casts, frees and marks what it does for profilers; the
+# next version of it may do something else. None of that belongs to the code of the model: a recompute in a backward
+# finds parameters gathered and does none of it, and one that runs ahead does all of it. All that FSDP2 does for a module
+# is done by a method of two of its classes, the state of the module and the group of its parameters, and neither calls
+# the code of the model. So an operator is FSDP2's if such a method is among the frames between it and whoever watches
+# the operators. Other frames of FSDP2 may well have the model's code above them: those of
+# `register_fsdp_forward_method`.
 
 _FSDP = "a region in a module that `fully_shard` has sharded"
 _MANAGED = "_is_fsdp_managed_module"
@@ -148,6 +161,39 @@ def is_dtensor(tensor: Tensor) -> bool:
     return found is not None and isinstance(tensor, found.DTensor)
 
 
+def shards_anything() -> bool:
+    """Return whether there are sharded modules in this process, so that operators may be FSDP2's own."""
+    return has_fsdp() and bool(_all_states())
+
+
+def is_run_by_fsdp(watcher: CodeType | None) -> bool:
+    """Return whether what runs now is FSDP2's own doing. See NOTE [ Operators of FSDP2 ].
+
+    Args:
+        watcher: The code in whose frame all that is watched runs; None if there is none.
+    """
+    own = _own_code()
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code is watcher:
+            return False
+        if id(code) in own:  # code is hashed by all that it consists of
+            return True
+        frame = frame.f_back
+    return False
+
+
+@cache
+def _own_code() -> frozenset[int]:
+    classes = (
+        private("distributed.fsdp._fully_shard._fsdp_state.FSDPState", needed_for=_FSDP),
+        private("distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup", needed_for=_FSDP),
+    )
+    methods = [inspect.unwrap(one) for each in classes for one in vars(each).values() if callable(one)]
+    return frozenset(id(one.__code__) for one in methods if isinstance(one, FunctionType))
+
+
 def _groups_of(state: _State | None) -> list[_Group]:
     if hasattr(state, "_fsdp_param_groups"):
         return cast("_State", state)._fsdp_param_groups
@@ -209,10 +255,14 @@ def reshard(modules: Iterable[nn.Module]) -> None:
         group._post_forward_indices.clear()
 
 
+def _all_states() -> Mapping[nn.Module, Callable[[], _State | None]]:
+    states = private("distributed._composable_state._module_state_mapping", needed_for=_FSDP)
+    return cast("Mapping[nn.Module, Callable[[], _State | None]]", states)
+
+
 def all_shards() -> Iterator[tuple[nn.Module, str, Shard]]:
     """Yield each parameter that FSDP2 has sharded in this process, with each module and name that it has."""
-    states = private("distributed._composable_state._module_state_mapping", needed_for=_FSDP)
-    for reference in list(cast("Mapping[nn.Module, Callable[[], _State | None]]", states).values()):
+    for reference in list(_all_states().values()):
         for group in _groups_of(reference()):
             for param in group.fsdp_params:
                 shard = Shard(group, param)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Protocol, cast
 
 from torch.autograd import forward_ad
@@ -66,6 +66,32 @@ def is_transformed() -> bool:
 def has_dual_level() -> bool:
     """Return whether a level of forward-mode differentiation is open."""
     return forward_ad._current_level >= 0
+
+
+def without_wrappers(tensor: Tensor) -> Tensor:
+    """Return what wrappers of transforms have at their bottom, over or not: what they batch has its batch as well."""
+    while is_dead(tensor) or transform_level_of(tensor) >= 0:
+        tensor = unwrapped(tensor)
+    return tensor
+
+
+_exclude = cast(
+    "Callable[[object], AbstractContextManager[None]]", private("_C._ExcludeDispatchKeyGuard", needed_for=_TRANSFORMS)
+)
+_keys = cast("Callable[[object], object]", private("_C.DispatchKeySet", needed_for=_TRANSFORMS))
+_OF_TRANSFORMS = [
+    private(f"_C.DispatchKey.FuncTorchDynamicLayer{end}Mode", needed_for=_TRANSFORMS) for end in ("Front", "Back")
+]
+
+
+@contextmanager
+def below_transforms() -> Generator[None]:
+    """Let operators on plain tensors pass by the transforms that run, in the middle of an operation too."""
+    with ExitStack() as stack:
+        if innermost_transform() is not None:
+            for key in _OF_TRANSFORMS:
+                stack.enter_context(_exclude(_keys(key)))
+        yield
 
 
 def require_grad(tensor: Tensor) -> Tensor:

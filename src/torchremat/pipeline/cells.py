@@ -54,7 +54,7 @@ class Cell:
         """Run the layers.
 
         Args:
-            given: The input of the stage, and the skips that are popped in it.
+            given: The input of the stage, and the skips that are popped in it; they are taken out.
 
         Returns:
             The output and the skips that are stashed for later stages, and the region that it ran in.
@@ -62,15 +62,18 @@ class Cell:
         Raises:
             MutationError: The layers wrote to an input that shares its memory with another one.
         """
-        function = partial(_run, self.module, self.layout, self.place.stage)
-        value, skips = cast("tuple[object, dict[Key, object]]", given.value)
         aliases = _aliases(given.tensors)
+        value, skips = cast("tuple[object, dict[Key, object]]", given.take())
         region = None
         with use_stream(self.stream):
             if self.settings is None or not torch.is_grad_enabled():
-                output = function(value, skips)
+                tracker = CellTracker(self.layout, self.place.stage, skips)
+                # From here on the tracker alone has the skips: who pops one is free to drop it.
+                del skips
+                output = _run(self.module, tracker, value)
             else:
                 region = new_region(self.settings, self.place)
+                function = partial(_run_tracked, self.module, self.layout, self.place.stage)
                 output = region.call(function, (value, skips), {}, [self.module])
         if any(tensor._version != version for tensor, version in aliases):
             raise MutationError(
@@ -94,12 +97,15 @@ def _aliases(tensors: Sequence[Tensor]) -> list[tuple[Tensor, int]]:
     ]
 
 
-def _run(
+def _run_tracked(
     module: nn.Module, layout: SkipLayout, stage: int, value: object, skips: dict[Key, object]
 ) -> tuple[object, dict[Key, object]]:
     # A function of explicit skips: those that are popped are inputs of the region and those that are stashed are
     # outputs, so the graph leads from one to the other directly, and a recompute finds what it needs.
-    tracker = CellTracker(layout, stage, skips)
+    return _run(module, CellTracker(layout, stage, skips), value)
+
+
+def _run(module: nn.Module, tracker: CellTracker, value: object) -> tuple[object, dict[Key, object]]:
     with use_skip_tracker(tracker):
         output = module(value)
     return output, tracker.outgoing

@@ -39,6 +39,12 @@ class Microbatch:
         """The value."""
         return join(self.template, self.tensors)
 
+    def take(self) -> object:
+        """Return the value, which is not here any longer."""
+        template, tensors = self.template, self.tensors
+        self.template, self.tensors = None, []
+        return join(template, tensors)
+
 
 def scatter(value: object, chunks: int) -> list[Microbatch]:
     """Return a batch as at most `chunks` microbatches of equal size, of which the last may be smaller.

@@ -18,7 +18,15 @@ from torchremat.regions.decisions import Policy
 from torchremat.regions.journeys import Itinerary, Stop, Trip
 from torchremat.regions.runs import Choice, Place, Scope
 from torchremat.regions.settings import Settings
-from torchremat.regions.wrapping import called_attribute, is_wrapped, restore_forward, set_forward, wrapped_forward
+from torchremat.regions.wrapping import (
+    called_attribute,
+    check_uncovered,
+    forward_under,
+    is_wrapped,
+    restore_forward,
+    set_forward,
+    wrapped_forward,
+)
 from torchremat.schedules.chain import Keep, Region, Tree
 
 
@@ -224,7 +232,12 @@ def check_bare(model: nn.Module) -> None:
 
 @contextmanager
 def bare(model: nn.Module) -> Generator[None]:
-    """Take the forwards that were put on a model off for a block."""
+    """Take the forwards that were put on a model off for a block.
+
+    Raises:
+        WrapError: Another library has put something around one since, and would go on calling it.
+    """
+    check_uncovered(model)
     aside = [(module, *found) for module in model.modules() if (found := wrapped_forward(module)) is not None]
     for module, attribute, forward in aside:
         del module.__dict__[attribute]
@@ -240,7 +253,7 @@ def bare(model: nn.Module) -> Generator[None]:
 
 def applied_scopes(model: nn.Module) -> list[PlannedScope]:
     """Return the scopes that `install` has put on a model."""
-    forwards = [found[1] for module in model.modules() if (found := wrapped_forward(module)) is not None]
+    forwards = [found for module in model.modules() if (found := forward_under(module)) is not None]
     return [forward.scope for forward in forwards if isinstance(forward.scope, PlannedScope)]
 
 
@@ -249,8 +262,8 @@ def modules_under(model: nn.Module, applied: Application) -> list[nn.Module]:
     found: list[nn.Module] = []
     known: dict[int, bool] = {}  # all modules of a model have one and the same
     for module in model.modules():
-        forward = wrapped_forward(module)
-        owner = None if forward is None else forward[1].owner
+        forward = forward_under(module)
+        owner = None if forward is None else forward.owner
         if owner is not None and known.setdefault(id(owner), owner is applied or owner == applied):
             found.append(module)
     return found
@@ -258,7 +271,7 @@ def modules_under(model: nn.Module, applied: Application) -> list[nn.Module]:
 
 def put_on(model: nn.Module) -> str:
     """Return in words what is on a model: plans, and modules that were wrapped otherwise."""
-    wrapped = [(name, found[1]) for name, module in model.named_modules() if (found := wrapped_forward(module))]
+    wrapped = [(name, found) for name, module in model.named_modules() if (found := forward_under(module))]
     others = [f"`{name}`" if name else "the model" for name, forward in wrapped if forward.owner is None]
     words = [f"`wrap` of {', '.join(others[:3])}{', ...' if len(others) > 3 else ''}"] if others else []
     if len(others) < len(wrapped):
@@ -267,7 +280,12 @@ def put_on(model: nn.Module) -> str:
 
 
 def uninstall(model: nn.Module, applied: Application) -> None:
-    """Take off what `install` has put on, and nothing else."""
+    """Take off what `install` has put on, and nothing else.
+
+    Raises:
+        WrapError: Another library has put something around a forward since; nothing has changed.
+    """
+    check_uncovered(model)
     for module in modules_under(model, applied):
         restore_forward(module)
 

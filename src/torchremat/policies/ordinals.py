@@ -18,6 +18,7 @@ from torchremat.regions.traits import traits_of
 class _Ordinals(Policy):
     operators: tuple[str, ...]
     held: frozenset[int]
+    asks_about_writes = True
     told: set[str | None] = field(default_factory=set[str | None], compare=False, repr=False)
 
     @cached_property
@@ -54,14 +55,15 @@ class _Ordinals(Policy):
 def asked_about(operators: tuple[str, ...], held: Iterable[int]) -> int:
     """Return how many operators of a call `save_ordinals` is asked about: up to the last one that matters to it.
 
-    What writes in place matters: whoever sees it coming copies what is held there.
+    What writes in place matters: whoever sees it coming copies what is held there. So does what returns views whose
+    writes count apart, which torch calls unsafe: see NOTE [ Selective recompute ], 4.
     """
     return 1 + max((*held, *(number for number, name in enumerate(operators) if _writes(name))), default=-1)
 
 
 def _writes(name: str) -> bool:
     packet = name.partition(".")[2].partition(".")[0]
-    return packet.endswith("_") and not packet.endswith("__")
+    return (packet.endswith("_") and not packet.endswith("__")) or packet.startswith("unsafe_")
 
 
 def save_ordinals(operators: tuple[str, ...], held: frozenset[int]) -> Policy:

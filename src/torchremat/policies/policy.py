@@ -19,11 +19,14 @@ class Policy(ABC):
     Attributes:
         by_operator: Whether the operator alone decides, so that each is asked about once.
         asks_first: How many operators of a call it has to be asked about, the first ones; all of them if None.
+        asks_about_writes: Whether among these are all operators that write in place, or return memory of an argument
+            without saying so; else the others are watched for that.
         reads_names: Whether it has to be asked about tensors that were given a name.
     """
 
     by_operator: bool = False
     asks_first: int | None = None
+    asks_about_writes: bool = False
     reads_names: bool = False
 
     @abstractmethod

@@ -72,7 +72,7 @@ class Choosing:
         """Run the call and let its operators be seen."""
         if isinstance(self._run, Replaying):
             thread.now.inner = iter(self.selection.inner)  # the call puts back what was there
-        with SeenBy(self._run):
+        with SeenBy(self._run, Choosing.run.__code__):
             return run(*args, **kwargs)
 
     def hook(self, pack: Callable[[Tensor], object], *, computes: bool) -> Callable[[Tensor], object]:
@@ -139,7 +139,7 @@ class Replay:
     def run(self, run: Body, /, *args: object, **kwargs: object) -> object:
         """Run the call again; regions that it meets take over what theirs have kept."""
         thread.now.inner = iter(self._selection.inner)
-        with PutBack(), SeenBy(self._run):
+        with PutBack(), SeenBy(self._run, Replay.run.__code__):
             return run(*args, **kwargs)
 
     def hook(self, pack: Callable[[Tensor], object]) -> Callable[[Tensor], object]:

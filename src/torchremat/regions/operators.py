@@ -25,6 +25,7 @@ from torch import Tensor, UntypedStorage, nn
 from torchremat._compat.compiled_code import enters_compiled_code
 from torchremat._compat.functions import noted_functions, saving_function
 from torchremat._compat.modes import EagerMode, sequence_number, set_versions
+from torchremat._compat.sharding import is_run_by_fsdp, shards_anything
 from torchremat.state.code import function_of
 from torchremat.tensors.held import holding
 from torchremat.tensors.metadata import metadata_of, version_of
@@ -173,6 +174,7 @@ class OperatorLog(EagerMode):
         self._pending: list[int] = []
         self._sequence = -1
         self._outermost: FrameType | None = None
+        self._beside_fsdp = shards_anything()
 
     def run(self, run: Body, body: Body, /, *args: object, **kwargs: object) -> object:
         """Return what `run` returns, which is `body` or runs it, and log what it does.
@@ -206,6 +208,8 @@ class OperatorLog(EagerMode):
         name = str(func)
         if self._is_paused or name.startswith(_SILENT):
             return func(*args, **kwargs)
+        if self._beside_fsdp and is_run_by_fsdp(OperatorLog.run.__code__):
+            return func(*args, **kwargs)  # it runs now in the forward and now in the recompute
         self._sequence = sequence_number()  # See NOTE [ Which operator saves a tensor ]
         place = self._place()
         operator = Operator(name, place.function, self.path(place.module), place.source, _shapes((args, dict(kwargs))))

@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from torchremat._compat.autograd import pop_saved_tensor_hooks, push_saved_tensor_hooks, retains_graph, set_grad_mode
 from torchremat._compat.compiled_autograd import in_compiled_backward
@@ -14,6 +14,7 @@ from torchremat._compat.graphs import outside_graphs
 from torchremat.errors import MutationError, TorchrematError, UnsupportedError, bug
 from torchremat.regions.choosing import Replay
 from torchremat.regions.differences import Difference, DivergedError, Kind
+from torchremat.regions.selection import memory_of
 from torchremat.regions.sessions import Session
 from torchremat.regions.slots import written_since
 from torchremat.regions.threads import Now, thread
@@ -37,8 +38,10 @@ if TYPE_CHECKING:
 # one of torch's own. A recompute that stops in the hook of such a save would hand out uninitialised memory. There is no
 # telling from the hook, so a recompute does not stop at a save which could be one, but at the next save of another
 # operation: at a tensor of floating point, never written, that no gradient flows to, and that is as large as the one
-# saved before or after it, to which a gradient flows (nor at that one, if it is saved after). It does stop at an input
-# of a region inside: that is none of an operation's saves, and whatever was saved before is filled when it is taken.
+# saved before or after it, to which a gradient flows (nor at that one, if it is saved after). What shares its memory
+# with an argument of the call was there before, and is filled: that is seen when the recompute saves it. It does stop
+# at an input of a region inside: that is none of an operation's saves, and whatever was saved before is filled when it
+# is taken.
 
 # NOTE [ What a recompute leaves behind ]
 # User code may keep an output of a recompute: a hook that collects outputs in a list, which it finds by a context
@@ -76,6 +79,8 @@ class Recompute:
         "copies",
         "count",
         "difference",
+        "filled",
+        "given",
         "is_stopped",
         "keeps",
         "key",
@@ -109,6 +114,8 @@ class Recompute:
             while only is None and needed >= 0 and ((slot := slots[needed]()) is None or slot.value is not None):
                 needed -= 1
         self.needed = self.last = needed
+        self.filled: set[int] = set()
+        self.given: list[UntypedStorage] = []  # the memory of the arguments of the call that runs, if it matters
         if not region.settings.early_stop or region.fresh:
             self.last = self._last()
         self.count = 0
@@ -156,6 +163,7 @@ class Recompute:
         pairs = [(index, index + 1), (index, index - 1), (index - 1, index)]
         return any(
             one in fresh
+            and one not in self.filled
             and other not in fresh
             and 0 <= other < len(metadata)
             and metadata[one][:3] == metadata[other][:3]
@@ -205,8 +213,12 @@ class Recompute:
 
     def _run_call(self, call: Call, number: int, links: dict[Source, Tensor]) -> None:
         region = self.region
+        tensors = self._inputs(call, number, links)
+        if self.last > self.needed:
+            self.given = [memory for one in tensors if (memory := memory_of(one)) is not None]
         # As the template was made.
-        args, kwargs = join(call.template, self._inputs(call, number, links))  # pyright: ignore[reportGeneralTypeIssues]
+        args, kwargs = join(call.template, tensors)  # pyright: ignore[reportGeneralTypeIssues]
+        del tensors
         output = None
         # The forward's own backward has left its gradients; those of the recompute are nobody's. See Rule 6
         restored = call.restored(without_gradients=self.keeps)
@@ -240,6 +252,7 @@ class Recompute:
                 raise
         finally:
             pop_saved_tensor_hooks()
+            self.given = []
             restored.close()
             if replay is not None:
                 replay.check(region.name(number))
@@ -310,6 +323,9 @@ class Recompute:
                     slot.version = value._version
                     slot.task = self.task
         # The rest: see NOTE [ What is written after it was saved ]
+        if self.last > self.needed <= index + 1 and index in region.fresh and memory_of(tensor) in self.given:
+            self.filled.add(index)
+            self.last = self._last()
         if index == self.last or (self.last > index >= self.needed and holding.now):
             self.is_stopped = True
             raise _Stop  # See Rule 5

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from types import CodeType
 from typing import Any, NamedTuple, TypeVar, cast
 from weakref import WeakKeyDictionary
 
@@ -20,13 +21,14 @@ from torchremat._compat.modes import (
     push_dispatch_mode,
     take_dispatch_mode,
 )
+from torchremat._compat.sharding import is_run_by_fsdp, shards_anything
 from torchremat._compat.transforms import is_in_batch, outside_batches
 from torchremat.ambient.generators import set_generator
 from torchremat.ambient.hidden import hidden
 from torchremat.ambient.surroundings import only_watches
 from torchremat.errors import CheckpointError
 from torchremat.regions.decisions import RECOMPUTE, Decision, ModuleNames, OperatorContext, Policy, decision_of
-from torchremat.regions.selection import Operator, Selection, memory_of, written_by
+from torchremat.regions.selection import Operator, Selection, memory_of, tensors_in, written_by
 from torchremat.regions.threads import thread
 from torchremat.regions.traits import Traits, known_traits, traits_of
 
@@ -45,6 +47,8 @@ class Watching:
         block: The block in which they are seen, if the mode is there for that block alone.
         is_done: Whether those that still come need not be seen.
         is_away: Whether nothing shows them any more.
+        beside_fsdp: Whether some that come may be FSDP2's own. See NOTE [ Operators of FSDP2 ].
+        began_in: The code in whose frame the block lies, if it lies in one.
     """
 
     def __init__(self, selection: Selection) -> None:
@@ -53,16 +57,28 @@ class Watching:
         self.block: SeenBy | None = None
         self.is_done = False
         self.is_away = False
+        self.beside_fsdp = shards_anything()
+        self.began_in: CodeType | None = None
 
     def rest(self) -> bool:
         """Look away for the rest of the block if all has been seen, and return whether that is so.
 
         Not to be called from inside of an operator.
         """
-        if self.is_done and self.block is not None and self.block.ended():
+        if self.is_done and not self.selection.looks_on and self.block is not None and self.block.ended():
             self.block = None
             self.is_away = True
         return self.is_away
+
+    def unasked(self, operator: Operator, args: Args, kwargs: Kwargs) -> object:
+        """Run an operator that nobody is asked about any more: it may write to what is kept."""
+        traits = known_traits.get(id(operator)) or traits_of(operator)
+        if traits.writes:
+            self.selection.protect(written_by(traits.writes, args, kwargs))
+        output = traits.run(*args, **kwargs)
+        if traits.says_fresh:
+            self.selection.watch(output)
+        return output
 
 
 class Collecting(Watching):
@@ -86,6 +102,7 @@ class Collecting(Watching):
         super().__init__(selection)
         self._policy = policy
         self._asks_first: int | None = getattr(policy, "asks_first", None)
+        selection.looks_on = not getattr(policy, "asks_about_writes", False)
         self._decisions = decisions if getattr(policy, "by_operator", False) else None
         self._context = OperatorContext(names)
         self._preserve_rng = preserve_rng
@@ -97,7 +114,7 @@ class Collecting(Watching):
     def operator(self, operator: Operator, args: Args, kwargs: Kwargs) -> object:
         """Run an operator."""
         if self.is_done:
-            return operator(*args, **kwargs)
+            return self.unasked(operator, args, kwargs)
         traits = known_traits.get(id(operator)) or traits_of(operator)
         decisions = self._decisions
         decision = None if decisions is None else decisions.get(traits)
@@ -106,7 +123,10 @@ class Collecting(Watching):
         if decision is RECOMPUTE and traits.is_plain and self._produced is None:
             if traits.is_counted:
                 operators.append(traits)  # as below, at less cost
-            return traits.run(*args, **kwargs)
+            output = traits.run(*args, **kwargs)
+            if traits.says_fresh:
+                selection.watch(output)
+            return output
         if traits.is_ignored or (traits.accumulates and is_accumulating()):
             return traits.run(*args, **kwargs)
         index = len(operators)
@@ -117,6 +137,8 @@ class Collecting(Watching):
             written = written_by(traits.writes, args, kwargs)
             selection.protect(written)
         output = traits.run(*args, **kwargs)
+        if traits.says_fresh:
+            selection.watch(output)
         if decision is None:
             self._context.ordinal = index
             decision = self._ask(operator, output, *args, **kwargs)
@@ -124,11 +146,11 @@ class Collecting(Watching):
                 decisions[traits] = decision
         if decision is not RECOMPUTE:
             # What is made in inference mode has no versions.
-            if traits.is_kept and not torch.is_inference_mode_enabled():
+            if traits.is_kept and not torch.is_inference_mode_enabled() and not _is_view(output, args, kwargs):
                 draws = self._generator(output, kwargs) if traits.is_random and self._preserve_rng else None
                 selection.keep(index, output, decision, draws)
             else:
-                for tensor in (*written, *_tensors(output)):
+                for tensor in (*written, *tensors_in(output)):
                     selection.keep_memory(tensor, decision)
         if self._produced is not None and not torch.is_inference_mode_enabled():
             self._note(index, traits, output, written)
@@ -149,7 +171,7 @@ class Collecting(Watching):
         given = kwargs.get("generator")
         if given is not None:
             return cast("torch.Generator", given)
-        device = _tensors(output)[0].device
+        device = tensors_in(output)[0].device
         return torch.default_generator if device.type == "cpu" else device
 
     # ------------------------------------------------------------------------------------------------------- names
@@ -175,7 +197,7 @@ class Collecting(Watching):
 
     def _note(self, index: int, traits: Traits, output: object, written: object) -> None:
         assert self._produced is not None
-        for tensor in _tensors(output):
+        for tensor in tensors_in(output):
             memory = memory_of(tensor)
             if memory is None or (not traits.is_kept and not written and memory in self._produced):
                 continue  # a view of what another operator made
@@ -185,6 +207,12 @@ class Collecting(Watching):
                 )
             else:
                 self._produced.pop(memory, None)
+
+
+def _is_view(output: object, args: Args, kwargs: Kwargs) -> bool:
+    """Return whether an operator has returned memory of its arguments, though it does not say so."""
+    given = {memory_of(tensor) for value in (*args, *kwargs.values()) for tensor in tensors_in(value)}
+    return any(memory in given for tensor in tensors_in(output) if (memory := memory_of(tensor)) is not None)
 
 
 class _Produced(NamedTuple):
@@ -222,7 +250,7 @@ class Replaying(Watching):
         selection = self.selection
         operators = self._operators
         if self.is_done:
-            return operator(*args, **kwargs)
+            return self.unasked(operator, args, kwargs)
         traits = operators[index] if index < len(operators) else None
         if traits is None or traits.operator is not operator:
             traits = traits_of(operator)
@@ -240,7 +268,7 @@ class Replaying(Watching):
         self.is_done = selection.is_cut and index + 1 == len(operators)
         kept = self._kept.get(index)
         if kept is not None:
-            output = kept.again()
+            output = kept.again(selection)
             if output is None or self._takes:
                 selection.drop(index)
             if output is not None:
@@ -286,16 +314,24 @@ class _Mode(EagerMode):
         run = thread.now.selecting
         if run is None or run.mode is not self or hidden.now:
             return func(*args, **(kwargs or {}))
+        if run.beside_fsdp and is_run_by_fsdp(run.began_in):
+            return func(*args, **(kwargs or {}))
         return run.operator(func, args, kwargs or {})
 
 
 class SeenBy(AbstractContextManager[None]):
-    """A block whose operators are seen by `run`; None hides them from everybody."""
+    """A block whose operators are seen by `run`; None hides them from everybody.
 
-    __slots__ = ("_had", "_is_off", "_mode", "_now", "_run")
+    Args:
+        run: Who sees them.
+        began_in: The code of the function that the block lies in; None if it may be left in another one.
+    """
 
-    def __init__(self, run: Collecting | Replaying | None) -> None:
+    __slots__ = ("_began_in", "_had", "_is_off", "_mode", "_now", "_run")
+
+    def __init__(self, run: Collecting | Replaying | None, began_in: CodeType | None = None) -> None:
         self._run = run
+        self._began_in = began_in
         self._mode: _Mode | None = None
         self._is_off = False
 
@@ -310,6 +346,7 @@ class SeenBy(AbstractContextManager[None]):
                 mode.__enter__()
                 self._run.block = self
             self._run.mode = mode
+            self._run.began_in = self._began_in
         thread.now.selecting = self._run
 
     def ended(self) -> bool:
@@ -358,11 +395,3 @@ def unseen(function: Callable[[A], T], argument: A) -> T:
         thread.now.selecting = run
         if mode is not None:
             push_dispatch_mode(mode)
-
-
-def _tensors(output: object) -> list[Tensor]:
-    if isinstance(output, Tensor):
-        return [output]
-    if isinstance(output, list | tuple):
-        return [one for one in cast("list[object]", output) if isinstance(one, Tensor)]
-    return []

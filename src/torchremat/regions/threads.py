@@ -10,6 +10,8 @@ from weakref import ReferenceType
 
 import torch
 
+from torchremat._compat.graphs import is_traced
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -66,8 +68,8 @@ thread = Thread()
 
 
 def makes_regions() -> bool:
-    """Return whether calls become regions now: with grad mode on, and not inside `plainly`."""
-    return torch.is_grad_enabled() and not thread.now.plain
+    """Return whether calls become regions now: with grad mode on, not inside `plainly`, not under `torch.jit.trace`."""
+    return torch.is_grad_enabled() and not thread.now.plain and not is_traced()
 
 
 @contextmanager

@@ -55,6 +55,7 @@ class Traits:
         accumulates: Whether it is one of those that add a gradient to what is there.
         is_sized_by_values: Whether the sizes of its outputs may depend on values of its inputs.
         writes: The places and names of the arguments that it writes.
+        says_fresh: Whether it says that it returns no memory of its arguments, which need not be so (`unsafe_split`).
         is_plain: Whether none of this calls for more than to ask about it.
         run: Runs it.
     """
@@ -68,6 +69,7 @@ class Traits:
     accumulates: bool = False
     is_sized_by_values: bool = False
     writes: tuple[tuple[int, str], ...] = ()
+    says_fresh: bool = False
     name: str = field(init=False)  # torch puts it together anew each time
     is_plain: bool = field(init=False)
     run: Callable[..., object] = field(init=False)
@@ -100,7 +102,9 @@ def _traits_of(operator: Any) -> Traits:
     ignored = operator in SAC_IGNORED_OPS or name.startswith(("aten.detach", "aten.alias", "prim."))
     if schema is None:
         return Traits(operator, ignored, is_kept=not ignored)
-    aliases = any(one.alias_info is not None for one in schema.returns) or name.startswith("aten._unsafe_view")
+    ignored = ignored or not _has_tensors(schema)
+    says_fresh = all(one.alias_info is None for one in schema.returns)
+    aliases = not says_fresh or name.startswith("aten._unsafe_view")
     writes = tuple(
         (place, argument.name)
         for place, argument in enumerate(schema.arguments)
@@ -119,7 +123,13 @@ def _traits_of(operator: Any) -> Traits:
         is_random=torch.Tag.nondeterministic_seeded in tags,
         is_sized_by_values=torch.Tag.dynamic_output_shape in tags,
         writes=writes,
+        says_fresh=says_fresh,
     )
+
+
+def _has_tensors(schema: Any) -> bool:
+    # Marks for a profiler have none, and are there where somebody profiles.
+    return any("Tensor" in str(one.type) for one in (*schema.arguments, *schema.returns))
 
 
 # What operators of batch normalisation write in training, and do not declare.

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
-from types import CodeType, FunctionType
+from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, TypeVar, cast
 from weakref import ref
 
@@ -30,7 +30,7 @@ import torch
 from torch import nn
 
 from torchremat._compat.graphs import TRACES_GET, is_exporting, outside_graphs
-from torchremat.errors import UnsupportedError, WrapError
+from torchremat.errors import UnsupportedError, WrapError, bug
 from torchremat.regions.compiling import call_in_graph
 from torchremat.regions.decisions import Policy
 from torchremat.regions.runs import Scope, continued, is_in_scope, open_choice, run_choice
@@ -58,6 +58,12 @@ class WrappedForward:
     pickled, and would be a cycle with the module. So this is a class at module level with a weak reference; copying and
     pickling go through the module, which both memoize before they come here.
 
+    NOTE [ To others a method ]
+    Others take a module's forward apart, put something of their own around it, and put it together again. So it shows
+    what the forward shows that it stands for: all attributes, and, if it is a method, a `__func__` that is a region
+    with whatever module it is bound to. What unwraps by `__wrapped__` takes off what others have put on, above or below
+    it, and never the region: that is ours to take off, by `unwrap`.
+
     Attributes:
         name: The module's name in the model, "" for the model itself.
         settings: How its calls are recomputed if no scope decides, or where to what they save goes; None if they are
@@ -82,6 +88,8 @@ class WrappedForward:
         self.scope = scope
         self.own = own
         self.owner = owner
+        function = self.function
+        self.__module__, self.__doc__ = getattr(function, "__module__", None), function.__doc__
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         """Run the forward, as a region if grad mode is on and it is not exported."""
@@ -109,10 +117,7 @@ class WrappedForward:
         """The forward that was there before: the class's, or an attribute that the instance had."""
         if self.own is not None:
             return self.own
-        module = self.module
-        if not TRACES_GET and torch.compiler.is_dynamo_compiling():
-            return partial(type(module).forward, module)
-        return cast("Callable[..., object]", type(module).forward.__get__(module))
+        return class_forward(self.module)
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -120,11 +125,41 @@ class WrappedForward:
 
     @property
     def __wrapped__(self) -> Callable[..., object]:
-        return self.function
+        # See NOTE [ To others a method ]
+        own = self.own
+        if own is None or not hasattr(own, "__wrapped__"):
+            return self.function
+        module, inner = self.module, inspect.unwrap(own)
+        if inner is _of_class(module):
+            inner = None
+        elif getattr(own, "__self__", None) is module:
+            inner = MethodType(inner, module)
+        return UnboundForward(WrappedForward(module, self.name, self.settings, self.scope, inner, self.owner))
 
     @property
-    def __code__(self) -> CodeType:  # torch.export reads the name and the line of a forward from it
-        return cast("FunctionType", self.function).__code__
+    def __func__(self) -> UnboundForward:
+        if not hasattr(self.function, "__func__"):
+            raise AttributeError("__func__")
+        return UnboundForward(self)
+
+    def __getattr__(self, name: str) -> object:  # See NOTE [ To others a method ]
+        if name == _SCRIPTED:
+            raise _cannot_be_scripted(self.name)
+        if name in _OWN or (self.own is None and self._module() is None):
+            raise AttributeError(f"the forward of a wrapped module has no attribute {name!r}")
+        return getattr(self.function, name)
+
+    def bound_to(self, module: nn.Module, memo: dict[int, object] | None = None) -> WrappedForward:
+        """Return the same for another module, a copy: it shares nothing that is the first one's."""
+        own = self.own
+        if isinstance(own, MethodType) and own.__self__ is self._module():
+            own = MethodType(own.__func__, module)
+        elif memo is not None:
+            own = deepcopy(own, memo)
+        settings = self.settings
+        if memo is not None and isinstance(settings, Settings) and settings.guard:
+            settings = replace(settings, guard=deepcopy(settings.guard, memo))
+        return WrappedForward(module, self.name, settings, self.scope, own, self.owner)
 
     def __reduce__(self) -> tuple[object, ...]:
         return (WrappedForward, (self.module, self.name, self.settings, self.scope, self.own, self.owner))
@@ -132,17 +167,103 @@ class WrappedForward:
     def __deepcopy__(self, memo: dict[int, object]) -> WrappedForward:
         module = self.module
         copied = memo.get(id(module), module)
-        own = self.own
-        if own is not None and getattr(own, "__self__", None) is module:
-            own = own.__func__.__get__(copied)  # pyright: ignore[reportFunctionMemberAccess]
-        settings = self.settings
-        if isinstance(settings, Settings) and settings.guard:
-            settings = replace(settings, guard=deepcopy(settings.guard, memo))
-        return WrappedForward(cast("nn.Module", copied), self.name, settings, self.scope, own, self.owner)
+        if copied is module:  # it is copied without its module, which it goes on with
+            memo = {**memo, id(module): module}
+        return self.bound_to(cast("nn.Module", copied), memo)
 
     def __repr__(self) -> str:
         kind = "offloaded" if isinstance(self.settings, Offload) else "as a region"
         return f"<forward of `{self.name}` {kind} by torchremat>"
+
+
+class _MissingError(UnsupportedError, AttributeError):
+    """What a wrapped forward deliberately lacks; an AttributeError to whoever asks whether it is there."""
+
+
+# What TorchScript compiles a function with. It would compile it without the region.
+_SCRIPTED = "__globals__"
+
+
+def _cannot_be_scripted(name: str) -> _MissingError:
+    words = f"`{name}`" if name else "the model"
+    return _MissingError(
+        f"{words} is wrapped by torchremat, and torch.jit.script would compile its forward without the region. Call "
+        "`torchremat.unwrap(model)` first. To recompute scripted code, wrap a module that calls it and is not scripted "
+        "itself, or call it by `torchremat.checkpoint`."
+    )
+
+
+# Not what the forward shows that it stands for, but this here: without them it is not made yet, or no method.
+_OWN = frozenset({"_module", "name", "settings", "scope", "own", "owner", "__func__"})
+
+
+class UnboundForward:
+    """The function of a wrapped module's forward: it takes the module first. See NOTE [ To others a method ].
+
+    Deliberately without `__wrapped__`: what unwraps has to stop here.
+    """
+
+    def __init__(self, forward: WrappedForward) -> None:
+        function = forward.function
+        # `functools.wraps` puts these among the attributes of what others put around it, so nobody else may have them.
+        self._torchremat_forward = forward
+        self._torchremat_function = getattr(function, "__func__", function)
+        self.__module__, self.__doc__ = getattr(function, "__module__", None), function.__doc__
+
+    @property
+    def forward(self) -> WrappedForward:
+        """The wrapped module's forward."""
+        return self._torchremat_forward
+
+    def __call__(self, module: nn.Module, /, *args: object, **kwargs: object) -> object:
+        """Run the forward of that module, as the wrapped module's own."""
+        return self.bound_to(module)(*args, **kwargs)
+
+    def bound_to(self, module: nn.Module) -> WrappedForward:
+        """Return the forward of a module.
+
+        Raises:
+            WrapError: It is a copy of the wrapped module, which guards objects of its own.
+        """
+        forward = self.forward
+        if forward._module() is module:
+            return forward
+        if isinstance(forward.settings, Settings) and forward.settings.guard:
+            raise WrapError(
+                f"`{forward.name or type(module).__name__}` was wrapped with `guard=`, its forward was bound anew by "
+                "another library, and then copied: the copy would guard the objects of the original. Copy it first "
+                "and wrap the copy, or `torchremat.unwrap` the copy."
+            )
+        return forward.bound_to(module)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self._torchremat_function)
+
+    def __getattr__(self, name: str) -> object:
+        if name == "__name__":
+            # A method is pickled by its function's name, and would come back as the class's forward: no region.
+            raise _MissingError(
+                f"the wrapped forward of `{self.forward.name}` was bound anew by another library, and so cannot be "
+                "pickled. Call `torchremat.unwrap(model)` first, and wrap what was unpickled."
+            )
+        if name == _SCRIPTED:
+            raise _cannot_be_scripted(self.forward.name)
+        if name in {"_torchremat_forward", "_torchremat_function", "__wrapped__"}:
+            raise AttributeError(f"the function of a wrapped forward has no attribute {name!r}")
+        return getattr(self._torchremat_function, name)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, UnboundForward) and other.forward is self._torchremat_forward
+
+    def __hash__(self) -> int:
+        return hash(id(self.forward))
+
+    def __deepcopy__(self, memo: dict[int, object]) -> UnboundForward:
+        return self  # as functions are: it takes the weights of the module that it is given
+
+    def __repr__(self) -> str:
+        return f"{self.forward!r}, unbound"
 
 
 @outside_graphs
@@ -183,18 +304,60 @@ def refuse_data_parallel(*_: object) -> object:
     )
 
 
+def class_forward(module: nn.Module) -> Callable[..., object]:
+    """Return the forward that the class of a module has, as the module would find it.
+
+    The way of Python: what has a `__get__` binds, be it a function, a static or class method or something else, and
+    every other object is called as it is.
+    """
+    found = _of_class(module)
+    if isinstance(found, staticmethod | classmethod):
+        return type(module).forward  # the same, and dynamo can trace it
+    if isinstance(found, FunctionType) and not TRACES_GET and torch.compiler.is_dynamo_compiling():
+        return partial(found, module)
+    bind = getattr(type(found), "__get__", None)
+    return cast("Callable[..., object]", found if bind is None else bind(found, module, type(module)))
+
+
+def _of_class(module: nn.Module) -> object:
+    for kind in type(module).__mro__:
+        if _FORWARD in kind.__dict__:
+            return kind.__dict__[_FORWARD]
+    raise bug(f"{type(module).__name__} has no forward, which every module has")
+
+
 def wrapped_forward(module: nn.Module) -> tuple[str, WrappedForward] | None:
     """Return what `set_forward` has put on a module, and the attribute that it is; None if it has not."""
     for attribute in (_COMPILED, _FORWARD):
         found = module.__dict__.get(attribute)
         if isinstance(found, WrappedForward):
             return attribute, found
+        # Bound anew, as accelerate leaves it when it has taken off its own.
+        if type(found) is MethodType and isinstance(found.__func__, UnboundForward) and found.__self__ is module:
+            return attribute, found.__func__.bound_to(module)
+    return None
+
+
+def forward_under(module: nn.Module) -> WrappedForward | None:
+    """Return what `set_forward` has put on a module, or the same under what another library has put around it since."""
+    on_top = wrapped_forward(module)
+    if on_top is not None:
+        return on_top[1]
+    found: object = module.__dict__.get(_FORWARD)
+    seen: set[int] = set()
+    while found is not None and id(found) not in seen:
+        if isinstance(found, UnboundForward):
+            return found.forward
+        if isinstance(found, WrappedForward):
+            return found
+        seen.add(id(found))
+        found = getattr(found, "__wrapped__", None)
     return None
 
 
 def is_wrapped(module: nn.Module) -> bool:
-    """Return whether the module's own forward is a region."""
-    return wrapped_forward(module) is not None
+    """Return whether the module's own forward is a region, though others may have put something around it since."""
+    return forward_under(module) is not None
 
 
 def called_attribute(module: nn.Module) -> str:
@@ -204,7 +367,12 @@ def called_attribute(module: nn.Module) -> str:
 
 def is_generator(module: nn.Module) -> bool:
     """Return whether a call of the module only makes a generator, whose code runs later."""
-    return inspect.isgeneratorfunction(module.__dict__.get(_FORWARD, type(module).forward))
+    forward = module.__dict__.get(_FORWARD)
+    if forward is None:
+        forward = _of_class(module)
+        forward = getattr(forward, "__func__", forward)  # of a static or class method
+    called = vars(type(forward)).get("__call__")  # of an object
+    return inspect.isgeneratorfunction(forward) or inspect.isgeneratorfunction(called)
 
 
 def set_forward(
@@ -218,23 +386,53 @@ def set_forward(
     """Make the calls of one module regions or offloaded, as `settings` or the scope that is open says."""
     _check(module, name)
     own = cast("Callable[..., object] | None", module.__dict__.get(attribute))
-    setattr(module, attribute, WrappedForward(module, name, settings, scope, own, owner))
-    object.__setattr__(module, _REPLICATE, refuse_data_parallel)
+    # Not by `setattr`, which classes may have changed: what is to be there is an attribute of the instance.
+    module.__dict__[attribute] = WrappedForward(module, name, settings, scope, own, owner)
+    module.__dict__[_REPLICATE] = refuse_data_parallel
 
 
 def _check(module: nn.Module, name: str) -> None:
     if is_wrapped(module):
         raise WrapError(_is_wrapped_already(name, module))
+    words = f"`{name or type(module).__name__}`"
     if isinstance(module, torch.jit.ScriptModule):
         raise WrapError(
-            f"`{name or type(module).__name__}` is a ScriptModule, whose forward cannot be replaced; wrap it before "
-            "scripting."
+            f"{words} is a ScriptModule, whose forward cannot be replaced. Wrap the module that calls it, or call it "
+            "by `torchremat.checkpoint`."
         )
     if is_generator(module):
         raise WrapError(
-            f"`{name or type(module).__name__}`: its forward is a generator, whose code runs when the call has "
-            "returned already. Wrap the module that runs it, for one in @skippable the skippable module."
+            f"{words}: its forward is a generator, whose code runs when the call has returned already. Wrap the module "
+            "that runs it, for one in @skippable the skippable module."
         )
+    if not is_replaceable(module):
+        raise WrapError(
+            f"{words}: its forward is a {type(_of_class(module)).__name__} of the class {type(module).__name__}, which "
+            "an attribute of the instance cannot replace. Wrap the module that calls it, call it by "
+            "`torchremat.checkpoint`, or make the forward a method that calls what the property returns."
+        )
+    if _of_class(module) is _UNIMPLEMENTED and _FORWARD not in module.__dict__ and _calls_otherwise(module):
+        raise WrapError(
+            f"{words}: the class {type(module).__name__} has a `__call__` and no forward, so nothing of it would be a "
+            "region. Rename its `__call__` to `forward`."
+        )
+
+
+def is_replaceable(module: nn.Module) -> bool:
+    """Return whether an attribute of a module is its forward; a property of its class is found before that."""
+    kind = type(_of_class(module))
+    is_data = hasattr(kind, "__set__") or hasattr(kind, "__delete__")
+    if not is_data and _FORWARD not in module.__dict__:
+        # What keeps its value in the instance, as a cached property does, would find ours there and call it.
+        class_forward(module)
+    return not is_data
+
+
+_UNIMPLEMENTED = nn.Module.forward
+
+
+def _calls_otherwise(module: nn.Module) -> bool:
+    return type(module).__call__ is not nn.Module.__call__
 
 
 def restore_forward(module: nn.Module) -> None:
@@ -245,7 +443,7 @@ def restore_forward(module: nn.Module) -> None:
     del module.__dict__[attribute]
     module.__dict__.pop(_REPLICATE, None)
     if wrapped.own is not None:
-        setattr(module, attribute, wrapped.own)
+        module.__dict__[attribute] = wrapped.own
 
 
 def wrap(
@@ -309,11 +507,31 @@ def wrap(
 
 
 def unwrap(model: M) -> M:
-    """Give every module of a model back the forward that it had, and return the model."""
+    """Give every module of a model back the forward that it had, and return the model.
+
+    Raises:
+        WrapError: Another library has put something around the forward of one since; nothing has changed.
+    """
+    check_uncovered(model)
     for module in model.modules():
         if is_wrapped(module):
             restore_forward(module)
     return model
+
+
+def check_uncovered(model: nn.Module) -> None:
+    """Raise a WrapError if others have put something around forwards that `set_forward` has put on a model."""
+    covered = [
+        f"`{name}`" if name else "the model"
+        for name, module in model.named_modules()
+        if wrapped_forward(module) is None and forward_under(module) is not None
+    ]
+    if covered:
+        raise WrapError(
+            f"since it was wrapped, another library has put something around the forward of {', '.join(covered[:3])}"
+            f"{', ...' if len(covered) > 3 else ''}, which would go on calling the region. Take that off first; for "
+            "accelerate by `accelerator.unwrap_model(model, keep_fp32_wrapper=False)`."
+        )
 
 
 def matching(model: nn.Module, pattern: Pattern) -> list[tuple[str, nn.Module]]:

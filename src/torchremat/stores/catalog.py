@@ -123,12 +123,20 @@ class Catalog:
         self._shared.saved(tensor, kept=packed is None)
         return packed
 
-    def forget(self, storage: UntypedStorage) -> None:
-        """Store what has this memory anew when it is put again, since it is written with or without a new version."""
+    def before_write(self, storage: UntypedStorage) -> None:
+        """Have what operators have returned, and lies in this memory, in other memory; then it may be written.
+
+        What is put of it from now on is stored anew, since it is written with or without a new version.
+        See NOTE [ Writes that are seen coming ].
+
+        Raises:
+            StoreError: A copy has to be put, the store is strict, and has no room.
+        """
         memory = StorageWeakRef(storage)
         with self._lock:
             for key in [one for one in self._records if one[0] == memory]:
                 self._records.pop(key, None)
+        self._shared.leave(storage)
 
     def put_mask(self, tensor: Tensor, mask: Tensor) -> Handle | None:
         """Store a mask in place of a saved tensor; return None if there is no room.
@@ -192,7 +200,11 @@ class Catalog:
                 record = Record(alias, self._shared, is_watched=wrapper is None)
                 if not is_silent:
                     self._records[key] = record
+            else:
+                record.watch(alias)
             stored.record = record
+        if is_complete:
+            record.complete(storage)
         self._shared.schedule.add(stored, tensor.numel() * tensor.itemsize)
         if self.by_storage and not holding.now:
             record.add_later(stored, alias)

@@ -9,6 +9,7 @@ from torch import Tensor
 from torchremat.errors import UnsupportedError
 from torchremat.stores.codecs.codec import Codec, Form, LossyCodec
 from torchremat.stores.codecs.lossless import MaskBits, NarrowIndices, TwoValues
+from torchremat.stores.contents import Content, content_of
 from torchremat.stores.keep import Keep
 from torchremat.stores.landing import settle
 from torchremat.stores.remade import Remade
@@ -64,13 +65,15 @@ class Compressed(Remade):
         Raises:
             StoreError: The inner store has no room, or failed, and was told to be strict.
         """
+        content = None if tensor.is_contiguous() else content_of(tensor)
+        flat = tensor if content is None else content.line(tensor)
         for codec in self._codecs:
             if codec is self.lossy and not tensor.dtype.is_floating_point:
                 continue
-            encoded = codec.encode(tensor)
+            encoded = codec.encode(flat)
             if encoded is not None:
                 handle = self.store.put(encoded.payload)
-                return None if handle is None else EncodedHandle(handle, codec, encoded.form)
+                return None if handle is None else EncodedHandle(handle, codec, encoded.form, content)
         return self.store.put(tensor)
 
     def __repr__(self) -> str:
@@ -81,12 +84,13 @@ class Compressed(Remade):
 class EncodedHandle:
     """A tensor that a codec has encoded, by the handle of what came out."""
 
-    __slots__ = ("__weakref__", "_codec", "_form", "_handle")
+    __slots__ = ("__weakref__", "_codec", "_content", "_form", "_handle")
 
-    def __init__(self, handle: Handle, codec: Codec, form: Form) -> None:
+    def __init__(self, handle: Handle, codec: Codec, form: Form, content: Content | None = None) -> None:
         self._handle = handle
         self._codec = codec
         self._form = form
+        self._content = content  # of what was not contiguous. See NOTE [ In a line ]
 
     @property
     def stored_bytes(self) -> int:
@@ -95,11 +99,15 @@ class EncodedHandle:
 
     def get(self) -> Tensor:
         """Return the tensor, decoded on the device that it came from."""
-        return self._codec.decode(self._handle.get(), self._form)
+        tensor = self._codec.decode(self._handle.get(), self._form)
+        return tensor if self._content is None else self._content.back(tensor)
 
     def prefetch(self) -> None:
         """Begin to bring the encoded tensor back."""
         self._handle.prefetch()
+
+    def before_write(self) -> None:
+        """Do nothing: what was encoded is memory that nobody else knows. See NOTE [ Who may write to what was put ]."""
 
     def settle(self) -> None:
         """Wait until the encoded tensor is where it goes."""

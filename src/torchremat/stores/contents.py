@@ -9,21 +9,50 @@ from torch import Tensor
 
 from torchremat.errors import MutationError
 from torchremat.tensors.held import version_of
+from torchremat.tensors.metadata import dense
 from torchremat.tensors.sizes import format_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Content:
-    """What a store has to know to give a tensor back, beside its bytes."""
+    """What a store has to know to give a tensor back, beside its bytes.
+
+    NOTE [ In a line ]
+    Kernels choose by strides, and round by what they choose. So a store has elements in the order in which they lie in
+    memory, in one dimension and each once, and what comes back has the strides that it had; without the gaps, if there
+    were any.
+
+    Attributes:
+        shape: Its shape.
+        strides: The strides that it comes back with, 0 where an element stands for several.
+        dtype: Its dtype.
+        device: Its device.
+        size_bytes: The bytes of its elements, each once.
+    """
 
     shape: torch.Size
+    strides: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
     size_bytes: int
 
     def empty(self, device: torch.device | None = None) -> Tensor:
-        """Return fresh memory for it, on its own device or another."""
-        return torch.empty(self.shape, dtype=self.dtype, device=self.device if device is None else device)
+        """Return fresh memory for its elements in a line, on its own device or another."""
+        count = self.size_bytes // self.dtype.itemsize
+        return torch.empty(count, dtype=self.dtype, device=self.device if device is None else device)
+
+    def line(self, tensor: Tensor) -> Tensor:
+        """Return the elements of the tensor in a line: a view of it where it has no gaps, else a copy."""
+        order = sorted(range(tensor.dim()), key=lambda one: -self.strides[one])
+        single = tensor.detach().permute(order)
+        for place, dimension in enumerate(order):
+            if self.strides[dimension] == 0 and self.shape[dimension] > 1:
+                single = single.narrow(place, 0, 1)
+        return single.reshape(-1)
+
+    def back(self, line: Tensor) -> Tensor:
+        """Return the tensor whose elements are in a line."""
+        return line.as_strided(self.shape, self.strides)
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
@@ -32,7 +61,15 @@ class Content:
 
 def content_of(tensor: Tensor) -> Content:
     """Return what there is to know of a tensor."""
-    return Content(shape=tensor.shape, dtype=tensor.dtype, device=tensor.device, size_bytes=tensor.nbytes)
+    shape, strides = tensor.shape, tensor.stride()
+    size_bytes = tensor.nbytes
+    if not tensor.is_contiguous():
+        strides = dense(shape, strides)
+        for size, stride in zip(shape, strides, strict=True):
+            size_bytes //= size if stride == 0 else 1
+    return Content(
+        shape=shape, strides=strides, dtype=tensor.dtype, device=tensor.device, size_bytes=size_bytes
+    )
 
 
 def written_since(tensor: Tensor, *, version: int, now: int) -> MutationError:

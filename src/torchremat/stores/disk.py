@@ -120,8 +120,9 @@ class Disk(Remade):
     def _handle(self, tensor: Tensor, content: Content, extents: list[Extent]) -> DiskHandle:
         version = version_of(tensor)
         # The tensor itself, or a copy that nobody else knows.
-        source = tensor.detach().to(_HOST).resolve_conj().resolve_neg().contiguous()
+        source = content.line(tensor).to(_HOST).resolve_conj().resolve_neg()
         entry = Entry(content, source, extents)
+        entry.is_own = source.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr()
         goes_on_reading(source)
         now = version_of(tensor)
         if now != version:  # another thread has written to it meanwhile
@@ -206,11 +207,15 @@ class DiskHandle:
             MutationError: It was written in place before it was in the file.
         """
         fresh = self._lease.spool().get(self._entry)
-        return fresh.to(self._entry.content.device)
+        return self._entry.content.back(fresh.to(self._entry.content.device))
 
     def prefetch(self) -> None:
         """Have a thread read it, for the next `get`."""
         self._lease.spool().prefetch(self._entry)
+
+    def before_write(self) -> None:
+        """Go on with a copy, if the tensor is not in the file yet. See NOTE [ Who may write to what was put ]."""
+        self._lease.spool().own(self._entry)
 
     def settle(self) -> None:
         """Wait until the tensor is in the file, so that its own memory is free; or until it is known to stay there.

@@ -9,6 +9,9 @@ The life of a tensor:
     KEPT      it could not be written       the source is held for good
     CHANGED   it was written in place       nothing is held: what was saved is nowhere any more
     DROPPED   nobody asks for it any more   nothing is held
+
+Whoever is told of a write while the source is the caller's own memory holds a copy as the source from then on. A write
+to the file that had begun with the other one is no good, and is done again: the tensor waits once more.
 """
 
 from __future__ import annotations
@@ -39,13 +42,15 @@ class State(Enum):
 class Entry:
     """One tensor of a spool. All but `source` and `ahead` change under the spool's lock alone."""
 
-    __slots__ = ("ahead", "changed", "checksum", "content", "extents", "mover", "source", "state", "version")
+    __slots__ = ("ahead", "changed", "checksum", "content", "extents", "is_own", "mover", "restarts", "source", "state", "version")
 
     def __init__(self, content: Content, source: Tensor, extents: list[Extent]) -> None:
         self.content = content
         self.extents = extents
         self.source: Tensor | None = source
         self.version = version_of(source)
+        self.is_own = False  # whether nobody else knows the source
+        self.restarts = False  # whether what a thread writes now is to be written again
         self.state = State.WAITING
         self.mover: threading.Thread | None = None
         self.checksum = 0

@@ -90,7 +90,8 @@ class HostHandle:
         self.stored_bytes = content.size_bytes
         self._content = content
         version = version_of(tensor)
-        self._copy = tensor.detach().clone() if tensor.device.type == "cpu" else tensor.detach().cpu()
+        line = content.line(tensor)
+        self._copy = line.clone() if tensor.device.type == "cpu" else line.cpu()
         now = version_of(tensor)
         # Another thread has written to it meanwhile: then nobody knows what was copied.
         self._written = None if now == version else written_since(tensor, version=version, now=now)
@@ -108,10 +109,13 @@ class HostHandle:
         device = self._content.device
         fresh = self._copy.clone() if device.type == "cpu" else self._copy.to(device)
         self._ledger.copied(in_bytes=self.stored_bytes)
-        return fresh
+        return self._content.back(fresh)
 
     def prefetch(self) -> None:
         """Memory of the host is read when it is asked for."""
+
+    def before_write(self) -> None:
+        """Do nothing: it was copied while `put` ran. See NOTE [ Who may write to what was put ]."""
 
     def __del__(self) -> None:
         # Not there if the constructor has raised.

@@ -7,11 +7,12 @@ from torch import Tensor
 from torchremat.stores.contents import check_version
 from torchremat.stores.remade import Remade
 from torchremat.stores.statistics import Ledger, StoreStatistics
+from torchremat.tensors.copies import apart
 from torchremat.tensors.held import version_of
 
 
 class Keep(Remade):
-    """A store that copies nothing: the tensor stays where it is.
+    """A store that copies nothing, unless it is told of a write: the tensor stays where it is.
 
     What it adds to autograd without hooks is nothing, and that is the point: with hooks autograd no longer checks that
     a saved tensor is still what it was. This store does, and raises the error that autograd would.
@@ -38,14 +39,13 @@ class Keep(Remade):
 class KeepHandle:
     """A tensor that stayed where it was. See NOTE [ Who owns a stored tensor ]."""
 
-    __slots__ = ("__weakref__", "_alias", "_ledger", "_version", "stored_bytes")
+    __slots__ = ("__weakref__", "_kept", "_ledger", "stored_bytes")
 
     def __init__(self, tensor: Tensor, ledger: Ledger) -> None:
         # What a sparse tensor has is not told by `nbytes`; it counts as if it were dense.
         self.stored_bytes = tensor.numel() * tensor.element_size()
         # Without a graph: an output that its own node saves would else keep that node, a cycle that nobody collects.
-        self._alias = tensor.detach()
-        self._version = version_of(tensor)
+        self._kept = tensor.detach(), version_of(tensor)
         self._ledger = ledger
         ledger.reserve(self.stored_bytes)
 
@@ -55,8 +55,16 @@ class KeepHandle:
         Raises:
             MutationError: It was written in place since it was put.
         """
-        check_version(self._alias, self._version)
-        return self._alias.detach()
+        alias, version = self._kept
+        check_version(alias, version)
+        return alias.detach()
+
+    def before_write(self) -> None:
+        """Keep a copy instead. See NOTE [ Who may write to what was put ]."""
+        alias, version = self._kept
+        if version_of(alias) == version:
+            copy = apart(alias)
+            self._kept = copy, version_of(copy)
 
     def prefetch(self) -> None:
         """Nothing has to be brought back."""

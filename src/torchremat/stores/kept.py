@@ -6,6 +6,7 @@ from torch import Tensor
 
 from torchremat.stores.contents import written_since
 from torchremat.stores.held import InCatalog
+from torchremat.tensors.copies import apart
 from torchremat.tensors.metadata import Metadata, metadata_of, version_of
 
 
@@ -47,6 +48,12 @@ class Kept(InCatalog):
         if now != self._version:
             raise written_since(self._alias, version=self._version, now=now)
         return self._alias
+
+    def before_write(self) -> None:
+        """Keep a copy instead. See NOTE [ Who may write to what was put ]."""
+        if version_of(self._watched) == self._version:
+            self._alias = self._watched = apart(self._alias)
+            self._version = version_of(self._alias)
 
     @property
     def metadata(self) -> Metadata:

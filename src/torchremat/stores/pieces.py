@@ -34,9 +34,10 @@ class Piece:
         stride: Its strides.
         dtype: Of the tensor that the store was given.
         count: How many elements that tensor has.
+        given: The memory of a copy that was put in the place of the tensor, since that was about to be written.
     """
 
-    __slots__ = ("count", "dtype", "handle", "size", "start", "stop", "stride")
+    __slots__ = ("count", "dtype", "given", "handle", "size", "start", "stop", "stride")
 
     def __init__(self, handle: Handle, start: int, stop: int, dtype: torch.dtype, count: int) -> None:
         self.handle = handle
@@ -46,6 +47,7 @@ class Piece:
         self.count = count
         self.size: torch.Size | None = None
         self.stride: tuple[int, ...] = ()
+        self.given: ReferenceType[UntypedStorage] | None = None
 
     def load(self) -> Tensor:
         """Return what the store was given, flat."""

@@ -46,9 +46,9 @@ class Place:
         self._uses: list[Event] = []
 
     def tensor(self, content: Content) -> Tensor:
-        """Return the memory as a tensor."""
+        """Return the memory as a tensor in a line. See NOTE [ In a line ]."""
         memory = self._chunk.memory[self._extent.start : self._extent.start + content.size_bytes]
-        return memory.view(content.dtype).view(content.shape)
+        return memory.view(content.dtype)
 
     def used(self, event: Event) -> None:
         """Note a copy that ends at an event."""

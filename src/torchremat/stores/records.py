@@ -27,10 +27,12 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from torchremat._compat.autograd import at_end_of_backward, current_graph_task
+from torchremat.errors import MutationError
 from torchremat.stores.geometry import missing, without_repeats
 from torchremat.stores.kept import Kept
 from torchremat.stores.pieces import WORST_ITEMSIZE, Island, Piece, covers, cut
 from torchremat.stores.weak import WeakBytes
+from torchremat.tensors.handles import Protecting
 
 if TYPE_CHECKING:
     from torchremat.stores.shared import Shared
@@ -51,6 +53,7 @@ class Record:
         "__weakref__",
         "_aliases",
         "_device",
+        "_is_complete",
         "_islands",
         "_lock",
         "_origin",
@@ -66,6 +69,7 @@ class Record:
         self._start_address = address if address % WORST_ITEMSIZE == 0 else 0
         self._device = tensor.device
         self._origin = WeakBytes(tensor) if is_watched else None
+        self._is_complete = False
         self._islands: list[Island] = []
         self._aliases: list[ReferenceType[Stored]] = []
         self._waiting: list[tuple[Tensor, int, ReferenceType[Stored]]] = []
@@ -90,6 +94,49 @@ class Record:
         with self._lock:
             self._note(stored)
             self._store(stored, tensor, watched, None)
+
+    def watch(self, tensor: Tensor) -> None:
+        """Count the writes to one more tensor of the storage."""
+        with self._lock:
+            if self._origin is not None:
+                self._origin.watch(tensor)
+
+    def complete(self, storage: UntypedStorage) -> None:
+        """Be told of writes to the storage that it is made of. See NOTE [ Writes that are seen coming ]."""
+        with self._lock:
+            self._is_complete = True
+            self._shared.lies(self, storage)
+
+    # NOTE [ Writes that are seen coming ]
+    # Of what an operator has returned, all is there to be read, and each of its recomputes is to have it as it was then.
+    # So whoever sees the operators of a region says before one of them writes; see NOTE [ Who may write to what was
+    # put ]. The same goes for a recompute that is about to write to what it was given of a record, which others are
+    # given as well. What autograd saves is not looked after: it is to see what was written, or an error, as without a
+    # store.
+
+    def before_write(self, storage: UntypedStorage) -> None:
+        """Have nothing in that memory any more, which is about to be written."""
+        with self._lock:
+            self._origin = None
+            for island in self._islands:
+                island.hot = None
+                island.held.clear()
+                for piece in island.pieces:
+                    self._own(piece, storage)
+
+    def _own(self, piece: Piece, storage: UntypedStorage) -> None:
+        if isinstance(piece.handle, Protecting):
+            piece.handle.before_write()
+            return
+        if piece.given is not None and piece.given() is not storage:
+            return  # the store has a copy that nobody else knows, or has what it has made of it
+        try:
+            copy = piece.handle.get().clone()
+        except MutationError:
+            return  # it was written before, as whoever asks will hear
+        piece.given = ref(copy.untyped_storage())
+        handle = self._shared.put(copy)
+        piece.handle = Kept(copy) if handle is None else handle
 
     def add_later(self, stored: Stored, tensor: Tensor) -> None:
         """Store the bytes of a tensor when `settle` is called, at the latest when it is asked for."""
@@ -201,6 +248,8 @@ class Record:
                 base = island.load(self._start_address, self._device)
                 storage, where = base.untyped_storage(), island.hot
                 self._hold(island, task, base)
+                if self._is_complete:
+                    self._shared.lies(self, storage)
             _asked(island, task, stored)
             assert where is not None
             found = where.view(storage, stored)

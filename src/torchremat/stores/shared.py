@@ -5,13 +5,15 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 from torchremat.errors import StoreWarning, warn
 from torchremat.stores.schedule import Schedule
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, UntypedStorage
 
+    from torchremat.stores.records import Record
     from torchremat.tensors.handles import Handle, Store
 
 
@@ -48,6 +50,24 @@ class Shared:
         self.schedule = Schedule(window_bytes)
         self._lock = threading.Lock()
         self._has_warned = False
+        self._lying: WeakKeyDictionary[UntypedStorage, list[ReferenceType[Record]]] = WeakKeyDictionary()
+
+    def lies(self, record: Record, storage: UntypedStorage) -> None:
+        """Note that a record has what is in some memory, and gives it to whoever asks."""
+        with self._lock:
+            lying = self._lying.setdefault(storage, [])
+            if not any(one() is record for one in lying):
+                lying[:] = [one for one in lying if one() is not None]
+                lying.append(ref(record))
+
+    def leave(self, storage: UntypedStorage) -> None:
+        """Have no record lie in some memory any more, which is about to be written."""
+        with self._lock:
+            lying = self._lying.pop(storage, [])
+        for one in lying:
+            record = one()
+            if record is not None:
+                record.before_write(storage)
 
     def put(self, tensor: Tensor) -> Handle | None:
         """Give a tensor to the store; return None if it has no room."""

@@ -30,6 +30,7 @@ from torchremat.errors import MutationError, StoreError
 from torchremat.stores.contents import check_version, written_since
 from torchremat.stores.entries import Ahead, Entry, Outcome, State
 from torchremat.stores.extents import Extent
+from torchremat.stores.landing import goes_on_reading
 from torchremat.stores.slab import Slab
 from torchremat.stores.statistics import Ledger
 from torchremat.tensors.held import version_of
@@ -126,19 +127,35 @@ class Spool:
             MutationError: It was written in place before it was in the file.
         """
         with self._condition:
-            source, changed, ahead, entry.ahead = entry.source, entry.changed, entry.ahead, None
+            source, version, changed = entry.source, entry.version, entry.changed
+            ahead, entry.ahead = entry.ahead, None
         if changed is not None:
             raise MutationError(changed)
         if source is not None:
-            check_version(source, entry.version)
+            check_version(source, version)
             fresh = source.clone()
-            check_version(source, entry.version)
+            check_version(source, version)
             return fresh
         fresh = None if ahead is None else self._await(ahead)
         if fresh is None:
             fresh = self._read(entry)
         self.ledger.copied(in_bytes=entry.content.size_bytes)
         return fresh
+
+    def own(self, entry: Entry) -> None:
+        """Have a copy in place of a tensor that is held and not in the file, since it is about to be written.
+
+        See NOTE [ Who may write to what was put ].
+        """
+        with self._condition:
+            source = entry.source
+            if source is None or entry.is_own or version_of(source) != entry.version:
+                return
+            entry.source = source.clone()
+            entry.version = version_of(entry.source)
+            entry.is_own = True
+            entry.restarts = entry.state is State.MOVING
+        goes_on_reading(entry.source)
 
     def prefetch(self, entry: Entry) -> None:
         """Begin to read a tensor."""
@@ -226,6 +243,12 @@ class Spool:
             self._free(entry)
             self._done(entry, State.DROPPED)
             return
+        if entry.restarts:
+            entry.state, entry.mover = State.WAITING, None
+            self._moves += 1
+            self._calls.put(True)
+            self._condition.notify_all()
+            return
         if outcome.state is State.KEPT:
             self._free(entry)
             self.ledger.fail(entry.content.size_bytes)
@@ -307,7 +330,7 @@ class Spool:
             self._settle()
             if entry.state is not State.WAITING:
                 return
-            entry.state, entry.mover = State.MOVING, threading.current_thread()
+            entry.state, entry.mover, entry.restarts = State.MOVING, threading.current_thread(), False
         try:
             outcome = self._written(entry)
         except BaseException:

@@ -9,7 +9,8 @@ The life of a tensor that goes out, and of its memory on the device:
     dropped     the memory is let go at once: nobody asks what the copy reads. The pinned memory waits for the event
 
 A write in place that the host has queued before a copy has landed may be seen by it in part, so it counts as an error
-then; autograd calls it one in any case. One that it queues after `get` comes after the copy in the order of streams.
+then; autograd calls it one in any case. One that it queues after `get` comes after the copy in the order of streams,
+and so does one that is announced: the stream that writes waits for the copy, and the host does not.
 """
 
 from __future__ import annotations
@@ -33,14 +34,15 @@ _FLYING_BYTES = 256 * 2**20
 class Flight:
     """One copy out."""
 
-    __slots__ = ("changed", "copied", "landed", "size_bytes", "source", "version")
+    __slots__ = ("changed", "copied", "is_awaited", "landed", "size_bytes", "source", "version")
 
-    def __init__(self, source: Tensor, version: int, copied: torch.cuda.Event) -> None:
-        self.source: Tensor | None = source
-        self.version = version
+    def __init__(self, source: Tensor, copied: torch.cuda.Event) -> None:
+        self.source: Tensor | None = source  # a view of the tensor, or a copy that nobody writes to
+        self.version = version_of(source)
         self.copied = copied
         self.size_bytes = source.nbytes
         self.landed = False
+        self.is_awaited = False  # whether the stream that writes waits for the copy
         self.changed: str | None = None
 
 
@@ -101,21 +103,20 @@ class Transfers:
             self._flights = flying
 
     def _begin(self, tensor: Tensor, host: Tensor, content: Content) -> Flight:
-        version = version_of(tensor)
-        source = tensor.detach()
+        line = content.line(tensor)
         stream = self._stream(self._out, content.device)
         stream.wait_stream(torch.cuda.current_stream(content.device))
         copied = torch.cuda.Event()
         with torch.cuda.stream(stream):
-            host.copy_(source, non_blocking=True)
+            host.copy_(line, non_blocking=True)
             copied.record(stream)
-        return Flight(source, version, copied)
+        return Flight(line, copied)
 
     def _landed(self, flight: Flight) -> None:
         source = flight.source
         if source is not None:
             now = version_of(source)
-            if now != flight.version:
+            if now != flight.version and not flight.is_awaited:
                 flight.changed = str(written_since(source, version=flight.version, now=now))
         flight.source = None
         flight.landed = True
@@ -177,7 +178,7 @@ class TransferHandle:
             # It was made on another stream, whose order says nothing of what the current one does with it.
             fresh.record_stream(current)
         self._transfers.ledger.copied(in_bytes=self._content.size_bytes)
-        return fresh
+        return self._content.back(fresh)
 
     def prefetch(self) -> None:
         """Begin to copy it to its device, beside what the device computes."""
@@ -193,6 +194,14 @@ class TransferHandle:
         self._flight.copied.synchronize()
         self._transfers.land()
 
+    def before_write(self) -> None:
+        """Let the current stream wait for the copy. See NOTE [ Who may write to what was put ]."""
+        self._transfers.land()
+        flight, source = self._flight, self._flight.source
+        if source is not None and (flight.is_awaited or version_of(source) == flight.version):
+            torch.cuda.current_stream(self._content.device).wait_event(flight.copied)
+            flight.is_awaited = True
+
     def _copy(self, stream: torch.cuda.Stream) -> tuple[Tensor, torch.cuda.Event]:
         stream.wait_event(self._flight.copied)
         fresh = self._content.empty()
@@ -207,7 +216,7 @@ class TransferHandle:
         if self._flight.changed is not None:
             raise MutationError(self._flight.changed)
         source = self._flight.source
-        if source is not None:
+        if source is not None and not self._flight.is_awaited:
             check_version(source, self._flight.version)
 
     def __del__(self) -> None:

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from torchremat.stores.geometry import Lies
 
 
-class WeakBytes:
-    """A storage at a version, which it does not keep alive.
+class Counter:
+    """Whether a tensor has been written since, by itself or by a view of it; it does not keep its storage alive.
 
     NOTE [ A version without a tensor ]
     Versions are counted by tensors, not by storages, and a tensor keeps its storage. But a detached alias that is given
@@ -21,38 +21,63 @@ class WeakBytes:
     is given a view of the storage counts with it again.
 
     Args:
+        tensor: The tensor.
+    """
+
+    __slots__ = ("_alias", "_version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._version = tensor._version
+        self._alias = tensor.detach()
+        # See NOTE [ A version without a tensor ]
+        self._alias.data = _empty(tensor.dtype, tensor.device)
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether it has been written."""
+        return self._alias._version != self._version
+
+    def counting(self, data: Tensor) -> Tensor:
+        """Return an alias of a tensor, writes to which this counts."""
+        alias = self._alias.detach()
+        alias.data = data
+        return alias
+
+
+class WeakBytes:
+    """A storage at a version, which it does not keep alive.
+
+    Args:
         tensor: What the storage is reached through, without graph.
         start: The byte of the storage at which offset 0 of what is asked for lies; it may be negative.
     """
 
-    __slots__ = ("_bytes", "_counter", "_start", "_storage", "_version")
+    __slots__ = ("_bytes", "_counters", "_start", "_storage")
 
     def __init__(self, tensor: Tensor, start: int = 0) -> None:
         storage = tensor.untyped_storage()
         self._storage = ref(storage)
         self._bytes = storage.nbytes()
         self._start = start
-        self._version = tensor._version
-        self._counter = tensor.detach()
-        # See NOTE [ A version without a tensor ]
-        self._counter.data = _empty(tensor.dtype, tensor.device)
+        self._counters = [Counter(tensor)]
+
+    def watch(self, tensor: Tensor) -> None:
+        """Count the writes to one more tensor of the storage: aliases need not count together (`unsafe_chunk`)."""
+        self._counters.append(Counter(tensor))
 
     def storage(self) -> UntypedStorage | None:
         """Return the storage if it lives and holds what it held."""
         storage = self._storage()
         # Sharded parameters give their memory back and keep the storage.
-        if storage is None or storage.nbytes() != self._bytes or self._counter._version != self._version:
+        if storage is None or storage.nbytes() != self._bytes:
             return None
-        return storage
+        return None if any(one.has_moved for one in self._counters) else storage
 
     def view(self, storage: UntypedStorage, place: Lies) -> Tensor:
         """Return a tensor that lies in the storage as `place` says; writes to it are counted."""
-        view = self._counter.detach()
         offset = place.offset + self._start // place.dtype.itemsize
-        view.data = torch.empty(0, dtype=place.dtype, device=storage.device).set_(
-            storage, offset, place.size, place.stride
-        )
-        return view
+        lying = torch.empty(0, dtype=place.dtype, device=storage.device)
+        return self._counters[0].counting(lying.set_(storage, offset, place.size, place.stride))
 
 
 _EMPTY: dict[tuple[torch.dtype, torch.device], Tensor] = {}

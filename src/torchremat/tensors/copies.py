@@ -36,6 +36,17 @@ def again(tensors: list[Tensor], values: list[Tensor] | None = None) -> list[Ten
     return [copies[id(tensor)] for tensor in tensors]
 
 
+def apart(tensor: Tensor) -> Tensor:
+    """Return a copy of a tensor in memory of its own, with its strides, gaps and repeated elements, without its graph."""
+    with torch.no_grad():
+        if tensor.layout is not torch.strided or type(tensor) is not Tensor or tensor.numel() == 0:
+            return tensor.detach().clone()
+        # With what lies in between: no element need be told from another then.
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        span = tensor.detach().as_strided((last + 1,), (1,)).clone()
+        return span.as_strided(tensor.shape, tensor.stride())
+
+
 def _storage_of(tensor: Tensor) -> int:
     # Sparse and other tensors have none, empty ones no address; they share nothing.
     address = tensor.untyped_storage().data_ptr() if type(tensor) is Tensor and tensor.layout is torch.strided else 0

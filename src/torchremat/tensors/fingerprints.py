@@ -3,13 +3,23 @@
 A fingerprint changes with every bit of the tensor, and with the order of its elements as far as programs change it:
 rows that are shuffled, columns that are shuffled. It is no cryptographic hash, and it is the same for two tensors with
 the same values and other strides.
+
+NOTE [ What the bits of a tensor are ]
+Those in memory, below all that is only said of them. What wraps a tensor for a transform of torch.func is taken off,
+and transforms are passed by, as the fingerprint of a forward in `jacrev` is compared when that is over: a tensor that
+`vmap` batches has the bits of the whole batch. A subclass that wraps others has the bits of these. What is conjugated
+or negated in name alone is so in fact first: it may come back from a store as a copy which is.
 """
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor, nn
+from typing import Any, cast
 
+import torch
+from torch import Tensor
+
+from torchremat._compat.modes import without_torch_function
+from torchremat._compat.transforms import below_transforms, without_wrappers
 from torchremat.errors import UnsupportedError
 
 # Elements of a row that is long enough for kernels, and of a tensor that is small enough not to care.
@@ -25,7 +35,29 @@ def fingerprint(tensor: Tensor) -> Tensor:
     Raises:
         UnsupportedError: It is of a class whose bits cannot be read.
     """
-    with torch.no_grad():
+    with torch.no_grad(), below_transforms():
+        return _of(without_wrappers(tensor), type(tensor).__name__)
+
+
+def alike(one: Tensor, other: Tensor) -> bool:
+    """Return whether two fingerprints are equal, which waits for their device."""
+    with below_transforms():
+        return torch.equal(one, other)
+
+
+def _of(tensor: Tensor, name: str) -> Tensor:
+    # See NOTE [ What the bits of a tensor are ]
+    kind = type(tensor)
+    if hasattr(kind, "trigger_wait"):  # a collective may still be writing to what it wraps
+        return _of(cast("Any", tensor).trigger_wait(), name)
+    if kind is not Tensor and hasattr(kind, "__tensor_flatten__"):
+        return _of_parts(tensor, name)
+    if not _has_memory(kind):
+        raise UnsupportedError(
+            f'check="values": the values of a {name} that a region saves cannot be compared. Check its metadata, '
+            'check="metadata", or only regions without such tensors.'
+        )
+    with without_torch_function():
         values = _plain(tensor)
         if values.element_size() == 1:
             words, rest = _words(values)
@@ -38,6 +70,21 @@ def fingerprint(tensor: Tensor) -> Tensor:
         for place in range(1, inner):
             odd = odd + (2 * place + 1) * _hashed(values[(..., slice(None, None, 2), *[slice(None)] * place)])
         return torch.stack((_ordered(_hashed(values, inner).flatten()), odd))
+
+
+def _of_parts(tensor: Tensor, name: str) -> Tensor:
+    names, _ = cast("Any", tensor).__tensor_flatten__()
+    whole = torch.zeros(2, dtype=torch.int64, device=tensor.device)
+    for place, part in enumerate(cast("list[str]", names)):
+        inner = getattr(tensor, part)
+        if isinstance(inner, Tensor):
+            whole = whole + (2 * place + 1) * _of(inner, name).to(tensor.device, non_blocking=True)
+    return whole
+
+
+def _has_memory(kind: type[Tensor]) -> bool:
+    """Return whether a class of tensors has its elements in memory of its own, whatever it is called with."""
+    return kind.__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
 def _dimensions_of_a_row(values: Tensor) -> int:
@@ -71,14 +118,10 @@ def _words(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    if type(tensor) is not Tensor and type(tensor) is not nn.Parameter:
-        raise UnsupportedError(
-            f'check="values": the values of a {type(tensor).__name__} that a region saves cannot be compared. Check '
-            'its metadata, check="metadata", or only regions without such tensors.'
-        )
     tensor = tensor.detach()
     if tensor.layout is not torch.strided:
         tensor = tensor.to_dense()
     if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
+        # A copy, if it is conjugated in name alone: it may come back conjugated in memory.
+        tensor = torch.view_as_real(tensor.resolve_conj())
     return tensor if tensor.numel() else tensor.new_zeros((), dtype=torch.int64)

@@ -63,8 +63,18 @@ def with_strides(tensor: Tensor, then: Metadata) -> Tensor:
             slice(0, 1) if stride == 0 and size else slice(None) for size, stride in zip(then[0], strides, strict=True)
         )
     ]
-    dense = torch.empty_strided(single.shape, _packed(single.shape, strides), dtype=tensor.dtype, device=tensor.device)
-    return dense.copy_(single).expand(then[0])
+    packed = torch.empty_strided(single.shape, _packed(single.shape, strides), dtype=tensor.dtype, device=tensor.device)
+    return packed.copy_(single).expand(then[0])
+
+
+def dense(shape: torch.Size, strides: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides that a tensor has without its gaps, 0 where it repeats an element; its own if it has none."""
+    repeats = [stride == 0 and size != 1 for size, stride in zip(shape, strides, strict=True)]
+    single = torch.Size(1 if repeated else size for size, repeated in zip(shape, repeats, strict=True))
+    packed = _packed(single, strides)
+    if all(size == 1 or found == stride for size, found, stride in zip(single, packed, strides, strict=True)):
+        return strides
+    return tuple(0 if repeated else stride for stride, repeated in zip(packed, repeats, strict=True))
 
 
 def _packed(shape: torch.Size, strides: tuple[int, ...]) -> list[int]:

@@ -10,7 +10,7 @@ from torch import nn
 from logs import Log
 from pipeline.skip.modules import PopValue, StashValue
 from regions.comparing import leaf
-from torchremat import SkipError, checkpointed, is_recomputing
+from torchremat import Pipe, SkipError, checkpointed, is_recomputing
 from torchremat.pipeline import copying
 from torchremat.pipeline.skip import (
     CellTracker,
@@ -331,3 +331,41 @@ def test_a_microbatch_that_is_given_up_holds_nothing(copies, call):
 class Failing(nn.Module):
     def forward(self, x):
         return x / (1 // 0)
+
+
+# ----------------------------------------------------------------------------------------------- several, in a pipe
+
+
+class Counts(nn.Module):
+    """Counts the skips that are alive at the target; what the stage is given beside them is another one."""
+
+    def __init__(self, copies, counts):
+        super().__init__()
+        self.copies, self.counts = copies, counts
+
+    def forward(self, x):
+        self.counts.append(len(self.copies) - 1)
+        return x
+
+
+@pytest.mark.parametrize("record", [False, True])
+@pytest.mark.parametrize(
+    ("mode", "has_grad", "alive"),
+    [
+        ("never", True, [3, 2, 1, 0]),
+        ("never", False, [3, 2, 1, 0]),
+        ("always", False, [3, 2, 1, 0]),
+        ("always", True, [4, 4, 4, 4]),  # as inputs of what is recomputed
+    ],
+)
+def test_a_stage_holds_no_skip_that_it_has_popped(copies, mode, has_grad, alive, record):
+    # All of them stayed until the stage was done, in the arguments of the calls around it.
+    counts, rooms = [], [Namespace() for _ in range(4)]
+    stashing = [StashValue(torch.neg).isolate(one) for one in rooms]
+    popping = [layer for one in reversed(rooms) for layer in (PopValue(torch.add).isolate(one), Counts(copies, counts))]
+    pipe = Pipe(nn.Sequential(*stashing, *popping), [4, 8], devices=["cpu"] * 2, checkpoint=mode, record=record)
+
+    with torch.set_grad_enabled(has_grad):
+        pipe(torch.ones(2, 8, requires_grad=True))
+
+    assert counts == alive

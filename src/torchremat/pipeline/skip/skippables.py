@@ -17,7 +17,7 @@ from torch import nn
 from torchremat.errors import SkipError, SkippableError
 from torchremat.pipeline.skip.namespaces import Key, Namespace, words_of
 from torchremat.pipeline.skip.trackers import current_skip_tracker
-from torchremat.regions.wrapping import WrappedForward
+from torchremat.regions.wrapping import is_wrapped
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -128,7 +128,7 @@ class Skippable(nn.Module):
         exchange = _Exchange(self, popped)
         output = self.module(*args, **kwargs)
         if isinstance(output, GeneratorType):
-            if isinstance(vars(self.module).get("forward"), WrappedForward):
+            if is_wrapped(self.module):
                 raise SkippableError(
                     f"{type(self).__name__}: the module inside, `.module`, is wrapped, and its forward is a generator, "
                     "which would run outside of the region. Wrap the skippable module itself."

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import cast
 
 from torch import nn
 
 from torchremat.measuring.modules import visible_modules
-from torchremat.regions.wrapping import called_attribute
+from torchremat.regions.wrapping import called_attribute, class_forward, is_replaceable
 
 
 @contextmanager
@@ -21,9 +20,11 @@ def intercepted(model: nn.Module, run: Callable[..., object]) -> Generator[None]
     changed: list[tuple[nn.Module, str, object]] = []
     try:
         for name, module in visible_modules(model):
+            if not is_replaceable(module):
+                continue  # a part of what calls it
             attribute = called_attribute(module)
             own = module.__dict__.get(attribute)
-            function = cast("Callable[..., object]", own or type(module).forward.__get__(module))
+            function = class_forward(module) if own is None else own
 
             def forward(
                 *args: object,

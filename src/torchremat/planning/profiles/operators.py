@@ -20,7 +20,7 @@ from torch import Tensor, UntypedStorage
 
 from torchremat._compat.compiled_code import runs_compiled_code
 from torchremat._compat.modes import EagerMode
-from torchremat._compat.sharding import is_dtensor
+from torchremat._compat.sharding import is_dtensor, is_run_by_fsdp, shards_anything
 from torchremat.measuring.tracker import address_of
 from torchremat.regions.selection import memory_of, written_by
 from torchremat.regions.traits import Traits, traits_of
@@ -192,6 +192,7 @@ class OperatorLog(EagerMode):
         self._count = 0
         # Values whose memory may not be the allocator's, each with a mark at which it was there.
         self._strangers: list[tuple[int, int]] = []
+        self._beside_fsdp = shards_anything()
 
     def find_foreign(self, allocations: AllocationTrace) -> frozenset[int]:
         """Note which values are in memory that is not the allocator's, and return the numbers of their storages.
@@ -292,6 +293,11 @@ class OperatorLog(EagerMode):
         named = kwargs or {}
         traits = traits_of(func)
         if traits.is_ignored:
+            return func(*args, **named)
+        if self._beside_fsdp and is_run_by_fsdp(None):
+            # A region does not count them, nor run them again.
+            for tensor in written_by(traits.writes, args, named):
+                self._written(tensor)
             return func(*args, **named)
         tensors = tensors_in((args, dict(named)))
         reads = dict.fromkeys(value for tensor in tensors if (value := self.value(tensor)) is not None)
