@@ -24,6 +24,7 @@ LADDER = [
     "_compat",
     "ambient",
     "tensors",
+    "state",
     "stores",
     "regions",
     "policies",

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-
 from torch import nn
 
 from torchremat import Compressed, Disk, Host, Keep, MutationError, Tiers

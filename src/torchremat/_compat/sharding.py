@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 #
 # Around the forward of a sharded module FSDP2 gathers, copies, casts, frees and marks what it does for profilers; the
 # next version of it may do something else. None of that belongs to the code of the model: a recompute in a backward
-# finds parameters gathered and does none of it, and one that runs ahead does all of it. All that FSDP2 does for a module
+# finds parameters gathered and does none of it, and one that runs ahead does all of it. What FSDP2 does for a module
 # is done by a method of two of its classes, the state of the module and the group of its parameters, and neither calls
 # the code of the model. So an operator is FSDP2's if such a method is among the frames between it and whoever watches
 # the operators. Other frames of FSDP2 may well have the model's code above them: those of

@@ -1,15 +1,36 @@
 """Regions: pieces of forward that can be recomputed.
 
+NOTE [ Rules of a region ]
+
+Semantics first; the mechanism obeys. 1 to 6 are those of `torch.utils.checkpoint`.
+
+ 1. A saved tensor belongs to the innermost region alone.
+ 2. The inputs of an inner region are saved tensors of its parent: to unpack a tensor, all the regions around it are
+    recomputed. Tensors in keyword arguments and nested containers are inputs like any other.
+ 3. A recompute starts as if no region were active; regions met on the way are respected.
+ 4. Recomputed tensors belong to one session. Each is dropped when the node that unpacked it ends (`retain_graph=True`
+    included); in a session of several backward passes, when the last declared pass has run that node, else when the
+    session closes.
+ 5. A recompute stops as soon as all that is needed has been recomputed (unless that is switched off).
+ 6. Backward inside a region works.
+ 7. A saved tensor may be unpacked any number of times until its node is done; an unpack outside any backward keeps
+    nothing.
+ 8. A session may span several backward calls, overlapping ones too: one recompute serves them all.
+ 9. A recompute may be started before the gradient arrives.
+10. An input, or a parameter that the recompute reads, changed in place since the forward is an error that names it. The
+    version watched is that of the tensor which the optimizer writes (under FSDP the shard). What has changed and is not
+    read is no error. Writes that bypass versions (`.data`, NumPy) are a stated limit.
+11. A recompute has no lasting side effect: when it has ended, by whatever way (early stop, error, interrupt), all is
+    what it was before it began.
+12. What autograd would free, the library frees: no region, session or handle outlives its graph; nothing needs the
+    cycle collector.
+13. While a region is recomputed, everything that its forward could reach through Python is what it was when that
+    forward began. See NOTE [ The world of a call ] in `state`.
+
 In reading order:
 
 settings.py     how a region behaves
 threads.py      what each thread does with regions right now
-contents.py     contents of mutable objects: read, compared, written back
-guards.py       what a region changes in the objects among its arguments
-visible.py      what a function can be seen to reach before it runs
-optimizers.py   optimizers that write parameters without saying so
-sharding.py     parameters that FSDP2 has sharded
-modules.py      what a region sees of its modules: parameters, buffers, training flags
 inputs.py       where the arguments of calls come from
 calls.py        one call in a region: all that it takes to make it again
 sessions.py     whom recomputed tensors belong to, and how long
@@ -43,5 +64,5 @@ diagnosis.py    the whole message
 causes.py       why, probably
 reruns.py       a region run once more, leaving no trace
 operators.py    the operators that it ran, where, and what they saved
-reach.py        what it can be seen to reach, by name
+reach.py        what it can be seen to reach, described by name
 """

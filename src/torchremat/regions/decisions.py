@@ -90,8 +90,8 @@ class Policy(Protocol):
 
         `by_operator`    the answer depends on nothing but the operator: it is asked once for each
         `asks_first`     how many operators of a call it has to be asked about; all that come later run again
-        `asks_about_writes`    whether among these are all operators that write in place, or return memory of an argument
-                         without saying so (`unsafe_split`); else those that come later are watched for that
+        `asks_about_writes`    whether among these are all operators that write in place, or return memory of an
+                         argument without saying so (`unsafe_split`); else those that come later are watched for that
         `reads_names`    it is asked for named tensors as well, with `torchremat.name` in the place of the operator
 
     A method `unmet()` that returns words is asked in the first recompute: what the policy names and no forward has had.

@@ -194,8 +194,9 @@ def _warn_without_inputs(args: _Inputs, modules: list[nn.Module]) -> None:
             if one.requires_grad:
                 lost.setdefault(id(one), name)
     if lost and not _forwards.running:  # in a forward without grad nothing else is to be expected
+        first = next(iter(lost.values()))
         words += (
-            f", also those of {len(lost)} parameters of the checkpointed function (`{next(iter(lost.values()))}`, ...), which do require "
+            f", also those of {len(lost)} parameters of the checkpointed function (`{first}`, ...), which do require "
             "grad. Pass use_reentrant=False, or let an input require grad"
         )
     warn(words)

@@ -1,6 +1,6 @@
 """A region: a piece of forward whose saved tensors are dropped and recomputed.
 
-The rules are design.md's 1-12; `# See Rule n` marks the lines that obey them. The mechanism in four sentences. While a
+`# See Rule n` marks the lines that obey NOTE [ Rules of a region ]. The mechanism in four sentences. While a
 call runs in a region, every tensor that autograd saves is replaced by a `Slot`, a number that knows its region. The
 region keeps what it needs to run its calls again, and only the slots, which autograd owns, keep the region. When a
 backward asks the first slot for its tensor, all calls run again and the n-th tensor saved then is the n-th that was
@@ -9,6 +9,10 @@ saved before. The recomputed graph itself is thrown away: gradients flow through
     forward    call 0 ─────── call 1 ──────       each `s` is a Slot; region ◄── every slot
                s0  s1  s2     s3  s4              region ──► inputs, functions, generator states
     backward                            s4 asked: run call 0, call 1 up to the save of s4, all five are here
+
+NOTE [ Modules that wait to be made ]
+A `Lazy*` layer makes its parameters in its first forward and becomes another class, which nothing can take back. That
+call is a plain one: autograd keeps what it saves, once, and every later call is recomputed.
 
 Missing on purpose: any list of live regions. Autograd owns the slots, so what it would free is freed (rule 12).
 """
@@ -149,7 +153,7 @@ class Region:
             observer.looks(self)
         call.look(tensors, roots, objects, self.settings)
         if call.world.waits:
-            return body(*args, **kwargs)  # see NOTE [ Modules that wait to be made ]
+            return body(*args, **kwargs)  # See NOTE [ Modules that wait to be made ]
         pack, back = self._pack if self.fingerprints is None else self._pack_with_values, unpack
         if observer is not None:
             observer.began(self, number, tensors)

@@ -11,9 +11,10 @@ NOTE [ Selective recompute ]
    Operators after that end are not reached by any recompute, so what was kept of them goes with the forward, unless
    its slot has it.
 4. What is kept and about to be written in place, by the region itself or by a recompute that was given it, is copied
-   first, or its store is told (see NOTE [ Who may write to what was put ]). What was written later, by somebody else, is
-   known by its version: the operator runs again. An operator may return the memory of an argument and not say so, as
-   `unsafe_chunk` does: that is a view, and never kept, and since writes to it count apart, its version is looked at too.
+   first, or its store is told (see NOTE [ Who may write to what was put ]). What was written later, by somebody else,
+   is known by its version: the operator runs again. An operator may return the memory of an argument and not say so,
+   as `unsafe_chunk` does: that is a view, and never kept, and since writes to it count apart, its version is looked at
+   too.
 5. A recompute for a graph that is not retained takes what it gets: nobody comes a second time. Nor does anybody after
    the only pass of a session, or after its input pass, which also drops what slots have and no weight pass needs. If
    somebody does come, for another part of the graph, the operator runs again.
@@ -32,7 +33,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import NamedTuple, cast
+from typing import cast
 from weakref import ReferenceType, WeakKeyDictionary
 
 import torch

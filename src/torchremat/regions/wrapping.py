@@ -89,7 +89,8 @@ class WrappedForward:
         self.own = own
         self.owner = owner
         function = self.function
-        self.__module__, self.__doc__ = getattr(function, "__module__", None), function.__doc__
+        self.__doc__ = function.__doc__
+        vars(self)["__module__"] = getattr(function, "__module__", None)
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         """Run the forward, as a region if grad mode is on and it is not exported."""
@@ -208,7 +209,8 @@ class UnboundForward:
         # `functools.wraps` puts these among the attributes of what others put around it, so nobody else may have them.
         self._torchremat_forward = forward
         self._torchremat_function = getattr(function, "__func__", function)
-        self.__module__, self.__doc__ = getattr(function, "__module__", None), function.__doc__
+        self.__doc__ = function.__doc__
+        vars(self)["__module__"] = getattr(function, "__module__", None)
 
     @property
     def forward(self) -> WrappedForward:

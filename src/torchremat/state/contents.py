@@ -82,7 +82,8 @@ class Dicts:
 
 
 def _refill_dict(own: Dict, before: Dict) -> None:
-    kind = OrderedDict if isinstance(own, OrderedDict) else dict  # the former keeps its order in a list of its own
+    # An OrderedDict keeps its order in a list of its own.
+    kind = cast("type[Dict]", OrderedDict if isinstance(own, OrderedDict) else dict)
     for key in own.keys() - before.keys():
         kind.__delitem__(own, key)
     if list(own) == list(before)[: len(own)]:
@@ -98,11 +99,6 @@ class Holder(ABC):
     """A mutable object that is no dict."""
 
     __slots__ = ()
-
-    @staticmethod
-    def of(item: object) -> Holder:
-        """Return the one for a list, deque, set or bytearray."""
-        return _Container(item)
 
     @abstractmethod
     def read(self) -> object:
@@ -134,7 +130,9 @@ def _same(now: Any, before: Any) -> bool:
     return bool(now == before)
 
 
-class _Container(Holder):
+class Container(Holder):
+    """A list, deque, set or bytearray."""
+
     __slots__ = ("_item",)
 
     def __init__(self, item: Any) -> None:
@@ -142,12 +140,15 @@ class _Container(Holder):
 
     @property
     def item(self) -> object:
+        """The object."""
         return self._item
 
     def read(self) -> object:
+        """Return what it holds now."""
         return copied(self._item)
 
     def write(self, contents: Any) -> None:
+        """Let it hold what `read` returned."""
         make(self._item, contents)
 
 
@@ -160,15 +161,18 @@ class Cell(Holder):
         self._cell = cell
 
     def read(self) -> tuple[object]:
+        """Return what it holds now."""
         try:
             return (self._cell.cell_contents,)
         except ValueError:  # not filled yet
             return (_ABSENT,)
 
     def values(self) -> Iterable[object]:
+        """Return the objects in it that may lead further."""
         return self.read()
 
     def write(self, contents: tuple[object]) -> None:
+        """Let it hold what `read` returned."""
         if contents[0] is _ABSENT:
             del self._cell.cell_contents
         else:
@@ -185,6 +189,7 @@ class _Names(Holder):
         self._names = names
 
     def read(self) -> tuple[object, ...]:
+        """Return what it holds now."""
         get: Callable[[str, object], object] = self._get()
         return tuple([get(name, _ABSENT) for name in self._names])
 
@@ -192,9 +197,11 @@ class _Names(Holder):
         return self._space.get
 
     def values(self) -> Iterable[object]:
+        """Return the objects in it that may lead further."""
         return self.read()
 
     def write(self, contents: tuple[object, ...]) -> None:
+        """Let it hold what `read` returned."""
         for name, now, before in zip(self._names, self.read(), contents, strict=True):
             if now is not before:
                 self._set(name, before)
@@ -242,6 +249,7 @@ class Slots(Holder):
 
     @property
     def item(self) -> object:
+        """The object."""
         return self._item
 
     @staticmethod
@@ -253,12 +261,15 @@ class Slots(Holder):
         return Slots(item, members) if members else None
 
     def read(self) -> dict[str, object]:
+        """Return what it holds now."""
         return {name: getattr(self._item, name) for name in self._names if hasattr(self._item, name)}
 
     def values(self) -> Iterable[object]:
+        """Return the objects in it that may lead further."""
         return self.read().values()
 
     def write(self, contents: dict[str, object]) -> None:
+        """Let it hold what `read` returned."""
         for name in self._names:
             if name in contents:
                 object.__setattr__(self._item, name, contents[name])
@@ -278,6 +289,7 @@ class Foreign(Holder):
 
     @property
     def item(self) -> object:
+        """The object."""
         return self._item
 
     @classmethod
@@ -288,6 +300,7 @@ class Foreign(Holder):
         return cls(cast("Any", item))
 
     def read(self) -> object:
+        """Return what it holds now."""
         item = self._item
         if isinstance(item, random.Random):
             return item.getstate()
@@ -302,6 +315,7 @@ class Foreign(Holder):
         return isinstance(self._item, random.Random) and self._item.getstate() == before
 
     def write(self, contents: Any) -> None:
+        """Let it hold what `read` returned."""
         item = self._item
         if isinstance(item, random.Random):
             item.setstate(contents)

@@ -92,7 +92,7 @@ def _of_function(function: object, label: str) -> Iterator[Named]:
 
 def _inside(name: str, value: object) -> Iterable[Named]:
     if isinstance(value, Tensor):
-        return _attributes(name, value.__dict__)
+        return _attributes(name, dict(value.__dict__))
     if isinstance(value, nn.Module):
         return _of_module(name, value)
     if isinstance(value, types.FunctionType):

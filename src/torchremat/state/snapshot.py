@@ -117,7 +117,9 @@ class Snapshot:
         self._tensors = world.tensors
         self._flags = [*map(_flags, world.tensors)]
         self._shards: list[WatchedShard] = world.shards
-        self._guarded = [(one, one.snapshot()) for one in guard if looks_after_itself(one)]
+        self._guarded = [
+            (cast("Guarded", one), cast("Guarded", one).snapshot()) for one in guard if looks_after_itself(one)
+        ]
         self._graphed: dict[int, _Graphed] = {}
         self._backups = Backups(world) if backs_up and (world.state or world.loose or world.named) else None
         if world.modules:

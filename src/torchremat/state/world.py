@@ -28,13 +28,13 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from torchremat._compat.sharding import has_fsdp, is_managed
 from torchremat.ambient.surroundings import WATCHES
 from torchremat.errors import UnsupportedError
 from torchremat.state.code import class_code, is_library, reads_of
-from torchremat.state.contents import FOREIGN, Cell, ClassData, Foreign, GlobalNames, Holder, Slots
+from torchremat.state.contents import FOREIGN, Cell, ClassData, Container, Foreign, GlobalNames, Holder, Slots
 from torchremat.state.sharding import WatchedShard, watch
 
 _MOST_ITEMS = 100_000
@@ -175,7 +175,7 @@ class World:
             self._push(function.__defaults__)
         if function.__kwdefaults__:
             self._dict(function.__kwdefaults__)
-        self.dicts.append(function.__dict__)
+        self.dicts.append(cast("Dict", function.__dict__))
         if function.__dict__:
             self._push(function.__dict__.values())
         reads = reads_of(function.__code__)
@@ -233,7 +233,7 @@ class World:
             self._pending += [one for one in parameters.values() if one is not None]
         if buffers:
             for name, one in buffers.items():
-                if isinstance(one, UninitializedTensorMixin):
+                if isinstance(one, UninitializedBuffer):
                     self.waits = True
                 elif one is not None:
                     self._named_tensor(module, name, one)
@@ -283,7 +283,7 @@ class World:
             self.named.add(id(tensor))
         if not tensor.is_inference():  # those have no version, and cannot be written in a forward with grad
             self.tensors.append(tensor)
-        own = tensor.__dict__
+        own = cast("Dict", tensor.__dict__)
         self.dicts.append(own)
         if own:
             self._push(own.values())
@@ -291,7 +291,7 @@ class World:
     def _parameter(self, tensor: Tensor) -> None:
         # As `_watch`, for by far the most tensors.
         self.tensors.append(tensor)
-        own = tensor.__dict__
+        own = cast("Dict", tensor.__dict__)
         self.dicts.append(own)
         if own:
             self._push(own.values())
@@ -320,12 +320,12 @@ class World:
 
     def _list(self, item: list[object] | deque[object]) -> None:
         if len(item) <= _LONG or self._is_argument:
-            self.rest.append(Holder.of(item))
+            self.rest.append(Container(item))
             self._push(item)
 
     def _flat(self, item: set[object] | bytearray) -> None:
         if len(item) <= _LONG or self._is_argument:
-            self.rest.append(Holder.of(item))
+            self.rest.append(Container(item))
             if isinstance(item, set):
                 self._push(item)
 
@@ -420,7 +420,7 @@ def _classify(kind: type) -> Visit | None:
 
 
 _BY_BASE: tuple[tuple[Any, Visit], ...] = (
-    (UninitializedTensorMixin, World._uninitialized),
+    ((UninitializedParameter, UninitializedBuffer), World._uninitialized),
     (torch.jit.ScriptModule, World._script),
     (nn.Module, World._module),
     (nn.Parameter, World._parameter),

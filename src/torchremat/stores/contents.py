@@ -67,9 +67,7 @@ def content_of(tensor: Tensor) -> Content:
         strides = dense(shape, strides)
         for size, stride in zip(shape, strides, strict=True):
             size_bytes //= size if stride == 0 else 1
-    return Content(
-        shape=shape, strides=strides, dtype=tensor.dtype, device=tensor.device, size_bytes=size_bytes
-    )
+    return Content(shape=shape, strides=strides, dtype=tensor.dtype, device=tensor.device, size_bytes=size_bytes)
 
 
 def written_since(tensor: Tensor, *, version: int, now: int) -> MutationError:

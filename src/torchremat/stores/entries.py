@@ -42,7 +42,19 @@ class State(Enum):
 class Entry:
     """One tensor of a spool. All but `source` and `ahead` change under the spool's lock alone."""
 
-    __slots__ = ("ahead", "changed", "checksum", "content", "extents", "is_own", "mover", "restarts", "source", "state", "version")
+    __slots__ = (
+        "ahead",
+        "changed",
+        "checksum",
+        "content",
+        "extents",
+        "is_own",
+        "mover",
+        "restarts",
+        "source",
+        "state",
+        "version",
+    )
 
     def __init__(self, content: Content, source: Tensor, extents: list[Extent]) -> None:
         self.content = content

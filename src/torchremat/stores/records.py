@@ -108,7 +108,7 @@ class Record:
             self._shared.lies(self, storage)
 
     # NOTE [ Writes that are seen coming ]
-    # Of what an operator has returned, all is there to be read, and each of its recomputes is to have it as it was then.
+    # Of what an operator has returned, all is there to be read, and each recompute is to have it as it was then.
     # So whoever sees the operators of a region says before one of them writes; see NOTE [ Who may write to what was
     # put ]. The same goes for a recompute that is about to write to what it was given of a record, which others are
     # given as well. What autograd saves is not looked after: it is to see what was written, or an error, as without a

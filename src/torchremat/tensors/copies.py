@@ -37,7 +37,7 @@ def again(tensors: list[Tensor], values: list[Tensor] | None = None) -> list[Ten
 
 
 def apart(tensor: Tensor) -> Tensor:
-    """Return a copy of a tensor in memory of its own, with its strides, gaps and repeated elements, without its graph."""
+    """Return a copy of a tensor in memory of its own, with its strides and repeated elements, without its graph."""
     with torch.no_grad():
         if tensor.layout is not torch.strided or type(tensor) is not Tensor or tensor.numel() == 0:
             return tensor.detach().clone()

@@ -84,7 +84,7 @@ def _of_parts(tensor: Tensor, name: str) -> Tensor:
 
 def _has_memory(kind: type[Tensor]) -> bool:
     """Return whether a class of tensors has its elements in memory of its own, whatever it is called with."""
-    return kind.__torch_dispatch__ is Tensor.__torch_dispatch__
+    return getattr(kind, "__torch_dispatch__", None) is getattr(Tensor, "__torch_dispatch__", None)
 
 
 def _dimensions_of_a_row(values: Tensor) -> int:
