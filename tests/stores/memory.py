@@ -2,7 +2,10 @@
 
 import weakref
 
+from torchremat.extend import only_watches
 
+
+@only_watches
 class Memory:
     """Holds clones.
 

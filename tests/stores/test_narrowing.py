@@ -13,6 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import FlopCounterMode
 
 import torchremat
+from logs import Log
 from torchremat import Compressed, Host, MutationError, StoreError, StoreWarning, Tiers, offload
 
 
@@ -390,7 +391,7 @@ def test_without_grad_nothing_is_done():
 
 def test_regions_inside_work_as_before():
     model, x = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32)), torch.randn(64, 32)
-    calls = []
+    calls = Log()
     model[1].register_forward_hook(lambda *_: calls.append(1))
 
     def run(context):

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from logs import Log
 from stores.memory import Memory
 from torchremat import Compressed, Disk, Host, UnsupportedError, checkpoint, checkpointed, offload
 from torchremat.policies import everything_saved, save_matmuls
@@ -40,7 +41,7 @@ def test_gradients_are_those_of_the_plain_run():
 
 
 def test_the_inputs_of_a_region_are_stored_and_its_insides_recomputed():
-    store, runs = Memory(), []
+    store, runs = Memory(), Log()
     plain = gradients(lambda model, x: model(x.sin()))
 
     def body(model, x):
@@ -58,7 +59,7 @@ def test_the_inputs_of_a_region_are_stored_and_its_insides_recomputed():
 @pytest.mark.parametrize("policy", [None, save_matmuls, everything_saved], ids=repr)
 def test_inside_of_a_region_it_takes_what_would_be_recomputed(policy):
     # torch.utils.checkpoint silently recomputes nothing there.
-    store, runs = Memory(), []
+    store, runs = Memory(), Log()
 
     def body(model, x):
         runs.append("run")
@@ -77,7 +78,7 @@ def test_inside_of_a_region_it_takes_what_would_be_recomputed(policy):
 
 
 def test_a_region_all_of_whose_tensors_are_stored_is_not_recomputed():
-    store, runs = Memory(), []
+    store, runs = Memory(), Log()
     x = torch.randn(400, requires_grad=True)
 
     def body(x):
