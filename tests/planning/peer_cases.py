@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
+from logs import Hidden
 from torchremat import BudgetError, Planner, RepeatWarning, StepError, measure, plan, unwrap, verify
 from torchremat.measuring.allocator import record_allocations
 from torchremat.planning.elsewhere.machines import Here
@@ -378,13 +379,15 @@ def no_process_runs_what_one_has_no_room_for():
 
 
 class Counting(Block):
-    """A block that counts its calls, in some processes."""
+    """A block that counts its calls where no recompute looks, in some processes."""
 
-    counts, calls = False, 0
+    def __init__(self):
+        super().__init__()
+        self.hidden = Hidden(counts=False, calls=0)
 
     def forward(self, x):
-        self.calls += self.counts
-        return x + self.down(functional.gelu(self.up(x) * (1 + self.calls)))
+        self.hidden["calls"] += self.hidden["counts"]
+        return x + self.down(functional.gelu(self.up(x) * (1 + self.hidden["calls"])))
 
 
 def what_one_process_would_not_repeat_none_recomputes():
@@ -392,11 +395,11 @@ def what_one_process_would_not_repeat_none_recomputes():
     model = DistributedDataParallel(nn.Sequential(Counting(), Block(), Counting(), Block()))
     counting = model.module[::2]
     for part in counting:
-        part.counts = dist.get_rank() == 1
+        part.hidden["counts"] = dist.get_rank() == 1
 
     def from_zero(model):
         for part in counting:
-            part.calls = 0
+            part.hidden["calls"] = 0
         return step(model)
 
     with pytest.warns(RepeatWarning, match=r"`module\.0`, `module\.2`"):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from logs import Hidden, Log
 from planning.kinds import block, inputs, linear, square
 from planning.steps import coarse, differences, outcome, profile, recomputed_flops
 from torchremat import Adaptive, BudgetError, Planner, RepeatWarning, StepError, extend
@@ -38,19 +39,23 @@ class Part(nn.Module):
         raise NotImplementedError
 
 
-class Counts(Part):
-    calls = 0
+class Hides(Part):
+    """Has its state where no recompute looks."""
 
+    def __init__(self):
+        super().__init__()
+        self.hidden = Hidden(calls=0, told=None, scale=torch.ones(64))
+
+
+class Counts(Hides):
     def factor(self, x):
-        self.calls += 1
-        return 1 + 0.1 * self.calls
+        self.hidden["calls"] += 1
+        return 1 + 0.1 * self.hidden["calls"]
 
 
-class IsTold(Part):
-    told = None
-
+class IsTold(Hides):
     def factor(self, x):
-        return self.told
+        return self.hidden["told"]
 
 
 class Draws(Part):
@@ -63,16 +68,13 @@ class DrawsOfNumpy(Part):
         return torch.from_numpy(np.random.rand(*x.shape).astype(np.float32))
 
 
-class Averages(Part):
+class Averages(Hides):
     """Writes to a tensor that is no buffer."""
 
-    def __init__(self):
-        super().__init__()
-        self.scale = torch.ones(64)
-
     def factor(self, x):
-        before = self.scale.clone()
-        self.scale.mul_(0.9).add_(x.detach().std(0), alpha=0.1)
+        scale = self.hidden["scale"]
+        before = scale.clone()
+        scale.mul_(0.9).add_(x.detach().std(0), alpha=0.1)
         return before
 
 
@@ -113,17 +115,17 @@ class Shared(nn.Module):
 
     def forward(self, x):
         for number, one in enumerate(self.blocks):
-            self.part.told = 1.0 + number
+            tell(self.part, number)
             x = self.part(one(x))
         return x
 
 
 def tell(part, number):
-    part.told = 1.0 + number
+    part.hidden["told"] = 1.0 + number
 
 
 def forget(part):
-    part.told = None
+    part.hidden["told"] = None
 
 
 def begins(model):
@@ -131,10 +133,8 @@ def begins(model):
     random.seed(0)
     np.random.seed(0)
     for part in model.modules():
-        if isinstance(part, Counts):
-            part.calls = 0
-        if isinstance(part, Averages):
-            part.scale = torch.ones(64)
+        if isinstance(part, Hides):
+            part.hidden.update(calls=0, scale=torch.ones(64))
 
 
 def step(model):
@@ -200,9 +200,9 @@ class Outer(nn.Module):
         self.first, self.part = block(), IsTold()
 
     def forward(self, x):
-        self.part.told = 1.5
+        self.part.hidden["told"] = 1.5
         x = self.part(self.first(x))
-        self.part.told = None
+        self.part.hidden["told"] = None
         return x
 
 
@@ -236,9 +236,9 @@ class Conditioned(nn.Module):
         self.one, self.two = IsTold(), IsTold()
 
     def forward(self, x):
-        self.one.told, self.two.told = 1.5, 0.5
+        self.one.hidden["told"], self.two.hidden["told"] = 1.5, 0.5
         x = self.two(self.one(x))
-        self.one.told = self.two.told = None
+        self.one.hidden["told"] = self.two.hidden["told"] = None
         return x
 
 
@@ -277,6 +277,52 @@ def test_a_generator_that_is_registered_is_put_back_and_nothing_is_left_alone():
         extend.unregister(extend.numpy_random)
 
 
+class Seen(Part):
+    """Is told, counts and averages where a recompute looks."""
+
+    def __init__(self):
+        super().__init__()
+        self.told, self.calls, self.scale = None, 0, torch.ones(64)
+
+    def factor(self, x):
+        self.calls += 1
+        before = self.scale.clone()
+        self.scale.mul_(0.9).add_(x.detach().std(0), alpha=0.1)
+        return before * self.told * (1 + 0.1 * self.calls)
+
+
+def tell_seen(part, number):
+    part.told = 1.0 + number
+
+
+def forget_seen(part):
+    part.told = None
+
+
+def test_attributes_that_change_are_put_back_and_nothing_is_left_alone():
+    # An attribute that is taken back, a count of calls, a running average that is no buffer: all of them were told.
+    torch.manual_seed(0)
+    model = Between(Seen, tell_seen, forget_seen)
+
+    def step(model):
+        for part in model.parts:
+            part.calls, part.scale = 0, torch.ones(64)
+        return square(model(inputs()))
+
+    plain = outcome(model, step)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RepeatWarning)
+        planner = Planner(model, step, cost="flops")
+    plan = planner.plan(planner.floor_bytes)
+    plan.apply(model)
+
+    assert plan.unlike == {}
+    assert "parts.0" in [unit.name for unit in plan.units]
+    assert differences(outcome(model, step), plain) == []
+    assert recomputed_flops(model, step) == plan.recomputed_flops > 0
+    assert [(part.told, part.calls) for part in model.parts] == [(None, 1)] * 3
+
+
 def test_dropout_and_batch_norm_are_repeated():
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(linear(), nn.BatchNorm1d(64), nn.Dropout(0.5), nn.RReLU()) for _ in range(3)))
@@ -312,7 +358,7 @@ def test_a_budget_that_cannot_be_kept_for_that_is_told_with_the_reason():
     with pytest.warns(RepeatWarning):
         planner = Planner(model, step)
 
-    with pytest.raises(BudgetError, match=r"Smallest budget that works.*\.calls` changes each time"):
+    with pytest.raises(BudgetError, match=r"Smallest budget that works.*\['calls'\]` changes each time"):
         planner.plan("50%")
 
 
@@ -336,7 +382,7 @@ def test_where_memory_is_short_a_unit_is_tried_at_a_time(monkeypatch):
     monkeypatch.setattr(profiling, "tried", lambda *args: parts.append(args[-1]) or tried(*args))
     monkeypatch.setattr(Here, "free_bytes", lambda _: 0)
 
-    with pytest.warns(RepeatWarning, match=r"\.calls` changes each time"):
+    with pytest.warns(RepeatWarning, match=r"\['calls'\]` changes each time"):
         planner = Planner(model, step, cost="flops")
     plan = planner.plan(planner.floor_bytes)
     plan.apply(model)
@@ -358,7 +404,7 @@ def test_memory_that_runs_out_in_a_trial_makes_it_smaller(monkeypatch):
         repeat(region)
 
     monkeypatch.setattr(Region, "repeat", with_less)
-    with pytest.warns(RepeatWarning, match=r"\.calls` changes each time"):
+    with pytest.warns(RepeatWarning, match=r"\['calls'\]` changes each time"):
         grains = profile(Between(Counts), step)
 
     assert max(held) > 2
@@ -442,7 +488,7 @@ def test_a_trial_leaves_no_region_behind():
 
 def test_flags_are_as_they_were_also_after_an_error():
     assert not torch.are_deterministic_algorithms_enabled()
-    seen = []
+    seen = Log()
 
     class Fails(nn.Module):
         def __init__(self):

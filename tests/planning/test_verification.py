@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import models
+from logs import Count
 from planning.kinds import KINDS, Loop, block, inputs, square
 from planning.steps import each, fingerprint, keep_all, recomputed_flops
 from torchremat import Disk, Host, Planner, StepError, plan, verify, wrap
@@ -60,16 +61,16 @@ def test_buffers_are_compared():
 
 
 class Counts(nn.Module):
-    """Not the same twice: what it computes hangs on how often it ran, which is no buffer."""
+    """Not the same twice: what it computes hangs on how often it ran, which nobody puts back."""
 
     def __init__(self):
         super().__init__()
         self.inner = block()
-        self.calls = 0
+        self.calls = Count()
 
     def forward(self, x):
-        self.calls += 1
-        return self.inner(x) * self.calls
+        self.calls.up()
+        return self.inner(x) * self.calls.value
 
 
 def test_a_model_that_is_not_the_same_twice_is_reported_as_not_equal():

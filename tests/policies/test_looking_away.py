@@ -167,7 +167,7 @@ def test_under_a_mode_of_the_user_and_around_one():
 
 
 def test_regions_inside_and_around():
-    seen = []
+    seen = Log()
 
     def inner(x):
         return chain(x, seen)

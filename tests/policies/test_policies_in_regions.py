@@ -191,7 +191,7 @@ def test_what_no_recompute_reaches_is_not_held():
 
 
 def test_taken_values_are_gone_after_their_last_use():
-    kept = []
+    kept = Log()
 
     def function(x):
         y = x @ x
@@ -216,7 +216,7 @@ def test_taken_values_are_gone_after_their_last_use():
 
 def test_taken_values_are_gone_when_the_recompute_has_ended():
     # They were there until the whole graph had gone: what protects them from writes held them as well.
-    kept = []
+    kept = Log()
 
     def function(x):
         y = x @ x

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from logs import Log
+from logs import Count, Log
 from torchremat import wrap
 
 
@@ -15,10 +15,10 @@ class Block(nn.Module):
         super().__init__()
         self.linear = nn.Linear(width, width)
         self.norm = nn.BatchNorm1d(width)
-        self.calls = 0
+        self.calls = Count()
 
     def forward(self, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
-        self.calls += 1
+        self.calls.up()
         return x + self.norm(self.linear(x)).tanh().exp() * scale
 
 
@@ -61,7 +61,7 @@ def train(rank, path):
         gathered = [None, None]
         dist.all_gather_object(gathered, found[1])
         assert all(map(torch.equal, *gathered))
-        assert [layer.calls for layer in model.module.layers] == [4] * 4
+        assert [layer.calls.value for layer in model.module.layers] == [4] * 4
         # Gloo's thread drops the tensors of a collective some time after it, and needs the interpreter for that; who
         # ends the group waits for that thread and may hold the interpreter. After a barrier they are gone.
         dist.barrier()

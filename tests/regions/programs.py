@@ -11,7 +11,6 @@ a module whose layers are recomputed in runs. So every combination of numbers is
     ours         a region, of one of several kinds
 """
 
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -25,7 +24,7 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 import torchremat
-from logs import Log
+from logs import Log, Tally
 from regions.comparing import Twice
 from torchremat.interop.torch_checkpoint import checkpoint as drop_in
 from torchremat.interop.torch_checkpoint import create_selective_checkpoint_contexts
@@ -476,8 +475,8 @@ class Run:
         self.log = Log()
         self.root = self.inputs[0]
         self.depth = 0
-        self.forwards = Counter()  # of the outermost parts, by number
-        self.recomputes = Counter()
+        self.forwards = Tally()  # of the outermost parts, by number
+        self.recomputes = Tally()
         self.asked = set()
         self.backwards = 0
         self.kept = []
@@ -818,9 +817,7 @@ def programs(draw):
     if writes:
         pool += [*WRITES]
     if draw(st.integers(0, 4)) == 0:
-        # A backward inside leaves gradients once at parameters of modules and at what a function closes over. A leaf
-        # that is the attribute of an object is neither.
-        pool = [one for one in pool if one != "leaf"] + [*BACKWARD]
+        pool += [*BACKWARD]
     middle = _chains(pool) if draw(st.integers(0, 3)) == 0 else _parts(pool, 2)
     steps = (*draw(_steps(pool, 0, most=3)), draw(middle), *draw(_steps(pool, 2, most=4)))
     around = draw(st.sampled_from([None, None, None, "autocast", "save_on_cpu", "offload"]))

@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import compiled
 from compiled import FAST, INDUCTOR, fresh, gradients, graph_breaks, graphs, peak_tensors
-from logs import Log
+from logs import Hidden, Log
 from regions.comparing import Counted, Twice, leaf
 from torchremat import CheckpointError, MutationError, UnsupportedError, checkpoint, checkpointed, session
 from torchremat.regions.region import Region
@@ -178,7 +178,7 @@ def test_values_are_checked():
 @pytest.mark.parametrize("backend", FAST)
 def test_each_region_is_recomputed_once_when_those_after_it_have_gone(backend):
     # Hooks of Python that unpack break the graph each time, and its pieces keep all that was unpacked.
-    events, made = [], []
+    events, made = Log(), Log()
 
     def body(number, a):
         events.append((number, sum(not one.expired() for one in made), len(waiting())))
@@ -309,10 +309,10 @@ def test_a_second_backward_says_that_the_graph_was_not_retained():
 
 @pytest.mark.parametrize("backend", FAST)
 def test_an_error_in_a_recompute_is_raised_and_can_be_mended(backend):
-    broken = [False]
+    broken = Hidden({"now": False})
 
     def body(a):
-        if broken[0]:
+        if broken["now"]:
             raise ValueError("no luck")
         return a.exp()
 
@@ -320,10 +320,10 @@ def test_an_error_in_a_recompute_is_raised_and_can_be_mended(backend):
     (plain,) = gradients(lambda: body(one), [one])
     loss = checkpoint(body, one).sum()
 
-    broken[0] = True
+    broken["now"] = True
     with compiled.compiled(backend), pytest.raises(ValueError, match="no luck"):
         torch.autograd.grad(loss, one, retain_graph=True)
-    broken[0] = False
+    broken["now"] = False
     with compiled.compiled(backend):
         assert torch.equal(torch.autograd.grad(loss, one)[0], plain)
 

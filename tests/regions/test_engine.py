@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import torchremat
-from logs import Log
+from logs import Count, Log
 from torchremat.regions.region import Region
 from torchremat.regions.runs import Choice, Place, Scope
 from torchremat.regions.settings import Settings
@@ -27,10 +27,10 @@ class Block(nn.Module):
         self.linear = nn.Linear(width, width)
         self.batch = nn.BatchNorm1d(width)
         self.drop = nn.Dropout(0.3)
-        self.forwards = 0
+        self.forwards = Count()
 
     def forward(self, x, scale=1.0):
-        self.forwards += 1
+        self.forwards.up()
         return x + self.drop(torch.relu(self.batch(self.linear(self.norm(x))))) * scale
 
 
@@ -73,7 +73,7 @@ def same(found, expected):
 
 
 def forwards(model):
-    return [layer.forwards for layer in model.layers]
+    return [layer.forwards.value for layer in model.layers]
 
 
 @pytest.mark.parametrize("steps", [1, 3])
@@ -290,7 +290,7 @@ def test_one_recompute_serves_every_backward_of_a_session():
 
 
 def test_a_session_recomputes_ahead_of_the_gradient():
-    order = []
+    order = Log()
     x = torch.ones(3, requires_grad=True)
 
     def function(t):

@@ -9,7 +9,7 @@ from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves
 
-from logs import Log
+from logs import Count, Log
 from regions.comparing import Counted, Twice, Watched, leaf, live_regions, three
 from torchremat import MutationError, UnsupportedError, checkpoint, checkpointed, session, wrap
 
@@ -127,10 +127,10 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-        self.calls = 0
+        self.calls = Count()
 
     def block(self, x, layer):
-        self.calls += 1
+        self.calls.up()
         return layer(x).exp().tanh()
 
     def forward(self, x):
@@ -159,7 +159,7 @@ def test_functional_call(name):
 
     def run(call):
         model, parameters = net(call)
-        return PER_PARAMETER[name](lambda p: func.functional_call(model, p, (x,)))(parameters), model.calls
+        return PER_PARAMETER[name](lambda p: func.functional_call(model, p, (x,)))(parameters), model.calls.value
 
     (ours, calls), (plain, plain_calls) = run(checkpoint), run(plainly)
 
@@ -173,7 +173,7 @@ def test_per_sample_gradients():
     def run(call):
         model, parameters = net(call)
         per_sample = func.vmap(func.grad(lambda p, x: func.functional_call(model, p, (x,))), in_dims=(None, 0))
-        return per_sample(parameters, x), model.calls
+        return per_sample(parameters, x), model.calls.value
 
     (ours, calls), (plain, plain_calls) = run(checkpoint), run(plainly)
 
@@ -224,7 +224,7 @@ class Wrapped(Watched):
     """Watches the storages below the wrappers of a transform."""
 
     def forward(self, x):
-        self.calls += 1
+        self._ran.up()
         y = inner = x.exp()
         while is_functorch_wrapped_tensor(inner):
             inner = get_unwrapped(inner)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from logs import Log
+from logs import Hidden, Log
 from regions.comparing import Counted, Twice, leaf, same
 from torchremat import (
     CheckpointError,
@@ -147,7 +147,7 @@ class Router(nn.Module):
         self.gate = nn.Linear(4, 3)
         self.experts = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3))
         self.keeps = keeps
-        self.chosen = []
+        self.chosen = Log()
 
     def forward(self, x):
         scores = self.gate(x)
@@ -163,11 +163,11 @@ class Router(nn.Module):
         return out * weights
 
 
-_HIDDEN = [torch.Generator()]  # where no region looks for one
+_HIDDEN = Hidden(generator=torch.Generator())  # where no region looks for one
 
 
 def hidden_noise(scores):
-    return torch.rand(scores.shape, generator=_HIDDEN[0])
+    return torch.rand(scores.shape, generator=_HIDDEN["generator"])
 
 
 @pytest.mark.parametrize("nested", [False, True])
@@ -177,7 +177,7 @@ def test_a_router_that_draws_in_secret(nested, early_stop):
     x = leaf(64, 4)
 
     def run(call):
-        _HIDDEN[0] = torch.Generator().manual_seed(0)
+        _HIDDEN["generator"] = torch.Generator().manual_seed(0)
         router.chosen.clear()
         return call(lambda x: call(router, x.sin()), x) if nested else call(router, x)
 
@@ -195,7 +195,7 @@ def checkpointed_as(**options):
 
 def test_the_router_without_it_is_an_error():
     router = Router(keeps=False)
-    _HIDDEN[0] = torch.Generator().manual_seed(0)
+    _HIDDEN["generator"] = torch.Generator().manual_seed(0)
     y = checkpoint(router, leaf(64, 4)).sum()
 
     with pytest.raises(CheckpointError):
@@ -276,7 +276,7 @@ def test_a_tensor_that_requires_grad():
 
 
 def test_a_frozen_tensor_goes_with_the_graph():
-    kept = []
+    kept = Log()
 
     def body(x):
         mask = frozen("mask", torch.rand(4) > 0.5)
@@ -334,10 +334,10 @@ def test_outside_of_a_region_it_is_returned_as_it_is():
 def test_in_a_wrapped_model():
     model = nn.Sequential(Router(), Router())
     x = leaf(64, 4)
-    _HIDDEN[0] = torch.Generator().manual_seed(0)
+    _HIDDEN["generator"] = torch.Generator().manual_seed(0)
     plain = torch.autograd.grad(model(x).sum(), [x, *model.parameters()], allow_unused=True)
     wrap(model, Router)
-    _HIDDEN[0] = torch.Generator().manual_seed(0)
+    _HIDDEN["generator"] = torch.Generator().manual_seed(0)
     ours = torch.autograd.grad(model(x).sum(), [x, *model.parameters()], allow_unused=True)
 
     assert all(a is b is None or torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
@@ -355,7 +355,7 @@ def test_dropout_beside_it_draws_the_same():
 
 def test_a_recompute_starts_as_if_no_region_were_active():
     # Rule 3: the backward of one region runs in the forward of another, which it is no part of.
-    x, seen = torch.ones(3, requires_grad=True), []
+    x, seen = torch.ones(3, requires_grad=True), Log()
 
     def body(x):
         seen.append((is_checkpointing(), is_recomputing()))

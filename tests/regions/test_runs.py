@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from logs import Count, Hidden
 from regions.comparing import equal, live_regions, result
 from torchremat import CheckpointError, MutationError, OrderWarning, checkpoint, wrap
 from torchremat.regions.runs import Choice, Place, Scope
@@ -23,10 +24,10 @@ class Block(nn.Module):
         super().__init__()
         self.linear = nn.Linear(width, width)
         self.norm = nn.BatchNorm1d(width)
-        self.calls = 0
+        self.calls = Count()
 
     def forward(self, x, *others, scale=1.0, **more):
-        self.calls += 1
+        self.calls.up()
         for other in (*others, *more.values()):
             x = x + other
         return F.dropout(self.norm(self.linear(x)).tanh(), 0.2).exp() * scale
@@ -78,7 +79,7 @@ def planned(model, *spans, settings=None, counts=None):
 
 
 def calls(model):
-    return [layer.calls for layer in model.layers]
+    return [layer.calls.value for layer in model.layers]
 
 
 def batch(rows=8):
@@ -191,10 +192,10 @@ def test_tuples_are_linked():
         def __init__(self):
             super().__init__()
             self.linear = nn.Linear(6, 6)
-            self.calls = 0
+            self.calls = Count()
 
         def forward(self, pair):
-            self.calls += 1
+            self.calls.up()
             a, b = pair["a"], pair["b"][0]
             return {"a": self.linear(b).exp(), "b": [a.sin()]}
 
@@ -214,11 +215,11 @@ def test_an_in_place_module_stays_attached_to_its_producer():
     class Activation(nn.Module):
         def __init__(self):
             super().__init__()
-            self.calls = 0
+            self.calls = Count()
             self.linear = nn.Linear(1, 1)
 
         def forward(self, x):
-            self.calls += 1
+            self.calls.up()
             return F.relu(x, inplace=True)
 
     def forward(layers, x):
@@ -233,10 +234,10 @@ def test_an_in_place_module_stays_attached_to_its_producer():
         def __init__(self):
             super().__init__()
             self.linear = nn.Linear(6, 6)
-            self.calls = 0
+            self.calls = Count()
 
         def forward(self, x):
-            self.calls += 1
+            self.calls.up()
             return self.linear(x) * 2
 
     plain = net(forward, 3, Conv)
@@ -250,7 +251,7 @@ def test_an_in_place_module_stays_attached_to_its_producer():
 
     x = batch()
     ours = result(lambda: model(x), [], [model.layers])
-    assert calls(model) == [2, 2, 2] and activation.calls == 2
+    assert calls(model) == [2, 2, 2] and activation.calls.value == 2
     activation.__dict__.pop("forward")
     activation2.__dict__.pop("forward")
     assert equal(ours, result(lambda: plain(x), [], [plain.layers]))
@@ -362,20 +363,19 @@ def test_a_backward_in_the_middle_of_a_scope():
 
 def test_a_call_that_saves_less_is_named_though_a_later_one_saves_more():
     class Uneven(nn.Module):
-        times = 2
-
         def __init__(self):
             super().__init__()
             self.linear = nn.Linear(6, 6)
+            self.hidden = Hidden(times=2)
 
         def forward(self, x):
-            for _ in range(self.times):
+            for _ in range(self.hidden["times"]):
                 x = x.sin()
             return x
 
     model = planned(net(blocks=2, kind=Uneven), (0, 1))
     y = model(batch().requires_grad_()).sum()
-    model.layers[0].times, model.layers[1].times = 1, 3
+    model.layers[0].hidden["times"], model.layers[1].hidden["times"] = 1, 3
 
     with pytest.raises(
         CheckpointError, match=r"region `0\.\.1`: .*\nNumber of .*forward: 2\nNumber of .*recomputation: 1"
@@ -521,10 +521,10 @@ def test_wrapped_modules_inside_planned_ones():
         def __init__(self):
             super().__init__()
             self.inner = Quiet()
-            self.calls = 0
+            self.calls = Count()
 
         def forward(self, x):
-            self.calls += 1
+            self.calls.up()
             return self.inner(x).sin()
 
     model = planned(net(kind=Outer), (0, 3))
@@ -539,10 +539,10 @@ def test_scopes_inside_scopes():
         def __init__(self):
             super().__init__()
             self.a, self.b = Quiet(), Quiet()
-            self.calls = 0
+            self.calls = Count()
 
         def forward(self, x):
-            self.calls += 1
+            self.calls.up()
             return self.b(self.a(x)).sin()
 
     model = net(kind=Outer)
@@ -562,4 +562,4 @@ def test_scopes_inside_scopes():
 
     assert trains_as_plain(model, net(kind=Outer))
     assert calls(model) == [1, 1, 2, 2]
-    assert [layer.a.calls for layer in model.layers] == [2, 2, 3, 3]
+    assert [layer.a.calls.value for layer in model.layers] == [2, 2, 3, 3]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from logs import Log
+from logs import Count, Log
 from regions.comparing import Counted, Twice
 from torchremat import checkpoint, checkpointed, session
 from torchremat.interop.torch_checkpoint import checkpoint as drop_in
@@ -258,11 +258,11 @@ def test_a_recompute_that_waits_for_a_backward_in_another_thread():
 
 def test_a_session_in_each_thread():
     net = model().eval()
-    calls = [0] * _THREADS
+    calls = [Count() for _ in range(_THREADS)]
 
     def work(number):
         def body(x):
-            calls[number] += 1
+            calls[number].up()
             return net(x).exp()
 
         x = batch(number).requires_grad_()
@@ -280,7 +280,7 @@ def test_a_session_in_each_thread():
         x = batch(number).requires_grad_()
         (plain,) = torch.autograd.grad(net(x).exp().sum(), x)
         assert all(torch.equal(grad, plain) for grad in grads)
-    assert calls == [20] * _THREADS
+    assert [one.value for one in calls] == [20] * _THREADS
 
 
 def test_one_session_serves_several_threads():

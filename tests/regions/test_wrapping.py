@@ -92,7 +92,7 @@ def test_the_root_can_be_wrapped():
     model = wrap(net(), lambda name, module: name == "")
 
     assert trains_as_plain(model, net())
-    assert [layer.calls for layer in model.layers] == [2] * 4
+    assert [layer.calls.value for layer in model.layers] == [2] * 4
 
 
 def test_a_parent_and_its_children_can_be_wrapped():
@@ -100,14 +100,14 @@ def test_a_parent_and_its_children_can_be_wrapped():
 
     assert trains_as_plain(model, net())
     # The forward, its recompute, and no more: the children's are their own.
-    assert [layer.calls for layer in model.layers] == [2] * 4
+    assert [layer.calls.value for layer in model.layers] == [2] * 4
 
 
 def test_each_call_is_recomputed_once():
     model = wrap(net(), "layers.*")
 
     assert trains_as_plain(model, net())
-    assert [layer.calls for layer in model.layers] == [2] * 4
+    assert [layer.calls.value for layer in model.layers] == [2] * 4
 
 
 def test_a_module_that_is_called_twice():
@@ -185,7 +185,7 @@ def test_copies_run_their_own_weights(way):
     plain.load_state_dict(copied.state_dict())
 
     assert trains_as_plain(copied, plain)
-    assert [layer.calls for layer in copied.layers] == [2] * 4
+    assert [layer.calls.value for layer in copied.layers] == [2] * 4
     assert all("forward" not in vars(layer) for layer in unwrap(copied).layers)
 
 
@@ -251,14 +251,14 @@ def test_without_grad_it_is_a_plain_call(mode):
         y = model(torch.randn(8, 4))
 
     assert not y.requires_grad and len(live_regions()) == before
-    assert [layer.calls for layer in model.layers] == [1] * 4
+    assert [layer.calls.value for layer in model.layers] == [1] * 4
 
 
 def test_eval_mode_with_grad_is_recomputed():
     model, plain = wrap(net(), "layers.*").eval(), net().eval()
 
     assert trains_as_plain(model, plain)
-    assert [layer.calls for layer in model.layers] == [2] * 4
+    assert [layer.calls.value for layer in model.layers] == [2] * 4
 
 
 # ------------------------------------------------------------------------------------------------ real models

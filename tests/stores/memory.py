@@ -5,6 +5,8 @@ import weakref
 from logs import Log
 
 
+
+@only_watches
 class Memory:
     """Holds clones.
 
