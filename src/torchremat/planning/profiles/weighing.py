@@ -21,7 +21,7 @@ from torchremat.planning.layout import calls_of, installed
 from torchremat.planning.profiles.profiling import Grains
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.profiles.speeds import Freight, measured_speed
-from torchremat.planning.walks.cargo import Cargo, Offer
+from torchremat.planning.walks.cargo import Cargo, Offer, Parcel
 from torchremat.regions.journeys import Itinerary, Trip
 from torchremat.regions.settings import Settings
 from torchremat.schedules.chain import Keep
@@ -185,50 +185,27 @@ class _Scale:
     def cargo(self, profile: Profile, unit: int, trace: AllocationTrace) -> Cargo | None:
         """Return what leaves of a unit with the calls of the one that was weighed; None if nothing does."""
         saved, size, dropped = profile.units.saved(unit), profile.sizes[unit], profile.units.dropped(unit)
-        boundary: dict[int, int] = {}
-        passing: dict[int, int] = {}
-        inside = resident = passing_inside = ahead = total = put_peak = get_peak = fetched = tensors = 0
+        parcels: list[Parcel] = []
         for one in self.tried:
             storage = saved[one.place]
-            before, put, left, begun, there = one.marks
-            back = trace.live_bytes_at(there) - trace.live_bytes_at(left)
-            held = trace.live_bytes_at(left) - trace.live_bytes_at(before)
-            passes = trace.live_bytes_at(put) - trace.live_bytes_at(left)
-            there_already = resident + passing_inside + sum(boundary.values()) + sum(passing.values())
-            put_peak = max(put_peak, there_already + _over(trace, before, put))
-            if one.place in dropped:
-                continue  # what the store has of it goes with its graph
-            if storage not in size.saved or storage in size.left:
-                resident += held
-                passing_inside += passes
-            # What somebody else has stays as well, and a store that keeps the tensor itself frees nothing.
-            if storage in size.left or back < one.size_bytes:
-                continue
-            if storage in size.saved:
-                boundary[storage], passing[storage] = held, passes
-            else:
-                inside += back
-            begun_bytes = trace.live_bytes_at(begun) - trace.live_bytes_at(left)
-            # What has begun before it is still to come then, and counts in `ahead`.
-            get_peak = max(get_peak, fetched + _over(trace, left, there) - begun_bytes)
-            fetched += back - begun_bytes
-            ahead += begun_bytes
-            total += back
-            tensors += 1
-        if not total:
-            return None
-        return Cargo(
-            boundary=boundary,
-            inside_bytes=inside,
-            all_bytes=total,
-            tensors=tensors,
-            resident_bytes=resident,
-            passing=passing,
-            passing_bytes=passing_inside,
-            ahead_bytes=ahead,
-            put_peak_bytes=put_peak,
-            get_peak_bytes=ahead + get_peak,
-        )
+            before, put, left, begun, there = map(trace.live_bytes_at, one.marks)
+            goes = one.place in dropped  # with its graph, and what the store has of it as well
+            # What somebody else has stays, and a store that keeps the tensor itself frees nothing.
+            leaves = not goes and storage not in size.left and there - left >= one.size_bytes
+            parcels.append(
+                Parcel(
+                    storage=storage if storage in size.saved and storage not in size.left and not goes else None,
+                    leaves=leaves,
+                    bytes=there - left,
+                    held_bytes=0 if goes else left - before,
+                    passing_bytes=0 if goes else put - left,
+                    ahead_bytes=begun - left,
+                    put_peak_bytes=_over(trace, one.marks[0], one.marks[1]),
+                    get_peak_bytes=_over(trace, one.marks[2], one.marks[4]),
+                )
+            )
+        cargo = Cargo(parcels=tuple(parcels))
+        return cargo if cargo.all_bytes else None
 
 
 class _Taken:
