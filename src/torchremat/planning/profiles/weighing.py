@@ -1,13 +1,15 @@
 """How many bytes a store takes from each unit, by putting real saved tensors into it.
 
 One forward runs in which every unit is stored, in stores that weigh: they give each tensor to the real store, have it
-brought back at once under the allocator's events, and drop it. Units of one signature are weighed once.
+brought back at once under the allocator's events, and drop it. Units of one signature that give the same are weighed
+once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import cast
 
 import torch
@@ -95,32 +97,48 @@ def _weighed(
 ) -> tuple[dict[tuple[int, ...], Cargo], Freight]:
     """Return the cargoes of a profile's units, and what those units give of which most bytes could leave."""
     units = profile.units
-    alike: dict[tuple[object, ...], list[int]] = {}
+    alike: dict[object, list[int]] = {}
     for unit, size in enumerate(profile.sizes):
         if size.has_backward:
             alike.setdefault(units.signature(unit), []).append(unit)
-    first = [members[0] for members in alike.values()]
+    cargoes: dict[tuple[int, ...], Cargo] = {}
+    most_bytes, freight = 0, Freight(tensors=())
+    while alike:
+        first = {members[0] for members in alike.values()}
+        scales, trace = _forward(model, subject, profile, store, first, [*chain.from_iterable(alike.values())])
+        others: dict[object, list[int]] = {}
+        for signature, members in alike.items():
+            scale, leaving = scales[members[0]], 0
+            for unit in members:
+                if scales[unit].given != scale.given:
+                    # Not all of what it saves can go, as of a unit that is given a leaf; or all of it can.
+                    others.setdefault((signature, *scales[unit].given), []).append(unit)
+                    continue
+                cargo = scale.cargo(profile, unit, trace)
+                if cargo is not None:
+                    cargoes[units.units[unit].calls] = cargo
+                    leaving += cargo.all_bytes
+            if leaving > most_bytes:
+                most_bytes, freight = leaving, scale.freight
+        alike = others
+    return cargoes, freight
+
+
+def _forward(
+    model: nn.Module, subject: Subject, profile: Profile, store: Store, first: Container[int], members: Sequence[int]
+) -> tuple[dict[int, _Scale], AllocationTrace]:
+    """Run a forward in which the units that are `first` are weighed; of the others is noted what they give."""
+    units = profile.units
     with subject.untouched(), record_allocations(profile.device) as recorder:
-        scales = [_Scale(store, recorder, len(units.saved(unit))) for unit in first]
-        watching = dict(zip(first, scales, strict=True))
-        trips = {unit: Trip(store=number, leaves_after=unit, comes_before=unit) for number, unit in enumerate(first)}
-        itinerary = Itinerary(tuple(scales), trips, lambda unit, tensor: watching[unit].saw(tensor))
+        scales = {
+            unit: _Scale(store if unit in first else None, recorder, len(units.saved(unit))) for unit in sorted(members)
+        }
+        trips = {unit: Trip(store=number, leaves_after=unit, comes_before=unit) for number, unit in enumerate(scales)}
+        itinerary = Itinerary(tuple(scales.values()), trips, lambda unit, tensor: scales[unit].saw(tensor))
         tree = tuple(Keep(unit) for unit in range(len(units.units)))
         with installed(model, calls_of(units), tree, Settings(), itinerary=itinerary):
             subject.run()
-    cargoes: dict[tuple[int, ...], Cargo] = {}
-    most_bytes, freight = 0, Freight(tensors=())
-    for members, scale in zip(alike.values(), scales, strict=True):
-        for unit in members:
-            cargo = scale.cargo(profile, unit, recorder.trace)
-            if cargo is not None:
-                cargoes[units.units[unit].calls] = cargo
-        leaving = sum(
-            cargoes[units.units[unit].calls].all_bytes for unit in members if units.units[unit].calls in cargoes
-        )
-        if leaving > most_bytes:
-            most_bytes, freight = leaving, scale.freight
-    return cargoes, freight
+    return scales, recorder.trace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,14 +153,15 @@ class _Tried:
 
 @dataclass(eq=False)
 class _Scale:
-    """A store that weighs, for one unit."""
+    """A store that weighs, for one unit; without a store to try it notes what it is given."""
 
-    store: Store
+    store: Store | None
     recorder: AllocationRecorder
     most: int
     tried: list[_Tried] = field(default_factory=list[_Tried])
     places: dict[int, int] = field(default_factory=dict[int, int])  # by the address of a storage
     seen: int = 0
+    given: list[int] = field(default_factory=list[int])  # the places of what it was given
 
     def saw(self, tensor: Tensor) -> None:
         """Note the place of a tensor that the unit saves."""
@@ -151,6 +170,10 @@ class _Scale:
 
     def put(self, tensor: Tensor) -> _Taken:
         """Give a tensor to the store and take it back."""
+        place = self.places.get(address_of(tensor.untyped_storage()), self.most)
+        self.given.append(place)
+        if self.store is None:
+            return _Taken()
         mark = self.recorder.mark
         before = mark("before")
         read: list[object] = []
@@ -170,7 +193,6 @@ class _Scale:
         back = handle.get()
         there = mark("there")
         del back
-        place = self.places.get(address_of(tensor.untyped_storage()), self.most)
         if place < self.most:
             marks = before, put, left, begun, there
             self.tried.append(_Tried(place=place, size_bytes=tensor.nbytes, dtype=tensor.dtype, marks=marks))
@@ -194,6 +216,7 @@ class _Scale:
             leaves = not goes and storage not in size.left and there - left >= one.size_bytes
             parcels.append(
                 Parcel(
+                    place=one.place,
                     storage=storage if storage in size.saved and storage not in size.left and not goes else None,
                     leaves=leaves,
                     bytes=there - left,

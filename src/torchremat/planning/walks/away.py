@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from torchremat.planning.walks.cargo import Loads, Parcel
-from torchremat.planning.walks.moments import Live, Moment
+from torchremat.planning.walks.moments import Live, Moment, Releases
 
 if TYPE_CHECKING:
     from torchremat.planning.walks.memory import Walk
@@ -63,6 +63,15 @@ class Away:
         if unit in self._gone:
             total, what = walk.total(), f"bringing {self._name(unit)} back"
             yield Live((Moment.BACKWARD, unit), total, self._bring(unit), what, moves=True)
+
+    def lets_go(self, unit: int) -> Releases:
+        """Return what stores hold for a unit alone: each goes with the node that has saved it."""
+        parcels = self._loads[unit].cargo.parcels if unit in self._loads else ()
+        return tuple(
+            (parcel.place, parcel.held_bytes)
+            for parcel in parcels
+            if parcel.held_bytes and (parcel.storage is None or self._put[parcel.storage] == 1)
+        )
 
     def dropped(self, unit: int) -> None:
         """All that a unit has saved is gone."""

@@ -16,6 +16,7 @@ class Parcel:
     """One storage that a unit saves, as a store takes it and gives it back, measured.
 
     Attributes:
+        place: The number of the tensor among all that the unit saves; the last one, if several share the storage.
         storage: The boundary storage that it is, which other units may give to the store as well; None if it is one
             of the unit alone.
         leaves: Whether its memory goes. What somebody else has stays, and so does what the store itself keeps.
@@ -27,6 +28,7 @@ class Parcel:
         get_peak_bytes: Highest live bytes while it is brought back, over those before the store has begun.
     """
 
+    place: int
     storage: int | None
     leaves: bool
     bytes: int
