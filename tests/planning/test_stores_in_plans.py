@@ -134,10 +134,43 @@ def test_predicted_is_measured_wherever_it_leaves_and_comes_back(name, kind):
             measured = traced_peak(model, step)
             found = outcome(model, step)
 
-        # Off by the statistics of BatchNorm and small gradients, as in plans without stores. A store that holds bytes
-        # on the device is predicted a little high, where it is not known in which order it takes and gives them.
-        assert -0.003 * measured <= predicted - measured <= (0.003 if kind == "disk" else 0.05) * measured
+        # Off by the statistics of BatchNorm and small gradients, as in plans without stores.
+        assert abs(predicted - measured) <= 0.003 * measured
         assert (differences(found, plain) == []) is (not kind.startswith("loss") or not loads)
+
+
+class Wave(nn.Module):
+    """Saves its input, its output and two storages of its own, in kernels that need no memory beside them."""
+
+    def forward(self, x):
+        return (x.sin() * x).exp().tanh()
+
+
+@pytest.mark.parametrize("leaf", [False, True], ids=["data", "leaf"])
+@pytest.mark.parametrize("kind", STORES)
+def test_a_move_is_predicted_to_the_byte_where_no_kernel_needs_more(kind, leaf):
+    # What needs no move was counted in the peak of a move, and what a store lets go of in the midst of a backward until
+    # its end, up to 17% of a step. On one processor the workspaces of convolutions were higher, and hid it.
+    # A first unit that is given a leaf gives less than those like it, of which less was taken to leave, too.
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Wave() for _ in range(8)])
+    x = torch.randn(64, 64, requires_grad=True)
+    step = lambda model: model(x if leaf else x * 2).sum()  # noqa: E731
+    grains = profile_of(model, step)
+    profile, store = grains.coarse, STORES[kind]()
+    [offer] = weighed(model, subject_of(step, model, None), grains, [store])
+    tree = keep_all(len(profile.sizes))
+    (plain,) = torch.autograd.grad(step(model), x)
+
+    for seed in range(12):
+        loads = random_loads(profile, offer, tree, random.Random(seed))
+        predicted = predict(profile, tree, loads).peak_bytes
+        itinerary = Itinerary((store,), {unit: load.planned.trip for unit, load in loads.items()})
+        with installed(model, calls_of(profile.units), tree, Settings(), itinerary=itinerary):
+            measured = traced_peak(model, step)
+            (found,) = torch.autograd.grad(step(model), x)
+        assert predicted == measured
+        assert torch.equal(found, plain) is (not kind.startswith("loss") or not loads)
 
 
 # ------------------------------------------------------------------------------------------------------------ planning
@@ -439,7 +472,8 @@ def test_what_is_encoded_for_a_disk_counts_until_it_has_left(codec):
     peaks = {planner.fixed_bytes + traced_peak(model, step) for _ in range(4)}
     plan.remove(model)
 
-    assert any(cargo.passing_bytes + sum(cargo.passing.values()) for cargo in planner.solver.offers[0].cargoes.values())
+    cargoes = planner.solver.offers[0].cargoes.values()
+    assert any(parcel.passing_bytes for cargo in cargoes for parcel in cargo.parcels)
     assert plan.stored and plan.recomputed_flops == 0
     assert peaks == {plan.peak_bytes}
 

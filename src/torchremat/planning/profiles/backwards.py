@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from torchremat.measuring.allocator import AllocationTrace
 from torchremat.planning.profiles.watching import Watched
+from torchremat.planning.walks.moments import Releases
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -40,7 +41,9 @@ class Backward:
     remade: frozenset[int]
     storages: tuple[int, ...]
     fixed: frozenset[int]
-    _highest: dict[frozenset[int], int] = field(default_factory=dict[frozenset[int], int])
+    _highest: dict[tuple[frozenset[int], Releases], int] = field(
+        default_factory=dict[tuple[frozenset[int], Releases], int]
+    )
 
     def live_bytes(self, without: Iterable[int] = ()) -> NDArray[np.int64]:
         """Return the bytes that are live before each event and after the last, over those at the beginning.
@@ -52,18 +55,24 @@ class Backward:
         delta[list(without)] = 0
         return np.concatenate([np.zeros(1, np.int64), np.cumsum(delta, dtype=np.int64)])
 
-    def highest_bytes(self, stays: frozenset[int]) -> int:
+    def highest_bytes(self, stays: frozenset[int], lets_go: Releases = ()) -> int:
         """Return the most that is live, over the beginning, if the unit is kept.
 
         Args:
             stays: Storages that others have as well. Those that were there before the step stay in any case: what went
                 here were copies.
+            lets_go: What else goes, with which saved tensors: where it was not seen when one goes, at the end.
         """
-        if stays not in self._highest:
+        key = stays, lets_go
+        if key not in self._highest:
             staying = stays | self.fixed
             without = [event for save, event in self.freed_at.items() if self.storages[save] in staying]
-            self._highest[stays] = int(self.live_bytes(without).max())
-        return self._highest[stays]
+            live = self.live_bytes(without)
+            for save, size in lets_go:
+                if save in self.freed_at:
+                    live[self.freed_at[save] + 1 :] -= size
+            self._highest[key] = int(live.max())
+        return self._highest[key]
 
 
 class Backwards:

@@ -1,13 +1,15 @@
 """How many bytes a store takes from each unit, by putting real saved tensors into it.
 
 One forward runs in which every unit is stored, in stores that weigh: they give each tensor to the real store, have it
-brought back at once under the allocator's events, and drop it. Units of one signature are weighed once.
+brought back at once under the allocator's events, and drop it. Units of one signature that give the same are weighed
+once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import cast
 
 import torch
@@ -21,7 +23,7 @@ from torchremat.planning.layout import calls_of, installed
 from torchremat.planning.profiles.profiling import Grains
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.profiles.speeds import Freight, measured_speed
-from torchremat.planning.walks.cargo import Cargo, Offer
+from torchremat.planning.walks.cargo import Cargo, Offer, Parcel
 from torchremat.regions.journeys import Itinerary, Trip
 from torchremat.regions.settings import Settings
 from torchremat.schedules.chain import Keep
@@ -95,32 +97,48 @@ def _weighed(
 ) -> tuple[dict[tuple[int, ...], Cargo], Freight]:
     """Return the cargoes of a profile's units, and what those units give of which most bytes could leave."""
     units = profile.units
-    alike: dict[tuple[object, ...], list[int]] = {}
+    alike: dict[object, list[int]] = {}
     for unit, size in enumerate(profile.sizes):
         if size.has_backward:
             alike.setdefault(units.signature(unit), []).append(unit)
-    first = [members[0] for members in alike.values()]
+    cargoes: dict[tuple[int, ...], Cargo] = {}
+    most_bytes, freight = 0, Freight(tensors=())
+    while alike:
+        first = {members[0] for members in alike.values()}
+        scales, trace = _forward(model, subject, profile, store, first, [*chain.from_iterable(alike.values())])
+        others: dict[object, list[int]] = {}
+        for signature, members in alike.items():
+            scale, leaving = scales[members[0]], 0
+            for unit in members:
+                if scales[unit].given != scale.given:
+                    # Not all of what it saves can go, as of a unit that is given a leaf; or all of it can.
+                    others.setdefault((signature, *scales[unit].given), []).append(unit)
+                    continue
+                cargo = scale.cargo(profile, unit, trace)
+                if cargo is not None:
+                    cargoes[units.units[unit].calls] = cargo
+                    leaving += cargo.all_bytes
+            if leaving > most_bytes:
+                most_bytes, freight = leaving, scale.freight
+        alike = others
+    return cargoes, freight
+
+
+def _forward(
+    model: nn.Module, subject: Subject, profile: Profile, store: Store, first: Container[int], members: Sequence[int]
+) -> tuple[dict[int, _Scale], AllocationTrace]:
+    """Run a forward in which the units that are `first` are weighed; of the others is noted what they give."""
+    units = profile.units
     with subject.untouched(), record_allocations(profile.device) as recorder:
-        scales = [_Scale(store, recorder, len(units.saved(unit))) for unit in first]
-        watching = dict(zip(first, scales, strict=True))
-        trips = {unit: Trip(store=number, leaves_after=unit, comes_before=unit) for number, unit in enumerate(first)}
-        itinerary = Itinerary(tuple(scales), trips, lambda unit, tensor: watching[unit].saw(tensor))
+        scales = {
+            unit: _Scale(store if unit in first else None, recorder, len(units.saved(unit))) for unit in sorted(members)
+        }
+        trips = {unit: Trip(store=number, leaves_after=unit, comes_before=unit) for number, unit in enumerate(scales)}
+        itinerary = Itinerary(tuple(scales.values()), trips, lambda unit, tensor: scales[unit].saw(tensor))
         tree = tuple(Keep(unit) for unit in range(len(units.units)))
         with installed(model, calls_of(units), tree, Settings(), itinerary=itinerary):
             subject.run()
-    cargoes: dict[tuple[int, ...], Cargo] = {}
-    most_bytes, freight = 0, Freight(tensors=())
-    for members, scale in zip(alike.values(), scales, strict=True):
-        for unit in members:
-            cargo = scale.cargo(profile, unit, recorder.trace)
-            if cargo is not None:
-                cargoes[units.units[unit].calls] = cargo
-        leaving = sum(
-            cargoes[units.units[unit].calls].all_bytes for unit in members if units.units[unit].calls in cargoes
-        )
-        if leaving > most_bytes:
-            most_bytes, freight = leaving, scale.freight
-    return cargoes, freight
+    return scales, recorder.trace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,14 +153,15 @@ class _Tried:
 
 @dataclass(eq=False)
 class _Scale:
-    """A store that weighs, for one unit."""
+    """A store that weighs, for one unit; without a store to try it notes what it is given."""
 
-    store: Store
+    store: Store | None
     recorder: AllocationRecorder
     most: int
     tried: list[_Tried] = field(default_factory=list[_Tried])
     places: dict[int, int] = field(default_factory=dict[int, int])  # by the address of a storage
     seen: int = 0
+    given: list[int] = field(default_factory=list[int])  # the places of what it was given
 
     def saw(self, tensor: Tensor) -> None:
         """Note the place of a tensor that the unit saves."""
@@ -151,6 +170,10 @@ class _Scale:
 
     def put(self, tensor: Tensor) -> _Taken:
         """Give a tensor to the store and take it back."""
+        place = self.places.get(address_of(tensor.untyped_storage()), self.most)
+        self.given.append(place)
+        if self.store is None:
+            return _Taken()
         mark = self.recorder.mark
         before = mark("before")
         read: list[object] = []
@@ -170,7 +193,6 @@ class _Scale:
         back = handle.get()
         there = mark("there")
         del back
-        place = self.places.get(address_of(tensor.untyped_storage()), self.most)
         if place < self.most:
             marks = before, put, left, begun, there
             self.tried.append(_Tried(place=place, size_bytes=tensor.nbytes, dtype=tensor.dtype, marks=marks))
@@ -185,50 +207,28 @@ class _Scale:
     def cargo(self, profile: Profile, unit: int, trace: AllocationTrace) -> Cargo | None:
         """Return what leaves of a unit with the calls of the one that was weighed; None if nothing does."""
         saved, size, dropped = profile.units.saved(unit), profile.sizes[unit], profile.units.dropped(unit)
-        boundary: dict[int, int] = {}
-        passing: dict[int, int] = {}
-        inside = resident = passing_inside = ahead = total = put_peak = get_peak = fetched = tensors = 0
+        parcels: list[Parcel] = []
         for one in self.tried:
             storage = saved[one.place]
-            before, put, left, begun, there = one.marks
-            back = trace.live_bytes_at(there) - trace.live_bytes_at(left)
-            held = trace.live_bytes_at(left) - trace.live_bytes_at(before)
-            passes = trace.live_bytes_at(put) - trace.live_bytes_at(left)
-            there_already = resident + passing_inside + sum(boundary.values()) + sum(passing.values())
-            put_peak = max(put_peak, there_already + _over(trace, before, put))
-            if one.place in dropped:
-                continue  # what the store has of it goes with its graph
-            if storage not in size.saved or storage in size.left:
-                resident += held
-                passing_inside += passes
-            # What somebody else has stays as well, and a store that keeps the tensor itself frees nothing.
-            if storage in size.left or back < one.size_bytes:
-                continue
-            if storage in size.saved:
-                boundary[storage], passing[storage] = held, passes
-            else:
-                inside += back
-            begun_bytes = trace.live_bytes_at(begun) - trace.live_bytes_at(left)
-            # What has begun before it is still to come then, and counts in `ahead`.
-            get_peak = max(get_peak, fetched + _over(trace, left, there) - begun_bytes)
-            fetched += back - begun_bytes
-            ahead += begun_bytes
-            total += back
-            tensors += 1
-        if not total:
-            return None
-        return Cargo(
-            boundary=boundary,
-            inside_bytes=inside,
-            all_bytes=total,
-            tensors=tensors,
-            resident_bytes=resident,
-            passing=passing,
-            passing_bytes=passing_inside,
-            ahead_bytes=ahead,
-            put_peak_bytes=put_peak,
-            get_peak_bytes=ahead + get_peak,
-        )
+            before, put, left, begun, there = map(trace.live_bytes_at, one.marks)
+            goes = one.place in dropped  # with its graph, and what the store has of it as well
+            # What somebody else has stays, and a store that keeps the tensor itself frees nothing.
+            leaves = not goes and storage not in size.left and there - left >= one.size_bytes
+            parcels.append(
+                Parcel(
+                    place=one.place,
+                    storage=storage if storage in size.saved and storage not in size.left and not goes else None,
+                    leaves=leaves,
+                    bytes=there - left,
+                    held_bytes=0 if goes else left - before,
+                    passing_bytes=0 if goes else put - left,
+                    ahead_bytes=begun - left,
+                    put_peak_bytes=_over(trace, one.marks[0], one.marks[1]),
+                    get_peak_bytes=_over(trace, one.marks[2], one.marks[4]),
+                )
+            )
+        cargo = Cargo(parcels=tuple(parcels))
+        return cargo if cargo.all_bytes else None
 
 
 class _Taken:

@@ -155,7 +155,7 @@ class Storing:
         """Return whether a cargo frees more than its store holds in its place; what lives anyway is not freed."""
         trace = self.profile.units.trace
         dying = sum(trace.storage_bytes[storage] for storage in cargo.boundary if storage in trace.died)
-        return cargo.inside_bytes + dying > cargo.resident_bytes + sum(cargo.boundary.values())
+        return cargo.inside_bytes + dying > cargo.held_bytes
 
     def _within(self, offer: Offer, units: Sequence[int]) -> list[int]:
         """Return as many of the units as the store has room for."""

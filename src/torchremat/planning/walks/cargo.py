@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 
 from torchremat.regions.journeys import Trip
@@ -11,38 +12,77 @@ from torchremat.tensors.sizes import format_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cargo:
-    """What of one unit leaves for one store, measured. Bytes are those of the device that is planned for.
+class Parcel:
+    """One storage that a unit saves, as a store takes it and gives it back, measured.
 
     Attributes:
-        boundary: Boundary storages that leave, each with what the store holds on the device in its place; units may
-            share them.
-        inside_bytes: Bytes of the others that leave.
-        all_bytes: Both together.
-        tensors: How many tensors that are.
-        resident_bytes: What the store holds on the device in the place of the others.
-        passing: For boundary storages what the store has made of them and reads until they have left.
-        passing_bytes: The same for the others.
-        ahead_bytes: What is allocated when the store begins to bring them back.
-        put_peak_bytes: Highest live bytes while they are put, over those before.
-        get_peak_bytes: Highest live bytes while they are brought back, over those before the store has begun.
+        place: The number of the tensor among all that the unit saves; the last one, if several share the storage.
+        storage: The boundary storage that it is, which other units may give to the store as well; None if it is one
+            of the unit alone.
+        leaves: Whether its memory goes. What somebody else has stays, and so does what the store itself keeps.
+        bytes: What is allocated when it is back.
+        held_bytes: What the store holds on the device in its place.
+        passing_bytes: What the store has made of it and reads until it has left.
+        ahead_bytes: What is allocated when the store begins to bring it back.
+        put_peak_bytes: Highest live bytes while it is put, over those before.
+        get_peak_bytes: Highest live bytes while it is brought back, over those before the store has begun.
     """
 
-    boundary: Mapping[int, int]
-    inside_bytes: int
-    all_bytes: int
-    tensors: int
-    resident_bytes: int
-    passing: Mapping[int, int]
+    place: int
+    storage: int | None
+    leaves: bool
+    bytes: int
+    held_bytes: int
     passing_bytes: int
     ahead_bytes: int
     put_peak_bytes: int
     get_peak_bytes: int
 
+
+@dataclass(frozen=True, kw_only=True)
+class Cargo:
+    """What one unit gives to one store. Bytes are those of the device that is planned for.
+
+    Attributes:
+        parcels: In the order in which they are put, which is also that in which they are brought back.
+    """
+
+    parcels: tuple[Parcel, ...]
+
+    @cached_property
+    def leaving(self) -> tuple[Parcel, ...]:
+        """Those whose memory goes."""
+        return tuple(parcel for parcel in self.parcels if parcel.leaves)
+
+    @cached_property
+    def boundary(self) -> frozenset[int]:
+        """The boundary storages that leave; units may share them."""
+        return frozenset(parcel.storage for parcel in self.leaving if parcel.storage is not None)
+
+    @cached_property
+    def inside_bytes(self) -> int:
+        """Bytes of the others that leave."""
+        return sum(parcel.bytes for parcel in self.leaving if parcel.storage is None)
+
+    @cached_property
+    def all_bytes(self) -> int:
+        """Both together."""
+        return sum(parcel.bytes for parcel in self.leaving)
+
     @property
+    def tensors(self) -> int:
+        """How many tensors leave."""
+        return len(self.leaving)
+
+    @cached_property
+    def held_bytes(self) -> int:
+        """What the store holds on the device in the place of all of them."""
+        return sum(parcel.held_bytes for parcel in self.parcels)
+
+    @cached_property
     def comes_ahead(self) -> bool:
         """Whether all of it is allocated when the store begins to bring it back."""
-        return self.ahead_bytes >= self.all_bytes
+        return all(parcel.ahead_bytes >= parcel.bytes for parcel in self.leaving)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -266,7 +266,8 @@ class Walk:
             what, stays = f"backward of {self.units.units[unit].name}", None
             if not chain:
                 stays = frozenset(storage for storage in self.lifetimes.made[unit] if self.held[storage] > 1)
-            yield Live((Moment.BACKWARD, unit), self.total(), over, what, stays=stays)
+            lets_go = self.away.lets_go(unit)
+            yield Live((Moment.BACKWARD, unit), self.total(), over, what, stays=stays, lets_go=lets_go)
             self.drop(unit, again=bool(chain))
             self.away.dropped(unit)
             waiting.discard(unit)

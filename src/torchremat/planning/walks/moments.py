@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
+from typing import TypeAlias
 
 import numpy as np
 
@@ -31,6 +32,8 @@ class Moment(Enum):
 
 
 Key = tuple[Moment, int]
+# Bytes that go together with a saved tensor, by its number among all that a unit saves.
+Releases: TypeAlias = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +132,8 @@ class Live:
     """The walk at one moment: bytes held, the peak of what runs then over them, and whose forward it is, if one's.
 
     `over_bytes` is None where the profile must say the peak. That figure is for a recomputed unit; for a kept one,
-    `stays` are the storages that remain because others hold them.
+    `stays` are the storages that remain because others hold them, and `lets_go` what stores let go of meanwhile, by the
+    number of the tensor among all that the unit saves.
     """
 
     key: Key
@@ -139,6 +143,7 @@ class Live:
     unit: int = -1
     moves: bool = False  # nothing runs but copies into a store or back, with `over_bytes` as their peak
     stays: frozenset[int] | None = None
+    lets_go: Releases = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,7 +113,9 @@ def over_bytes(profile: Profile, state: Live) -> int:
     if backward is None:
         staying = sum(profile.units.trace.storage_bytes[storage] for storage in state.stays)
         return after_bytes + staying + profile.sizes[unit].copied_bytes
-    return max(after_bytes, backward.highest_bytes(state.stays))
+    highest = backward.highest_bytes(state.stays)
+    less = highest - backward.highest_bytes(state.stays, state.lets_go) if state.lets_go else 0
+    return max(after_bytes, highest) - less
 
 
 def extra_at(profile: Profile, key: Key) -> int:
