@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from logs import Hidden, Log
+from logs import Log
 from regions.comparing import leaf, live_regions
 from torchremat import MutationError, UnsupportedError, checkpoint, checkpointed, wrap
 from torchremat.state import world
@@ -491,7 +491,7 @@ def test_a_module_that_is_reached_in_hidden_ways():
         torch.manual_seed(0)
         norm = nn.BatchNorm1d(4)
         norm.momentum = None
-        hidden = Hidden({"norm": norm})
+        hidden = {"norm": norm}
         x = torch.randn(8, 4, requires_grad=True)
         call_with(norm)(lambda x: hidden["norm"](x).exp().sin(), x).sum().backward()
         return x.grad, norm.running_mean, norm.num_batches_tracked

@@ -5,8 +5,6 @@ import weakref
 from logs import Log
 
 
-
-@only_watches
 class Memory:
     """Holds clones.
 

@@ -291,6 +291,7 @@ class World:
 
     def _script(self, module: torch.jit.ScriptModule) -> None:
         # Its state is C++'s: it can be watched, and not be exchanged.
+        self.modules.append(module)
         self._pending += [*module.parameters(recurse=False), *module.buffers(recurse=False), *module.children()]
 
     def _named_tensor(self, module: nn.Module, name: str, tensor: Tensor) -> None:
@@ -434,7 +435,7 @@ def _elements(item: Iterable[object]) -> Iterable[object]:
     """Return what a container holds, by the iterator of the built-in class."""
     for kind in (list, deque, set, tuple, frozenset):
         if isinstance(item, kind):
-            return kind.__iter__(item)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+            return cast("type[Any]", kind).__iter__(item)
     return ()
 
 

@@ -418,4 +418,5 @@ class _Patience:
 
 def _bytes(tensor: Tensor) -> NDArray[np.uint8]:
     """Return the memory of a contiguous tensor of the host, of any dtype, as bytes."""
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    # One element may have any stride, and bytes can be seen of one with the stride 1 alone.
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
