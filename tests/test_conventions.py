@@ -196,6 +196,23 @@ def test_notes_are_defined_once_and_cited():
     assert cited == set(defined)
 
 
+def test_rules_that_are_cited_are_there():
+    prose = {path: comments_and_docstrings(text) for path, text in texts(".py").items() if path.startswith("src")}
+    rules = next(text for text in prose.values() if "NOTE [ Rules of a region ]\n" in text)
+    defined = [int(number) for number in re.findall(r"^ ?(\d+)\. ", rules, re.MULTILINE)]
+    cited = {
+        int(number)
+        for text in prose.values()
+        for numbers in re.findall(r"\bRules? (\d+(?:(?:, | and | to )\d+)*)", text)
+        for number in re.findall(r"\d+", numbers)
+    }
+
+    assert defined == list(range(1, len(defined) + 1))
+    assert len(defined) >= 13
+    assert cited <= set(defined)
+    assert cited
+
+
 # Split, so that this file may be searched too.
 UNFINISHED = re.compile(r"\b(TO" r"DO|FIX" r"ME|X" r"XX)\b")
 ABSOLUTE = re.compile(r"(?<![\w.}])/(work|home|root|Users|tmp)/")

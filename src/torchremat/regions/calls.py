@@ -95,7 +95,7 @@ class Call:
         return self._surroundings.casts
 
     def look(self, tensors: list[Tensor], roots: Sequence[object], objects: list[object], settings: Settings) -> None:
-        """Capture what the call is about to see and may change; all of it, as rule 6 may ask for it in the middle.
+        """Capture what the call is about to see and may change; all of it, as Rule 6 may ask for it in the middle.
 
         Args:
             tensors: The tensors among its arguments.

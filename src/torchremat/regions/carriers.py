@@ -9,7 +9,7 @@ A recompute passes again only those of the two places that lie in its region.
 Gradients need nothing: the graph of the forward has the edge from the one place to the other.
 
 Missing on purpose: an inner region holds such a value as it is, not by way of the region around it, which could
-recompute it (rule 2).
+recompute it (Rule 2).
 """
 
 from __future__ import annotations

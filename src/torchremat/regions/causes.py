@@ -171,8 +171,9 @@ def _written(
             if address is not None:
                 where[address] = f"the input {argument_name(region, call, place)}"
     saved = log.storages[index]
+    past = "was written between forward and recompute past its version counter (`.data`, NumPy)"
     if saved in where:
-        names = [where[saved]]
+        yield Cause(f"{where[saved]} {past}", "Write to it after backward.")
     else:
         # What was read since the last saved tensor that agrees, and has not been seen to agree itself.
         ran = log.operators
@@ -183,12 +184,12 @@ def _written(
             end += 1  # what it made was saved
         read = dict.fromkeys(address for one in ran[start:end] for address in one.reads)
         names = [where[address] for address in read if address in where and address not in log.storages[:index]]
-    if names:
-        yield Cause(
-            f"{' or '.join(names[:2])} was written between forward and recompute past its version counter (`.data`, "
-            "NumPy)",
-            "Write to it after backward.",
-        )
+        if names:
+            yield Cause(
+                f"{' or '.join(names[:2])} {past}, or the function reads something else that has changed and that a "
+                "region cannot see",
+                "Write to it after backward, and pass what else is read as an argument.",
+            )
 
 
 def _plain(found: Rerun) -> list[tuple[str, Tensor]]:

@@ -14,7 +14,7 @@ NOTE [ Modules that wait to be made ]
 A `Lazy*` layer makes its parameters in its first forward and becomes another class, which nothing can take back. That
 call is a plain one: autograd keeps what it saves, once, and every later call is recomputed.
 
-Missing on purpose: any list of live regions. Autograd owns the slots, so what it would free is freed (rule 12).
+Missing on purpose: any list of live regions. Autograd owns the slots, so what it would free is freed (Rule 12).
 """
 
 from __future__ import annotations
@@ -363,7 +363,7 @@ class Region:
 
     def _recompute(self, key: Key | None, only: int | None, *, explains: bool = True) -> Recompute:
         if self.made[-1].slots < 0:
-            # A backward runs inside the region's own forward (rule 6), and will do so again in the recompute, whose
+            # A backward runs inside the region's own forward (Rule 6), and will do so again in the recompute, whose
             # graph then has to be able to give back what it saves.
             self.runs_backward = True
         elif self.settings.policy is not None:

@@ -2,7 +2,7 @@
 
 By default each backward call is a session of its own: its recomputed tensors go when the node that unpacked them has
 run. An explicit session spans several backward calls, so that one recompute serves them all, and can start a recompute
-ahead of the gradient (rules 4, 8 and 9).
+ahead of the gradient (Rules 4, 8 and 9).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """One tensor that a region keeps for its recompute.
 
-A region's inputs are saved tensors of whatever encloses the region (rule 2): if saved-tensor hooks are active, of an
+A region's inputs are saved tensors of whatever encloses the region (Rule 2): if saved-tensor hooks are active, of an
 outer region, of `save_on_cpu`, of anybody, the tensor goes through them; otherwise a detached alias of it is kept
 together with its version, since with hooks around autograd's own version check is lost.
 """
