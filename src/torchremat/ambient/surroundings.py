@@ -110,6 +110,11 @@ class Surroundings:
         self._modes = (infrastructure_modes(), _acting(dispatch_modes())) if has_modes() else ({}, [])
         self.has_modes = bool(self._function_modes or any(self._modes))
 
+    @property
+    def modes(self) -> list[object]:
+        """The function and dispatch modes of the user's that act."""
+        return [*self._function_modes, *self._modes[1]]
+
     def are_here(self, *, in_forward: bool = False) -> bool:
         """Return whether this is what surrounds the caller now, so that nothing has to be restored.
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torchremat._compat.transforms import is_in_batch, outside_batches
-from torchremat.ambient.generators import States, drawn, generator_states, get_generator, restore, set_generator
+from torchremat.ambient.generators import States, drawn, generator_states, restore
 from torchremat.ambient.locks import EXCHANGING
 from torchremat.ambient.registry import Captured, entries
 from torchremat.ambient.surroundings import Surroundings, surroundings
@@ -53,6 +53,7 @@ class Call:
         "preserves_rng",
         "region",
         "selection",
+        "sets_generators",
         "slots",
         "sources",
         "template",
@@ -70,6 +71,7 @@ class Call:
         self.world: Snapshot = NOTHING
         self.preserves_rng = True
         self.is_pure = False  # whether it calls nothing by a name, so that it cannot throw any switch
+        self.sets_generators = False  # whether it may set the state of a generator
         self.generators: States = {}
         self.log: OperatorLog | None = None  # of the forward, with `debug=True`
         self.selection: Selection | None = None  # what is kept by a policy, here or in a region inside
@@ -107,8 +109,11 @@ class Call:
         self._context = copy_context()
         guard = settings.guard
         special = [one for one in tensors if type(one) is not Tensor or one.__dict__]
-        if not (objects or guard or special) and len(roots) == 1 and reaches_nothing(roots[0]):
-            self.is_pure = not reads_of(roots[0].__code__).names  # pyright: ignore[reportAttributeAccessIssue]
+        modes = self._surroundings.modes if self._surroundings.has_modes else ()
+        if not (objects or guard or special or modes) and len(roots) == 1 and reaches_nothing(roots[0]):
+            reads = reads_of(roots[0].__code__)  # pyright: ignore[reportAttributeAccessIssue]
+            self.is_pure = not reads.names
+            self.sets_generators = reads.sets_generators
         else:
             world = World()
             for one in guard:
@@ -119,6 +124,8 @@ class Call:
             world.arguments(special)
             world.reach(objects, are_arguments=True)
             world.reach(roots)
+            world.reach(modes)
+            self.sets_generators = world.sets_generators
             self.world = Snapshot(world, guard)
         self.preserves_rng = settings.preserve_rng
         if settings.preserve_rng:
@@ -129,7 +136,8 @@ class Call:
 
     def settle(self) -> None:
         """Keep only what the call has changed."""
-        if self.generators:
+        # One that sets a generator may leave it as it found it, and have drawn all the same.
+        if self.generators and not self.sets_generators:
             self.generators = drawn(self.generators)
         if self.world is not NOTHING:
             self.world.settle()
@@ -240,7 +248,7 @@ class Frozen:
 class Restored:
     """What a call saw, shown to a recompute until it is closed. See NOTE [ The world of a call ]."""
 
-    __slots__ = ("_drawn", "_exchange", "_here", "_stack", "written")
+    __slots__ = ("_exchange", "_here", "_stack", "written")
 
     def __init__(self, call: Call, without_gradients: bool) -> None:
         self.written: Watched | None = None
@@ -248,11 +256,6 @@ class Restored:
         self._stack: ExitStack | None = None
         # What surrounds the backward now; None where the call cannot change it.
         self._here: Surroundings | None = None
-        # A generator that the forward left as it found it may be another one where the recompute stops.
-        self._drawn: list[tuple[torch.Generator, Tensor]] = []
-        if call.preserves_rng and not call.is_pure:
-            own = (torch.default_generator, *call.world.generators)
-            self._drawn = [(one, get_generator(one)) for one in own if one not in call.generators]
         then = call._surroundings
         is_here = then.are_here()
         if not (is_here and call.is_pure):
@@ -290,9 +293,6 @@ class Restored:
                 self._stack.close()
             if self._here is not None and not self._here.are_the_same():
                 self._here.put_back()
-            for generator, state in self._drawn:
-                if drawn({generator: state}):
-                    set_generator(generator, state)
 
 
 def _devices(tensors: list[Tensor]) -> list[torch.device]:

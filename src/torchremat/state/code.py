@@ -14,6 +14,8 @@ from weakref import ReferenceType, WeakKeyDictionary, ref
 _FOREIGN = frozenset({"torch", "torchremat", "numpy", "scipy"})
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "LOAD_SUPER_ATTR")
 _GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "STORE_NAME")
+# Whoever sets the state of a generator does it by one of these.
+_SETTERS = frozenset({"manual_seed", "seed", "set_rng_state", "set_state", "fork_rng"})
 # Of a class, what no recompute runs.
 _NEVER_RUN = frozenset(
     {
@@ -29,10 +31,12 @@ class Reads(NamedTuple):
     Attributes:
         names: Global names, those of Python itself left out.
         attributes: Names of attributes, of whatever object.
+        sets_generators: Whether it may set the state of a random generator.
     """
 
     names: tuple[str, ...]
     attributes: frozenset[str]
+    sets_generators: bool
 
 
 # By id: to hash code takes longer than to look at most functions. The code is kept so that its id stays its own.
@@ -59,7 +63,8 @@ def _read(code: types.CodeType) -> Reads:
                 names[instruction.argval] = None
             elif instruction.opname in _ATTRIBUTES:
                 attributes.add(instruction.argval)
-    return Reads(tuple(name for name in names if not hasattr(builtins, name)), frozenset(attributes))
+    sets = not _SETTERS.isdisjoint({*names, *attributes})
+    return Reads(tuple(name for name in names if not hasattr(builtins, name)), frozenset(attributes), sets)
 
 
 def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
@@ -145,8 +150,7 @@ def _read_class(classes: list[type]) -> ClassCode:
                 methods.setdefault(name, []).extend(map(ref, functions))
             if not _is_dunder(name):
                 own.append(name)
-        if own:
-            data.append((ref(one), tuple(own)))
+        data.append((ref(one), tuple(own)))
     always = {name for name in methods if _is_dunder(name)} - _NEVER_RUN
     return ClassCode(methods, frozenset(always | ({"forward"} & methods.keys())), data)
 

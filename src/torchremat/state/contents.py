@@ -234,9 +234,38 @@ class GlobalNames(_Names):
 
 
 class ClassData(_Names):
-    """Attributes that a class has itself."""
+    """Attributes that a class has itself, and those that it is given later."""
 
-    __slots__ = ()
+    __slots__ = ("_size",)
+
+    def __init__(self, space: type, names: tuple[str, ...]) -> None:
+        super().__init__(space, names)
+        self._size = len(vars(space))
+
+    def read(self) -> tuple[object, ...]:
+        """Return what it holds now; last, what it has been given since."""
+        values = super().read()
+        own: Mapping[str, object] = vars(self._space)
+        if len(own) == self._size and not [one for one in values if one is _ABSENT]:
+            return (*values, ())
+        later = [pair for pair in own.items() if pair[0] not in self._names and not pair[0].startswith("__")]
+        return (*values, tuple(later))
+
+    def values(self) -> Iterable[object]:
+        """Return the objects in it that may lead further."""
+        return super().read()
+
+    def write(self, contents: tuple[Any, ...]) -> None:
+        """Let it hold what `read` returned."""
+        *values, given = contents
+        for name, _ in cast("tuple[tuple[str, object], ...]", self.read()[-1]):
+            if name not in dict(given):
+                self._set(name, _ABSENT)
+        for name, value in given:
+            self._set(name, value)
+        for name, before in zip(self._names, values, strict=True):
+            if vars(self._space).get(name, _ABSENT) is not before:
+                self._set(name, before)
 
     def _get(self) -> Callable[[str, object], object]:
         return vars(self._space).get

@@ -199,7 +199,8 @@ class Snapshot:
             region: The words for the region.
         """
         tensor, by_forward = error.tensor, id(error.tensor) in self.by_forward
-        name = name or f"a tensor of shape {tuple(tensor.shape)}"
+        shards = (one.shard.name or one.name for one in self._shards if one.sharded is tensor)
+        name = name or next(shards, f"a tensor of shape {tuple(tensor.shape)}")
         if by_forward:
             return (
                 f"{region}: its forward wrote `{name}` in place, which is not copied before each forward: it is a "

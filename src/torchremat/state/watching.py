@@ -19,8 +19,7 @@ def only_looks_on(item: object) -> bool:
     if isinstance(item, types.FunctionType):
         return WATCHES in item.__dict__ or (item.__module__ or "").startswith("torchremat.")
     # By what the classes have: to ask the object might run code of the user's.
-    kind = cast("type", type(item))
-    return any(WATCHES in vars(one) for one in kind.__mro__) or WATCHES in _attributes(item)
+    return hasattr(cast("type", type(item)), WATCHES) or WATCHES in _attributes(item)
 
 
 def _attributes(item: object) -> Container[object]:

@@ -48,7 +48,6 @@ from torchremat.state.contents import (
     Slots,
 )
 from torchremat.state.sharding import WatchedShard, watch
-from torchremat.state.watching import only_looks_on
 
 _MOST_ITEMS = 100_000
 _LONG = 1_000
@@ -83,6 +82,7 @@ class World:
         named: By id, the tensors inside of what the user has named.
         shards: The parameters that FSDP2 has sharded.
         waits: Whether a lazy module was reached that has not made its parameters yet.
+        sets_generators: Whether some code may set the state of a random generator.
     """
 
     __slots__ = (
@@ -100,6 +100,7 @@ class World:
         "objects",
         "rest",
         "roots",
+        "sets_generators",
         "shards",
         "state",
         "tensors",
@@ -119,6 +120,7 @@ class World:
         self.named: set[int] = set()
         self.shards: list[WatchedShard] = []
         self.waits = False
+        self.sets_generators = False
         self._seen: set[int] = set()
         self._pending: list[object] = []
         self._called: set[str] = set()
@@ -206,6 +208,8 @@ class World:
             self._push(function.__dict__.values())
         reads = reads_of(function.__code__)
         self._called |= reads.attributes
+        if reads.sets_generators:
+            self.sets_generators = True
         if reads.names:
             names = GlobalNames(function.__globals__, reads.names)
             self.rest.append(names)
@@ -372,10 +376,10 @@ class World:
         self._push(item)
 
     def _object(self, item: object) -> None:
-        if only_looks_on(item):
-            return
         own = cast("Dict | None", getattr(item, "__dict__", None))
         if type(own) is dict:
+            if WATCHES in own:
+                return
             self._dict(own)
         slots = Slots.of(item)
         if slots is not None:
@@ -445,7 +449,7 @@ def _missing(world: World, item: object) -> None:
 
 def _visit_of(item: object) -> Visit | None:
     kind = type(item)
-    if any(WATCHES in vars(one) for one in kind.__mro__):
+    if hasattr(kind, WATCHES):  # asked of the class: an object might run code of the user's
         return None
     found = _classify(kind)
     # Types that are made at run time go with whoever made them.
