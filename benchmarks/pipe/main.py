@@ -25,6 +25,7 @@ from torch import Tensor, nn
 import torchremat
 import unet
 from pipeline.holding import StageBytes, own_memory
+from torchremat.extend import only_watches
 from torchremat.measuring.allocator import record_allocations
 from torchremat.pipeline import pipe as pipes
 from torchremat.pipeline import runner
@@ -131,6 +132,7 @@ def rivals_own_memory() -> Generator[None]:
         yield
 
 
+@only_watches
 class Open:
     """Counts the cells that have been recomputed and have not gone back yet; `library` says what runs."""
 

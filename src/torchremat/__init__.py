@@ -3,6 +3,7 @@
 The table of contents, in the order of the architecture.
 """
 
+from torchremat import extend
 from torchremat.errors import (
     BudgetError,
     BudgetWarning,
@@ -123,6 +124,7 @@ __all__ = [
     "checkpointed",
     "codecs",
     "compiled",
+    "extend",
     "fit",
     "frontier",
     "frozen",

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import models
+from logs import Log
 from planning.steps import CPU, fingerprint, profile
 from torchremat import Adaptive, BudgetError, BudgetWarning, PlanError, StepError, UnsupportedError, wrap
 from torchremat.measuring.allocator import record_allocations
@@ -153,7 +154,7 @@ def test_no_step_of_random_lengths_is_above_the_budget(learned):
 
 def test_short_batches_are_not_recomputed_and_long_ones_are():
     model = gpt()
-    calls = []
+    calls = Log()
     model.blocks[1].up.register_forward_pre_hook(lambda *_: calls.append(1))
     plain = plain_bytes(model, step, tokens(200))
     adaptive = Adaptive(model, step, budget=int(0.6 * plain), cost="flops")
@@ -692,7 +693,7 @@ def test_an_error_in_a_step_leaves_the_model(place, kind):
     adaptive(tokens(100))
     gradients(model)
     assert adaptive.plans[0].recomputed_flops > 0
-    calls = []
+    calls = Log()
 
     def counted(*_):
         calls.append(1)

@@ -225,7 +225,7 @@ def test_an_attribute_that_somebody_set():
 
     text = message(Between(Cut(), lambda: setattr(settings, "rows", 1)))
 
-    assert "Likely cause: not found" in text and "an attribute that somebody set" in text
+    assert "Likely cause: not found" in text and "an attribute of a Python module" in text
     assert settings.rows == 1
 
 
@@ -299,7 +299,7 @@ def test_what_is_not_found_says_where_to_look(monkeypatch):
 
     text = message(Between(body, lambda: monkeypatch.setenv("ROWS", "1")))
 
-    assert "Likely cause: not found. What the function reads besides its arguments" in text
+    assert "Likely cause: not found. What the function reads and a region cannot see" in text
 
 
 # --------------------------------------------------------------------------------------------------------------- values

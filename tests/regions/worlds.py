@@ -607,6 +607,8 @@ events = Events()
 
 def call(way, function, *args):
     """Call a function as a region of some kind; in the plain run of a random program plainly, which is noted."""
+    if way == "method" and isinstance(function, nn.Module):
+        function = function.forward  # without hooks, in both
     if not events.plain:
         return WAYS[way](function, *args)
     events.met(f"way: {way}")

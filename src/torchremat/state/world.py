@@ -403,7 +403,11 @@ class World:
 
     def _ours(self, item: object) -> None:
         """A callable of this package, around the user's."""
-        self._pending += [getattr(item, name, None) for name in ("body", "own", "function") if hasattr(item, name)]
+        slots = Slots.of(item)
+        own = {**getattr(item, "__dict__", {}), **(slots.read() if slots is not None else {})}
+        self._pending += [own[name] for name in ("body", "own", "function") if name in own]
+        if "_module" in own:  # of a wrapped module's forward, which holds it weakly
+            self._pending.append(own["_module"]())
 
 
 _HEAP_TYPE = 1 << 9  # of a class that is written in Python

@@ -417,6 +417,6 @@ class _Patience:
 
 
 def _bytes(tensor: Tensor) -> NDArray[np.uint8]:
-    """Return the memory of a contiguous tensor of the host, of any dtype, as bytes."""
+    """Return what a line of the host holds, of any dtype, as bytes."""
     # One element may have any stride, and bytes can be seen of one with the stride 1 alone.
-    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
+    return tensor.detach().contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()

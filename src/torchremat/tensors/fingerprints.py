@@ -20,6 +20,7 @@ from torch import Tensor
 
 from torchremat._compat.modes import without_torch_function
 from torchremat._compat.transforms import below_transforms, without_wrappers
+from torchremat.ambient.hidden import hiding
 from torchremat.errors import UnsupportedError
 
 # Elements of a row that is long enough for kernels, and of a tensor that is small enough not to care.
@@ -35,7 +36,7 @@ def fingerprint(tensor: Tensor) -> Tensor:
     Raises:
         UnsupportedError: It is of a class whose bits cannot be read.
     """
-    with torch.no_grad(), below_transforms():
+    with torch.no_grad(), below_transforms(), hiding():
         return _of(without_wrappers(tensor), type(tensor).__name__)
 
 
