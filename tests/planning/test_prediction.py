@@ -91,8 +91,7 @@ def normed():
 
 
 def test_weights_that_a_hook_sets_are_predicted():
-    # A recompute sets them anew, and the forward's go. They were taken to go in blocks without a recompute as well, so
-    # that plans which kept the last block were up to a weight of each of its layers above their budget.
+    # A recompute sets them anew, and gives the forward's back when it has ended: these stay until the next forward.
     torch.manual_seed(0)
     model, x = nn.Sequential(*(normed() for _ in range(5))), inputs(64, 64)
 
@@ -102,10 +101,8 @@ def test_weights_that_a_hook_sets_are_predicted():
     profile = coarse(model, step)
     found = off(model, step, profile, trees_over(profile, 0, 8), outcome(model, step))
 
-    assert all(size.replaced for size in profile.sizes)
-    # What such a weight's graph keeps of nested regions that have run may go sooner: copies of the norms' vectors.
-    most = profile.sizes[0].state_bytes
-    assert [both for both in found.values() if not 0 <= both[1] - both[0] <= most] == []
+    assert all(size.left for size in profile.sizes)
+    assert {tree: measured - predicted for tree, (measured, predicted) in found.items()} == dict.fromkeys(found, 0)
 
 
 class Rounded(nn.Module):

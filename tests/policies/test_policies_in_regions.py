@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 import torchremat
 from logs import Log
 from policies.counting import Counted, gradients
+from regions.comparing import leaf, same
 from torchremat import (
     CheckpointError,
     Compressed,
@@ -1028,3 +1029,24 @@ def test_operators_are_named_in_many_ways():
         save_operators(torch.mm)
     with pytest.raises(PolicyError, match="at least one"):
         save_operators()
+
+
+def test_a_backward_in_a_region_inside_takes_inputs_from_the_region_around():
+    # The policy keeps what the inner backward asks for, so the forward had not noticed that the recompute's graph is
+    # asked for the inner region's inputs.
+    weight, x = leaf(4, 4), leaf(4, 4)
+
+    def inner(t, run):
+        t = t * torch.rand_like(t)
+        (weight * t.detach()).sum().backward()
+        return t
+
+    def outer(t, run):
+        return run(inner, run(inner, t, run).sin() * 0.5, run)
+
+    def plain(function, *args):
+        return function(*args)
+
+    region = checkpointed(outer, policy=save_operators("aten.mul", "aten.sin"))
+
+    assert same(lambda: region(x, checkpoint), lambda: outer(x, plain), [x, weight])

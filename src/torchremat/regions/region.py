@@ -22,6 +22,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import cast
 from weakref import ReferenceType, ref
 
 from torch import Tensor
@@ -65,6 +66,7 @@ class Region:
         "_lock",
         "_recomputed",
         "_unpacked",
+        "around",
         "fingerprints",
         "fresh",
         "inputs",
@@ -96,6 +98,7 @@ class Region:
         compares = settings.check == "values" and not thread.now.recomputing and settings.turns.is_next()
         self.fingerprints = Fingerprints() if compares else None
         self.runs_backward = False
+        self.around: ReferenceType[object] | None = None  # the region in whose forward it is called
         self._recomputed: set[Key] = set()
         self._unpacked: dict[int, set[int]] = {}  # by slot, the backward calls of a session that have asked for it
         self._lock = _Lock()
@@ -171,6 +174,7 @@ class Region:
         del tensors, objects
         self.made.append(call)
         now = thread.now
+        self.around = now.calls[-1].region if now.calls else None
         now.calls.append(call)
         inner, now.inner = now.inner, None  # what a region around this one has kept is not for those inside
         try:
@@ -235,7 +239,8 @@ class Region:
                 "ran without a backward; run that forward again before its backward."
             )
         if slot.value is not None:
-            self.runs_backward = self.runs_backward or self.made[-1].is_running
+            if self.made[-1].is_running:
+                self._note_backward()
             tensor = served(slot.value)
             if tensor is not None:
                 if open_sessions and self._is_done_with(slot):
@@ -361,11 +366,20 @@ class Region:
         if isinstance(key, Session):
             self._unpacked.clear()
 
+    def _note_backward(self) -> None:
+        """Note that a backward runs inside the region's own forward (Rule 6).
+
+        It will do so again in the recompute, whose graph then has to be able to give back what it saves: the inputs of
+        this region too, which are saved in the region around it.
+        """
+        region: Region | None = self
+        while region is not None and region.made[-1].is_running and not region.runs_backward:
+            region.runs_backward = True
+            region = cast("Region | None", region.around() if region.around is not None else None)
+
     def _recompute(self, key: Key | None, only: int | None, *, explains: bool = True) -> Recompute:
         if self.made[-1].slots < 0:
-            # A backward runs inside the region's own forward (Rule 6), and will do so again in the recompute, whose
-            # graph then has to be able to give back what it saves.
-            self.runs_backward = True
+            self._note_backward()
         elif self.settings.policy is not None:
             check_met(self.settings.policy)
         # A log changes what compiled code does, so it is on again if it was on in the forward.

@@ -168,8 +168,8 @@ class WrappedForward:
     def __deepcopy__(self, memo: dict[int, object]) -> WrappedForward:
         module = self.module
         copied = memo.get(id(module), module)
-        if copied is module:  # it is copied without its module, which it goes on with
-            memo = {**memo, id(module): module}
+        if copied is module:  # it is copied without its module, as functions are; or before it, and is asked again then
+            return self
         return self.bound_to(cast("nn.Module", copied), memo)
 
     def __repr__(self) -> str:

@@ -407,7 +407,7 @@ class World:
         own = {**getattr(item, "__dict__", {}), **(slots.read() if slots is not None else {})}
         self._pending += [own[name] for name in ("body", "own", "function") if name in own]
         if "_module" in own:  # of a wrapped module's forward, which holds it weakly
-            self._pending.append(own["_module"]())
+            self._pending.append(cast("Callable[[], object]", own["_module"])())
 
 
 _HEAP_TYPE = 1 << 9  # of a class that is written in Python

@@ -249,8 +249,7 @@ class _Reader:
         begin, end = self.position[own.begins], self.position[own.ends]
         live = self.live[begin : end + 1] - self.live[begin]
         boundary = {storage for place, storage in own.boundary.items() if not own.is_dropped(place)}
-        left, replaced = set[int](), set[int]()
-        remaking = range(self.position[own.recompute], self.position[own.recomputed]) if own.recomputed >= 0 else ()
+        left = set[int]()
         # By the events that allocate and free it: bytes of it that are held, and until when.
         inside, until = dict[tuple[int, int], int](), dict[tuple[int, int], int]()
         for save in own.saves:
@@ -267,8 +266,6 @@ class _Reader:
                     continue
                 if self.units.outlives(save.number, unit):
                     left.add(save.number)
-                    if freed in remaking:
-                        replaced.add(save.number)
                     continue
             if allocated is None:
                 continue
@@ -287,7 +284,6 @@ class _Reader:
         return UnitBytes(
             saved=frozenset(boundary),
             left=frozenset(left),
-            replaced=frozenset(replaced),
             inside_bytes=sum(inside.values()),
             drop_peak_bytes=int(live.max()),
             full_peak_bytes=int(kept.max()),

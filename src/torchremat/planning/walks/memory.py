@@ -210,9 +210,7 @@ class Walk:
         """Hold what a unit saves; `again` in a recompute."""
         size = self.sizes[unit]
         self.hold(self.named(unit, size.saved))
-        if again:
-            self.release(size.replaced)
-        else:
+        if not again:
             self.hold(size.left)
         self.inside += size.inside_bytes + (size.copied_bytes + self.left_bytes(unit) if again else 0)
 
@@ -220,9 +218,7 @@ class Walk:
         """Release what `keep` holds."""
         size = self.sizes[unit]
         self.release(self.named(unit, size.saved))
-        if again:
-            self.hold(size.replaced)  # the new ones stay in their place
-        else:
+        if not again:
             self.release(size.left)
         self.inside -= size.inside_bytes + (size.copied_bytes + self.left_bytes(unit) if again else 0)
 
@@ -330,10 +326,7 @@ class Walk:
             links.pass_on(unit, own, inner)
             for one in inner if size.state_bytes else ():
                 self.inside += size.state_bytes
-                if (
-                    not size.replaced
-                ):  # else they stay: what it has set has their graph, and no backward lets go of that
-                    states[id(one)] = states.get(id(one), 0) + size.state_bytes
+                states[id(one)] = states.get(id(one), 0) + size.state_bytes
             for one in links.ended & states.keys() if states else ():
                 if one not in links.regions:
                     self.inside -= states.pop(one)

@@ -44,7 +44,6 @@ class UnitBytes:
         saved: Boundary storages that it saves if it is kept: inputs, outputs, others that were there before.
         left: Storages that it saves and that somebody else has as well, of which a recompute makes new ones: a
             key-value cache, casts that autocast keeps, an attribute that a hook sets.
-        replaced: Those of them that go as soon as a recompute has made new ones, as the attribute does.
         inside_bytes: Bytes that it saves beside those.
         drop_peak_bytes: Of a forward that saves nothing.
         full_peak_bytes: Of a forward that saves.
@@ -62,7 +61,6 @@ class UnitBytes:
 
     saved: frozenset[int]
     left: frozenset[int]
-    replaced: frozenset[int]
     inside_bytes: int
     drop_peak_bytes: int
     full_peak_bytes: int
