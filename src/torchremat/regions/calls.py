@@ -70,7 +70,7 @@ class Call:
         self.slots = -1  # how many slots the region has after the call; negative while it runs for the first time
         self.world: Snapshot = NOTHING
         self.preserves_rng = True
-        self.is_pure = False  # whether it calls nothing by a name, so that it cannot throw any switch
+        self.is_pure = False  # whether the user's code calls nothing by a name, so that it cannot throw any switch
         self.sets_generators = False  # whether it may set the state of a generator
         self.generators: States = {}
         self.log: OperatorLog | None = None  # of the forward, with `debug=True`
@@ -112,21 +112,25 @@ class Call:
         modes = self._surroundings.modes if self._surroundings.has_modes else ()
         if not (objects or guard or special or modes) and len(roots) == 1 and reaches_nothing(roots[0]):
             reads = reads_of(roots[0].__code__)  # pyright: ignore[reportAttributeAccessIssue]
-            self.is_pure = not reads.names
+            self.is_pure = not reads.names and not roots[0].__closure__  # pyright: ignore[reportAttributeAccessIssue]
             self.sets_generators = reads.sets_generators
         else:
             world = World()
             for one in guard:
                 if looks_after_itself(one):
                     world.skip(one)
-            # First, since what is named may be an argument as well.
-            world.reach(guard, are_named=True)
-            world.arguments(special)
-            world.reach(objects, are_arguments=True)
+            if guard:  # first, since what is named may be an argument as well
+                world.reach(guard, are_named=True)
+            if special:
+                world.arguments(special)
+            if objects:
+                world.reach(objects, are_arguments=True)
             world.reach(roots)
-            world.reach(modes)
+            if modes:
+                world.reach(modes)
             self.sets_generators = world.sets_generators
             self.world = Snapshot(world, guard)
+            self.is_pure = self.world.is_inert and not modes
         self.preserves_rng = settings.preserve_rng
         if settings.preserve_rng:
             devices = _devices([*tensors, *self.world.tensors()]) if _ACCELERATED else ()

@@ -14,6 +14,7 @@ from weakref import ReferenceType, WeakKeyDictionary, ref
 _FOREIGN = frozenset({"torch", "torchremat", "numpy", "scipy"})
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "LOAD_SUPER_ATTR")
 _GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "STORE_NAME")
+_STORES = ("STORE_DEREF", "DELETE_DEREF", "STORE_ATTR", "DELETE_ATTR", "STORE_SUBSCR", "DELETE_SUBSCR", "STORE_SLICE")
 # Whoever sets the state of a generator does it by one of these.
 _SETTERS = frozenset({"manual_seed", "seed", "set_rng_state", "set_state", "fork_rng"})
 # Of a class, what no recompute runs.
@@ -32,11 +33,13 @@ class Reads(NamedTuple):
         names: Global names, those of Python itself left out.
         attributes: Names of attributes, of whatever object.
         sets_generators: Whether it may set the state of a random generator.
+        stores: Whether it binds a cell, or stores an attribute or an item.
     """
 
     names: tuple[str, ...]
     attributes: frozenset[str]
     sets_generators: bool
+    stores: bool
 
 
 # By id: to hash code takes longer than to look at most functions. The code is kept so that its id stays its own.
@@ -57,14 +60,17 @@ def reads_of(code: types.CodeType) -> Reads:
 def _read(code: types.CodeType) -> Reads:
     names: dict[str, None] = {}
     attributes: set[str] = set()
+    stores = False
     for one in _nested(code):
         for instruction in dis.get_instructions(one):
             if instruction.opname in _GLOBALS:
                 names[instruction.argval] = None
             elif instruction.opname in _ATTRIBUTES:
                 attributes.add(instruction.argval)
+            if instruction.opname in _STORES:
+                stores = True
     sets = not _SETTERS.isdisjoint({*names, *attributes})
-    return Reads(tuple(name for name in names if not hasattr(builtins, name)), frozenset(attributes), sets)
+    return Reads(tuple(name for name in names if not hasattr(builtins, name)), frozenset(attributes), sets, stores)
 
 
 def _nested(code: types.CodeType) -> Iterator[types.CodeType]:

@@ -12,8 +12,8 @@ from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Set
 from copy import copy, deepcopy
-from itertools import accumulate, chain, compress, count
-from operator import is_not
+from itertools import accumulate, chain, compress, count, filterfalse, repeat
+from operator import attrgetter, is_not
 from typing import Any, cast
 
 import numpy as np
@@ -33,25 +33,28 @@ class Dicts:
         values: All of their values, one dict after the other.
     """
 
-    __slots__ = ("_dicts", "_keys", "_sizes", "values")
+    __slots__ = ("_dicts", "_empty", "_keys", "_sizes", "values")
 
     def __init__(self, dicts: list[Dict]) -> None:
-        self._dicts = dicts
+        # Most tables of modules, of hooks above all, are empty, which is the least to find out.
+        self._empty = [*filterfalse(None, dicts)]
+        self._dicts = dicts = [*filter(None, dicts)]
         self._sizes = [*map(len, dicts)]
         self._keys: list[Any] = [*chain.from_iterable(dicts)]
         self.values: list[Any] = [*chain.from_iterable(map(dict.values, dicts))]
 
     def with_values(self, values: list[Any]) -> Dicts:
         """Return the same with other values in the places of these."""
-        new = Dicts.__new__(Dicts)
-        new._dicts, new._sizes, new._keys, new.values = self._dicts, self._sizes, self._keys, values
+        new = copy(self)
+        new.values = values
         return new
 
     def are_here(self) -> bool:
         """Return whether the dicts hold the very same objects now."""
         dicts = self._dicts
         return (
-            [*map(len, dicts)] == self._sizes
+            not any(self._empty)
+            and [*map(len, dicts)] == self._sizes
             and not any(map(is_not, chain.from_iterable(map(dict.values, dicts)), self.values))
             and self._has_keys()
         )
@@ -66,7 +69,7 @@ class Dicts:
     def write(self) -> set[int]:
         """Let the dicts hold what they held; return the ids of those that did not."""
         dicts = self._dicts
-        written: set[int] = set()
+        written = {id(own) for own in self._empty if own and _write_dict(own, {})}
         starts = [0, *accumulate(self._sizes)]
         if [*map(len, dicts)] == self._sizes and self._has_keys():
             now = chain.from_iterable(map(dict.values, dicts))
@@ -82,13 +85,18 @@ class Dicts:
             return written
         for own, start, size in zip(dicts, starts, self._sizes, strict=False):
             end = start + size
-            before = dict(zip(self._keys[start:end], self.values[start:end], strict=True))
-            if not is_same(own, before):
-                lookers = {key: value for key, value in dict.items(own) if only_looks_on(value)}
-                before = {key: value for key, value in before.items() if not only_looks_on(value)}
-                _refill_dict(own, {**before, **lookers})
+            if _write_dict(own, dict(zip(self._keys[start:end], self.values[start:end], strict=True))):
                 written.add(id(own))
         return written
+
+
+def _write_dict(own: Dict, before: Dict) -> bool:
+    """Let a dict hold what it held, but for what only looks on; return whether it did not."""
+    if is_same(own, before):
+        return False
+    lookers = {key: value for key, value in dict.items(own) if only_looks_on(value)}
+    _refill_dict(own, {**{key: value for key, value in before.items() if not only_looks_on(value)}, **lookers})
+    return True
 
 
 def _refill_dict(own: Dict, before: Dict) -> None:
@@ -162,159 +170,120 @@ class Container(Holder):
         make(self._item, contents)
 
 
-class Cell(Holder):
-    """A cell of a closure."""
+class Bindings(Holder):
+    """What cells of closures, global names and defaults of functions mean, and which classes objects have.
 
-    __slots__ = ("_cell",)
+    Attributes:
+        cells: The cells.
+        functions: Those whose defaults count.
+        objects: Those whose class may be another one later.
+    """
 
-    def __init__(self, cell: types.CellType) -> None:
-        self._cell = cell
+    __slots__ = ("_names", "_spaces", "cells", "functions", "objects")
 
-    def read(self) -> tuple[object]:
+    def __init__(self) -> None:
+        self.cells: list[types.CellType] = []
+        self.functions: list[types.FunctionType] = []
+        self.objects: list[object] = []
+        self._spaces: list[Dict] = []
+        self._names: list[str] = []
+
+    def add_names(self, space: Dict, names: tuple[str, ...]) -> list[object]:
+        """Add global names of one Python module; return what they mean, of those that mean something."""
+        self._spaces += [space] * len(names)
+        self._names += names
+        return [space[name] for name in names if name in space]
+
+    def read(self) -> list[object]:
         """Return what it holds now."""
-        try:
-            return (self._cell.cell_contents,)
-        except ValueError:  # not filled yet
-            return (_ABSENT,)
+        found: list[object] = [*map(type, self.objects)]
+        if self.functions:
+            found += chain.from_iterable(map(_defaults, self.functions))
+            found += map(dict.get, self._spaces, self._names, repeat(_ABSENT))
+            try:
+                found += [*map(_content, self.cells)]
+            except ValueError:  # one is not filled yet
+                found += map(content_of, self.cells)
+        return found
 
-    def values(self) -> Iterable[object]:
-        """Return the objects in it that may lead further."""
-        return self.read()
+    def is_same(self, before: list[object]) -> bool:
+        """Return whether it holds the very objects that `read` returned."""
+        return not any(map(is_not, self.read(), before))
 
-    def write(self, contents: tuple[object]) -> None:
+    def write(self, contents: list[Any]) -> None:
         """Let it hold what `read` returned."""
-        if contents[0] is _ABSENT:
-            del self._cell.cell_contents
-        else:
-            self._cell.cell_contents = contents[0]
+        rest = iter(contents)
+        for item in self.objects:
+            kind = next(rest)
+            if type(item) is not kind:
+                object.__setattr__(item, "__class__", kind)
+        for function in self.functions:
+            function.__defaults__, function.__kwdefaults__ = next(rest), next(rest)
+        for space, name in zip(self._spaces, self._names, strict=True):
+            before = next(rest)
+            if before is _ABSENT:
+                space.pop(name, None)
+            elif space.get(name, _ABSENT) is not before:
+                space[name] = before
+        for cell in self.cells:
+            before = next(rest)
+            if content_of(cell) is before:
+                continue
+            if before is _ABSENT:
+                del cell.cell_contents
+            else:
+                cell.cell_contents = before
 
 
-class _Names(Holder):
-    """Some of the names of a mapping."""
-
-    __slots__ = ("_names", "_space")
-
-    def __init__(self, space: Any, names: tuple[str, ...]) -> None:
-        self._space = space
-        self._names = names
-
-    def read(self) -> tuple[object, ...]:
-        """Return what it holds now."""
-        get: Callable[[str, object], object] = self._get()
-        return tuple([get(name, _ABSENT) for name in self._names])
-
-    def _get(self) -> Callable[[str, object], object]:
-        return self._space.get
-
-    def values(self) -> Iterable[object]:
-        """Return the objects in it that may lead further."""
-        return self.read()
-
-    def write(self, contents: tuple[object, ...]) -> None:
-        """Let it hold what `read` returned."""
-        for name, now, before in zip(self._names, self.read(), contents, strict=True):
-            if now is not before:
-                self._set(name, before)
-
-    @abstractmethod
-    def _set(self, name: str, value: object) -> None:
-        """Let a name mean a value, or nothing."""
+_content = cast("Callable[[types.CellType], object]", attrgetter("cell_contents"))
+_defaults = cast("Callable[[types.FunctionType], tuple[Any, Any]]", attrgetter("__defaults__", "__kwdefaults__"))
 
 
-class GlobalNames(_Names):
-    """The global names that a function reads."""
-
-    __slots__ = ()
-
-    def _set(self, name: str, value: object) -> None:
-        if value is _ABSENT:
-            del self._space[name]
-        else:
-            self._space[name] = value
+def content_of(cell: types.CellType) -> object:
+    """Return what a cell holds; something that nothing follows if it is not filled yet."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return _ABSENT
 
 
-class ClassData(_Names):
+class ClassData(Holder):
     """Attributes that a class has itself, and those that it is given later."""
 
-    __slots__ = ("_size",)
+    __slots__ = ("_kind", "_names", "_size")
 
-    def __init__(self, space: type, names: tuple[str, ...]) -> None:
-        super().__init__(space, names)
-        self._size = len(vars(space))
+    def __init__(self, kind: type, names: tuple[str, ...]) -> None:
+        self._kind = kind
+        self._names = names
+        self._size = len(vars(kind))
+
+    def values(self) -> list[object]:
+        """Return the objects in it that may lead further."""
+        own = vars(self._kind)
+        return [own.get(name, _ABSENT) for name in self._names]
 
     def read(self) -> tuple[object, ...]:
         """Return what it holds now; last, what it has been given since."""
-        values = super().read()
-        own: Mapping[str, object] = vars(self._space)
+        values, own = self.values(), vars(self._kind)
         if len(own) == self._size and not [one for one in values if one is _ABSENT]:
             return (*values, ())
         later = [pair for pair in own.items() if pair[0] not in self._names and not pair[0].startswith("__")]
         return (*values, tuple(later))
-
-    def values(self) -> Iterable[object]:
-        """Return the objects in it that may lead further."""
-        return super().read()
 
     def write(self, contents: tuple[Any, ...]) -> None:
         """Let it hold what `read` returned."""
         *values, given = contents
         for name, _ in cast("tuple[tuple[str, object], ...]", self.read()[-1]):
             if name not in dict(given):
-                self._set(name, _ABSENT)
-        for name, value in given:
-            self._set(name, value)
-        for name, before in zip(self._names, values, strict=True):
-            if vars(self._space).get(name, _ABSENT) is not before:
-                self._set(name, before)
-
-    def _get(self) -> Callable[[str, object], object]:
-        return vars(self._space).get
-
-    def _set(self, name: str, value: object) -> None:
-        if value is _ABSENT:
-            type.__delattr__(self._space, name)
-        else:
-            type.__setattr__(self._space, name, value)
-
-
-class Defaults(Holder):
-    """The defaults of a function."""
-
-    __slots__ = ("_function",)
-
-    def __init__(self, function: types.FunctionType) -> None:
-        self._function = function
-
-    def read(self) -> tuple[object, object]:
-        """Return what it holds now."""
-        return self._function.__defaults__, self._function.__kwdefaults__
-
-    def values(self) -> Iterable[object]:
-        """Return the objects in it that may lead further."""
-        return (*(self._function.__defaults__ or ()), self._function.__kwdefaults__)
-
-    def write(self, contents: tuple[Any, Any]) -> None:
-        """Let it hold what `read` returned."""
-        self._function.__defaults__, self._function.__kwdefaults__ = contents
-
-
-class Classes(Holder):
-    """The classes of some objects."""
-
-    __slots__ = ("_items",)
-
-    def __init__(self, items: list[object]) -> None:
-        self._items = items
-
-    def read(self) -> list[type]:
-        """Return what it holds now."""
-        return [*map(type, self._items)]
-
-    def write(self, contents: list[type]) -> None:
-        """Let it hold what `read` returned."""
-        for item, kind in zip(self._items, contents, strict=True):
-            if type(item) is not kind:
-                object.__setattr__(item, "__class__", kind)
+                type.__delattr__(self._kind, name)
+        for name, before in (*given, *zip(self._names, values, strict=True)):
+            now = vars(self._kind).get(name, _ABSENT)
+            if now is before:
+                continue
+            if before is _ABSENT:
+                type.__delattr__(self._kind, name)
+            else:
+                type.__setattr__(self._kind, name, before)
 
 
 class Slots(Holder):

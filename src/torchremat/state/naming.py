@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from torchremat.state.code import class_code, is_library, reads_of
-from torchremat.state.contents import ClassData, GlobalNames, Slots
+from torchremat.state.contents import ClassData, Slots
 from torchremat.state.watching import only_looks_on
 from torchremat.tensors.structure import Leaf
 
@@ -140,8 +140,8 @@ def _of_code(function: types.FunctionType) -> Iterator[Named]:
         yield f"default {place}", one
     yield from _attributes(function.__name__, function.__dict__)
     if not is_library(function.__globals__.get("__name__")):
-        names = reads_of(function.__code__).names
-        yield from zip(names, GlobalNames(function.__globals__, names).values(), strict=True)
+        space = function.__globals__
+        yield from ((name, space[name]) for name in reads_of(function.__code__).names if name in space)
 
 
 def _of_class(name: str, kind: type) -> Iterator[Named]:

@@ -43,6 +43,7 @@ class Guarded(Protocol):
 # without the graph. A recompute is shown the tensor itself as long as anybody else has it.
 
 _flags = cast("Callable[[Tensor], tuple[int, bool]]", attrgetter("_version", "requires_grad"))
+_is_leaf = cast("Callable[[Tensor], bool]", attrgetter("is_leaf"))
 _hooks = cast("Callable[[Tensor], tuple[Any, Any]]", attrgetter("_backward_hooks", "_post_accumulate_grad_hooks"))
 
 
@@ -85,6 +86,7 @@ class Snapshot:
         named: The ids of tensors inside of what the user has named.
         waits: Whether a lazy module is about to make its parameters, which nothing can take back.
         by_forward: The ids of tensors that the forward itself has written, and that are not copied.
+        is_inert: Whether nothing in it can be changed by the call.
     """
 
     __slots__ = (
@@ -100,6 +102,7 @@ class Snapshot:
         "_then",
         "by_forward",
         "generators",
+        "is_inert",
         "modules",
         "named",
         "roots",
@@ -107,6 +110,7 @@ class Snapshot:
     )
 
     def __init__(self, world: World, guard: Sequence[object] = (), *, backs_up: bool = True) -> None:
+        is_inert = world.is_inert and not guard
         world.end()
         self.modules = world.modules
         self.roots = world.roots
@@ -115,20 +119,20 @@ class Snapshot:
         self.by_forward: frozenset[int] = frozenset()
         self._own = world.dicts
         self._rest = [(one, one.read()) for one in world.rest]
+        self.is_inert = is_inert
         self._then: Dicts = Dicts(world.dicts)
         self._tensors = world.tensors
         self._flags = [*map(_flags, world.tensors)]
         self._shards: list[WatchedShard] = world.shards
-        self._guarded = [
-            (cast("Guarded", one), cast("Guarded", one).snapshot()) for one in guard if looks_after_itself(one)
-        ]
+        own = [cast("Guarded", one) for one in guard if looks_after_itself(one)] if guard else []
+        self._guarded = [(one, one.snapshot()) for one in own]
         self._graphed: dict[int, _Graphed] = {}
         self._backups = Backups(world) if backs_up and (world.state or world.loose or world.named) else None
         if world.modules:
             listen_to_optimizers()  # See NOTE [ Optimizers that bump no version ]
         self.waits = world.waits
-        graphed = [index for index, one in enumerate(world.tensors) if not one.is_leaf]
-        if graphed and not is_transformed():  # there `detach` loses more than a graph
+        if not all(map(_is_leaf, world.tensors)) and not is_transformed():  # there `detach` loses more than a graph
+            graphed = [index for index, one in enumerate(world.tensors) if not one.is_leaf]
             self._let_graphs_go(graphed, holds=backs_up)
 
     def _let_graphs_go(self, places: Iterable[int], *, holds: bool) -> None:
@@ -321,7 +325,7 @@ class Exchange:
         """Look at today's world; return whether nothing has to be exchanged, and nobody is about to change it."""
         snapshot = self._snapshot
         self._flags = now = [*map(_flags, snapshot._tensors)]
-        self._hooks = _hooks_of(snapshot._tensors)
+        self._hooks = _hooks_of(snapshot._tensors) if now else None
         self.written = _NONE
         if now != snapshot._flags or snapshot._shards:
             self.written = snapshot.written_since(now)
@@ -331,15 +335,18 @@ class Exchange:
             or snapshot._guarded
             or self._without_gradients
             or not then.are_here()
-            or not all(one.is_same(before) for one, before in rest)
+            or _differ(rest)
         ):
             return False
         self._now, self._rest = then, rest
-        return not _is_shown_elsewhere(snapshot)
+        return not (_shown and _is_shown_elsewhere(snapshot))
 
     def _what_was(self) -> tuple[Dicts, list[tuple[Holder, Any]]]:
         """Return the contents that the forward saw, with what a recompute is shown in the place of some tensors."""
-        then, rest = self._snapshot._then, self._snapshot._rest
+        snapshot = self._snapshot
+        then, rest = snapshot._then, snapshot._rest
+        if snapshot._backups is None and not snapshot._graphed:
+            return then, rest
         shown = self._shown()
         if not shown:
             return then, rest
@@ -390,7 +397,7 @@ class Exchange:
         with ExitStack() as stack:
             if self._stack is not None:
                 stack.push(self._stack.pop_all().__exit__)
-            elif not self._has_changed():
+            elif self._snapshot.is_inert or not self._has_changed():
                 return
             else:
                 # Only if it is not another thread's doing.
@@ -404,9 +411,10 @@ class Exchange:
         tensors = self._snapshot._tensors
         return (
             not self._now.are_here()
-            or any(flag[1] is not had[1] for flag, had in zip(map(_flags, tensors), self._flags, strict=True))
-            or (self._hooks is not None or _hooks_of(tensors) is not None)
-            or not all(one.is_same(before) for one, before in self._rest)
+            or self._hooks is not None
+            or [*map(_flags, tensors)] != self._flags
+            or _hooks_of(tensors) is not None
+            or _differ(self._rest)
         )
 
     def _put_back(self) -> None:
@@ -420,6 +428,10 @@ class Exchange:
         for one, before in self._rest:
             if not one.is_same(before):
                 one.write(before)
+
+
+def _differ(rest: list[tuple[Holder, Any]]) -> bool:
+    return any(not one.is_same(before) for one, before in rest)
 
 
 def _ours(own: Dict) -> Dict:
@@ -469,7 +481,7 @@ _NONE = Watched()
 def _hooks_of(tensors: list[Tensor]) -> list[tuple[Dict | None, Dict | None]] | None:
     """Return copies of the hooks of tensors, which a recompute must not add to; None if there are none."""
     found = [*map(_hooks, tensors)]
-    if all(one == _NO_HOOKS for one in found):
+    if found.count(_NO_HOOKS) == len(found):
         return None
     return [
         (None if before is None else dict(before), None if after is None else dict(after)) for before, after in found

@@ -37,15 +37,13 @@ from torchremat.errors import UnsupportedError
 from torchremat.state.code import class_code, is_library, is_library_class, reads_of
 from torchremat.state.contents import (
     FOREIGN,
-    Cell,
+    Bindings,
     ClassData,
-    Classes,
     Container,
-    Defaults,
     Foreign,
-    GlobalNames,
     Holder,
     Slots,
+    content_of,
 )
 from torchremat.state.sharding import WatchedShard, watch
 
@@ -72,7 +70,7 @@ class World:
     Attributes:
         dicts: Attributes, tables of modules, dicts: whatever is one.
         rest: The other holders, by kind.
-        objects: Those whose class may be another one later.
+        bindings: What cells, names and defaults mean, and which classes objects have.
         tensors: Those that count their versions. The recompute of a region is told if one was written.
         modules: Each once.
         roots: Those among the roots themselves.
@@ -83,6 +81,7 @@ class World:
         shards: The parameters that FSDP2 has sharded.
         waits: Whether a lazy module was reached that has not made its parameters yet.
         sets_generators: Whether some code may set the state of a random generator.
+        runs_code: Whether some code of the user's may change something that it reaches, or throw a switch.
     """
 
     __slots__ = (
@@ -92,14 +91,15 @@ class World:
         "_is_named",
         "_pending",
         "_seen",
+        "bindings",
         "dicts",
         "generators",
         "loose",
         "modules",
         "named",
-        "objects",
         "rest",
         "roots",
+        "runs_code",
         "sets_generators",
         "shards",
         "state",
@@ -110,7 +110,7 @@ class World:
     def __init__(self) -> None:
         self.dicts: list[Dict] = []
         self.rest: list[Holder] = []
-        self.objects: list[object] = []
+        self.bindings = Bindings()
         self.tensors: list[Tensor] = []
         self.modules: list[nn.Module] = []
         self.roots: list[nn.Module] = []
@@ -121,6 +121,7 @@ class World:
         self.shards: list[WatchedShard] = []
         self.waits = False
         self.sets_generators = False
+        self.runs_code = False
         self._seen: set[int] = set()
         self._pending: list[object] = []
         self._called: set[str] = set()
@@ -132,12 +133,18 @@ class World:
         """Add what belongs to all that was reached."""
         if self.modules:
             self.dicts += hooks_of_all_modules
-        if self.objects:
-            self.rest.append(Classes(self.objects))
+        if self.bindings.objects or self.bindings.functions:
+            self.rest.append(self.bindings)
 
     def skip(self, item: object) -> None:
         """Leave one object alone."""
         self._seen.add(id(item))
+
+    @property
+    def is_inert(self) -> bool:
+        """Whether nothing that was reached can be changed by the call, since only modules of torch run in it."""
+        reached = self.rest or self.loose or self.generators or self._classes or self.shards
+        return not (self.runs_code or reached or any(hooks_of_all_modules))
 
     def reach(self, items: Iterable[object], *, are_arguments: bool = False, are_named: bool = False) -> None:
         """Follow everything from some roots.
@@ -190,35 +197,35 @@ class World:
             return
         if is_library(function.__globals__.get("__name__")):
             # A decorator has the user's function there; what else it keeps is its own.
-            contents = [one for cell in function.__closure__ or () for one in Cell(cell).read()]
-            self._push(one for one in contents if callable(one))
+            self._push([one for one in map(content_of, function.__closure__ or ()) if callable(one)])
             return
-        for cell in function.__closure__ or ():
-            if id(cell) not in self._seen:
-                self._seen.add(id(cell))
-                holder = Cell(cell)
-                self.rest.append(holder)
-                self._push(holder.values())
-        defaults = Defaults(function)
-        self.rest.append(defaults)
-        if function.__defaults__ or function.__kwdefaults__:
-            self._push(defaults.values())
-        self.dicts.append(cast("Dict", function.__dict__))
-        if function.__dict__:
-            self._push(function.__dict__.values())
+        if function.__closure__:
+            self.bindings.cells += function.__closure__
+            contents = [*map(content_of, function.__closure__)]
+            self._push(contents)
+            if not _PASSIVE.issuperset(map(type, contents)):
+                self.runs_code = True
+        self.bindings.functions.append(function)
+        own = cast("Dict", function.__dict__)
+        self.dicts.append(own)
+        if own or function.__defaults__ or function.__kwdefaults__:
+            self.runs_code = True
+            self._push([*own.values(), *(function.__defaults__ or ()), function.__kwdefaults__])
         reads = reads_of(function.__code__)
         self._called |= reads.attributes
         if reads.sets_generators:
             self.sets_generators = True
         if reads.names:
-            names = GlobalNames(function.__globals__, reads.names)
-            self.rest.append(names)
-            self._push(names.values())
+            self._push(self.bindings.add_names(function.__globals__, reads.names))
+        if reads.names or reads.stores:
+            self.runs_code = True
 
     def _method(self, method: types.MethodType) -> None:
+        self.runs_code = True
         self._pending += (method.__self__, method.__func__)
 
     def _partial(self, partial: functools.partial[object]) -> None:
+        self.runs_code = True
         self._pending += (partial.func, *partial.args)
         self._dict(partial.keywords)
 
@@ -269,8 +276,9 @@ class World:
                     self._named_tensor(module, name, one)
         if children:
             self._pending += [one for one in children.values() if one is not None]
-        for one in hooks:
-            if one:
+        if any(hooks):
+            self.runs_code = True
+            for one in hooks:
                 self._push(one.values())
         if len(own) > len(_OF_EVERY_MODULE):
             visits = _visits
@@ -281,7 +289,7 @@ class World:
                     self._named_tensor(module, name, value)
                 else:
                     self._pending.append(value)
-        self.objects.append(module)
+        self.bindings.objects.append(module)
         kind = type(module)
         if kind not in self._classes:
             self._class(kind)
@@ -306,6 +314,7 @@ class World:
             self._watch(tensor)
 
     def _tensor(self, tensor: Tensor) -> None:
+        self.runs_code = True
         if not tensor.requires_grad and not isinstance(tensor, nn.Parameter):
             self.loose.append(tensor)
         self._watch(tensor)
@@ -357,6 +366,7 @@ class World:
             self.rest.append(held)
 
     def _dict(self, item: Dict) -> None:
+        self.runs_code = True
         if len(item) <= _LONG or self._is_argument:
             self.dicts.append(item)
             self._push(dict.values(item))  # a subclass may make its values when it is asked
@@ -386,7 +396,7 @@ class World:
             self.rest.append(slots)
             self._push(slots.values())
         if type(item).__flags__ & _HEAP_TYPE:
-            self.objects.append(item)
+            self.bindings.objects.append(item)
         self._class(type(item))
 
     def _container(self, item: object) -> None:
@@ -403,6 +413,7 @@ class World:
 
     def _ours(self, item: object) -> None:
         """A callable of this package, around the user's."""
+        self.runs_code = True
         slots = Slots.of(item)
         own = {**getattr(item, "__dict__", {}), **(slots.read() if slots is not None else {})}
         self._pending += [own[name] for name in ("body", "own", "function") if name in own]
@@ -434,6 +445,8 @@ _visits |= {
     bytearray: World._flat,
     torch.Generator: World._generator,
 }
+# What a function may close over, and yet run nothing by its name.
+_PASSIVE = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype})
 # Of Python's own, what people keep their state in.
 _OPEN = (types.SimpleNamespace, argparse.Namespace, UserDict, UserList, functools.partialmethod)
 _CONTAINERS = (dict, list, deque, set, bytearray, tuple, frozenset)
