@@ -165,6 +165,27 @@ def a_property_over_a_hidden_attribute(run):
 
 
 @program
+def an_attribute_of_a_buffer_that_the_forward_writes(run):
+    # The recompute is shown a copy of such a buffer, and the copy had no attributes.
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("count", torch.zeros(4))
+            self.count.gain = 2.0
+
+        def forward(self, x):
+            x = torch.tanh(x * self.count.gain)
+            self.count.add_(1.0)
+            return x * self.count
+
+    module, x = Scaled(), leaf(4, 4)
+    loss = run(module, x).sum()
+    module.count.gain = 3.0
+    loss.backward()
+    return module, x, loss
+
+
+@program
 def a_tensor_attribute_that_is_no_buffer(run):
     class Averaged(nn.Module):
         def __init__(self):

@@ -25,7 +25,7 @@ A tensor of a closure that others write is an error, as in plain autograd, howev
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import NamedTuple, cast
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
@@ -126,7 +126,8 @@ class Backups:
     ) -> None:
         # A version that none has lets it count as written.
         version = -2 if always else version_of(tensor)
-        self._all.append(Backup(tensor, version, tensor.detach().clone(), owner, name, compares))
+        before = _with_attributes(tensor.detach().clone(), tensor)
+        self._all.append(Backup(tensor, version, before, owner, name, compares))
 
     def settle(self) -> None:
         """Keep only the copies that a recompute may need."""
@@ -174,15 +175,15 @@ class Backups:
             if self._all:  # the forward still runs
                 clones = again([one.tensor for one in self._all], [one.before for one in self._all])
                 for one, clone in zip(self._all, clones, strict=True):
-                    found[id(one.tensor)] = _like(clone, one.tensor.requires_grad)
+                    found[id(one.tensor)] = _like(clone, one.before, one.tensor.requires_grad)
             if self.written:
                 each = list(self.written.values())
                 shares = [one.before if one.shares is None else one.shares for one in each]
                 for one, clone in zip(each, again(shares, [one.before for one in each]), strict=True):
-                    found[id(one)] = _like(clone, one.requires_grad)
+                    found[id(one)] = _like(clone, one.before, one.requires_grad)
             for key in written_since:
                 if key in self._left:
-                    found[key] = self._left[key].clone()
+                    found[key] = _like(self._left[key].clone(), self._left[key], requires_grad=False)
         return found
 
 
@@ -213,11 +214,18 @@ def _computes_weights(module: nn.Module) -> bool:
     return bool(hooks) and not all(only_looks_on(hook) or is_hook_of_fsdp(hook) for hook in hooks.values())
 
 
-def _like(clone: Tensor, requires_grad: bool) -> Tensor:
-    if not requires_grad:
-        return clone
-    with torch.enable_grad():
-        return clone.requires_grad_().clone()  # no leaf, which could not be written in place
+def _like(clone: Tensor, before: Tensor, requires_grad: bool) -> Tensor:
+    if requires_grad:
+        with torch.enable_grad():
+            clone = clone.requires_grad_().clone()  # no leaf, which could not be written in place
+    return _with_attributes(clone, before)
+
+
+def _with_attributes(clone: Tensor, tensor: Tensor) -> Tensor:
+    own = cast("dict[str, object]", clone.__dict__)
+    for name, value in tensor.__dict__.items():
+        own.setdefault(name, value)  # the parts of a wrapper are attributes as well, and it has its own
+    return clone
 
 
 def _equal(now: Tensor, before: Tensor) -> bool:
