@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from contextvars import Context, copy_context
-from typing import TYPE_CHECKING
+from operator import is_not
+from types import CellType, FunctionType, ModuleType
+from typing import TYPE_CHECKING, cast
 from weakref import ReferenceType
 
 import torch
@@ -21,11 +23,11 @@ from torchremat.regions.inputs import Source
 from torchremat.regions.settings import Settings
 from torchremat.regions.threads import thread
 from torchremat.state.code import function_of, reads_of
-from torchremat.state.contents import Copies
+from torchremat.state.contents import Copies, contents_of
 from torchremat.state.naming import name_of
 from torchremat.state.reading import Reading, Watched, WrittenError
 from torchremat.state.snapshot import NOTHING, Exchange, Snapshot, looks_after_itself
-from torchremat.state.world import World, reaches_nothing
+from torchremat.state.world import World, plain_cells
 from torchremat.tensors.metadata import version_of
 from torchremat.tensors.structure import join, split
 
@@ -43,6 +45,7 @@ class Call:
 
     __slots__ = (
         "_captured",
+        "_cells",
         "_context",
         "_frozen",
         "_surroundings",
@@ -78,6 +81,8 @@ class Call:
         self._surroundings: Surroundings
         self._context: Context
         self._captured: Captured | None = None
+        # The function's cells and what they held, where there is nothing else.
+        self._cells: tuple[tuple[CellType, ...], list[object]] | None = None
         self._frozen: dict[object, list[Frozen]] | None = None
 
     @property
@@ -110,10 +115,14 @@ class Call:
         guard = settings.guard
         special = [one for one in tensors if type(one) is not Tensor or one.__dict__]
         modes = self._surroundings.modes if self._surroundings.has_modes else ()
-        if not (objects or guard or special or modes) and len(roots) == 1 and reaches_nothing(roots[0]):
-            reads = reads_of(roots[0].__code__)  # pyright: ignore[reportAttributeAccessIssue]
-            self.is_pure = not reads.names and not roots[0].__closure__  # pyright: ignore[reportAttributeAccessIssue]
+        contents = None if objects or guard or special or modes or len(roots) != 1 else plain_cells(roots[0])
+        if contents is not None:
+            function = cast("FunctionType", roots[0])
+            reads = reads_of(function.__code__)
+            self.is_pure = not reads.names and ModuleType not in map(type, contents)
             self.sets_generators = reads.sets_generators
+            if contents:
+                self._cells = function.__closure__ or (), contents
         else:
             world = World()
             for one in guard:
@@ -156,6 +165,13 @@ class Call:
             UnsupportedError: A parameter is sharded now, and was not.
         """
         return Restored(self, without_gradients)
+
+    def world_to_show(self) -> Snapshot:
+        """Return the world that a recompute is shown, `NOTHING` if that is today's."""
+        if self._cells is None:
+            return self.world
+        cells, contents = self._cells
+        return Snapshot.of_cells(cells, contents) if any(map(is_not, contents_of(cells), contents)) else NOTHING
 
     def words(self, error: WrittenError, region: str) -> str:
         """Return the words for a tensor that was written, given those for the region."""
@@ -268,8 +284,9 @@ class Restored:
             if not is_here or call.generators or call._captured is not None:
                 self._stack = ExitStack()
                 self._enter(self._stack, call, is_here)
-            if call.world is not NOTHING:
-                self._exchange = call.world.exchange(without_gradients=without_gradients)
+            world = call.world_to_show()
+            if world is not NOTHING:
+                self._exchange = world.exchange(without_gradients=without_gradients)
                 self.written = self._exchange.written or None
         except BaseException:
             self.close()

@@ -98,7 +98,7 @@ _STANDARD_LIBRARY = dis.__file__.removesuffix("dis.py")
 
 def is_library_class(kind: type) -> bool:
     """Return whether a class is one of a library's own, and not one that it has made at run time for the user."""
-    if kind in _permanent:
+    if kind in permanent:
         return True
     if not is_library(kind.__module__):
         return False
@@ -106,13 +106,13 @@ def is_library_class(kind: type) -> bool:
     for name in kind.__qualname__.split("."):
         found = getattr(found, name, None)
     if found is kind or kind.__module__ == "builtins":
-        _permanent.add(kind)
+        permanent.add(kind)
         return True
     return False
 
 
 # Classes that their modules have by name, and that go with these.
-_permanent: set[type] = set()
+permanent: set[type] = set()
 
 
 class ClassCode(NamedTuple):

@@ -200,10 +200,8 @@ class Bindings(Holder):
         if self.functions:
             found += chain.from_iterable(map(_defaults, self.functions))
             found += map(dict.get, self._spaces, self._names, repeat(_ABSENT))
-            try:
-                found += [*map(_content, self.cells)]
-            except ValueError:  # one is not filled yet
-                found += map(content_of, self.cells)
+        if self.cells:
+            found += contents_of(self.cells)
         return found
 
     def is_same(self, before: list[object]) -> bool:
@@ -237,6 +235,14 @@ class Bindings(Holder):
 
 _content = cast("Callable[[types.CellType], object]", attrgetter("cell_contents"))
 _defaults = cast("Callable[[types.FunctionType], tuple[Any, Any]]", attrgetter("__defaults__", "__kwdefaults__"))
+
+
+def contents_of(cells: Iterable[types.CellType]) -> list[object]:
+    """Return what cells hold; see `content_of`."""
+    try:
+        return [*map(_content, cells)]
+    except ValueError:  # one is not filled yet
+        return [*map(content_of, cells)]
 
 
 def content_of(cell: types.CellType) -> object:

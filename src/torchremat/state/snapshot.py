@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from operator import attrgetter
 from threading import get_ident
-from types import FunctionType
+from types import CellType, FunctionType
 from typing import Any, Protocol, cast, runtime_checkable
 from weakref import ReferenceType, ref
 
@@ -134,6 +134,15 @@ class Snapshot:
         if not all(map(_is_leaf, world.tensors)) and not is_transformed():  # there `detach` loses more than a graph
             graphed = [index for index, one in enumerate(world.tensors) if not one.is_leaf]
             self._let_graphs_go(graphed, holds=backs_up)
+
+    @classmethod
+    def of_cells(cls, cells: Iterable[CellType], contents: list[object]) -> Snapshot:
+        """Return that of a world in which there are but cells, from what they held."""
+        world = World()
+        world.bindings.cells += cells
+        found = cls(world)
+        found._rest = [(world.bindings, contents)]
+        return found
 
     def _let_graphs_go(self, places: Iterable[int], *, holds: bool) -> None:
         # See NOTE [ A snapshot holds no graph ]

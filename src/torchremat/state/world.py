@@ -22,7 +22,7 @@ import functools
 import types
 from collections import UserDict, UserList, deque
 from collections.abc import Callable, Iterable
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any, cast
 
 import numpy as np
@@ -34,7 +34,7 @@ from torchremat._compat.modules import hooks_of_all_modules
 from torchremat._compat.sharding import has_fsdp, is_managed
 from torchremat.ambient.surroundings import WATCHES
 from torchremat.errors import UnsupportedError
-from torchremat.state.code import class_code, is_library, is_library_class, reads_of
+from torchremat.state.code import class_code, is_library, is_library_class, permanent, reads_of
 from torchremat.state.contents import (
     FOREIGN,
     Bindings,
@@ -43,7 +43,7 @@ from torchremat.state.contents import (
     Foreign,
     Holder,
     Slots,
-    content_of,
+    contents_of,
 )
 from torchremat.state.sharding import WatchedShard, watch
 
@@ -133,7 +133,7 @@ class World:
         """Add what belongs to all that was reached."""
         if self.modules:
             self.dicts += hooks_of_all_modules
-        if self.bindings.objects or self.bindings.functions:
+        if self.bindings.objects or self.bindings.functions or self.bindings.cells:
             self.rest.append(self.bindings)
 
     def skip(self, item: object) -> None:
@@ -197,11 +197,11 @@ class World:
             return
         if is_library(function.__globals__.get("__name__")):
             # A decorator has the user's function there; what else it keeps is its own.
-            self._push([one for one in map(content_of, function.__closure__ or ()) if callable(one)])
+            self._push([one for one in contents_of(function.__closure__ or ()) if callable(one)])
             return
         if function.__closure__:
             self.bindings.cells += function.__closure__
-            contents = [*map(content_of, function.__closure__)]
+            contents = contents_of(function.__closure__)
             self._push(contents)
             if not _PASSIVE.issuperset(map(type, contents)):
                 self.runs_code = True
@@ -260,14 +260,14 @@ class World:
             tables = _tables(own)
         except KeyError:  # its class does not call `nn.Module.__init__`, or has come from an old file
             tables = tuple([own.get(name, {}) for name in (*_TABLES, *_HOOKS)])
-        parameters, buffers, children, *hooks = tables
+        parameters, buffers, children = tables[:3]
         if parameters and has_fsdp() and is_managed(module):
             parameters = self._sharded(module, parameters)
             dicts += tables[1:]
         else:
             dicts += tables
         if parameters:
-            self._pending += [one for one in parameters.values() if one is not None]
+            self._parameters([one for one in parameters.values() if one is not None])
         if buffers:
             for name, one in buffers.items():
                 if isinstance(one, UninitializedBuffer):
@@ -276,14 +276,15 @@ class World:
                     self._named_tensor(module, name, one)
         if children:
             self._pending += [one for one in children.values() if one is not None]
-        if any(hooks):
+        if any(tables[3:]):
             self.runs_code = True
-            for one in hooks:
+            for one in tables[3:]:
                 self._push(one.values())
         if len(own) > len(_OF_EVERY_MODULE):
             visits = _visits
-            for name, value in own.items():
-                if name in _OF_EVERY_MODULE or visits.get(type(value), _missing) is None:
+            for name in own.keys() - _OF_EVERY_MODULE:
+                value = own[name]
+                if visits.get(type(value), _missing) is None:
                     continue
                 if isinstance(value, Tensor):
                     self._named_tensor(module, name, value)
@@ -291,8 +292,19 @@ class World:
                     self._pending.append(value)
         self.bindings.objects.append(module)
         kind = type(module)
-        if kind not in self._classes:
+        if kind not in permanent and kind not in self._classes:
             self._class(kind)
+
+    def _parameters(self, parameters: list[Tensor]) -> None:
+        if _PARAMETER.issuperset(map(type, parameters)) and not self._is_named:
+            # By far the most tensors. One that is met twice is watched twice.
+            self.tensors += parameters
+            attributes: list[Dict] = [*map(_attributes_of, parameters)]
+            self.dicts += attributes
+            for own in filter(None, attributes):
+                self._push(own.values())
+        else:
+            self._pending += parameters
 
     def _sharded(self, module: nn.Module, parameters: dict[str, Any]) -> dict[str, Any]:
         """Watch the shards of a module, whose parameters FSDP exchanges in a recompute as in the forward."""
@@ -445,8 +457,11 @@ _visits |= {
     bytearray: World._flat,
     torch.Generator: World._generator,
 }
+_PARAMETER = frozenset({nn.Parameter})
+_attributes_of = cast("Callable[[Tensor], Dict]", attrgetter("__dict__"))
 # What a function may close over, and yet run nothing by its name.
 _PASSIVE = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype})
+_PLAIN = _PASSIVE | {types.ModuleType}
 # Of Python's own, what people keep their state in.
 _OPEN = (types.SimpleNamespace, argparse.Namespace, UserDict, UserList, functools.partialmethod)
 _CONTAINERS = (dict, list, deque, set, bytearray, tuple, frozenset)
@@ -503,21 +518,24 @@ _BY_BASE: tuple[tuple[Any, Visit], ...] = (
 )
 
 
-def reaches_nothing(function: object) -> bool:
-    """Return whether it is plain that a function reaches nothing with a state, as most do not."""
+def plain_cells(function: object) -> list[object] | None:
+    """Return what the cells of a function hold, if it is plain that nothing else that it reaches has a state.
+
+    Returns:
+        Numbers, strings and Python modules, as most functions hold nothing else; None if there may be more.
+    """
     if type(function) is not types.FunctionType or function.__defaults__ or function.__kwdefaults__:
-        return False
-    for name in reads_of(function.__code__).names:
+        return None
+    reads = reads_of(function.__code__)
+    for name in reads.names:
         if type(function.__globals__.get(name)) is not types.ModuleType:
-            return False
-    for cell in function.__closure__ or ():
-        try:
-            content = cell.cell_contents
-        except ValueError:  # not filled yet, and perhaps in the forward
-            return False
-        if type(content) is not types.ModuleType:
-            return False
-    return not function.__dict__
+            return None
+    contents: list[object] = []
+    if function.__closure__:
+        contents = contents_of(function.__closure__)
+        if reads.stores or not _PLAIN.issuperset(map(type, contents)):
+            return None
+    return None if function.__dict__ else contents
 
 
 def tensors_inside(objects: list[object]) -> list[Tensor]:
