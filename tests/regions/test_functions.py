@@ -127,3 +127,19 @@ def test_inference_tensors_among_the_inputs():
         return (x.exp() + mask).sin()
 
     assert same(lambda: checkpoint(body, x, mask), lambda: body(x, mask), [x])
+
+
+def test_an_argument_that_contains_itself():
+    x = leaf(4)
+    cyclic = {"x": x}
+    cyclic["self"] = cyclic
+
+    def body(held):
+        return held["self"]["x"].sin().exp()
+
+    assert same(lambda: checkpoint(body, cyclic), lambda: body(cyclic), [x])
+    x.grad = None
+    loss = checkpoint(body, cyclic).sum()
+    cyclic["x"] = None
+    loss.backward()
+    assert torch.equal(x.grad, torch.autograd.grad(x.sin().exp().sum(), x)[0])

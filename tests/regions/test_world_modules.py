@@ -186,6 +186,25 @@ def an_attribute_of_a_buffer_that_the_forward_writes(run):
 
 
 @program
+def a_weight_that_is_cached_between_regions(run):
+    # `parametrize.cached` keeps it in a global of torch, which is empty when the backward runs.
+    module, x = nn.Sequential(weight_norm(nn.Linear(4, 4)), nn.Tanh()), leaf(4, 4)
+    with parametrize.cached():
+        loss = run(module, run(module, x)).sum()
+    loss.backward()
+    return module, x, loss
+
+
+@program
+def a_weight_that_is_cached_in_backward_too(run):
+    module, x = nn.Sequential(weight_norm(nn.Linear(4, 4)), nn.Tanh()), leaf(4, 4)
+    with parametrize.cached():
+        loss = run(module, run(module, x)).sum()
+        loss.backward()
+    return module, x, loss
+
+
+@program
 def a_tensor_attribute_that_is_no_buffer(run):
     class Averaged(nn.Module):
         def __init__(self):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutput
 
-from torchremat.tensors.structure import join, place_of, split, tensors_in
+from torchremat.tensors.structure import join, place_of, split, split_call, tensors_in
 
 
 class Pair(NamedTuple):
@@ -146,3 +146,14 @@ def test_objects_in_a_dataclass_with_tensors_are_found():
 )
 def test_places_are_named(value, index, place):
     assert place_of(split(value, [], []), index) == place
+
+
+def test_an_argument_that_contains_itself_is_an_object():
+    cyclic, objects, tensors = [a()], [], []
+    cyclic.append(cyclic)
+
+    template = split_call((a(), cyclic), {"mask": a()}, tensors, objects)
+
+    args, kwargs = join(template, tensors)
+    assert args[1] is cyclic and objects[0] is cyclic
+    assert len(tensors) == 2 and kwargs["mask"] is tensors[1]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+from torch.nn.utils import parametrize
+
 from torchremat._compat.binding import private
 
 _NAMES = (
@@ -16,3 +18,6 @@ hooks_of_all_modules = [
     cast("dict[Any, Any]", private(f"nn.modules.module.{name}", needed_for="hooks of all modules in regions"))
     for name in _NAMES
 ]
+
+# Where `torch.nn.utils.parametrize.cached` keeps the weights that it has computed, and whether it does.
+cached_weights = parametrize.__dict__, ("_cache", "_cache_enabled")

@@ -166,13 +166,6 @@ class Call:
         """
         return Restored(self, without_gradients)
 
-    def world_to_show(self) -> Snapshot:
-        """Return the world that a recompute is shown, `NOTHING` if that is today's."""
-        if self._cells is None:
-            return self.world
-        cells, contents = self._cells
-        return Snapshot.of_cells(cells, contents) if any(map(is_not, contents_of(cells), contents)) else NOTHING
-
     def words(self, error: WrittenError, region: str) -> str:
         """Return the words for a tensor that was written, given those for the region."""
         name = name_of(error.tensor, function_of(self.body), self.template, self.world.roots)
@@ -284,7 +277,7 @@ class Restored:
             if not is_here or call.generators or call._captured is not None:
                 self._stack = ExitStack()
                 self._enter(self._stack, call, is_here)
-            world = call.world_to_show()
+            world = call.world if call._cells is None else _of_cells(*call._cells)
             if world is not NOTHING:
                 self._exchange = world.exchange(without_gradients=without_gradients)
                 self.written = self._exchange.written or None
@@ -314,6 +307,11 @@ class Restored:
                 self._stack.close()
             if self._here is not None and not self._here.are_the_same():
                 self._here.put_back()
+
+
+def _of_cells(cells: tuple[CellType, ...], contents: list[object]) -> Snapshot:
+    """Return a world in which cells held something else than they do now, `NOTHING` if they hold the same."""
+    return Snapshot.of_cells(cells, contents) if any(map(is_not, contents_of(cells), contents)) else NOTHING
 
 
 def _devices(tensors: list[Tensor]) -> list[torch.device]:

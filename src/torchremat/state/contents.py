@@ -188,6 +188,9 @@ class Bindings(Holder):
         self._spaces: list[Dict] = []
         self._names: list[str] = []
 
+    def __bool__(self) -> bool:
+        return bool(self.objects or self.functions or self.cells or self._names)
+
     def add_names(self, space: Dict, names: tuple[str, ...]) -> list[object]:
         """Add global names of one Python module; return what they mean, of those that mean something."""
         self._spaces += [space] * len(names)
@@ -199,6 +202,7 @@ class Bindings(Holder):
         found: list[object] = [*map(type, self.objects)]
         if self.functions:
             found += chain.from_iterable(map(_defaults, self.functions))
+        if self._names:
             found += map(dict.get, self._spaces, self._names, repeat(_ABSENT))
         if self.cells:
             found += contents_of(self.cells)

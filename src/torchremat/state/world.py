@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from torchremat._compat.modules import hooks_of_all_modules
+from torchremat._compat.modules import cached_weights, hooks_of_all_modules
 from torchremat._compat.sharding import has_fsdp, is_managed
 from torchremat.ambient.surroundings import WATCHES
 from torchremat.errors import UnsupportedError
@@ -87,6 +87,7 @@ class World:
     __slots__ = (
         "_called",
         "_classes",
+        "_has_cached",
         "_is_argument",
         "_is_named",
         "_pending",
@@ -126,6 +127,7 @@ class World:
         self._pending: list[object] = []
         self._called: set[str] = set()
         self._classes: dict[type, set[str]] = {}  # with the names of the methods that have been followed
+        self._has_cached = False
         self._is_argument = False
         self._is_named = False
 
@@ -133,7 +135,7 @@ class World:
         """Add what belongs to all that was reached."""
         if self.modules:
             self.dicts += hooks_of_all_modules
-        if self.bindings.objects or self.bindings.functions or self.bindings.cells:
+        if self.bindings:
             self.rest.append(self.bindings)
 
     def skip(self, item: object) -> None:
@@ -276,6 +278,9 @@ class World:
                     self._named_tensor(module, name, one)
         if children:
             self._pending += [one for one in children.values() if one is not None]
+            if "parametrizations" in children and not self._has_cached:
+                self._has_cached = True
+                self._push(self.bindings.add_names(*cached_weights))
         if any(tables[3:]):
             self.runs_code = True
             for one in tables[3:]:

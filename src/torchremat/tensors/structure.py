@@ -87,6 +87,15 @@ def split(value: object, tensors: list[Tensor], objects: list[object]) -> object
     return value
 
 
+class _Whole:
+    """An argument that is not taken apart, since it contains itself: an object among the arguments."""
+
+    __slots__ = ("children",)
+
+    def __init__(self, value: object) -> None:
+        self.children = [value]
+
+
 def split_call(
     args: tuple[object, ...], kwargs: dict[str, object], tensors: list[Tensor], objects: list[object]
 ) -> object:
@@ -94,7 +103,26 @@ def split_call(
     if len(args) == 1 and not kwargs and type(args[0]) is Tensor:
         tensors.append(args[0])
         return _ONE_TENSOR  # by far the most frequent call
-    return split((args, kwargs), tensors, objects)
+    try:
+        return split((args, kwargs), tensors, objects)
+    except RecursionError:
+        tensors.clear()
+        objects.clear()
+        return (
+            tuple([_split_or_whole(one, tensors, objects) for one in args]),
+            {name: _split_or_whole(one, tensors, objects) for name, one in kwargs.items()},
+        )
+
+
+def _split_or_whole(value: object, tensors: list[Tensor], objects: list[object]) -> object:
+    inside: list[Tensor] = []
+    others: list[object] = []
+    try:
+        split(value, inside, others)
+    except RecursionError:
+        objects.append(value)
+        return _Whole(value)
+    return split(value, tensors, objects)
 
 
 _ONE_TENSOR: tuple[tuple[Leaf], dict[str, object]] = ((_LEAVES[0],), {})
@@ -126,7 +154,7 @@ def join(template: object, tensors: Sequence[Tensor]) -> object:
         return {key: join(item, tensors) for key, item in template.items()} if template else {}
     if type(template) is _Node:
         return _joined(template, tensors)
-    return template
+    return template.children[0] if type(template) is _Whole else template
 
 
 def _joined(node: _Node, tensors: Sequence[Tensor]) -> object:
