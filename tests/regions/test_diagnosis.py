@@ -289,6 +289,21 @@ def test_a_global_counter_that_nobody_sees():
     assert "Likely cause: each run does something else" in text
 
 
+def test_a_compiled_function_may_have_another_graph():
+    flags = Hidden({"rows": 2})
+
+    @torch.compile(backend="eager")
+    def inner(x):
+        return x.exp()
+
+    def body(x):
+        return inner(x)[: flags["rows"]].sin()
+
+    text = message(Between(body, lambda: flags.update(rows=1)))
+
+    assert "`inner` is compiled" in text and "mark_dynamic" in text
+
+
 def test_what_is_not_found_says_where_to_look(monkeypatch):
     monkeypatch.setenv("ROWS", "2")
 

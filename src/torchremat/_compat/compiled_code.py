@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType, FrameType, FunctionType
 
 import torch
+from torch import nn
 
 _FILE = str(Path(torch.__file__).parent) + os.sep + str(Path("_dynamo", "eval_frame.py"))
 _NAMES = ("_TorchDynamoContext", "OptimizedModule")
@@ -26,3 +27,15 @@ def runs_compiled_code() -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def is_compiled(item: object) -> bool:
+    """Return whether calls of a function or module run compiled code."""
+    if isinstance(item, nn.Module):
+        return type(item).__name__ == "OptimizedModule" or is_compiled_in_place(item)
+    return isinstance(item, FunctionType) and "_torchdynamo_orig_callable" in item.__dict__
+
+
+def is_compiled_in_place(module: nn.Module) -> bool:
+    """Return whether calls of a module run compiled code by `module.compile()`."""
+    return getattr(module, "_compiled_call_impl", None) is not None

@@ -18,6 +18,7 @@ from typing import cast
 import torch
 from torch import nn
 
+from torchremat._compat.compiled_code import is_compiled, is_compiled_in_place
 from torchremat.ambient.surroundings import only_watches
 from torchremat.measuring.tracker import tensors_in
 from torchremat.regions.wrapping import is_generator
@@ -80,7 +81,7 @@ def module_stack(
     names: dict[nn.Module, str] = {}
     for root in roots:
         for name, module in visible_modules(root):
-            if not _is_compiled_in_place(module):
+            if not is_compiled_in_place(module):
                 names.setdefault(module, name or type(root).__name__)
     stack = ModuleStack(on_change)
     with ExitStack() as hooks:
@@ -108,18 +109,9 @@ def visible_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return result
 
 
-def is_compiled(module: nn.Module) -> bool:
-    """Return whether calls of a module run compiled code: by `torch.compile(module)` or `module.compile()`."""
-    return type(module).__name__ == "OptimizedModule" or _is_compiled_in_place(module)
-
-
 def has_compiled(model: nn.Module) -> bool:
     """Return whether a module of the model is compiled."""
     return any(map(is_compiled, model.modules()))
-
-
-def _is_compiled_in_place(module: nn.Module) -> bool:
-    return getattr(module, "_compiled_call_impl", None) is not None
 
 
 def _hooks(

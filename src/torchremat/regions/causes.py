@@ -47,7 +47,7 @@ def likely_causes(
         operator: The operator of the recompute that saved the first tensor that differs, None if there is none.
     """
     causes = [*_changes(found), *_draws(region, found)]
-    for search in (_training, _precision, _differs_each_time, _written, _branch):
+    for search in (_training, _precision, _differs_each_time, _written, _branch, _compiled):
         if search is _written and causes:
             continue  # it names whatever is read there; with a better reason at hand it would accuse the innocent
         causes += search(region, call, difference, found, operator)
@@ -236,6 +236,19 @@ def _branch(
             "value is another now",
             "Find what changed it (a write through `.data`, a random draw, a kernel that is not deterministic), or "
             "decide before the region and pass the decision.",
+        )
+
+
+def _compiled(
+    region: Region, call: int, difference: Difference, found: Rerun, operator: Operator | None
+) -> Iterator[Cause]:
+    del region, call, operator
+    if found.reach.compiled and difference.kind != "values":
+        yield Cause(
+            f"`{found.reach.compiled[0]}` is compiled, and the recompute may have met another of its graphs than the "
+            "forward did, such as one for shapes that vary",
+            "Mark what varies by `torch._dynamo.mark_dynamic()` before the first call, or let "
+            "`torch._C._dynamo.eval_frame._set_lru_cache(False)` keep the order in which graphs are tried.",
         )
 
 

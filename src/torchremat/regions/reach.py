@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor, nn
 
+from torchremat._compat.compiled_code import is_compiled
 from torchremat.state.code import function_of
 from torchremat.state.naming import walk
 
@@ -35,17 +36,21 @@ class Reach:
     Attributes:
         modules: The modules that a region sees.
         names: Their paths, by id.
+        compiled: The names of compiled functions and modules.
     """
 
     def __init__(self, calls: Iterable[Call], label: object) -> None:
         self.names: dict[int, str] = {}
         self.modules: list[nn.Module] = []
+        self.compiled: list[str] = []
         self._calls = list(calls)
         self._label = label if isinstance(label, str) else ""
         self._generators: dict[str, torch.Generator] = {}
         self._state: dict[str, str] = {}
         for call in self._calls:
             for name, value in walk(function_of(call.body), call.template or ((), {}), self._label):
+                if is_compiled(value):
+                    self.compiled.append(name or type(value).__name__)
                 if isinstance(value, nn.Module) and id(value) not in self.names:
                     self.names[id(value)] = name or type(value).__name__
                     self.modules.append(value)

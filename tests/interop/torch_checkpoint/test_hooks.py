@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import checkpoint as torchs
 
 import torchremat
@@ -299,3 +300,18 @@ def test_a_decorator_of_nothing_that_can_be_called():
         ours.checkpoint(use_reentrant=False)(3)
     with pytest.raises(TypeError, match="a callable is needed, got NoneType"):
         ours.checkpoint(None, leaf(3), use_reentrant=False)
+
+
+@pytest.mark.skipif(
+    "respect_saved_tensors_hooks" in inspect.signature(torchs.checkpoint).parameters, reason="torch 2.14"
+)
+def test_where_torchs_own_operator_runs_the_option_is_not_dropped():
+    # It was: a recorded region left the hooks out without a word.
+    def contexts():
+        return ours.create_selective_checkpoint_contexts([torch.ops.aten.sin.default])
+
+    def body(x):
+        return ours.checkpoint(torch.sin, x, use_reentrant=False, context_fn=contexts, respect_saved_tensors_hooks=True)
+
+    with pytest.raises(UnsupportedError, match="since torch 2.14"):
+        make_fx(body)(leaf(4))

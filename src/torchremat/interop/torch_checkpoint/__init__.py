@@ -134,6 +134,7 @@ def checkpoint(
             given["context_fn"] = context_fn
         if preserve_rng_state is not None:
             given["preserve_rng_state"] = preserve_rng_state
+        given |= _for_torch(respect_saved_tensors_hooks)
         return _in_graph()(function, *args, **given, early_stop=early_stop, **kwargs)
     if use_reentrant is None:
         _warn_of_default(
@@ -164,6 +165,7 @@ def checkpoint(
             debug=debug,
             early_stop=early_stop,
             preserve_rng_state=preserve,
+            **_for_torch(respect_saved_tensors_hooks),
             **kwargs,
         )
     switches = checkpoint_switches()
@@ -192,6 +194,25 @@ def _settings(determinism_check: str, preserve: bool, early_stop: bool, debug: b
 def _preserves_by_default() -> bool:
     # Programs of PyTorch 1.0 set the switch on the module that they know, which may be torch's: see `install`.
     return preserve_rng_state and bool(vars(torch_checkpoint).get("preserve_rng_state", True))
+
+
+def _for_torch(respects_hooks: bool | None) -> dict[str, bool]:
+    """Return the argument for torch's own function, which has it since torch 2.14.
+
+    Raises:
+        UnsupportedError: It is True, and this torch does not know it.
+    """
+    if respects_hooks is None or (not respects_hooks and not _TORCH_RESPECTS):
+        return {}
+    if not _TORCH_RESPECTS:
+        raise UnsupportedError(
+            "respect_saved_tensors_hooks=True: a region in a compiled function, or one that is recorded under a "
+            "`context_fn`, is torch's own operator, which knows this option since torch 2.14. Leave it out there."
+        )
+    return {"respect_saved_tensors_hooks": respects_hooks}
+
+
+_TORCH_RESPECTS = "respect_saved_tensors_hooks" in inspect.signature(_torch_checkpoint).parameters
 
 
 def _in_graph() -> Callable[..., Any]:

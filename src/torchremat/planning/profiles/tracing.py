@@ -21,13 +21,14 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 
 from torchremat._compat.autograd import pop_saved_tensor_hooks, push_saved_tensor_hooks, top_saved_tensor_hooks
+from torchremat._compat.compiled_code import is_compiled
 from torchremat._compat.graphs import outside_graphs
 from torchremat._compat.sharding import is_sharded
 from torchremat._compat.transforms import check_transform_traced
 from torchremat.errors import StepError, UnsupportedError
 from torchremat.measuring.allocator import AllocationTrace, Recorder
 from torchremat.measuring.flops import FlopCounter
-from torchremat.measuring.modules import has_compiled, is_compiled
+from torchremat.measuring.modules import has_compiled
 from torchremat.measuring.step import loss_of
 from torchremat.measuring.tracker import address_of
 from torchremat.measuring.untouched import untouched
