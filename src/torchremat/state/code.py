@@ -5,7 +5,9 @@ from __future__ import annotations
 import builtins
 import dis
 import functools
+import os
 import sys
+import sysconfig
 import types
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -93,6 +95,15 @@ def is_library(module: str | None) -> bool:
     return origin in (None, "built-in", "frozen") or str(origin).startswith(_STANDARD_LIBRARY)
 
 
+@functools.cache
+def is_installed(module: str | None) -> bool:
+    """Return whether a module is of an installed package, whose code is followed within one file."""
+    root = (module or "").partition(".")[0]
+    origin = getattr(getattr(sys.modules.get(root), "__spec__", None), "origin", None)
+    return str(origin).startswith(_PACKAGES)
+
+
+_PACKAGES = tuple({os.path.join(sysconfig.get_path(name), "") for name in ("purelib", "platlib")})
 _STANDARD_LIBRARY = dis.__file__.removesuffix("dis.py")
 
 

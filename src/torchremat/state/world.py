@@ -9,7 +9,8 @@
     list, dict, tuple, set       what is in them
 
 Objects of torch, NumPy and Python itself are not looked into, but for modules, containers and random generators.
-Functions of these are followed into their cells alone: a decorator of theirs holds the user's function there.
+Functions of these are followed into their cells alone: a decorator of theirs holds the user's function there. Code of
+other installed packages is followed within its file, and of their classes that are no modules only the objects are.
 
 Missing on purpose: the attributes of Python modules, iterators, files, what C++ holds. Neither are containers of more
 than a thousand items followed, unless they come with the arguments: that is a table, and no state of a forward.
@@ -34,7 +35,7 @@ from torchremat._compat.modules import cached_weights, hooks_of_all_modules
 from torchremat._compat.sharding import has_fsdp, is_managed
 from torchremat.ambient.surroundings import WATCHES
 from torchremat.errors import UnsupportedError
-from torchremat.state.code import class_code, is_library, is_library_class, permanent, reads_of
+from torchremat.state.code import class_code, is_installed, is_library, is_library_class, permanent, reads_of
 from torchremat.state.contents import (
     FOREIGN,
     Bindings,
@@ -218,9 +219,17 @@ class World:
         if reads.sets_generators:
             self.sets_generators = True
         if reads.names:
-            self._push(self.bindings.add_names(function.__globals__, reads.names))
+            self._global_names(function.__globals__, reads.names)
         if reads.names or reads.stores:
             self.runs_code = True
+
+    def _global_names(self, space: Dict, names: tuple[str, ...]) -> None:
+        name = space.get("__name__")
+        if is_installed(name):
+            # From file to file, packages lead to each other, and to what has nothing to do with a forward.
+            own = [one for one in names if getattr(space.get(one), "__module__", name) == name]
+            names = tuple([one for one in own if not isinstance(space.get(one), types.ModuleType)])
+        self._push(self.bindings.add_names(space, names))
 
     def _method(self, method: types.MethodType) -> None:
         self.runs_code = True
@@ -233,6 +242,8 @@ class World:
 
     def _class(self, kind: type) -> None:
         if kind not in self._classes and not is_library_class(kind):
+            if is_installed(kind.__module__) and not issubclass(kind, nn.Module):
+                return  # of what packages make to hold values, the values count
             self._classes[kind] = set()
             for owner, names in class_code(kind).data:
                 one = owner()
