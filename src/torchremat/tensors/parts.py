@@ -27,7 +27,9 @@ def parts_of(tensor: Tensor) -> Iterator[Tensor]:
     if type(tensor) not in _PLAIN and is_wrapper_subclass(tensor):
         names, _ = cast("_Wrapper", tensor).__tensor_flatten__()
         for name in names:
-            yield from parts_of(cast("Tensor", getattr(tensor, name)))
+            part: object = getattr(tensor, name)
+            if isinstance(part, Tensor):  # a DTensor names its mesh as well
+                yield from parts_of(part)
     else:
         yield tensor
 
