@@ -34,6 +34,15 @@ def parts_of(tensor: Tensor) -> Iterator[Tensor]:
         yield tensor
 
 
+def attributes_of(tensor: Tensor) -> dict[str, object]:
+    """Return what code has put on a tensor; the parts of a wrapper, which lie there as well, are left out."""
+    attributes = dict(tensor.__dict__)
+    if type(tensor) not in _PLAIN and is_wrapper_subclass(tensor):
+        for name in cast("_Wrapper", tensor).__tensor_flatten__()[0]:
+            attributes.pop(name, None)
+    return attributes
+
+
 def memories_of(tensor: Tensor) -> list[UntypedStorage]:
     """Return the memory of each part of a tensor, the largest first; parts of a kind that shows none are left out.
 
