@@ -22,9 +22,14 @@ class _Wrapper(Protocol):
     def __tensor_flatten__(self) -> tuple[list[str], object]: ...
 
 
+def is_wrapper(tensor: Tensor) -> bool:
+    """Return whether a tensor consists of others."""
+    return type(tensor) not in _PLAIN and is_wrapper_subclass(tensor)
+
+
 def parts_of(tensor: Tensor) -> Iterator[Tensor]:
     """Yield the tensors that a wrapper consists of, at any depth; any other tensor is its own only part."""
-    if type(tensor) not in _PLAIN and is_wrapper_subclass(tensor):
+    if is_wrapper(tensor):
         names, _ = cast("_Wrapper", tensor).__tensor_flatten__()
         for name in names:
             part: object = getattr(tensor, name)
@@ -37,7 +42,7 @@ def parts_of(tensor: Tensor) -> Iterator[Tensor]:
 def attributes_of(tensor: Tensor) -> dict[str, object]:
     """Return what code has put on a tensor; the parts of a wrapper, which lie there as well, are left out."""
     attributes = dict(tensor.__dict__)
-    if type(tensor) not in _PLAIN and is_wrapper_subclass(tensor):
+    if is_wrapper(tensor):
         for name in cast("_Wrapper", tensor).__tensor_flatten__()[0]:
             attributes.pop(name, None)
     return attributes
