@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.testing._internal.two_tensor import TwoTensor
 
 from planning.steps import recomputed_flops, traced_peak
-from torchremat import Disk, UnsupportedError, checkpointed, measure, plan, saved, wrap
+from torchremat import Disk, UnsupportedError, checkpointed, measure, plan, saved
 from torchremat.measuring.tracker import tensors_in
 from torchremat.planning.planner import Planner
 
@@ -108,7 +108,8 @@ def test_planned_steps_have_the_bytes_and_the_gradients_that_were_promised(kind,
     made.remove(model)
 
     assert measured == made.step_peak_bytes < plain_bytes
-    assert flops == made.recomputed_flops > 0
+    assert flops == made.recomputed_flops
+    assert flops > 0 or share != "floor"  # elementwise operators have none
     assert len(found) == len(expected)
     assert all(map(torch.equal, found, expected))
 
@@ -119,7 +120,7 @@ def test_a_region_holds_no_input_of_a_region_inside_of_it():
     model = nn.Sequential(Both(), Both())
     memory = []
     model[0].register_forward_hook(lambda _, args, output: memory.append(weakref.ref(output.a)))
-    inner = [wrap(one) for one in model]
+    inner = [checkpointed(one) for one in model]
     outer = checkpointed(lambda x: inner[1](inner[0](x)))
 
     output = outer(two(torch.randn(8, 16)))
@@ -167,8 +168,8 @@ def test_a_wrapper_that_does_not_tell_its_parts_is_named():
 def test_without_running_it_no_wrapper_can_be_planned():
     model, step = frozen_weights(None)
 
-    with pytest.raises(UnsupportedError, match="TwoTensor.*on='meta'"):
-        plan(model, step, budget="90%", on="meta")
+    with pytest.raises(UnsupportedError, match=r"TwoTensor.*on='meta'"):
+        plan(model, step, budget="90%", device="h100", on="meta")
 
 
 # What a store takes are the parts; a plan knew the wrapper by its empty storage.
