@@ -15,11 +15,6 @@ from torchremat._compat.binding import private
 
 _MEASURING = "measuring live bytes"
 
-is_wrapper_subclass = cast(
-    "Callable[[Tensor], bool]",
-    private("utils._python_dispatch.is_traceable_wrapper_subclass", needed_for=_MEASURING),
-)
-
 
 class ProfilerEvent(Protocol):
     """A node of the profiler's event tree."""

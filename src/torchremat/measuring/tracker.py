@@ -19,7 +19,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Protocol, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -27,13 +27,9 @@ from numpy.typing import NDArray
 from torch import Tensor, UntypedStorage
 
 from torchremat._compat.modes import EagerMode
-from torchremat.measuring.bindings import is_wrapper_subclass
+from torchremat.tensors.parts import parts_of
 
 _LIFTED = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
-
-
-class _Wrapper(Protocol):
-    def __tensor_flatten__(self) -> tuple[list[str], object]: ...
 
 
 class StorageTracker(EagerMode):
@@ -140,14 +136,11 @@ def tensors_in(value: object, *, sparse: bool = False) -> Iterator[Tensor]:
         sparse: Whether sparse tensors are opened as well; otherwise they are left out.
     """
     if isinstance(value, Tensor):
-        if is_wrapper_subclass(value):
-            names, _ = cast(_Wrapper, value).__tensor_flatten__()
-            for name in names:
-                yield from tensors_in(getattr(value, name), sparse=sparse)
-        elif value.layout == torch.strided:
-            yield value
-        elif sparse:
-            yield from _parts(value)
+        for part in parts_of(value):
+            if part.layout == torch.strided:
+                yield part
+            elif sparse:
+                yield from _parts(part)
     elif isinstance(value, list | tuple):
         for item in cast(list[object], value):
             yield from tensors_in(item, sparse=sparse)

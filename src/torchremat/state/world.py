@@ -47,6 +47,7 @@ from torchremat.state.contents import (
     contents_of,
 )
 from torchremat.state.sharding import WatchedShard, watch
+from torchremat.tensors.parts import attributes_of, is_wrapper
 
 _MOST_ITEMS = 100_000
 _LONG = 1_000
@@ -357,7 +358,14 @@ class World:
     def arguments(self, tensors: Iterable[Tensor]) -> None:
         """Reach the attributes and the classes of tensors among the arguments, which are inputs themselves."""
         for tensor in tensors:
-            if id(tensor) not in self._seen:
+            if id(tensor) in self._seen:
+                continue
+            if is_wrapper(tensor):
+                # Its parts are the memory of an input, which is not to be held here; a recompute has an alias of it
+                # that has the other attributes.
+                self._push(attributes_of(tensor).values())
+                self._class(type(tensor))
+            else:
                 self._attributes(tensor)
 
     def _attributes(self, tensor: Tensor) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torchremat._compat.autograd import set_grad_mode, top_saved_tensor_hooks
 from torchremat._compat.modes import without_subclass_functions
 from torchremat.tensors.metadata import metadata_of, version_of, with_strides
+from torchremat.tensors.parts import attributes_of
 
 if TYPE_CHECKING:
     from torchremat._compat.autograd import Unpack
@@ -54,7 +55,8 @@ class HeldTensor:
             self.version = version_of(tensor)
             return
         if tensor.__dict__:
-            self._attributes = dict(tensor.__dict__)
+            # Not the parts of a wrapper: they are its memory, which hooks may be about to move.
+            self._attributes = attributes_of(tensor) or None
         hooks = top_saved_tensor_hooks(True)
         if type(self) is HeldTensor and hooks is None and type(tensor) is Tensor:
             alias = tensor.detach()  # as below, but for two calls
@@ -117,7 +119,7 @@ class HeldTensor:
         return alias
 
     def _has_attributes(self, tensor: Tensor) -> bool:
-        now, then = tensor.__dict__, self._attributes or {}
+        now, then = attributes_of(tensor) if tensor.__dict__ else {}, self._attributes or {}
         return now.keys() == then.keys() and all(now[name] is one for name, one in then.items())
 
     @property

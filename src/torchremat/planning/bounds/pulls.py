@@ -30,9 +30,9 @@ from torchremat.planning.profiles.peers import Peers
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.searches.chains import Cost
 from torchremat.planning.searches.flows import pooled_seconds, seconds_of
-from torchremat.regions.selection import memory_of
 from torchremat.schedules.bounds import Pull
 from torchremat.schedules.dataflow import Dataflow, Operator, Value
+from torchremat.tensors.parts import memories_of
 from torchremat.tensors.structure import tensors_in
 
 _DEVICE = torch.ops.prim.device.default  # that fakes are asked for their device is no operator of a step
@@ -187,17 +187,16 @@ class _StepLog(OperatorLog):
         if not self.in_backward or func is _DEVICE:
             return super().__torch_dispatch__(func, types, args, kwargs)
         named = kwargs or {}
-        memories = [memory_of(tensor) for tensor in tensors_in((args, dict(named)))]
-        given = {address_of(memory) for memory in memories if memory is not None}
+        given = {address_of(one) for tensor in tensors_in((args, dict(named))) for one in memories_of(tensor)}
         reads = tuple(sorted(self._storages[address][2] for address in given & self._storages.keys()))
         before_bytes, begins = self._gradient_bytes, self.mark()
         result = func(*args, **named)
         ends = self.mark()
         for tensor in tensors_in(result):
-            memory = memory_of(tensor)
-            # What it was given and returns, a `.grad` that it adds to, was there before.
-            if memory is not None and address_of(memory) not in given and self._counts(tensor):
-                self._add(memory)
+            for memory in memories_of(tensor) if self._counts(tensor) else ():
+                # What it was given and returns, a `.grad` that it adds to, was there before.
+                if address_of(memory) not in given:
+                    self._add(memory)
         self._seen.append(_Seen(reads, before_bytes, self._gradient_bytes, begins, ends))
         return result
 

@@ -38,6 +38,7 @@ from torchremat.planning.elsewhere.machines import Here, Machine
 from torchremat.planning.layout import check_bare
 from torchremat.planning.profiles.overheads import Overheads
 from torchremat.planning.profiles.tracing import Step
+from torchremat.tensors.parts import is_wrapper
 
 _CPU = torch.device("cpu")
 T = TypeVar("T")
@@ -69,6 +70,11 @@ class Fakes:
             raise UnsupportedError(
                 f"a tensor of layout {tensor.layout} and dtype {tensor.dtype} cannot be planned without running it. "
                 "Plan where the step can run, without on='meta'."
+            )
+        if is_wrapper(tensor):
+            raise UnsupportedError(
+                f"a {type(tensor).__name__} of shape {tuple(tensor.shape)}: tensors that wrap others cannot be planned "
+                "without running them. Plan where the step can run, without on='meta'."
             )
         storage = tensor.untyped_storage()
         size = tensor.element_size()

@@ -20,10 +20,11 @@ from torch import Tensor, UntypedStorage
 
 from torchremat._compat.compiled_code import runs_compiled_code
 from torchremat._compat.modes import EagerMode
-from torchremat._compat.sharding import is_dtensor, is_run_by_fsdp, shards_anything
+from torchremat._compat.sharding import is_run_by_fsdp, shards_anything
 from torchremat.measuring.tracker import address_of
-from torchremat.regions.selection import memory_of, written_by
+from torchremat.regions.selection import written_by
 from torchremat.regions.traits import Traits, traits_of
+from torchremat.tensors.parts import memories_of
 from torchremat.tensors.structure import tensors_in
 
 if TYPE_CHECKING:
@@ -215,27 +216,22 @@ class OperatorLog(EagerMode):
         """Mark this moment among the allocations; -1 if none are recorded."""
         return -1 if self._recorder is None else self._recorder.mark("operator")
 
-    def save(self, tensor: Tensor) -> Save | None:
-        """Note that autograd saves a tensor, and return that; None if it has no memory to show."""
-        value = self.value(tensor)
-        if value is None:
-            return None
-        save = Save(value, len(self.trace.runs), self.call)
-        self.trace.saves.append(save)
-        return save
+    def save(self, tensor: Tensor) -> list[Save]:
+        """Note that autograd saves a tensor, and return that: one for each memory of it."""
+        saves = [Save(value, len(self.trace.runs), self.call) for value in self.values(tensor)]
+        self.trace.saves += saves
+        return saves
 
-    def also_known_as(self, tensor: Tensor, number: int) -> None:
-        """Note the number that the trace of the calls gives to the storage of a tensor."""
-        value = self.value(tensor)
-        if value is not None:
-            self.trace.storages[self.trace.values[value].storage] = number
+    def also_known_as(self, memory: UntypedStorage, tensor: Tensor, number: int) -> None:
+        """Note the number that the trace of the calls gives to the memory of a tensor."""
+        self.trace.storages[self.trace.values[self.value(memory, tensor)].storage] = number
 
-    def value(self, tensor: Tensor) -> int | None:
-        """Return the number of the value that a tensor has now; None if it has no memory to show."""
-        # A sharded tensor has a storage, and no memory in it: its part of this process is a tensor of its own.
-        memory = None if is_dtensor(tensor) else memory_of(tensor)
-        if memory is None:
-            return None
+    def values(self, tensor: Tensor) -> list[int]:
+        """Return the numbers of the values that a tensor has now; none if it has no memory to show."""
+        return [self.value(memory, tensor) for memory in memories_of(tensor)]
+
+    def value(self, memory: UntypedStorage, tensor: Tensor) -> int:
+        """Return the number of the value that the memory of a tensor has now."""
         known = self._storages.get(address_of(memory))
         if known is None:
             return self._new(memory, tensor)
@@ -267,11 +263,11 @@ class OperatorLog(EagerMode):
         """Return where a storage begins among the allocations; 0 if none are recorded."""
         return 0 if self._recorder is None else self._recorder.pointer_of(memory)
 
-    def _written(self, tensor: Tensor) -> int | None:
-        """Return the new value of a tensor that was written."""
-        memory = None if is_dtensor(tensor) else memory_of(tensor)
-        if memory is None:
-            return None
+    def _written(self, tensor: Tensor) -> list[int]:
+        """Return the new values of a tensor that was written."""
+        return [self._written_to(memory, tensor) for memory in memories_of(tensor)]
+
+    def _written_to(self, memory: UntypedStorage, tensor: Tensor) -> int:
         address = address_of(memory)
         known = self._storages.get(address)
         if known is None:
@@ -300,7 +296,7 @@ class OperatorLog(EagerMode):
                 self._written(tensor)
             return func(*args, **named)
         tensors = tensors_in((args, dict(named)))
-        reads = dict.fromkeys(value for tensor in tensors if (value := self.value(tensor)) is not None)
+        reads = dict.fromkeys(value for tensor in tensors for value in self.values(tensor))
         flops, call, storages = self._flops.total, self.call, self._count
         begins = self.mark()
         start_s = self._seconds()
@@ -313,13 +309,10 @@ class OperatorLog(EagerMode):
             self.trace.is_sized_by_values |= masks or func is not torch.ops.aten.index.Tensor
         makes: dict[int, None] = {}
         for tensor in written_by(traits.writes, args, named):
-            value = self._written(tensor)
-            if value is not None:
-                makes[value] = None
+            makes.update(dict.fromkeys(self._written(tensor)))
         for tensor in tensors_in(result):
-            value = self.value(tensor)
-            if value is not None and self.trace.values[value].storage >= storages:
-                makes[value] = None
+            new = (value for value in self.values(tensor) if self.trace.values[value].storage >= storages)
+            makes.update(dict.fromkeys(new))
         self.trace.runs.append(
             Run(
                 traits=traits,

@@ -248,7 +248,7 @@ class _Reader:
         own = self.watcher.watched[unit]
         begin, end = self.position[own.begins], self.position[own.ends]
         live = self.live[begin : end + 1] - self.live[begin]
-        boundary = {storage for place, storage in own.boundary.items() if not own.is_dropped(place)}
+        boundary = {storage for place, storage in own.boundary if not own.is_dropped(place)}
         left = set[int]()
         # By the events that allocate and free it: bytes of it that are held, and until when.
         inside, until = dict[tuple[int, int], int](), dict[tuple[int, int], int]()

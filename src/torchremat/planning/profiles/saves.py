@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from weakref import ReferenceType, ref
@@ -20,14 +20,21 @@ class Saved:
     """A storage that autograd saved.
 
     Attributes:
-        storage: Its number; -1 if it has no memory to show.
+        storage: Its number; -1 if it has no memory to show. Of a wrapper that of its largest part.
         time: When.
         dropped: When its graph was gone; None if that is there at the end of the forward.
+        others: The numbers of the other parts of a wrapper.
     """
 
     storage: int
     time: int
     dropped: int | None = None
+    others: tuple[int, ...] = ()
+
+    @property
+    def storages(self) -> tuple[int, ...]:
+        """The numbers of all that it consists of."""
+        return (self.storage, *self.others)
 
 
 class _InGraph:
@@ -45,14 +52,14 @@ class Saves:
 
     def __init__(self, now: Callable[[], int]) -> None:
         self._now = now
-        self._noted: list[tuple[ReferenceType[_InGraph], Saved, Save | None, list[tuple[Call, int]]]] = []
+        self._noted: list[tuple[ReferenceType[_InGraph], Saved, Sequence[Save], list[tuple[Call, int]]]] = []
 
-    def note(self, saved: Saved, value: Save | None, flops: Iterable[tuple[Call, int]]) -> object:
+    def note(self, saved: Saved, values: Sequence[Save], flops: Iterable[tuple[Call, int]]) -> object:
         """Note a save, and return what is to be saved in its place.
 
         Args:
             saved: The save.
-            value: The same among the operators, if they know it.
+            values: The same among the operators, as far as they know it.
             flops: The calls that are open, with what each has computed so far.
         """
         one = _InGraph()
@@ -60,16 +67,17 @@ class Saves:
         def goes(_: object) -> None:
             saved.dropped = self._now()
 
-        self._noted.append((ref(one, goes), saved, value, list(flops)))
+        self._noted.append((ref(one, goes), saved, values, list(flops)))
         return one
 
     def close(self) -> None:
         """The forward has ended, with a graph: tell operators and calls what that has, and follow no longer."""
-        for _, saved, value, flops in self._noted:
+        for _, saved, values, flops in self._noted:
             if saved.dropped is None:
                 for call, so_far in flops:
                     call.flops_saved = so_far
-            elif value is not None:
-                value.is_dropped = True
+            else:
+                for value in values:
+                    value.is_dropped = True
         self._noted.clear()
         del self._now  # whoever has the time has this object

@@ -12,9 +12,10 @@ modules there are three forwards: one runs eagerly and shows operators, one comp
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from itertools import chain
 from weakref import ReferenceType, ref
 
 import torch
@@ -37,9 +38,9 @@ from torchremat.planning.profiles.interception import intercepted
 from torchremat.planning.profiles.operators import OperatorLog
 from torchremat.planning.profiles.saves import Saved, Saves
 from torchremat.planning.profiles.traces import Call, Seen, Trace, named
-from torchremat.regions.selection import memory_of
 from torchremat.regions.threads import thread
 from torchremat.state.world import tensors_inside
+from torchremat.tensors.parts import memories_of
 from torchremat.tensors.structure import split, tensors_in
 
 Step = Callable[[nn.Module], object]
@@ -66,14 +67,19 @@ class _Tracer:
         self.parameters = {id(one) for one in model.parameters()}
         self.versions: list[list[tuple[Tensor, int]]] = []  # at each call's entry, of its module's parameters
         self.idle_since = -1  # how many operators had run when the last call returned
-        tensors = [*model.parameters(), *model.buffers()]
-        self.fixed = frozenset(self.storage(tensor) for tensor in tensors)
+        self.fixed = frozenset(number for tensor in _named(model) for number in self.storages_of(tensor))
 
-    def storage(self, tensor: Tensor, *, new: bool = False) -> int:
-        """Return the number of a tensor's storage; `new`: if not seen before, it was made since the last event."""
-        storage = memory_of(tensor)
-        if storage is None:
-            return -1
+    def storages_of(self, tensor: Tensor, *, new: bool = False) -> tuple[int, ...]:
+        """Return the numbers of a tensor's storages, the largest first; -1 alone if it has no memory to show.
+
+        Args:
+            tensor: The tensor.
+            new: Whether what was not seen before was made since the last event.
+        """
+        return tuple(self.storage(one, tensor, new=new) for one in memories_of(tensor)) or (-1,)
+
+    def storage(self, storage: UntypedStorage, tensor: Tensor, *, new: bool = False) -> int:
+        """Return the number of a storage of a tensor; for `new` see `storages_of`."""
         address = address_of(storage)
         known = self.storages.get(address)
         if known is not None:
@@ -88,29 +94,31 @@ class _Tracer:
         self.storages[address] = (number, ref(storage, dies))
         self.storage_bytes[number] = storage.nbytes()
         self.born[number] = self.time + new
-        self.log.also_known_as(tensor, number)
+        self.log.also_known_as(storage, tensor, number)
         return number
 
-    def seen(self, tensor: Tensor, *, new: bool = False) -> Seen:
+    def seen(self, tensor: Tensor, *, new: bool = False) -> list[Seen]:
+        """Return what is seen of a tensor, one for each of its storages."""
         known = self.identities.get(id(tensor))
         if known is None or known[1]() is not tensor:
             known = (self.tensors, ref(tensor))
             self.tensors += 1
             self.identities[id(tensor)] = known
         version = 0 if tensor.is_inference() else tensor._version
-        return Seen(known[0], version, self.storage(tensor, new=new))
+        return [Seen(known[0], version, storage) for storage in self.storages_of(tensor, new=new)]
 
     @outside_graphs  # compiled code calls it, and dynamo would trace what is called from there
     def save(self, tensor: Tensor) -> object:
-        value, saved = self.log.save(tensor), Saved(self.storage(tensor, new=True), self.time)
+        values, (storage, *others) = self.log.save(tensor), self.storages_of(tensor, new=True)
+        saved = Saved(storage, self.time, others=tuple(others))
         calls = [self.calls[index] for index in self.open]
         (calls[-1].saved if calls else self.step_saved).append(saved)
-        return self.saves.note(saved, value, ((call, self.flops.total - call.flops) for call in calls))
+        return self.saves.note(saved, values, ((call, self.flops.total - call.flops) for call in calls))
 
     def carried(self, value: object) -> None:
         """Note a value where it is put, and where it is taken: calls that began between get it past their arguments."""
-        for tensor in tensors_in(value):
-            storage = self.storage(tensor, new=True)
+        storages = [one for tensor in tensors_in(value) for one in self.storages_of(tensor, new=True)]
+        for storage in storages:
             for call in (self.calls[index] for index in self.open):
                 if self.born.get(storage, 0) < call.entered and storage not in call.carried:
                     call.carried = (*call.carried, storage)
@@ -120,7 +128,7 @@ class _Tracer:
         for index in list(self.objects_of):
             inside = tensors_inside(self.objects_of.pop(index))
             call = self.calls[index]
-            call.carried = tuple(dict.fromkeys((*call.carried, *map(self.storage, inside))))
+            call.carried = tuple(dict.fromkeys((*call.carried, *chain.from_iterable(map(self.storages_of, inside)))))
 
     def run(
         self,
@@ -156,7 +164,7 @@ class _Tracer:
             kind=type(module).__name__,
             number=number,
             parent=self.open[-1] if self.open else None,
-            inputs=[self.seen(tensor) for tensor in tensors],
+            inputs=[seen for tensor in tensors for seen in self.seen(tensor)],
             entered=self.time,
             flops=self.flops.total,
             grad=torch.is_grad_enabled(),
@@ -180,12 +188,11 @@ class _Tracer:
             log.call = self.open[-1] if self.open else -1
         call.ends = log.mark()
         call.operators = range(first, len(log.trace.runs))
+        versions = {self.identities[id(one)][0]: one._version for one in tensors if not one.is_inference()}
         call.mutated = [
-            place
-            for place, (tensor, seen) in enumerate(zip(tensors, call.inputs, strict=True))
-            if not tensor.is_inference() and tensor._version != seen.version
+            place for place, seen in enumerate(call.inputs) if versions.get(seen.identity, seen.version) != seen.version
         ]
-        call.outputs = [self.seen(tensor, new=True) for tensor in tensors_in(output)]
+        call.outputs = [seen for tensor in tensors_in(output) for seen in self.seen(tensor, new=True)]
         call.flops = self.flops.total - call.flops
         self.time += 1
         call.left = self.time
@@ -280,6 +287,20 @@ def _joined(model: nn.Module, own: Trace, eager: Trace) -> Trace:
     foreign = [ours for theirs, ours in numbers.items() if min(theirs, ours) >= 0 and not eager.storage_bytes[theirs]]
     storage_bytes = {**own.storage_bytes, **dict.fromkeys(foreign, 0)}
     return replace(own, flops=eager.flops, operators=log, allocations=eager.allocations, storage_bytes=storage_bytes)
+
+
+def _named(model: nn.Module) -> Iterator[Tensor]:
+    """Yield the parameters and buffers of a model.
+
+    Raises:
+        UnsupportedError: The bytes of one cannot be counted.
+    """
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        try:
+            memories_of(tensor)
+        except UnsupportedError as error:
+            raise UnsupportedError(f"`{name}`: {error}") from None
+        yield tensor
 
 
 def _signature(module: nn.Module, tensors: list[Tensor]) -> tuple[object, ...]:

@@ -139,7 +139,8 @@ class Units:
         calls = [trace.calls[call] for call in self.units[unit].calls]
         names = tuple(trace.operators.runs[index].name for call in calls for index in call.operators)
         places: dict[int, int] = {}
-        saved = [(places.setdefault(one, len(places)), trace.storage_bytes.get(one, 0)) for one in self.saved(unit)]
+        stored = [one for save in self.saves_in(unit) for one in save.storages]
+        saved = [(places.setdefault(one, len(places)), trace.storage_bytes.get(one, 0)) for one in stored]
         return tuple((call.signature, call.flops) for call in calls), names, tuple(saved)
 
     def outlives(self, storage: int, unit: int) -> bool:
@@ -178,7 +179,8 @@ def find_units(trace: Trace, split: frozenset[int] = frozenset(), unlike: Mappin
 
 def _saved_bytes(trace: Trace, call: int) -> int:
     seen = {seen.storage for seen in trace.calls[call].inputs}
-    inside = {save.storage for inner in trace.descendants(call) for save in trace.calls[inner].saved}
+    saves = (save for inner in trace.descendants(call) for save in trace.calls[inner].saved)
+    inside = {storage for save in saves for storage in save.storages}
     return sum(trace.storage_bytes[storage] for storage in inside - seen - trace.fixed if storage >= 0)
 
 
@@ -191,7 +193,7 @@ def _expanded_names(
     # What opens a scope wherever it is called cannot be part of a unit.
     is_root = is_root or any(trace.calls[inner].name in opening for inner in trace.descendants(index))
     whole = _saved_bytes(trace, index)
-    between = {save.storage for save in trace.calls[index].saved} - trace.fixed
+    between = {storage for save in trace.calls[index].saved for storage in save.storages} - trace.fixed
     glue = sum(trace.storage_bytes[storage] for storage in between if storage >= 0)
     is_whole = whole < _LEAST_SHARE * total or glue > _MOST_GLUE * whole
     own = trace.calls[index]

@@ -5,7 +5,7 @@ The observer only notes; `profiling` reads the numbers out of the allocator's ev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
@@ -17,10 +17,10 @@ from torchremat.measuring.tracker import address_of
 from torchremat.planning.profiles.units import Units
 from torchremat.regions.region import Region as LiveRegion
 from torchremat.regions.runs import Place
-from torchremat.regions.selection import memory_of
 from torchremat.regions.settings import Observer
 from torchremat.regions.slots import Slot
 from torchremat.schedules.chain import Keep, Region, Tree
+from torchremat.tensors.parts import memories_of
 from torchremat.tensors.structure import tensors_in
 
 
@@ -47,9 +47,10 @@ class Watched:
     inputs: dict[int, int] = field(default_factory=dict[int, int])  # address of a storage -> number in the trace
     outputs: dict[int, int] = field(default_factory=dict[int, int])
     output_refs: list[StorageWeakRef] = field(default_factory=list[StorageWeakRef])  # so that no address comes back
-    boundary: dict[int, int] = field(default_factory=dict[int, int])  # by place, inputs that are saved
+    boundary: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])  # places, inputs saved there
     saves: list[Save] = field(default_factory=list[Save])
     saved: list[int] = field(default_factory=list[int])  # storages of all saves in the trace, in order
+    parts: list[tuple[int, ...]] = field(default_factory=list[tuple[int, ...]])  # the same with all of a wrapper
     saves_at: list[int] = field(default_factory=list[int])  # marks of all saves, by place
     slots: list[ReferenceType[Slot]] = field(default_factory=list[ReferenceType[Slot]])
     dropped_at: dict[int, int] = field(default_factory=dict[int, int])  # marks at which their graphs went, by place
@@ -110,8 +111,11 @@ class Watcher(UnitObserver):
         super().__init__(units)
         self.mark = mark
         self.pointer_of = pointer_of
-        self.fixed = {address_of(memory) for tensor in fixed if (memory := memory_of(tensor)) is not None}
-        self.watched = [Watched(saved=units.saved(unit)) for unit in range(len(units.units))]
+        self.fixed = {address_of(memory) for tensor in fixed for memory in memories_of(tensor)}
+        self.watched = [
+            Watched(saved=units.saved(unit), parts=[one.storages for one in units.saves_in(unit)])
+            for unit in range(len(units.units))
+        ]
         self.order: list[int] = []
         # The marks between which regions copy generator states and buffers, or drop the copies.
         self.copying: list[tuple[int, int]] = []
@@ -130,8 +134,7 @@ class Watcher(UnitObserver):
             return
         own = self.watched[unit]
         seen = self.units.trace.calls[self.units.units[unit].calls[call]].inputs
-        for tensor, was in zip(tensors, seen, strict=False):
-            memory = memory_of(tensor)
+        for memory, was in zip(_memories(tensors), seen, strict=False):
             if memory is not None:
                 own.inputs.setdefault(address_of(memory), was.storage)
         if call == 0:
@@ -150,18 +153,19 @@ class Watcher(UnitObserver):
         if unit is None or self.watched[unit].recompute >= 0:
             return
         own = self.watched[unit]
-        storage = memory_of(tensor)
         mark, place = self.mark("saves"), len(own.saves_at)
         own.saves_at.append(mark)
         slot = region.slots[-1]()
         if slot is not None:
             own.slots.append(ref(slot, lambda _: self.dropped(own, place)))
-        if storage is None or (address := address_of(storage)) in self.fixed:
-            return
-        if address in own.inputs:
-            own.boundary[place] = own.inputs[address]
-        else:
-            number = own.saved[place] if place < len(own.saved) else -1
+        numbers = own.parts[place] if place < len(own.parts) else ()
+        for part, storage in enumerate(memories_of(tensor)):
+            if (address := address_of(storage)) in self.fixed:
+                continue
+            if address in own.inputs:
+                own.boundary.append((place, own.inputs[address]))
+                continue
+            number = numbers[part] if part < len(numbers) else -1
             own.saves.append(Save(unit, mark, self.pointer_of(storage), place, number, StorageWeakRef(storage)))
 
     def dropped(self, own: Watched, place: int) -> None:
@@ -182,8 +186,7 @@ class Watcher(UnitObserver):
             return
         own = self.watched[unit]
         seen = self.units.trace.calls[self.units.units[unit].calls[call]].outputs
-        for tensor, was in zip(tensors_in(output), seen, strict=False):
-            storage = memory_of(tensor)
+        for storage, was in zip(_memories(tensors_in(output)), seen, strict=False):
             if storage is None:
                 continue
             own.outputs[address_of(storage)] = was.storage
@@ -208,9 +211,15 @@ class Watcher(UnitObserver):
         """See `Observer`."""
         unit = self.unit_of(region)
         if unit is not None and index not in self.watched[unit].asked:
-            storage = memory_of(tensor)
-            pointer = 0 if storage is None else self.pointer_of(storage)
+            memories = memories_of(tensor)
+            pointer = self.pointer_of(memories[0]) if memories else 0
             self.watched[unit].asked[index] = self.mark("asked"), pointer
+
+
+def _memories(tensors: Iterable[Tensor]) -> Iterator[UntypedStorage | None]:
+    """Yield the memories of tensors as the trace has them among inputs and outputs."""
+    for tensor in tensors:
+        yield from memories_of(tensor) or [None]
 
 
 def every_unit(units: Units, pieces: int | None = None) -> Tree:

@@ -30,6 +30,7 @@ from torchremat.schedules.chain import Keep
 from torchremat.stores.landing import held_in, settle
 from torchremat.stores.statistics import StoreStatistics
 from torchremat.tensors.handles import Handle, Store
+from torchremat.tensors.parts import memories_of
 
 
 def check_stores(stores: Sequence[Store], *, allow_lossy: bool) -> tuple[Store, ...]:
@@ -164,8 +165,9 @@ class _Scale:
     given: list[int] = field(default_factory=list[int])  # the places of what it was given
 
     def saw(self, tensor: Tensor) -> None:
-        """Note the place of a tensor that the unit saves."""
-        self.places[address_of(tensor.untyped_storage())] = self.seen
+        """Note the place of a tensor that the unit saves; of a wrapper that of its largest part."""
+        for memory in memories_of(tensor)[:1]:
+            self.places[address_of(memory)] = self.seen
         self.seen += 1
 
     def put(self, tensor: Tensor) -> _Taken:

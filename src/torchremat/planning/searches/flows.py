@@ -74,6 +74,8 @@ def saves_of(profile: Profile, unit: int) -> list[int] | None:
     """Return the values that autograd saves in a unit, in the order of the saves; None if not all of them are known."""
     place = {value: index for index, value in enumerate(values_of(profile, unit))}
     inside = _calls_of(profile, unit)
+    if any(save.others for save in profile.units.saves_in(unit)):
+        return None  # one save is several values
     saves = [place[save.value] for save in profile.units.trace.operators.saves if save.call in inside]
     return saves if len(saves) == len(profile.units.saved(unit)) else None
 

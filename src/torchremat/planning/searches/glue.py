@@ -105,8 +105,9 @@ class _Saves:
         saves = [one for index, call in enumerate(trace.calls) if index not in inside for one in call.saved]
         time_of: dict[int, int] = {}
         for one in sorted(saves, key=lambda one: one.time):
-            if one.storage not in boundary and one.storage not in trace.fixed and one.dropped is None:
-                time_of.setdefault(one.storage, one.time)
+            for storage in one.storages if one.dropped is None else ():
+                if storage not in boundary and storage not in trace.fixed:
+                    time_of.setdefault(storage, one.time)
         self.times = list(time_of.values())
         self.bytes = [0, *accumulate(trace.storage_bytes[storage] for storage in time_of)]
         # What is live in the trace by time, of storages that the plan counts, and of these.

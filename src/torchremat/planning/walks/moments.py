@@ -205,4 +205,5 @@ class Lifetimes:
         saved = [one for i, call in enumerate(self._trace.calls) if i not in inside for one in call.saved]
         kept = (one for one in (*saved, *self._trace.step_saved) if one.dropped is None)
         ends = [units.left(unit) for unit in range(len(units.units))]
-        return [(one.storage, bisect_right(ends, one.time)) for one in kept if one.storage in self.boundary]
+        stored = ((storage, one.time) for one in kept for storage in one.storages)
+        return [(storage, bisect_right(ends, time)) for storage, time in stored if storage in self.boundary]

@@ -1,0 +1,85 @@
+"""The plain tensors that a tensor consists of, and their memory.
+
+A wrapper subclass (a DTensor, a quantized weight) has a storage with a size and no memory in it; its bytes lie
+in the tensors that it wraps, which `__tensor_flatten__` names. Whoever counts bytes, or tells tensors apart by where
+they lie, asks here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol, cast
+
+from torch import Tensor, UntypedStorage, nn
+
+from torchremat._compat.subclasses import is_wrapper_subclass
+from torchremat.errors import UnsupportedError
+
+_PLAIN = frozenset({Tensor, nn.Parameter})
+
+
+class _Wrapper(Protocol):
+    def __tensor_flatten__(self) -> tuple[list[str], object]: ...
+
+
+def is_wrapper(tensor: Tensor) -> bool:
+    """Return whether a tensor consists of others."""
+    return type(tensor) not in _PLAIN and is_wrapper_subclass(tensor)
+
+
+def parts_of(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the tensors that a wrapper consists of, at any depth; any other tensor is its own only part."""
+    if is_wrapper(tensor):
+        names, _ = cast("_Wrapper", tensor).__tensor_flatten__()
+        for name in names:
+            part: object = getattr(tensor, name)
+            if isinstance(part, Tensor):  # a DTensor names its mesh as well
+                yield from parts_of(part)
+    else:
+        yield tensor
+
+
+def attributes_of(tensor: Tensor) -> dict[str, object]:
+    """Return what code has put on a tensor; the parts of a wrapper, which lie there as well, are left out."""
+    attributes = dict(tensor.__dict__)
+    if is_wrapper(tensor):
+        for name in cast("_Wrapper", tensor).__tensor_flatten__()[0]:
+            attributes.pop(name, None)
+    return attributes
+
+
+def memories_of(tensor: Tensor) -> list[UntypedStorage]:
+    """Return the memory of each part of a tensor, the largest first; parts of a kind that shows none are left out.
+
+    Raises:
+        UnsupportedError: It wraps others and does not tell which.
+    """
+    found = [memory for one in parts_of(tensor) if (memory := _memory_of(one)) is not None]
+    if len(found) > 1:
+        found = list({memory._cdata: memory for memory in found}.values())
+        found.sort(key=lambda memory: -memory.nbytes())
+    return found
+
+
+def _memory_of(tensor: Tensor) -> UntypedStorage | None:
+    if tensor._is_zerotensor():  # the tangents of forward mode that are zero: a storage with a size and no memory
+        return None
+    try:
+        memory = tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return None
+    if type(tensor) not in _PLAIN and memory.device.type != "meta" and _is_empty_shell(memory):
+        raise UnsupportedError(
+            f"a tensor of shape {tuple(tensor.shape)} is a {type(tensor).__module__}.{type(tensor).__qualname__}: it "
+            "wraps other tensors and does not tell which, so nobody can count its bytes. Give the class "
+            "`__tensor_flatten__` and `__tensor_unflatten__`, as torch asks of wrapper subclasses."
+        )
+    return memory
+
+
+def _is_empty_shell(memory: UntypedStorage) -> bool:
+    try:
+        memory.data_ptr()
+    except RuntimeError:
+        return True
+    return False
