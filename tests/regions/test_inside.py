@@ -370,3 +370,19 @@ def test_a_recompute_starts_as_if_no_region_were_active():
     checkpoint(other, torch.ones(3, requires_grad=True))
 
     assert seen == [(True, False), (False, True)]
+
+
+def test_what_a_recompute_writes_and_nobody_can_give_back_is_told():
+    # The backward inside recomputes the region while it runs, to its end, as nothing more is saved: the bias was
+    # written twice.
+    weight, bias, x = leaf(4), nn.Parameter(torch.ones(4)), leaf(4)
+
+    def body(x):
+        x = x.sin()
+        (weight * x.detach()).sum().backward()
+        with torch.no_grad():
+            bias.mul_(2.0)
+        return x
+
+    with pytest.raises(MutationError, match="its recompute wrote `bias` in place"):
+        checkpoint(body, x)

@@ -168,8 +168,11 @@ class Call:
 
     def words(self, error: WrittenError, region: str) -> str:
         """Return the words for a tensor that was written, given those for the region."""
-        name = name_of(error.tensor, function_of(self.body), self.template, self.world.roots)
-        return self.world.words(error, name, region)
+        return self.world.words(error, self.name_of(error.tensor), region)
+
+    def name_of(self, tensor: Tensor) -> str | None:
+        """Return the name of a tensor that it reaches, None if it is not found."""
+        return name_of(tensor, function_of(self.body), self.template, self.world.roots)
 
     def run_again(self, copies: Copies, written: Watched | None, /, *args: object, **kwargs: object) -> object:
         """Run the call in a recompute: what it sets in context variables or has frozen is not set or frozen again.
@@ -296,6 +299,11 @@ class Restored:
             restore(call.generators, stack)
         if call._captured is not None:
             call._captured.restore(stack)
+
+    @property
+    def wrote(self) -> list[Tensor]:
+        """What the recompute has written in place, and cannot be given back."""
+        return [] if self._exchange is None else self._exchange.wrote
 
     def close(self) -> None:
         """Put everything back, in the opposite order."""

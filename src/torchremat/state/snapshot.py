@@ -294,6 +294,7 @@ class Exchange:
 
     Attributes:
         written: The tensors that the forward could reach, were written since, and cannot be given back.
+        wrote: Those that the recompute has written in place, once it is closed.
     """
 
     __slots__ = (
@@ -307,6 +308,7 @@ class Exchange:
         "_then",
         "_without_gradients",
         "written",
+        "wrote",
     )
 
     def __init__(self, snapshot: Snapshot, without_gradients: bool) -> None:
@@ -314,6 +316,7 @@ class Exchange:
         self._without_gradients = without_gradients
         self._stack: ExitStack | None = None
         self._aside: list[tuple[Tensor, Tensor | None]] = []
+        self.wrote: list[Tensor] = []
         self.written = _NONE
         if self._is_today():
             return
@@ -411,6 +414,8 @@ class Exchange:
             else:
                 # Only if it is not another thread's doing.
                 stack.enter_context(EXCHANGING)
+            flags = zip(self._snapshot._tensors, map(_flags, self._snapshot._tensors), self._flags, strict=True)
+            self.wrote = [one for one, (version, _), (had, _) in flags if version != had]
             for tensor, grad in self._aside:
                 stack.callback(setattr, tensor, "grad", grad)
             stack.callback(self._put_back)
