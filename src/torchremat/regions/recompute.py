@@ -268,8 +268,8 @@ class Recompute:
             name = call.name_of(tensor) or f"a tensor of shape {tuple(tensor.shape)}"
             raise MutationError(
                 f"{region.name(number)}: its recompute wrote `{name}` in place, as its forward does, and a parameter "
-                "or a large tensor is not copied before. So it is written twice. Write out of place, write to it outside "
-                "of the region, or name the object or module that holds it in `guard=[...]`."
+                "or a large tensor is not copied before. So it is written twice. Write out of place, write to it "
+                "outside of the region, or name the object or module that holds it in `guard=[...]`."
             )
         if region.settings.observer is not None and self.checks and not self.is_stopped:
             region.settings.observer.returned(region, number, output)
