@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 import torch
 
 from torchremat._compat.binding import private
+from torchremat._compat.graphs import outside_graphs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -103,15 +104,18 @@ def is_traced_with_fakes() -> bool:
 
 def except_traced(pack: Callable[[Tensor], object]) -> Callable[[Tensor], object]:
     """Return a pack hook to push now that leaves alone what is traced. See NOTE [ What is traced in a region ]."""
-    began = infrastructure_modes() if _count_dispatch_modes() else {}
+    return partial(_packed, infrastructure_modes() if _count_dispatch_modes() else _NONE, pack)
 
-    def packed(tensor: Tensor) -> object:
-        if _count_dispatch_modes() and infrastructure_modes() != began:
-            # The output of a node that had it itself would be a cycle through autograd.
-            return tensor if tensor.is_leaf else tensor.detach()
-        return pack(tensor)
 
-    return packed
+_NONE: dict[object, object] = {}
+
+
+@outside_graphs  # compiled code calls it, and dynamo would trace it from there
+def _packed(began: dict[object, object], pack: Callable[[Tensor], object], tensor: Tensor) -> object:
+    if _count_dispatch_modes() and infrastructure_modes() != began:
+        # The output of a node that had it itself would be a cycle through autograd.
+        return tensor if tensor.is_leaf else tensor.detach()
+    return pack(tensor)
 
 
 if TYPE_CHECKING:
@@ -180,7 +184,8 @@ class EagerMode(DispatchMode):
         return self
 
     def __exit__(self, *error: object) -> None:
-        _eager.entered.remove(self)
+        entered = _eager.entered
+        del entered[max(index for index, one in enumerate(entered) if one is self)]  # others may have ended before
         super().__exit__(*error)
         self._entered.pop().close()
 
