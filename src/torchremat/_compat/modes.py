@@ -222,10 +222,8 @@ _compilation = cast(
     "Callable[[], AbstractContextManager[object]]",
     private("_higher_order_ops.utils.setup_compilation_env", needed_for=_HIGHER_ORDER),
 )
-if not hasattr(_compilation, "torchremat"):
-    _wrapped = wraps(_compilation)(partial(_apart, _compilation))
-    setattr(_wrapped, "torchremat", True)
-    setattr(sys.modules["torch._higher_order_ops.utils"], "setup_compilation_env", _wrapped)
+_module = cast("Any", private("_higher_order_ops.utils", needed_for=_HIGHER_ORDER))
+_module.setup_compilation_env = wraps(_compilation)(partial(_apart, _compilation))
 
 without_subclass_functions = cast(
     "Callable[[], AbstractContextManager[None]]", private("_C.DisableTorchFunctionSubclass", needed_for=_MODES)
