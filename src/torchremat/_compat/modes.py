@@ -112,7 +112,12 @@ _NONE: dict[object, object] = {}
 
 @outside_graphs  # compiled code calls it, and dynamo would trace it from there
 def _packed(began: dict[object, object], pack: Callable[[Tensor], object], tensor: Tensor) -> object:
-    if _count_dispatch_modes() and infrastructure_modes() != began:
+    # Those that torch keeps apart are the outermost: it takes far longer to look for each.
+    if (
+        _count_dispatch_modes()
+        and (began or not isinstance(_dispatch_mode(0), EagerMode))
+        and infrastructure_modes() != began
+    ):
         # The output of a node that had it itself would be a cycle through autograd.
         return tensor if tensor.is_leaf else tensor.detach()
     return pack(tensor)
