@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+import threading
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 
 from torchremat._compat.binding import private
+from torchremat._compat.graphs import outside_graphs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -89,6 +92,37 @@ def is_traced_with_fakes() -> bool:
     return _mode_of_key(_FAKE) is not None
 
 
+# NOTE [ What is traced in a region ]
+# A higher-order operator (`torch.cond`, `scan`, `while_loop`, flex attention) traces the functions that it is given, in
+# each call or in the first alone: with tensors without data, under modes that torch keeps apart. That is the operator's
+# own work and none of the region's. So what autograd saves while other such modes are on than when the region began is
+# saved as if there were no region: it has no slot, and nobody counts or compares it.
+# What runs of it below autograd are operators that a mode sees. torch compiles these operators' functions also where
+# they run eagerly, skips it under any mode, and then hands on functions that its own backward cannot differentiate. So
+# modes of ours are off while such an operator runs: it is always run again, and never kept in parts.
+
+
+def except_traced(pack: Callable[[Tensor], object]) -> Callable[[Tensor], object]:
+    """Return a pack hook to push now that leaves alone what is traced. See NOTE [ What is traced in a region ]."""
+    return partial(_packed, infrastructure_modes() if _count_dispatch_modes() else _NONE, pack)
+
+
+_NONE: dict[object, object] = {}
+
+
+@outside_graphs  # compiled code calls it, and dynamo would trace it from there
+def _packed(began: dict[object, object], pack: Callable[[Tensor], object], tensor: Tensor) -> object:
+    # Those that torch keeps apart are the outermost: it takes far longer to look for each.
+    if (
+        _count_dispatch_modes()
+        and (began or not isinstance(_dispatch_mode(0), EagerMode))
+        and infrastructure_modes() != began
+    ):
+        # The output of a node that had it itself would be a cycle through autograd.
+        return tensor if tensor.is_leaf else tensor.detach()
+    return pack(tensor)
+
+
 if TYPE_CHECKING:
 
     class DispatchMode:
@@ -112,6 +146,16 @@ set_versions = cast(
     "Callable[[tuple[Tensor, ...], tuple[int, ...]], None]",
     private("_C._autograd._unsafe_set_version_counter", needed_for=_MODES),
 )
+
+
+class _Entered(threading.local):
+    """The modes of ours that are entered in a thread, innermost last."""
+
+    def __init__(self) -> None:
+        self.entered: list[EagerMode] = []
+
+
+_eager = _Entered()
 
 
 class EagerMode(DispatchMode):
@@ -141,12 +185,50 @@ class EagerMode(DispatchMode):
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             super().__enter__()
             self._entered.append(stack.pop_all())
+        _eager.entered.append(self)
         return self
 
     def __exit__(self, *error: object) -> None:
+        entered = _eager.entered
+        del entered[max(index for index, one in enumerate(entered) if one is self)]  # others may have ended before
         super().__exit__(*error)
         self._entered.pop().close()
 
+
+@contextmanager
+def _apart(compilation: Callable[[], AbstractContextManager[object]]) -> Generator[object]:
+    """Let a higher-order operator run, to which `compilation` belongs, without modes of ours.
+
+    See NOTE [ What is traced in a region ].
+    """
+    left: list[tuple[EagerMode, bool]] = []
+    for mode in reversed(_eager.entered.copy()):
+        on = [_dispatch_mode(index) for index in range(_count_dispatch_modes())]
+        was_taken = all(one is not mode for one in on)  # for the rest of its block: torch still goes by it
+        if was_taken:
+            push_dispatch_mode(mode)
+        elif on[-1] is not mode:
+            break  # below a mode of the user's, for which torch compiles nothing either
+        mode.__exit__(None, None, None)
+        left.append((mode, was_taken))
+    try:
+        with compilation() as backend:
+            yield backend
+    finally:
+        for mode, was_taken in reversed(left):
+            mode.__enter__()
+            if was_taken:
+                pop_dispatch_mode()
+
+
+_HIGHER_ORDER = "higher-order operators in regions"
+# Every such operator enters it that compiles its functions where it runs eagerly.
+_compilation = cast(
+    "Callable[[], AbstractContextManager[object]]",
+    private("_higher_order_ops.utils.setup_compilation_env", needed_for=_HIGHER_ORDER),
+)
+_module = cast("Any", private("_higher_order_ops.utils", needed_for=_HIGHER_ORDER))
+_module.setup_compilation_env = wraps(_compilation)(partial(_apart, _compilation))
 
 without_subclass_functions = cast(
     "Callable[[], AbstractContextManager[None]]", private("_C.DisableTorchFunctionSubclass", needed_for=_MODES)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from torchremat._compat.autograd import pop_saved_tensor_hooks, push_saved_tensor_hooks
+from torchremat._compat.modes import except_traced
 from torchremat._compat.transforms import is_of_transform
 from torchremat.errors import MutationError, UnsupportedError
 from torchremat.measuring.calls import ModuleCall, ModuleCalls, module_calls, names_of
@@ -160,12 +161,14 @@ class SaveLog(OperatorLog):
         self.save(tensor)
         return packed
 
-    def unpack(self, packed: Packed) -> Tensor:
+    def unpack(self, packed: Packed | Tensor) -> Tensor:
         """Give it back, to a backward that the step itself runs: the hook.
 
         Raises:
             MutationError: It was written in place since.
         """
+        if isinstance(packed, Tensor):
+            return packed  # See NOTE [ What is traced in a region ]
         self.unpacks += 1
         now = version_of(packed.tensor)
         if now != packed.version:
@@ -282,7 +285,7 @@ def watched(subject: Subject, *, operators: bool) -> Generator[Watched]:
             log = SaveLog(subject.models, numbers, calls, operators=operators)
 
             def run() -> object:
-                push_saved_tensor_hooks(log.pack, log.unpack)
+                push_saved_tensor_hooks(except_traced(log.pack), log.unpack)
                 try:
                     return subject.run()
                 except RuntimeError as error:

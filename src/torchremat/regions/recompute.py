@@ -11,6 +11,7 @@ from torch import Tensor, UntypedStorage
 from torchremat._compat.autograd import pop_saved_tensor_hooks, push_saved_tensor_hooks, retains_graph, set_grad_mode
 from torchremat._compat.compiled_autograd import in_compiled_backward
 from torchremat._compat.graphs import outside_graphs
+from torchremat._compat.modes import except_traced
 from torchremat.errors import MutationError, TorchrematError, UnsupportedError, bug
 from torchremat.regions.choosing import Replay
 from torchremat.regions.differences import Difference, DivergedError, Kind
@@ -241,7 +242,7 @@ class Recompute:
             run, pack = partial(replay.run, run), replay.hook(pack)
         else:
             thread.now.inner = None  # what another recompute or call was to take over
-        push_saved_tensor_hooks(pack, self.unpack)
+        push_saved_tensor_hooks(except_traced(pack), self.unpack)
         try:
             output = run(*args, **kwargs)
         except _Stop:

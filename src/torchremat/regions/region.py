@@ -35,6 +35,7 @@ from torchremat._compat.autograd import (
     retains_graph,
 )
 from torchremat._compat.graphs import outside_graphs
+from torchremat._compat.modes import except_traced
 from torchremat._compat.transforms import check_transform_inside
 from torchremat.errors import CheckpointError
 from torchremat.regions.calls import Body, Call
@@ -178,7 +179,7 @@ class Region:
         now.calls.append(call)
         inner, now.inner = now.inner, None  # what a region around this one has kept is not for those inside
         try:
-            push_saved_tensor_hooks(pack, back)  # See Rule 1
+            push_saved_tensor_hooks(except_traced(pack), back)  # See Rule 1
             try:
                 output = run(*args, **kwargs)
             finally:

@@ -196,8 +196,10 @@ def noted(note: Callable[[Tensor], object], pack: Pack, tensor: Tensor) -> objec
 
 
 @unpacked_in_graphs(Slot, "unpack_of_region")
-def unpack(slot: Slot) -> Tensor:
+def unpack(slot: Slot | Tensor) -> Tensor:
     """Return the tensor of a slot: the hook that autograd calls."""
+    if isinstance(slot, Tensor):
+        return slot  # See NOTE [ What is traced in a region ]
     # What is recomputed already is handed out without any lock: no other node asks for it.
     if slot.task != current_graph_task() or thread.now.recomputing:
         return slot.region.unpack(slot)
@@ -208,8 +210,10 @@ def unpack(slot: Slot) -> Tensor:
 
 
 @outside_graphs
-def told(note: Callable[[Region, int, Tensor], object], slot: Slot) -> Tensor:
+def told(note: Callable[[Region, int, Tensor], object], slot: Slot | Tensor) -> Tensor:
     """Return the tensor of a slot after telling somebody of it."""
+    if isinstance(slot, Tensor):
+        return slot
     region, index, tensor = slot.region, slot.index, unpack(slot)
     note(region, index, tensor)
     return tensor

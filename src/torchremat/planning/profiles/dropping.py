@@ -9,13 +9,14 @@ from torch import Tensor
 
 from torchremat._compat.autograd import pop_saved_tensor_hooks, push_saved_tensor_hooks
 from torchremat._compat.graphs import outside_graphs
+from torchremat._compat.modes import except_traced
 from torchremat.errors import StepError
 
 
 @contextmanager
 def nothing_kept() -> Generator[None]:
     """Drop whatever autograd saves in the block, so that a forward needs about the memory of one without grad."""
-    push_saved_tensor_hooks(_dropped, never)
+    push_saved_tensor_hooks(except_traced(_dropped), never)
     try:
         yield
     finally:
@@ -27,12 +28,14 @@ def _dropped(_: Tensor) -> None:
     """Keep nothing of a tensor."""
 
 
-def never(_: object) -> Tensor:
-    """Unpack nothing: no backward may run where nothing is kept.
+def never(packed: object) -> Tensor:
+    """Unpack nothing but what is traced: no backward may run where nothing is kept.
 
     Raises:
-        StepError: Always.
+        StepError: It is no tensor of a trace.
     """
+    if isinstance(packed, Tensor):
+        return packed  # See NOTE [ What is traced in a region ]
     raise StepError(
         "the step has run backward itself. Return the loss without calling backward: it is run here, and with it the "
         "plan. Where it is `torch.autograd.grad` for a gradient penalty, that saves all a second time, out of a plan's "

@@ -24,6 +24,7 @@ from torch import Tensor, UntypedStorage, nn
 from torchremat._compat.autograd import pop_saved_tensor_hooks, push_saved_tensor_hooks, top_saved_tensor_hooks
 from torchremat._compat.compiled_code import is_compiled
 from torchremat._compat.graphs import outside_graphs
+from torchremat._compat.modes import except_traced
 from torchremat._compat.sharding import is_sharded
 from torchremat._compat.transforms import check_transform_traced
 from torchremat.errors import StepError, UnsupportedError
@@ -48,6 +49,7 @@ Step = Callable[[nn.Module], object]
 
 class _Tracer:
     def __init__(self, model: nn.Module, flops: FlopCounter, log: OperatorLog) -> None:
+        self.hook: object = None  # of the traced forward, for what it saves
         self.flops = flops
         self.log = log
         self.calls: list[Call] = []
@@ -139,7 +141,7 @@ class _Tracer:
         kwargs: dict[str, object],
     ) -> object:
         hooks = top_saved_tensor_hooks(True)
-        if hooks is None or hooks[0] != self.save:
+        if hooks is None or hooks[0] is not self.hook:
             raise UnsupportedError(
                 f"{named(name)} is called under saved-tensor hooks: the model checkpoints itself, or something like "
                 "`save_on_cpu` is active. What it saves there is out of a plan's reach; switch that off (in "
@@ -229,7 +231,8 @@ def _run_traced(model: nn.Module, step: Step, flops: FlopCounter, log: OperatorL
     tracer = _Tracer(model, flops, log)
     try:
         with intercepted(model, tracer.run):
-            push_saved_tensor_hooks(tracer.save, never)
+            tracer.hook = except_traced(tracer.save)
+            push_saved_tensor_hooks(tracer.hook, never)
             thread.on_carried = tracer.carried
             try:
                 result = step(model)
