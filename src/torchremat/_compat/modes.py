@@ -23,7 +23,7 @@ _count_function_modes = cast("Callable[[], int]", private("_C._len_torch_functio
 _function_mode = cast("Callable[[int], object]", private("_C._get_function_stack_at", needed_for=_MODES))
 push_function_mode = cast("Callable[[object], None]", private("_C._push_on_torch_function_stack", needed_for=_MODES))
 pop_function_mode = cast("Callable[[], object]", private("_C._pop_torch_function_stack", needed_for=_MODES))
-_count_dispatch_modes = cast("Callable[[], int]", private("_C._len_torch_dispatch_stack", needed_for=_MODES))
+count_dispatch_modes = cast("Callable[[], int]", private("_C._len_torch_dispatch_stack", needed_for=_MODES))
 _dispatch_mode = cast("Callable[[int], object]", private("_C._get_dispatch_stack_at", needed_for=_MODES))
 push_dispatch_mode = cast("Callable[[object], None]", private("_C._push_on_torch_dispatch_stack", needed_for=_MODES))
 _pop_dispatch_mode = cast("Callable[[object], object]", private("_C._pop_torch_dispatch_stack", needed_for=_MODES))
@@ -39,7 +39,7 @@ _KEYS = tuple(cast("dict[str, object]", private("_C._TorchDispatchModeKey.__memb
 
 def has_modes() -> bool:
     """Return whether any function or dispatch mode is on."""
-    return _count_function_modes() > 0 or _count_dispatch_modes() > 0
+    return _count_function_modes() > 0 or count_dispatch_modes() > 0
 
 
 def function_modes() -> list[object]:
@@ -55,19 +55,19 @@ def infrastructure_modes() -> dict[object, object]:
 def dispatch_modes() -> list[object]:
     """Return the other dispatch modes that are on in this thread, outermost first."""
     kept_apart = list(map(id, infrastructure_modes().values()))
-    modes = [_dispatch_mode(index) for index in range(_count_dispatch_modes())]
+    modes = [_dispatch_mode(index) for index in range(count_dispatch_modes())]
     return [mode for mode in modes if id(mode) not in kept_apart]
 
 
 def innermost_dispatch_mode() -> object | None:
     """Return the dispatch mode that sees operators first, None if there is none."""
-    count = _count_dispatch_modes()
+    count = count_dispatch_modes()
     return _dispatch_mode(count - 1) if count else None
 
 
 def take_dispatch_mode(kind: type) -> object | None:
     """Take the innermost dispatch mode off and return it if it is of a class; else None."""
-    count = _count_dispatch_modes()
+    count = count_dispatch_modes()
     return _pop_dispatch_mode(None) if count and type(_dispatch_mode(count - 1)) is kind else None
 
 
@@ -102,24 +102,36 @@ def is_traced_with_fakes() -> bool:
 # modes of ours are off while such an operator runs: it is always run again, and never kept in parts.
 
 
+Began = dict[object, object]
+_NONE: Began = {}
+
+
+def modes_now() -> Began:
+    """Return the modes that torch keeps apart, for `is_traced_since`."""
+    return infrastructure_modes() if count_dispatch_modes() else _NONE
+
+
+def is_traced_since(began: Began) -> bool:
+    """Return whether other modes that torch keeps apart are on than then, given that there are dispatch modes."""
+    # They are the outermost: it takes far longer to look for each.
+    return bool(began or not isinstance(_dispatch_mode(0), EagerMode)) and infrastructure_modes() != began
+
+
+def left_alone(tensor: Tensor) -> Tensor:
+    """Return what a pack hook returns for a tensor that is none of the region's."""
+    # The output of a node that had it itself would be a cycle through autograd.
+    return tensor if tensor.is_leaf else tensor.detach()
+
+
 def except_traced(pack: Callable[[Tensor], object]) -> Callable[[Tensor], object]:
     """Return a pack hook to push now that leaves alone what is traced. See NOTE [ What is traced in a region ]."""
-    return partial(_packed, infrastructure_modes() if _count_dispatch_modes() else _NONE, pack)
-
-
-_NONE: dict[object, object] = {}
+    return partial(_packed, modes_now(), pack)
 
 
 @outside_graphs  # compiled code calls it, and dynamo would trace it from there
-def _packed(began: dict[object, object], pack: Callable[[Tensor], object], tensor: Tensor) -> object:
-    # Those that torch keeps apart are the outermost: it takes far longer to look for each.
-    if (
-        _count_dispatch_modes()
-        and (began or not isinstance(_dispatch_mode(0), EagerMode))
-        and infrastructure_modes() != began
-    ):
-        # The output of a node that had it itself would be a cycle through autograd.
-        return tensor if tensor.is_leaf else tensor.detach()
+def _packed(began: Began, pack: Callable[[Tensor], object], tensor: Tensor) -> object:
+    if count_dispatch_modes() and is_traced_since(began):
+        return left_alone(tensor)
     return pack(tensor)
 
 
@@ -203,7 +215,7 @@ def _apart(compilation: Callable[[], AbstractContextManager[object]]) -> Generat
     """
     left: list[tuple[EagerMode, bool]] = []
     for mode in reversed(_eager.entered.copy()):
-        on = [_dispatch_mode(index) for index in range(_count_dispatch_modes())]
+        on = [_dispatch_mode(index) for index in range(count_dispatch_modes())]
         was_taken = all(one is not mode for one in on)  # for the rest of its block: torch still goes by it
         if was_taken:
             push_dispatch_mode(mode)

@@ -11,7 +11,7 @@ from torch import Tensor, UntypedStorage
 from torchremat._compat.autograd import pop_saved_tensor_hooks, push_saved_tensor_hooks, retains_graph, set_grad_mode
 from torchremat._compat.compiled_autograd import in_compiled_backward
 from torchremat._compat.graphs import outside_graphs
-from torchremat._compat.modes import except_traced
+from torchremat._compat.modes import count_dispatch_modes, except_traced, is_traced_since, left_alone, modes_now
 from torchremat.errors import MutationError, TorchrematError, UnsupportedError, bug
 from torchremat.regions.choosing import Replay
 from torchremat.regions.differences import Difference, DivergedError, Kind
@@ -80,6 +80,7 @@ class Recompute:
 
     __slots__ = (
         "_found",
+        "began",
         "checks",
         "copies",
         "count",
@@ -242,7 +243,8 @@ class Recompute:
             run, pack = partial(replay.run, run), replay.hook(pack)
         else:
             thread.now.inner = None  # what another recompute or call was to take over
-        push_saved_tensor_hooks(except_traced(pack), self.unpack)
+        self.began = modes_now()
+        push_saved_tensor_hooks(pack if pack == self.pack else except_traced(pack), self.unpack)
         try:
             output = run(*args, **kwargs)
         except _Stop:
@@ -307,6 +309,8 @@ class Recompute:
         """Take the next saved tensor: the hook of a recompute."""
         if self.is_stopped:
             return None  # user code has swallowed the stop
+        if count_dispatch_modes() and is_traced_since(self.began):
+            return left_alone(tensor)  # See NOTE [ What is traced in a region ]
         if self.written is not None:
             self.written.check(tensor)
         index = self.count

@@ -35,7 +35,7 @@ from torchremat._compat.autograd import (
     retains_graph,
 )
 from torchremat._compat.graphs import outside_graphs
-from torchremat._compat.modes import except_traced
+from torchremat._compat.modes import Began, count_dispatch_modes, except_traced, is_traced_since, left_alone, modes_now
 from torchremat._compat.transforms import check_transform_inside
 from torchremat.errors import CheckpointError
 from torchremat.regions.calls import Body, Call
@@ -68,6 +68,7 @@ class Region:
         "_recomputed",
         "_unpacked",
         "around",
+        "began",
         "fingerprints",
         "fresh",
         "inputs",
@@ -99,6 +100,7 @@ class Region:
         compares = settings.check == "values" and not thread.now.recomputing and settings.turns.is_next()
         self.fingerprints = Fingerprints() if compares else None
         self.runs_backward = False
+        self.began: Began  # the modes in which the last call began
         self.around: ReferenceType[object] | None = None  # the region in whose forward it is called
         self._recomputed: set[Key] = set()
         self._unpacked: dict[int, set[int]] = {}  # by slot, the backward calls of a session that have asked for it
@@ -179,7 +181,8 @@ class Region:
         now.calls.append(call)
         inner, now.inner = now.inner, None  # what a region around this one has kept is not for those inside
         try:
-            push_saved_tensor_hooks(except_traced(pack), back)  # See Rule 1
+            self.began = modes_now()
+            push_saved_tensor_hooks(pack if pack == self._pack else except_traced(pack), back)  # See Rule 1
             try:
                 output = run(*args, **kwargs)
             finally:
@@ -214,6 +217,8 @@ class Region:
 
     @outside_graphs  # compiled code calls it, and dynamo would trace it from there
     def _pack(self, tensor: Tensor) -> object:
+        if count_dispatch_modes() and is_traced_since(self.began):
+            return left_alone(tensor)  # See NOTE [ What is traced in a region ]
         slots = self.slots
         index = len(slots)
         slot = Slot(self, index)
