@@ -280,6 +280,21 @@ def attributes_of_a_function(run):
 
 
 @program
+def a_learning_rate_that_the_forward_reads(run):
+    optimizer, x = torch.optim.AdamW([nn.Parameter(torch.ones(2))], lr=0.5), leaf(4, 4)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+    def inner(t):
+        optimizer.param_groups[0]["lr"] *= 0.5
+        return torch.tanh(t * optimizer.param_groups[0]["lr"] * schedule.last_epoch.bit_length()) * t
+
+    loss = run(inner, x).sum()
+    optimizer.param_groups[0]["lr"], schedule.last_epoch = 0.1, 7
+    loss.backward()
+    return optimizer.param_groups[0]["lr"], x, loss
+
+
+@program
 def a_method_of_a_plain_object(run):
     class Trainer:
         def __init__(self):

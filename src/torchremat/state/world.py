@@ -30,6 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.optim.lr_scheduler import LRScheduler
 
 from torchremat._compat.modules import cached_weights, hooks_of_all_modules
 from torchremat._compat.sharding import has_fsdp, is_managed
@@ -447,6 +448,13 @@ class World:
             self._push(_elements(cast("Iterable[object]", item)))
         self._object(item)
 
+    def _optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Its options, and not what it keeps of parameters: that it has for steps, and in great number."""
+        self.runs_code = True
+        groups = cast("list[Dict]", optimizer.param_groups)
+        self.rest.append(Container(groups))
+        self.dicts += groups
+
     def _ours(self, item: object) -> None:
         """A callable of this package, around the user's."""
         self.runs_code = True
@@ -486,8 +494,8 @@ _attributes_of = cast("Callable[[Tensor], Dict]", attrgetter("__dict__"))
 # What a function may close over, and yet run nothing by its name.
 _PASSIVE = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype})
 _PLAIN = _PASSIVE | {types.ModuleType}
-# Of Python's own, what people keep their state in.
-_OPEN = (types.SimpleNamespace, argparse.Namespace, UserDict, UserList, functools.partialmethod)
+# Of Python's own and of torch's, what people keep their state in.
+_OPEN = (LRScheduler, types.SimpleNamespace, argparse.Namespace, UserDict, UserList, functools.partialmethod)
 _CONTAINERS = (dict, list, deque, set, bytearray, tuple, frozenset)
 
 
@@ -536,6 +544,7 @@ _BY_BASE: tuple[tuple[Any, Visit], ...] = (
     (nn.Parameter, World._parameter),
     (Tensor, World._tensor),
     (torch.Generator, World._generator),
+    (torch.optim.Optimizer, World._optimizer),
     (type, World._class),
     (functools.partial, World._partial),
     (FOREIGN, World._foreign),
