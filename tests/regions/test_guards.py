@@ -606,3 +606,18 @@ def test_what_was_emptied_since_the_forward_stays_empty():
     y.backward()
 
     assert cache.layers == [] and cache.names == {"count": 1}
+
+
+def test_an_object_of_torch_is_followed_if_it_is_named():
+    # Those of libraries are not looked into by themselves, and `guard=[...]` left this one alone without a word.
+    normal, x = torch.distributions.Normal(torch.zeros(4), torch.ones(4)), leaf(3, 4)
+
+    def body(x):
+        return torch.tanh(x * normal.loc + normal.scale * x) * x
+
+    expected = torch.autograd.grad(body(x).sum(), x)[0]
+    loss = checkpointed(body, guard=[normal])(x).sum()
+    normal.loc = later = torch.full((4,), 9.0)
+
+    assert torch.equal(torch.autograd.grad(loss, x)[0], expected)
+    assert normal.loc is later

@@ -167,6 +167,10 @@ class World:
         pending = self._pending
         pending.extend(items)
         seen, visits = self._seen, _visits
+        for item in items if are_named else ():
+            if id(item) not in seen and visits.get(type(item), _visit_of(item)) is None:  # a library's, and named
+                seen.add(id(item))
+                self._object(item)
         while True:
             while pending:
                 item = pending.pop()
