@@ -239,6 +239,7 @@ def _run_traced(model: nn.Module, step: Step, flops: FlopCounter, log: OperatorL
             finally:
                 thread.on_carried = None
                 pop_saved_tensor_hooks()
+                tracer.hook = None  # it has the tracer
         loss = loss_of(result)
         del result  # logits and caches beside the loss go before backward, as they do in each run
         tracer.look_into_objects()
