@@ -1,6 +1,8 @@
 """Regions and torch.compile: calls in compiled functions, and compiled functions in regions."""
 
 import copy
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -406,3 +408,30 @@ def test_compiled_blocks_in_a_planned_model():
     ours = torch.autograd.grad(fast(x).sum(), list(model.parameters()))
 
     assert all_equal(ours, plain)
+
+
+def test_blocks_that_overlap_leave_dynamo_as_it_was():
+    # torch's own stance is the process's: the later of two that overlapped would have put back that of the first.
+    first_is_in, second_is_in, first_is_out = threading.Event(), threading.Event(), threading.Event()
+    policy = torchremat.policies.save_matmuls
+
+    def first(x):
+        first_is_in.set()
+        assert second_is_in.wait(30)
+        return x.sin()
+
+    def second(x):
+        assert first_is_in.wait(30)
+        second_is_in.set()
+        assert first_is_out.wait(30)
+        return x.sin()
+
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(checkpointed(second, policy=policy), leaf(4))
+        checkpointed(first, policy=policy)(leaf(4))
+        first_is_out.set()
+        other.result()
+
+    graphs = Graphs()
+    torch.compile(lambda x: x.sin() + 1, backend=graphs)(leaf(4))
+    assert len(graphs.calls) == 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Generator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, Self, cast
 
@@ -170,6 +170,39 @@ class _Entered(threading.local):
 _eager = _Entered()
 
 
+class _Eagerly:
+    """Blocks in which compiled code runs eagerly, of any thread and in any order.
+
+    torch's stance is one of the process, and each block of torch's puts back what it found: of two that overlap, the
+    last to end would put back what the first had set, and nothing would be compiled ever after. So the first block of
+    ours sets it, and the last puts it back. The flags with which torch's own modes say that they are on have the same
+    weakness; modes of ours leave them as they are, for dynamo is told in this way.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # what is collected in here may leave as well
+        self._blocks = 0
+        self._found: AbstractContextManager[object] | None = None
+
+    def enter(self) -> None:
+        # Nothing is compiled where dynamo is not even loaded, and to load it takes seconds.
+        dynamo = "torch._dynamo" in sys.modules
+        with self._lock:
+            if dynamo and self._found is None:
+                self._found = torch.compiler.set_stance("force_eager")
+            self._blocks += 1
+
+    def leave(self) -> None:
+        with self._lock:
+            self._blocks -= 1
+            if self._blocks == 0 and self._found is not None:
+                found, self._found = self._found, None
+                found.__exit__(None, None, None)
+
+
+_eagerly = _Eagerly()
+
+
 class EagerMode(DispatchMode):
     """A dispatch mode under which compiled code runs eagerly.
 
@@ -186,25 +219,17 @@ class EagerMode(DispatchMode):
         # Where code runs eagerly, each operator need not tell dynamo so: that takes longer than most operators.
         return False
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._entered: list[ExitStack] = []  # a mode may be entered again while it is entered
-
     def __enter__(self) -> Self:
-        with ExitStack() as stack:
-            # Nothing is compiled where dynamo is not even loaded, and to load it takes seconds.
-            if "torch._dynamo" in sys.modules:
-                stack.enter_context(torch.compiler.set_stance("force_eager"))
-            super().__enter__()
-            self._entered.append(stack.pop_all())
+        _eagerly.enter()
+        push_dispatch_mode(self)
         _eager.entered.append(self)
         return self
 
     def __exit__(self, *error: object) -> None:
         entered = _eager.entered
         del entered[max(index for index, one in enumerate(entered) if one is self)]  # others may have ended before
-        super().__exit__(*error)
-        self._entered.pop().close()
+        pop_dispatch_mode()
+        _eagerly.leave()
 
 
 @contextmanager
