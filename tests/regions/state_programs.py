@@ -643,7 +643,7 @@ class Program:
             step.source(f"nodes[{step.node or 0}]") if isinstance(step, Change) else step.source()
             for step in self.steps
         ]
-        body = "\n".join([*setup, *steps, "results += [one.detach() for one in pending]"])
+        body = "\n".join([*setup, *steps, "results += [one.detach() for one in pending]", "x = None"])
         if not self.top:
             body = "\n".join(
                 [

@@ -60,11 +60,11 @@ class Dicts:
         )
 
     def _has_keys(self) -> bool:
-        # Most keys are the same strings; others are compared as a dict does it.
-        return (
-            not any(map(is_not, chain.from_iterable(self._dicts), self._keys))
-            or [*chain.from_iterable(self._dicts)] == self._keys
-        )
+        try:
+            # A list compares by identity first, and only where that differs as a dict does.
+            return [*chain.from_iterable(self._dicts)] == self._keys
+        except Exception:  # noqa: BLE001 - of keys that compare their values, as tensors do
+            return False
 
     def write(self) -> set[int]:
         """Let the dicts hold what they held; return the ids of those that did not."""
@@ -171,25 +171,44 @@ class Container(Holder):
 
 
 class Bindings(Holder):
-    """What cells of closures, global names and defaults of functions mean, and which classes objects have.
+    """What cells, global names and defaults mean, which code functions have, and which class and attributes objects.
 
     Attributes:
-        cells: The cells.
-        functions: Those whose defaults count.
+        cells: The cells of closures.
+        functions: Those whose defaults and code count.
         objects: Those whose class may be another one later.
+        owners: Those of them whose attributes are in a dict, which may be another one later.
     """
 
-    __slots__ = ("_names", "_spaces", "cells", "functions", "objects")
+    __slots__ = ("_names", "_spaces", "cells", "functions", "objects", "owners")
 
     def __init__(self) -> None:
         self.cells: list[types.CellType] = []
         self.functions: list[types.FunctionType] = []
         self.objects: list[object] = []
+        self.owners: list[object] = []
         self._spaces: list[Dict] = []
         self._names: list[str] = []
 
     def __bool__(self) -> bool:
         return bool(self.objects or self.functions or self.cells or self._names)
+
+    def without_first(self, contents: list[object]) -> tuple[Bindings, list[object]]:
+        """Return the same, and its contents, without the object that was added first."""
+        place = len(self.objects)
+        return self._with(self.objects[1:], self.owners[1:]), [*contents[1:place], *contents[place + 1 :]]
+
+    def with_first(self, item: object, contents: list[object]) -> tuple[Bindings, list[object]]:
+        """Return the same, and its contents, with one more object in the first place."""
+        place = len(self.objects)
+        held = [type(item), *contents[:place], item.__dict__, *contents[place:]]
+        return self._with([item, *self.objects], [item, *self.owners]), held
+
+    def _with(self, objects: list[object], owners: list[object]) -> Bindings:
+        new = Bindings.__new__(Bindings)
+        new.objects, new.owners = objects, owners
+        new.cells, new.functions, new._spaces, new._names = self.cells, self.functions, self._spaces, self._names
+        return new
 
     def add_names(self, space: Dict, names: tuple[str, ...]) -> list[object]:
         """Add global names of one Python module; return what they mean, of those that mean something."""
@@ -199,9 +218,9 @@ class Bindings(Holder):
 
     def read(self) -> list[object]:
         """Return what it holds now."""
-        found: list[object] = [*map(type, self.objects)]
+        found: list[object] = [*map(type, self.objects), *map(_attributes, self.owners)]
         if self.functions:
-            found += chain.from_iterable(map(_defaults, self.functions))
+            found += chain.from_iterable(map(_of_function, self.functions))
         if self._names:
             found += map(dict.get, self._spaces, self._names, repeat(_ABSENT))
         if self.cells:
@@ -219,8 +238,14 @@ class Bindings(Holder):
             kind = next(rest)
             if type(item) is not kind:
                 object.__setattr__(item, "__class__", kind)
+        for item in self.owners:
+            own = next(rest)
+            if _attributes(item) is not own:
+                object.__setattr__(item, "__dict__", own)
         for function in self.functions:
-            function.__defaults__, function.__kwdefaults__ = next(rest), next(rest)
+            function.__defaults__, function.__kwdefaults__, code = next(rest), next(rest), next(rest)
+            if function.__code__ is not code:
+                function.__code__ = code
         for space, name in zip(self._spaces, self._names, strict=True):
             before = next(rest)
             if before is _ABSENT:
@@ -238,7 +263,10 @@ class Bindings(Holder):
 
 
 _content = cast("Callable[[types.CellType], object]", attrgetter("cell_contents"))
-_defaults = cast("Callable[[types.FunctionType], tuple[Any, Any]]", attrgetter("__defaults__", "__kwdefaults__"))
+_attributes = cast("Callable[[object], Dict]", attrgetter("__dict__"))
+_of_function = cast(
+    "Callable[[types.FunctionType], tuple[Any, Any, Any]]", attrgetter("__defaults__", "__kwdefaults__", "__code__")
+)
 
 
 def contents_of(cells: Iterable[types.CellType]) -> list[object]:
