@@ -76,6 +76,13 @@ def function(t):
     return helper(t) * (1 + 0.1 * len(numbers)) / calls
 
 
+def other(t):
+    return helper(t) * 0.5 * gain
+
+
+CODES = (function.__code__, other.__code__)
+
+
 def noise(t):
     return t * torch.rand(4, generator=rng) * torch.rand(4, generator=Held.rng)
 
@@ -428,6 +435,7 @@ CHANGES = {
     "namespace replaced": "@.ns = SimpleNamespace(gain=#, inner=@.ns.inner)",
     "data": "@.data.gain = #",
     "data inside": "@.data.items.append(#)",
+    "data attributes": '@.data.__dict__ = {**vars(@.data), "gain": #}',
     "slots": "@.slots.gain = #",
     "slots later": "@.slots.later = #",
     "slots deleted": """
@@ -457,6 +465,7 @@ CHANGES = {
     "global dict": "options.update(gain=#)",
     "global class": "Held.gain = #",
     "global function": "set_helper(torch.sin)",
+    "global function code": "function.__code__ = CODES[% % 2]",
     "global generator": "rng.manual_seed(%)",
     "generator": "@.rng.manual_seed(%)",
     "generator replaced": "@.rng = torch.Generator().manual_seed(%)",

@@ -171,7 +171,7 @@ def _same_bytes(tensor: Tensor, copy: Tensor) -> bool:
 
 @contextmanager
 def _contents(world: World) -> Generator[None]:
-    before = Snapshot(world.end(), backs_up=False)
+    before = Snapshot(world, backs_up=False)
     try:
         yield
     finally:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, cast
 from weakref import ReferenceType
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchremat._compat.transforms import is_in_batch, outside_batches
 from torchremat.ambient.generators import States, drawn, generator_states, restore
@@ -24,11 +24,10 @@ from torchremat.regions.settings import Settings
 from torchremat.regions.threads import thread
 from torchremat.state.code import function_of, reads_of
 from torchremat.state.contents import Copies, contents_of
-from torchremat.state.known import reached_from
 from torchremat.state.naming import name_of
 from torchremat.state.reading import Reading, Watched, WrittenError
 from torchremat.state.snapshot import NOTHING, Exchange, Snapshot, looks_after_itself
-from torchremat.state.world import Reached, World, plain_cells
+from torchremat.state.world import World, plain_cells
 from torchremat.tensors.metadata import version_of
 from torchremat.tensors.structure import join, split
 
@@ -116,21 +115,30 @@ class Call:
         guard = settings.guard
         special = [one for one in tensors if type(one) is not Tensor or one.__dict__]
         modes = self._surroundings.modes if self._surroundings.has_modes else ()
-        alone = None if objects or guard or special or modes or len(roots) != 1 else roots[0]
-        contents = plain_cells(alone)
+        contents = None if objects or guard or special or modes or len(roots) != 1 else plain_cells(roots[0])
         if contents is not None:
-            function = cast("FunctionType", alone)
+            function = cast("FunctionType", roots[0])
             reads = reads_of(function.__code__)
             self.is_pure = not reads.names and ModuleType not in map(type, contents)
             self.sets_generators = reads.sets_generators
             if contents:
                 self._cells = function.__closure__ or (), contents
         else:
-            reached = (
-                reached_from(alone) if isinstance(alone, nn.Module) else _reached(roots, objects, special, guard, modes)
-            )
-            self.sets_generators = reached.sets_generators
-            self.world = Snapshot(reached, guard)
+            world = World()
+            for one in guard:
+                if looks_after_itself(one):
+                    world.skip(one)
+            if guard:  # first, since what is named may be an argument as well
+                world.reach(guard, are_named=True)
+            if special:
+                world.arguments(special)
+            if objects:
+                world.reach(objects, are_arguments=True)
+            world.reach(roots)
+            if modes:
+                world.reach(modes)
+            self.sets_generators = world.sets_generators
+            self.world = Snapshot(world, guard)
             self.is_pure = self.world.is_inert and not modes
         self.preserves_rng = settings.preserve_rng
         if settings.preserve_rng:
@@ -307,30 +315,6 @@ class Restored:
                 self._stack.close()
             if self._here is not None and not self._here.are_the_same():
                 self._here.put_back()
-
-
-def _reached(
-    roots: Sequence[object],
-    objects: list[object],
-    tensors: list[Tensor],
-    guard: Sequence[object],
-    modes: Sequence[object],
-) -> Reached:
-    """Return what a call reaches, from what runs, its arguments, what the user has named and the modes around it."""
-    world = World()
-    for one in guard:
-        if looks_after_itself(one):
-            world.skip(one)
-    if guard:  # first, since what is named may be an argument as well
-        world.reach(guard, are_named=True)
-    if tensors:
-        world.arguments(tensors)
-    if objects:
-        world.reach(objects, are_arguments=True)
-    world.reach(roots)
-    if modes:
-        world.reach(modes)
-    return world.end()
 
 
 def _of_cells(cells: tuple[CellType, ...], contents: list[object]) -> Snapshot:

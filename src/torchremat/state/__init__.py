@@ -15,7 +15,6 @@ code.py       which names a piece of code reads, and whose code is followed
 world.py      what can be reached from a function and its arguments
 sharding.py   parameters that FSDP2 has sharded
 optimizers.py optimizers that write parameters without saying so
-known.py      what modules reach, which is looked for once
 backups.py    tensors that are copied before a forward, since it may write to them
 reading.py    who reads a tensor that was written
 snapshot.py   the world as one forward saw it

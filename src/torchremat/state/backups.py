@@ -35,7 +35,7 @@ from torch.nn.parameter import UninitializedBuffer
 from torchremat._compat.sharding import is_hook_of_fsdp
 from torchremat.ambient.hidden import hiding
 from torchremat.state.watching import only_looks_on
-from torchremat.state.world import Reached
+from torchremat.state.world import World
 from torchremat.tensors.copies import again
 from torchremat.tensors.metadata import version_of
 
@@ -84,7 +84,7 @@ class Backups:
 
     __slots__ = ("_all", "_first", "_left", "written")
 
-    def __init__(self, world: Reached) -> None:
+    def __init__(self, world: World) -> None:
         self._all: list[Backup] = []
         self._first: set[nn.Module] = set()
         self._left: dict[int, Tensor] = {}
@@ -100,7 +100,7 @@ class Backups:
             if named:
                 self._copy_named(world)
 
-    def _copy_named(self, world: Reached) -> None:
+    def _copy_named(self, world: World) -> None:
         had = {id(one.tensor) for one in self._all}
         for tensor in world.tensors:
             if id(tensor) in world.named and id(tensor) not in had:

@@ -193,23 +193,6 @@ class Bindings(Holder):
     def __bool__(self) -> bool:
         return bool(self.objects or self.functions or self.cells or self._names)
 
-    def without_first(self, contents: list[object]) -> tuple[Bindings, list[object]]:
-        """Return the same, and its contents, without the object that was added first."""
-        place = len(self.objects)
-        return self._with(self.objects[1:], self.owners[1:]), [*contents[1:place], *contents[place + 1 :]]
-
-    def with_first(self, item: object, contents: list[object]) -> tuple[Bindings, list[object]]:
-        """Return the same, and its contents, with one more object in the first place."""
-        place = len(self.objects)
-        held = [type(item), *contents[:place], item.__dict__, *contents[place:]]
-        return self._with([item, *self.objects], [item, *self.owners]), held
-
-    def _with(self, objects: list[object], owners: list[object]) -> Bindings:
-        new = Bindings.__new__(Bindings)
-        new.objects, new.owners = objects, owners
-        new.cells, new.functions, new._spaces, new._names = self.cells, self.functions, self._spaces, self._names
-        return new
-
     def add_names(self, space: Dict, names: tuple[str, ...]) -> list[object]:
         """Add global names of one Python module; return what they mean, of those that mean something."""
         self._spaces += [space] * len(names)

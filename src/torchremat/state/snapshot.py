@@ -21,7 +21,7 @@ from torchremat.state.contents import FOREIGN, MUTABLE, Dict, Dicts, Holder, Slo
 from torchremat.state.optimizers import listen_to_optimizers
 from torchremat.state.reading import Watched, WrittenError
 from torchremat.state.sharding import WatchedShard
-from torchremat.state.world import Reached, World, differ
+from torchremat.state.world import World
 
 
 @runtime_checkable
@@ -109,16 +109,18 @@ class Snapshot:
         "waits",
     )
 
-    def __init__(self, world: Reached, guard: Sequence[object] = (), *, backs_up: bool = True) -> None:
+    def __init__(self, world: World, guard: Sequence[object] = (), *, backs_up: bool = True) -> None:
+        is_inert = world.is_inert and not guard
+        world.end()
         self.modules = world.modules
         self.roots = world.roots
         self.generators = world.generators
         self.named = frozenset(world.named)
         self.by_forward: frozenset[int] = frozenset()
         self._own = world.dicts
-        self._rest = world.rest
-        self.is_inert = world.is_inert and not guard
-        self._then = world.then
+        self._rest = [(one, one.read()) for one in world.rest]
+        self.is_inert = is_inert
+        self._then: Dicts = Dicts(world.dicts)
         self._tensors = world.tensors
         self._flags = [*map(_flags, world.tensors)]
         self._shards: list[WatchedShard] = world.shards
@@ -138,7 +140,7 @@ class Snapshot:
         """Return that of a world in which there are but cells, from what they held."""
         world = World()
         world.bindings.cells += cells
-        found = cls(world.end())
+        found = cls(world)
         found._rest = [(world.bindings, contents)]
         return found
 
@@ -345,7 +347,7 @@ class Exchange:
             or snapshot._guarded
             or self._without_gradients
             or not then.are_here()
-            or differ(rest)
+            or _differ(rest)
         ):
             return False
         self._now, self._rest = then, rest
@@ -426,7 +428,7 @@ class Exchange:
             or self._hooks is not None
             or [*map(_flags, tensors)] != self._flags
             or _hooks_of(tensors) is not None
-            or differ(self._rest)
+            or _differ(self._rest)
         )
 
     def _put_back(self) -> None:
@@ -440,6 +442,10 @@ class Exchange:
         for one, before in self._rest:
             if not one.is_same(before):
                 one.write(before)
+
+
+def _differ(rest: list[tuple[Holder, Any]]) -> bool:
+    return any(not one.is_same(before) for one, before in rest)
 
 
 def _ours(own: Dict) -> Dict:
@@ -532,4 +538,4 @@ def check_named(one: object) -> None:
 
 
 # Of what reaches nothing that could have a state.
-NOTHING = Snapshot(World().end())
+NOTHING = Snapshot(World())

@@ -22,7 +22,7 @@ import argparse
 import functools
 import types
 from collections import UserDict, UserList, deque
-from collections.abc import Callable, Iterable, Sized
+from collections.abc import Callable, Iterable
 from operator import attrgetter, itemgetter
 from typing import Any, cast
 
@@ -42,7 +42,6 @@ from torchremat.state.contents import (
     Bindings,
     ClassData,
     Container,
-    Dicts,
     Foreign,
     Holder,
     Slots,
@@ -86,7 +85,6 @@ class World:
         waits: Whether a lazy module was reached that has not made its parameters yet.
         sets_generators: Whether some code may set the state of a random generator.
         runs_code: Whether some code of the user's may change something that it reaches, or throw a switch.
-        is_whole: Whether no container was left alone for its length.
     """
 
     __slots__ = (
@@ -100,7 +98,6 @@ class World:
         "bindings",
         "dicts",
         "generators",
-        "is_whole",
         "loose",
         "modules",
         "named",
@@ -129,7 +126,6 @@ class World:
         self.waits = False
         self.sets_generators = False
         self.runs_code = False
-        self.is_whole = True
         self._seen: set[int] = set()
         self._pending: list[object] = []
         self._called: set[str] = set()
@@ -138,13 +134,22 @@ class World:
         self._is_argument = False
         self._is_named = False
 
+    def end(self) -> None:
+        """Add what belongs to all that was reached."""
+        if self.modules:
+            self.dicts += hooks_of_all_modules
+        if self.bindings:
+            self.rest.append(self.bindings)
+
     def skip(self, item: object) -> None:
         """Leave one object alone."""
         self._seen.add(id(item))
 
-    def end(self) -> Reached:
-        """Return what was reached and what it holds now."""
-        return Reached(self, has_classes=bool(self._classes))
+    @property
+    def is_inert(self) -> bool:
+        """Whether nothing that was reached can be changed by the call, since only modules of torch run in it."""
+        reached = self.rest or self.loose or self.generators or self._classes or self.shards
+        return not (self.runs_code or reached or any(hooks_of_all_modules))
 
     def reach(self, items: Iterable[object], *, are_arguments: bool = False, are_named: bool = False) -> None:
         """Follow everything from some roots.
@@ -402,25 +407,19 @@ class World:
         ):
             self.rest.append(held)
 
-    def _is_followed(self, container: Sized) -> bool:
-        if len(container) <= _LONG or self._is_argument:
-            return True
-        self.is_whole = False
-        return False
-
     def _dict(self, item: Dict) -> None:
         self.runs_code = True
-        if self._is_followed(item):
+        if len(item) <= _LONG or self._is_argument:
             self.dicts.append(item)
             self._push(dict.values(item))  # a subclass may make its values when it is asked
 
     def _list(self, item: list[object] | deque[object]) -> None:
-        if self._is_followed(item):
+        if len(item) <= _LONG or self._is_argument:
             self.rest.append(Container(item))
             self._push(_elements(item))
 
     def _flat(self, item: set[object] | bytearray) -> None:
-        if self._is_followed(item):
+        if len(item) <= _LONG or self._is_argument:
             self.rest.append(Container(item))
             if isinstance(item, set):
                 self._push(_elements(item))
@@ -472,73 +471,6 @@ class World:
             self._pending.append(cast("Callable[[], object]", own["_module"])())
 
 
-class Reached:
-    """What was reached, and what it holds.
-
-    Attributes:
-        dicts: As of `World`, with the hooks of all modules if there are modules.
-        then: What they hold.
-        rest: The other holders, with what each holds.
-        is_inert: Whether nothing that was reached can be changed by the call, since only modules of torch run in it.
-    """
-
-    __slots__ = (
-        "dicts",
-        "generators",
-        "is_inert",
-        "loose",
-        "modules",
-        "named",
-        "rest",
-        "roots",
-        "sets_generators",
-        "shards",
-        "state",
-        "tensors",
-        "then",
-        "waits",
-    )
-
-    def __init__(self, world: World, *, has_classes: bool = False) -> None:
-        others = world.rest or world.loose or world.generators or has_classes or world.shards
-        self.is_inert = not (world.runs_code or others or any(hooks_of_all_modules))
-        self.dicts = [*world.dicts, *hooks_of_all_modules] if world.modules else world.dicts
-        self.then = Dicts(self.dicts)
-        rest = [*world.rest, world.bindings] if world.bindings else world.rest
-        self.rest: list[tuple[Holder, Any]] = [(one, one.read()) for one in rest]
-        self.tensors = world.tensors
-        self.modules = world.modules
-        self.roots = world.roots
-        self.generators = world.generators
-        self.state = world.state
-        self.loose = world.loose
-        self.named = world.named
-        self.shards = world.shards
-        self.waits = world.waits
-        self.sets_generators = world.sets_generators
-
-    def is_of_modules(self, *, but: nn.Module) -> bool:
-        """Return whether all tensors are parameters, or buffers of other modules than one, and none has a graph."""
-        if self.loose or self.shards or self.waits or not all(map(_is_leaf, self.tensors)):
-            return False
-        return all(module is not but and name in module._buffers for module, name, _ in self.state)
-
-    def with_parts(self, modules: list[nn.Module], roots: list[nn.Module], rest: list[tuple[Holder, Any]]) -> Reached:
-        """Return the same with other modules, roots and holders."""
-        new = Reached.__new__(Reached)
-        new.dicts, new.then, new.tensors = self.dicts, self.then, self.tensors
-        new.modules, new.roots, new.rest = modules, roots, rest
-        new.generators, new.sets_generators = self.generators, self.sets_generators
-        new.state, new.loose, new.named, new.shards = self.state, self.loose, self.named, self.shards
-        new.is_inert, new.waits = self.is_inert, self.waits
-        return new
-
-
-def differ(rest: list[tuple[Holder, Any]]) -> bool:
-    """Return whether some holder does not hold what it held."""
-    return any(not one.is_same(before) for one, before in rest)
-
-
 _HEAP_TYPE = 1 << 9  # of a class that is written in Python
 # By type, what follows it; None for what has no state, and leads nowhere.
 _visits: dict[type, Visit | None] = dict.fromkeys(
@@ -565,7 +497,6 @@ _visits |= {
 }
 _PARAMETER = frozenset({nn.Parameter})
 _attributes_of = cast("Callable[[Tensor], Dict]", attrgetter("__dict__"))
-_is_leaf = cast("Callable[[Tensor], bool]", attrgetter("is_leaf"))
 # What a function may close over, and yet run nothing by its name.
 _PASSIVE = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype})
 _PLAIN = _PASSIVE | {types.ModuleType}

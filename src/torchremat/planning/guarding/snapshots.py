@@ -78,7 +78,7 @@ class Before:
         self._named = list(zip(named, again(named), strict=True))
         self._read = [(one, version_of(one)) for key, one in read.items() if key not in world.named]
         world.reach(modules)
-        self._world = Snapshot(world.end(), guard, backs_up=False)
+        self._world = Snapshot(world, guard, backs_up=False)
 
     def held_bytes(self, device: torch.device) -> int:
         """Return the bytes of the copies that lie on a device until the step is done."""

@@ -1,0 +1,134 @@
+"""A module that is called in each step, while what it reaches changes: before a forward, or before its backward."""
+
+import types
+
+import pytest
+import torch
+from torch import nn
+
+from torchremat import checkpoint
+
+
+class State:
+    def __init__(self):
+        self.gain = 1.0
+
+
+class Scaled(nn.Module):
+    gain_of_class = 1.0
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.box = types.SimpleNamespace(gain=1.0)
+        self.state = State()
+
+    def forward(self, x):
+        return torch.tanh(self.linear(x) * self.box.gain * self.state.gain * factor(x) * self.gain_of_class)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = Scaled()
+        self.later = None
+
+    def forward(self, x):
+        return self.inner(x) if self.later is None else self.later(self.inner(x))
+
+
+def factor(x):
+    return x.sin()
+
+
+def other_factor(x):
+    return x.cos()
+
+
+FACTOR = factor.__code__
+
+
+@pytest.fixture(autouse=True)
+def everything_is_as_before():
+    yield
+    factor.__code__ = FACTOR
+    Scaled.gain_of_class = 1.0
+
+
+def set_box(block):
+    block.inner.box = types.SimpleNamespace(gain=2.0)
+
+
+def set_inside_box(block):
+    block.inner.box.gain = 2.0
+
+
+def set_attributes_of_state(block):
+    block.inner.state.__dict__ = {"gain": 2.0}
+
+
+def set_child(block):
+    block.later = nn.Linear(4, 4).requires_grad_(False)
+
+
+def set_weight(block):
+    block.inner.linear.weight = nn.Parameter(torch.eye(4))
+
+
+def set_hook(block):
+    block.inner.linear.register_forward_hook(lambda module, args, output: output * 2)
+
+
+def set_class(_):
+    Scaled.gain_of_class = 2.0
+
+
+def set_code(_):
+    factor.__code__ = other_factor.__code__
+
+
+def freeze(block):
+    block.inner.linear.requires_grad_(False)
+
+
+CHANGES = [
+    set_box,
+    set_inside_box,
+    set_attributes_of_state,
+    set_child,
+    set_weight,
+    set_hook,
+    set_class,
+    set_code,
+    freeze,
+]
+
+
+def results(run, change, when):
+    """Return outputs and gradients of three steps; before the second one something changes, or within it."""
+    torch.manual_seed(0)
+    factor.__code__, Scaled.gain_of_class = FACTOR, 1.0
+    block, x = Block(), torch.randn(4, 4, requires_grad=True)
+    found = []
+    for step in range(3):
+        if step == 1 and when == "before":
+            change(block)
+        output = run(block, x)
+        if step == 1 and when == "between":
+            change(block)
+        output.sum().backward()
+        found += [output.detach(), x.grad.clone()]
+        found += [one.grad for one in block.parameters()]
+        x.grad = None
+        block.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("when", ["before", "between"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_is_noticed(change, when):
+    plain = results(lambda block, x: block(x), change, when)
+    ours = results(checkpoint, change, when)
+
+    assert len(plain) == len(ours)
+    assert all(a is b or torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
