@@ -38,6 +38,19 @@ def _frozen():
     gc.freeze()
 
 
+# With a device other than the CPU here, all tests run on it as far as they do not name one.
+_DEFAULT_DEVICE = os.environ.get("TORCHREMAT_DEFAULT_DEVICE")
+
+
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(0)
+
+
+if _DEFAULT_DEVICE is not None:
+
+    @pytest.fixture(autouse=True)
+    def _on_the_default_device():
+        torch.set_default_device(_DEFAULT_DEVICE)
+        yield
+        torch.set_default_device(None)

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from logs import Count, Log
+from logs import Count, Log, Tally
 from regions.comparing import Counted, Twice
-from torchremat import checkpoint, checkpointed, session
+from torchremat import checkpoint, checkpointed, is_checkpointing, is_recomputing, session
 from torchremat.interop.torch_checkpoint import checkpoint as drop_in
+from torchremat.policies import save_operators
 from torchremat.regions.threads import thread
 
 _THREADS = 4
@@ -306,3 +307,45 @@ def test_one_session_serves_several_threads():
     # The threads are not in the session; each backward is a session of its own.
     assert all(torch.equal(grad, plain) for grad in found)
     assert len(calls) == 2 + _THREADS
+
+
+class _Nested(torch.autograd.Function):
+    """`sin`, whose backward calls the backward of another one, `depth` times over."""
+
+    @staticmethod
+    def forward(ctx, x, depth, seen):
+        ctx.save_for_backward(x)
+        ctx.depth, ctx.seen = depth, seen
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        ctx.seen[threading.get_ident(), is_checkpointing(), is_recomputing()] += 1
+        if ctx.depth == 0:
+            return grad * x.cos(), None, None
+        with torch.enable_grad():
+            inner = x.detach().requires_grad_()
+            _Nested.apply(inner, ctx.depth - 1, ctx.seen).sum().backward()
+        return grad * inner.grad, None, None
+
+
+@pytest.mark.parametrize("policy", [None, save_operators("aten.cos")], ids=["all again", "a policy"])
+def test_what_goes_on_follows_a_backward_into_threads_of_autograd(policy):
+    # From a depth of 60 on, torch runs a backward in a thread of its own, as it does all that runs on a device.
+    seen, runs = Tally(), Count()
+
+    def function(x):
+        inner = x.detach().requires_grad_()
+        _Nested.apply(inner, 70, seen).sum().backward()
+        runs.up()
+        return (x * inner.grad).sin()
+
+    x = torch.rand(8, requires_grad=True)
+    plain = torch.autograd.grad(function(x).sum(), x)
+    seen.clear()
+    ours = torch.autograd.grad(checkpointed(function, policy=policy)(x).sum(), x)
+    assert torch.equal(*plain, *ours)
+    assert runs.value == 3  # plainly, in the forward, in the recompute
+    assert len({ident for ident, *_ in seen}) > 1
+    assert {tuple(goes_on) for _, *goes_on in seen} == {(True, False), (False, True)}

@@ -31,7 +31,13 @@ class NumericFlag(NamedTuple):
 
 def _flag(name: str, setter: str | None = None) -> NumericFlag:
     getter = cast("Callable[[], object]", private(f"_C._get_{name}", needed_for=_AMBIENT))
-    return NumericFlag(getter, cast("Callable[[Any], None]", private(f"_C._set_{setter or name}", needed_for=_AMBIENT)))
+    write = cast("Callable[..., None]", private(f"_C._set_{setter or name}", needed_for=_AMBIENT))
+
+    def spread(value: object) -> None:
+        # Two words are one flag for torch where the second says how the first is done: whether sums may be split.
+        _ = write(*value) if isinstance(value, tuple) else write(value)
+
+    return NumericFlag(getter, spread)
 
 
 _get_precision = cast("Callable[[str, str], str]", private("_C._get_fp32_precision_getter", needed_for=_AMBIENT))

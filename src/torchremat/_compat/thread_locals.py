@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import threading
 from collections.abc import Callable
 from typing import cast
 
@@ -58,3 +59,12 @@ def _bound() -> tuple[Callable[[str, object], None], Callable[[str], None]]:
 
 
 stash_in_tls, remove_from_tls = _bound()
+
+_active = cast("dict[int, threading.Thread]", threading._active)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def is_pythons_thread() -> bool:
+    """Return whether Python has started this thread, and not torch, whose threads serve whoever calls a backward."""
+    # To ask for the current thread would make a stand-in for one that is not Python's.
+    known = _active.get(threading.get_ident())
+    return known is not None and not isinstance(known, threading._DummyThread)

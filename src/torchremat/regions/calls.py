@@ -200,14 +200,15 @@ class Call:
                 own = copies.of(value, looked_after)
                 if own is not value:
                     context.run(variable.set, own)
-        if self._frozen is None and not thread.frozen:
+        now = thread.now
+        if self._frozen is None and not now.frozen:
             return context.run(self.body, *args, **kwargs)
-        had = thread.frozen
-        thread.frozen = {name: iter(kept) for name, kept in self._frozen.items()} if self._frozen else {}
+        had = now.frozen
+        now.frozen = {name: iter(kept) for name, kept in self._frozen.items()} if self._frozen else {}
         try:
             return context.run(self.body, *args, **kwargs)
         finally:
-            thread.frozen = had
+            now.frozen = had
 
     def freeze(self, name: object, kept: Frozen) -> None:
         """Keep a value for the recomputes of the call; of those with one name, the order is kept."""

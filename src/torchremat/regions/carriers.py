@@ -84,7 +84,7 @@ class Carrier(Generic[K]):
         elif (self, key) in self._apart():
             one = self._apart().pop((self, key))
         else:
-            kept = next(thread.frozen.get((Carrier, key), iter(())), None)
+            kept = next(thread.now.frozen.get((Carrier, key), iter(())), None)
             if kept is None:
                 raise KeyError(key)
             one = Carried(kept.thaw(words), (), is_reentrant=False)

@@ -65,7 +65,7 @@ def frozen(name: str, tensor: Tensor) -> Tensor:
     if not isinstance(tensor, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]: users are not type-checked
         raise UnsupportedError(f"frozen({name!r}, ...): a tensor is needed, got {type(tensor).__name__}.")
     if thread.now.recomputing:
-        kept = next(thread.frozen.get(name, iter(())), None)
+        kept = next(thread.now.frozen.get(name, iter(())), None)
         if kept is None:
             raise CheckpointError(
                 f"frozen({name!r}, ...) was called more often in a recompute than in its forward. The function does "

@@ -192,7 +192,7 @@ class Recompute:
         if had_grad and not thread.now.recomputing and in_compiled_backward():
             raise UnsupportedError(DIFFERENTIATED)  # a graph that dynamo has given up, and runs as it is
         # See Rule 3; active hooks are covered by those of the recompute
-        had, thread.now = thread.now, Now(thread.now.recomputing + 1)
+        had = thread.begin(Now(thread.now.recomputing + 1))
         set_grad_mode(True)
         try:
             for number, call in enumerate(list(region.made)):
@@ -205,7 +205,7 @@ class Recompute:
                     del links[source]
         finally:
             set_grad_mode(had_grad)
-            thread.now = had
+            thread.end(had)
             if self.copies:
                 self.copies.put_back()
         if self.values is not None and self.difference is None:

@@ -45,12 +45,16 @@ class CheckpointFunction(torch.autograd.Function):
         call.look(inputs.tensors, (run_function,), inputs.objects, settings)
         _warn_without_inputs(args, call.world.modules)
         ctx.save_for_backward(*inputs.own)
-        thread.now.calls.append(call)
+        now = thread.now
+        shared = now.share()
+        now.calls.append(call)
         try:
             with _forwards:
                 outputs = run_function(*args)
         finally:
-            thread.now.calls.pop()
+            now.calls.pop()
+            if shared:
+                now.unshare()
         call.settle()
         inputs.settle()
         ctx.call, ctx.inputs, ctx.function_name = call, inputs, _name_of(run_function)
@@ -150,7 +154,7 @@ class _Held:
 
 def _run_again(call: Call, args: _Inputs, function: str) -> object:
     name = f"reentrant region of {function}"
-    had, thread.now = thread.now, Now(thread.now.recomputing + 1)  # See Rule 3
+    had = thread.begin(Now(thread.now.recomputing + 1))  # See Rule 3
     try:
         restored = call.restored()
         try:
@@ -162,7 +166,7 @@ def _run_again(call: Call, args: _Inputs, function: str) -> object:
         error.__traceback__ = None  # its frames have the region
         raise MutationError(call.words(error, name)) from None
     finally:
-        thread.now = had
+        thread.end(had)
 
 
 class _Forwards(threading.local):

@@ -178,6 +178,7 @@ class Region:
         self.made.append(call)
         now = thread.now
         self.around = now.calls[-1].region if now.calls else None
+        shared = now.share()
         now.calls.append(call)
         inner, now.inner = now.inner, None  # what a region around this one has kept is not for those inside
         try:
@@ -211,6 +212,8 @@ class Region:
         finally:
             now.calls.pop()
             now.inner = inner
+            if shared:
+                now.unshare()
         if not last:
             self.inputs.made(output, number)
         return output

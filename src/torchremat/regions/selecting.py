@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from threading import get_ident
 from types import CodeType
 from typing import Any, NamedTuple, TypeVar, cast
 from weakref import WeakKeyDictionary
@@ -327,7 +328,7 @@ class SeenBy(AbstractContextManager[None]):
         began_in: The code of the function that the block lies in; None if it may be left in another one.
     """
 
-    __slots__ = ("_began_in", "_had", "_is_off", "_mode", "_now", "_run")
+    __slots__ = ("_began_in", "_had", "_is_off", "_mode", "_now", "_run", "_thread")
 
     def __init__(self, run: Collecting | Replaying | None, began_in: CodeType | None = None) -> None:
         self._run = run
@@ -337,7 +338,8 @@ class SeenBy(AbstractContextManager[None]):
 
     def __enter__(self) -> None:
         self._now = thread.now
-        self._had = thread.now.selecting
+        self._had = self._now.selecting
+        self._thread = get_ident()
         if self._run is not None:
             # A backward in a region runs with the region's modes, in whatever thread.
             mode = innermost_dispatch_mode()
@@ -352,7 +354,7 @@ class SeenBy(AbstractContextManager[None]):
     def ended(self) -> bool:
         """Take the mode off before the block is over, if that can be done here; return whether it was."""
         # In another thread, and inside of a mode of the user's, it is left where it is.
-        if self._now is not thread.now or innermost_dispatch_mode() is not self._mode:
+        if self._thread != get_ident() or self._now is not thread.now or innermost_dispatch_mode() is not self._mode:
             return False
         take_dispatch_mode(_Mode)
         self._is_off = True
@@ -374,10 +376,12 @@ class PutBack(AbstractContextManager[None]):
     __slots__ = ("_had",)
 
     def __enter__(self) -> None:
-        self._had, thread.moved = thread.moved, {}
+        now = thread.now
+        self._had, now.moved = now.moved, {}
 
     def __exit__(self, *error: object) -> None:
-        moved, thread.moved = thread.moved, self._had
+        now = thread.now
+        moved, now.moved = now.moved, self._had
         if moved:
             with outside_batches() if is_in_batch() else nullcontext():
                 for generator, state in moved.items():

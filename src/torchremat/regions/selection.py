@@ -185,7 +185,7 @@ class Kept:
 
 
 def _move(generator: torch.Generator | torch.device, state: Tensor) -> None:
-    moved = thread.moved
+    moved = thread.now.moved
     if moved is not None and generator not in moved:
         moved[generator] = get_generator(generator)
     set_generator(generator, state)

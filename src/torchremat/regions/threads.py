@@ -5,12 +5,19 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 from weakref import ReferenceType
 
 import torch
 
 from torchremat._compat.graphs import is_traced
+from torchremat._compat.thread_locals import (
+    get_from_tls,
+    is_in_tls,
+    is_pythons_thread,
+    remove_from_tls,
+    stash_in_tls,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,6 +26,17 @@ if TYPE_CHECKING:
     from torchremat.regions.carriers import Carried
     from torchremat.regions.selecting import Collecting, Replaying
     from torchremat.regions.selection import Selection
+
+
+# NOTE [ In which thread a backward runs ]
+#
+# A backward that is called in a region runs the nodes of a device in a thread of autograd's own, and so does any
+# backward that is nested deeply enough. What goes on around the code that runs has to be there as well: the operators
+# of that backward are the region's, and what is a region there is one in a region. torch hands its own state of a
+# thread, such as grad mode and dispatch modes, from the thread that calls a backward to those in which it runs, and
+# with it what is stashed there under a key. So `Now` is stashed while there is something in it. Such a thread serves
+# many backwards in turn, also one in the middle of another, so what it has of its own would be that of the wrong one:
+# it looks there each time. Others have theirs at hand.
 
 
 class Now:
@@ -33,9 +51,23 @@ class Now:
         selecting: Who sees the operators that run, for a policy.
         inner: What regions that are met in a recompute take over, see NOTE [ Selective recompute ]; None for nothing.
         plain: Whether what would become a region is called plainly. Kept by `plainly`.
+        frozen: What the call that runs again has frozen in its forward, by name.
+        moved: The generators that kept draws have moved in the recompute that runs, and the states they had before.
+        is_shared: Whether backwards that are called now have it. See NOTE [ In which thread a backward runs ].
     """
 
-    __slots__ = ("calls", "carried", "inner", "plain", "recomputing", "scopes", "selecting")
+    __slots__ = (
+        "calls",
+        "carried",
+        "frozen",
+        "inner",
+        "is_shared",
+        "moved",
+        "plain",
+        "recomputing",
+        "scopes",
+        "selecting",
+    )
 
     def __init__(self, recomputing: int = 0) -> None:
         self.recomputing = recomputing
@@ -45,23 +77,71 @@ class Now:
         self.selecting: Collecting | Replaying | None = None
         self.inner: Iterator[ReferenceType[Selection]] | None = None
         self.plain = False
+        self.frozen: Mapping[object, Iterator[Frozen]] = _NOTHING_FROZEN
+        self.moved: dict[torch.Generator | torch.device, Tensor] | None = None
+        self.is_shared = False
+
+    def share(self) -> bool:
+        """Let backwards that are called from now on have it; return whether they had not."""
+        if self.is_shared:
+            return False
+        stash_in_tls(_KEY, self)
+        self.is_shared = True
+        return True
+
+    def unshare(self) -> None:
+        """Let backwards that are called from now on not have it."""
+        remove_from_tls(_KEY)
+        self.is_shared = False
+
+
+_KEY = "torchremat.now"
+_NOTHING_FROZEN: Mapping[object, Iterator[Frozen]] = {}
 
 
 class Thread(threading.local):
     """One thread.
 
     Attributes:
-        now: What goes on around the code that runs.
-        frozen: What the call that runs again has frozen in its forward, by name.
+        now: What goes on around the code that runs. See NOTE [ In which thread a backward runs ].
         on_carried: Told of each value that is put into a carrier, and when it is taken out.
-        moved: The generators that kept draws have moved in the recompute that runs, and the states they had before.
     """
 
     def __init__(self) -> None:
-        self.now = Now()
-        self.frozen: Mapping[object, Iterator[Frozen]] = {}
         self.on_carried: Callable[[object], None] | None = None
-        self.moved: dict[torch.Generator | torch.device, Tensor] | None = None
+        self._own = Now()
+        if is_pythons_thread():
+            self.now = self._own
+
+    def __getattr__(self, name: str) -> Now:
+        """Return what goes on in a thread of autograd's."""
+        if name != "now":
+            raise AttributeError(name)
+        there = get_from_tls(_KEY) if is_in_tls(_KEY) else None
+        if there is not None:
+            return cast("Now", there)
+        if self._own.is_shared:  # by a backward that waits for this one
+            self._own = Now()
+        return self._own
+
+    def begin(self, now: Now) -> Now:
+        """Let something else go on from here; return what went on, for `end`."""
+        had = self.now
+        if "now" in self.__dict__:
+            self.now = now
+        stash_in_tls(_KEY, now)
+        now.is_shared = True
+        return had
+
+    def end(self, had: Now) -> None:
+        """Let go on what went on before `begin`."""
+        self.now.is_shared = False
+        if "now" in self.__dict__:
+            self.now = had
+        if had.is_shared:
+            stash_in_tls(_KEY, had)
+        else:
+            remove_from_tls(_KEY)
 
 
 thread = Thread()
@@ -78,8 +158,12 @@ def plainly() -> Generator[None]:
 
     For a forward whose backward follows at once. Recomputes are as ever, and compiled code keeps its regions.
     """
-    had, thread.now.plain = thread.now.plain, True
+    now = thread.now
+    had, now.plain = now.plain, True
+    shared = now.share()
     try:
         yield
     finally:
-        thread.now.plain = had
+        now.plain = had
+        if shared:
+            now.unshare()

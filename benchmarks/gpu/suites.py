@@ -1,0 +1,19 @@
+"""The suites of regions, tensors, stores and policies, with the device as torch's default one."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import suite
+
+SUITES = ("tests/regions", "tests/tensors", "tests/stores", "tests/policies", "tests/test_ambient.py")
+
+
+def main() -> None:
+    folders = [one for one in SUITES if Path(suite.ROOT, one).exists()]
+    suite.run(Path(sys.argv[1]), *folders, seconds=200, processes=14, TORCHREMAT_DEFAULT_DEVICE="cuda")
+
+
+if __name__ == "__main__":
+    main()
