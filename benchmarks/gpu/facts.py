@@ -226,7 +226,7 @@ def attention() -> object:
         SDPBackend.MATH,
     ):
         for deterministic in (False, True):
-            torch.use_deterministic_algorithms(deterministic, warn_only=True)
+            torch.use_deterministic_algorithms(deterministic)
             name = f"{backend.name}{', deterministic' if deterministic else ''}"
             try:
                 with sdpa_kernel(backend):
@@ -388,8 +388,11 @@ def capture_of_a_region() -> object:
         ("torch, rng kept out", lambda *a: checkpoint(*a, use_reentrant=False, preserve_rng_state=False)),
     ):
         for dropout in (0.0, 0.5):
-            model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(dropout), nn.Linear(64, 64)).to(DEVICE)
-            x = torch.rand(16, 64, device=DEVICE, requires_grad=True)
+            x = (torch.rand(16, 64, device=DEVICE) + 0.5).requires_grad_()
+
+            def model(x: Tensor, dropout: float = dropout) -> Tensor:
+                return functional.dropout(x.exp(), dropout).square()
+
             try:
                 side = torch.cuda.Stream()
                 side.wait_stream(torch.cuda.current_stream())
@@ -401,10 +404,16 @@ def capture_of_a_region() -> object:
                 graph = torch.cuda.CUDAGraph()
                 x.grad = None
                 with torch.cuda.graph(graph):
-                    region(model, x).sum().backward()
-                graph.replay()
-                torch.cuda.synchronize()
-                result = "captured"
+                    y = region(model, x)
+                    y.sum().backward()
+                masks_agree = []
+                for _ in range(5):
+                    x.grad.zero_()
+                    graph.replay()
+                    torch.cuda.synchronize()
+                    # y is x where nothing was dropped, times a constant: so is its gradient, of the same places.
+                    masks_agree.append(torch.equal(y != 0, x.grad != 0))
+                result = {"masks agree in replays": masks_agree}
             except Exception as error:  # noqa: BLE001  an error is a finding
                 result = f"{type(error).__name__}: {error}"[:300]
                 torch.cuda.synchronize()
@@ -414,8 +423,6 @@ def capture_of_a_region() -> object:
 
 def offloaded() -> object:
     """What is still allocated after the forward of an offloaded chain, right away and after a wait."""
-    from torchremat.stores import Host
-
     layers = nn.Sequential(*(nn.Sequential(nn.Linear(2048, 2048), nn.GELU()) for _ in range(12))).to(DEVICE)
     x = torch.rand(4096, 2048, device=DEVICE)
 
@@ -440,7 +447,7 @@ def offloaded() -> object:
     layers.zero_grad()
 
     def away() -> Tensor:
-        with torchremat.offload(Host()):
+        with torchremat.offload(torchremat.Host()):
             return layers(x).square().mean()
 
     found["offload, MiB"] = allocated(away)
@@ -452,7 +459,7 @@ def planned() -> object:
     model = nn.Sequential(*(_Block(512) for _ in range(8))).to(DEVICE)
     x = torch.rand(1024, 512, device=DEVICE)
 
-    def step() -> Tensor:
+    def step(model: nn.Module) -> Tensor:
         return model(x).square().mean()
 
     plan = torchremat.plan(model, step, budget="60%")
@@ -462,7 +469,7 @@ def planned() -> object:
 def measured() -> object:
     model = nn.Sequential(*(_Block(512) for _ in range(8))).to(DEVICE)
     x = torch.rand(1024, 512, device=DEVICE)
-    return str(torchremat.measure(lambda: model(x).square().mean(), model))
+    return str(torchremat.measure(lambda model: model(x).square().mean(), model))
 
 
 def out_of_memory() -> object:

@@ -7,12 +7,21 @@ from pathlib import Path
 
 import suite
 
-SUITES = ("tests/regions", "tests/tensors", "tests/stores", "tests/policies", "tests/test_ambient.py")
+SUITES = (
+    "tests/policies",
+    "tests/test_ambient.py",
+    "tests/regions/test_world_hooks.py",
+    "tests/regions/test_state_fuzz.py",
+    "tests/regions/test_engine.py",
+    "tests/regions/test_inside.py",
+    "tests/regions/test_threads.py",
+    "tests/regions/test_diagnosis.py",
+)
 
 
 def main() -> None:
     folders = [one for one in SUITES if Path(suite.ROOT, one).exists()]
-    suite.run(Path(sys.argv[1]), *folders, seconds=200, processes=14, TORCHREMAT_DEFAULT_DEVICE="cuda")
+    suite.run(Path(sys.argv[1]), *folders, seconds=150, processes=14, TORCHREMAT_DEFAULT_DEVICE="cuda")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from logs import Log
 from regions.comparing import Counted, equal, leaf, result, same
 from torchremat import CheckpointError, checkpointed, extend, session, wrap
+from torchremat.policies import save_operators
 from torchremat.regions import values
 from torchremat.tensors import fingerprints
 
@@ -184,3 +185,20 @@ def test_a_forward_that_raises_leaves_no_fingerprints_behind():
     fails += [False, False]
 
     run(x).sum().backward()
+
+
+def test_a_comparison_at_the_end_of_a_backward_is_no_operator_of_the_region(monkeypatch):
+    monkeypatch.setattr(values, "waits", lambda tensor: True)  # as on a device, where nobody waits before that
+    weight = torch.rand(4, requires_grad=True)
+
+    def inner(x):
+        (weight * x.detach()).sum().backward()
+        return torch.tanh(x + 2).sin()
+
+    kept = checkpointed(inner, policy=save_operators("aten.tanh"))
+    x = torch.rand(4, requires_grad=True)
+    plain = torch.autograd.grad(inner(inner(x)).sum(), x)
+    expected, weight.grad = weight.grad, None
+    ours = torch.autograd.grad(checkpointed(lambda x: kept(kept(x)), check="values")(x).sum(), x)
+    assert torch.equal(*ours, *plain)
+    assert torch.equal(weight.grad, expected)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from torchremat._compat.autograd import at_end_of_backward, current_graph_task
 from torchremat.errors import CheckpointError
-from torchremat.tensors.fingerprints import alike, fingerprint
+from torchremat.tensors.fingerprints import alike, differing, fingerprint
 from torchremat.tensors.metadata import Metadata
 
 _OURS = str(Path(__file__).parents[1])
@@ -138,8 +138,7 @@ class ValueCheck:
             CheckpointError: Something differs.
         """
         pending, self._pending = self._pending, []
-        then, now = (torch.stack([getattr(one, side) for one in pending]) for side in ("then", "now"))
-        differ = (then != now).any(1).tolist()
+        differ = differing([one.then for one in pending], [one.now for one in pending])
         if not any(differ):
             return
         first = pending[differ.index(True)]

@@ -13,6 +13,7 @@ or negated in name alone is so in fact first: it may come back from a store as a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -42,8 +43,14 @@ def fingerprint(tensor: Tensor) -> Tensor:
 
 def alike(one: Tensor, other: Tensor) -> bool:
     """Return whether two fingerprints are equal, which waits for their device."""
-    with below_transforms():
+    with below_transforms(), hiding():
         return torch.equal(one, other)
+
+
+def differing(ones: Sequence[Tensor], others: Sequence[Tensor]) -> list[bool]:
+    """Return which fingerprints differ, pair by pair, which waits for their device once."""
+    with torch.no_grad(), below_transforms(), hiding():
+        return (torch.stack(tuple(ones)) != torch.stack(tuple(others))).any(1).tolist()
 
 
 def _of(tensor: Tensor, name: str) -> Tensor:
