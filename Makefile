@@ -14,9 +14,9 @@ test: lint .venv/.stamp
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-# The tests that need a CUDA device; everything else runs on a CPU.
+# What needs a CUDA device: facts of it, the tests that are marked so, and suites that run on it as well.
 gpu: .venv/.stamp
-	$(BIN)/python -m pytest -m gpu
+	$(BIN)/python benchmarks/gpu/main.py
 
 lint: .venv/.stamp
 	$(BIN)/ruff check

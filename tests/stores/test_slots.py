@@ -203,6 +203,13 @@ def same(one, other):
     )
 
 
+def close(one, other):
+    if one is None or other is None:
+        return one is other
+    bound = 64 * torch.finfo(one.dtype).eps
+    return one.stride() == other.stride() and torch.allclose(one, other, rtol=bound, atol=bound, equal_nan=True)
+
+
 def test_every_entry_is_tried():
     assert OPERATIONS.keys() == NEEDS.keys()
 
@@ -273,7 +280,9 @@ def test_derivatives_do_not_notice_on_a_device(node, function, shape):
         for dtype in FLOATS:
             x = layout(values(shape, dtype, nans=True).cuda())
 
-            plain, _ = derivatives(function, x, swaps=False, twice=node not in ONCE_ONLY)
+            plain, *others = (derivatives(function, x, swaps=False, twice=node not in ONCE_ONLY)[0] for _ in range(5))
             swapped, _ = derivatives(function, x, swaps=True, twice=node not in ONCE_ONLY)
 
-            assert all(map(same, plain, swapped)) and len(plain) == len(swapped)
+            # Some kernels add in whatever order the device comes to: then two plain runs differ by rounding as well.
+            is_exact = all(all(map(same, plain, other)) for other in others)
+            assert all(map(same if is_exact else close, plain, swapped)) and len(plain) == len(swapped)
