@@ -81,7 +81,7 @@ def assert_recomputes(program, ours):
 def assert_nothing_is_left():
     assert torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
     assert top_saved_tensor_hooks(True) is None
-    assert thread.now.recomputing == 0 and thread.now.calls == [] and thread.now.scopes == [] and not thread.frozen
+    assert thread.now.recomputing == 0 and thread.now.calls == [] and thread.now.scopes == [] and not thread.now.frozen
     assert thread.now.selecting is None and dispatch_modes() == []
 
 
