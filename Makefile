@@ -14,9 +14,10 @@ test: lint .venv/.stamp
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-# What needs a CUDA device: facts of it, the tests that are marked so, and suites that run on it as well.
+# What needs a CUDA device: the facts of it are noted, and then the tests that are marked so have to pass.
 gpu: .venv/.stamp
-	$(BIN)/python benchmarks/gpu/main.py
+	$(BIN)/python benchmarks/gpu/main.py facts regions
+	$(BIN)/python -m pytest -m gpu
 
 lint: .venv/.stamp
 	$(BIN)/ruff check

@@ -1,6 +1,8 @@
 """Each thing that surrounds a call: the recompute sees the forward's, and leaves the caller's as it was."""
 
 import contextvars
+import subprocess
+import sys
 import threading
 from collections import defaultdict, deque
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -553,3 +555,35 @@ def test_what_surrounds_calls_is_captured_once_while_it_stays():
     assert surroundings() is first
     with setting(torch.set_default_dtype, torch.float64, torch.float32):
         assert surroundings() is not first
+
+
+OF_TWO_WORDS = """
+import torch
+
+torch.backends.cuda.is_built = lambda: True  # that a build for CUDA has these flags is read when they are imported
+import torchremat
+
+products = torch.backends.cuda.matmul
+read = torch._C._get_cublas_allow_bf16_reduced_precision_reduction
+
+@torchremat.extend.only_watches
+class Log(list): ...
+
+log = Log()
+
+def function(x):
+    log.append(read())
+    return x.sin().sin()
+
+y = torchremat.checkpoint(function, torch.ones(3, requires_grad=True))
+products.allow_bf16_reduced_precision_reduction = False
+y.sum().backward()
+assert log == [(True, True)] * 2, log
+assert read() == (False, True), read()
+"""
+
+
+def test_a_flag_of_two_words_is_as_in_the_forward_and_put_back():
+    found = subprocess.run([sys.executable, "-c", OF_TWO_WORDS], capture_output=True, text=True, timeout=120)
+
+    assert (found.returncode, found.stderr) == (0, "")
