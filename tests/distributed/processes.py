@@ -5,6 +5,7 @@ the others; when the processes no longer agree on what to do next, the rest is t
 """
 
 import datetime
+import faulthandler
 import json
 import os
 import traceback
@@ -33,8 +34,10 @@ def run_all(cases, folder, world=WORLD):
         for line in (folder / f"{rank}").read_text().splitlines():
             name, words = json.loads(line)
             told[name].append(words if words.startswith(_SKIPPED) else words and f"process {rank}: {words}")
+    ends = [one.exitcode for one in processes]
     return {
-        name: "\n".join(filter(None, found)) if len(found) == world else _lost(found) for name, found in told.items()
+        name: "\n".join(filter(None, found)) if len(found) == world else _lost(found, ends)
+        for name, found in told.items()
     }
 
 
@@ -45,11 +48,12 @@ def judge(words):
     assert not words, words
 
 
-def _lost(found):
-    return "\n".join(["not run by all processes", *found])
+def _lost(found, ends):
+    return "\n".join([f"not run by all processes, which ended with {ends}", *found])
 
 
 def _work(cases, rank, folder, world):
+    faulthandler.enable()  # for one that dies in the middle of a case
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     warnings.simplefilter("error")

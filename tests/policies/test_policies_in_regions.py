@@ -739,6 +739,35 @@ def test_backward_inside_of_a_region_with_a_policy():
         assert gradients(checkpointed(function, policy=policy), x, block, times=2) == gradients(function, x, block)
 
 
+class Doubling(torch.Tensor):
+    """Doubles what comes of multiplying it, where Python multiplies."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        result = super().__torch_function__(function, types, args, kwargs or {})
+        if function in {torch.Tensor.mul, torch.ops.aten.mul.Tensor}:
+            with torch._C.DisableTorchFunctionSubclass():
+                return result * 2
+        return result
+
+
+def test_a_backward_inside_of_a_region_does_not_ask_a_subclass_what_it_saved():
+    # The gradient is a product with the saved input, in C++; through a mode of ours it comes by Python.
+    def function(x):
+        scale = leaf(5)
+        (scale * x.detach()).sum().backward()
+        given.append(scale.grad)
+        return x.sin() * 2
+
+    x = torch.randn(5, requires_grad=True)
+    for policy in (save_matmuls, everything_saved, nothing_saved):
+        given = []
+        function(x.as_subclass(Doubling))
+        checkpoint(checkpointed(function, policy=policy), x.as_subclass(Doubling))
+        assert [type(one) for one in given] == [torch.Tensor] * 2
+        assert torch.equal(*given)
+
+
 def test_a_recompute_that_gets_further_than_the_forward_which_waits_for_it():
     # The backward in the region asks for what `exp` saved; the recompute goes backward as well, and multiplies first.
     def function(x):

@@ -267,9 +267,6 @@ _compilation = cast(
 _module = cast("Any", private("_higher_order_ops.utils", needed_for=_HIGHER_ORDER))
 _module.setup_compilation_env = wraps(_compilation)(partial(_apart, _compilation))
 
-without_subclass_functions = cast(
-    "Callable[[], AbstractContextManager[None]]", private("_C.DisableTorchFunctionSubclass", needed_for=_MODES)
-)
 _exclude = cast(
     "Callable[[object, bool], AbstractContextManager[None]]",
     private("_C._SetExcludeDispatchKeyGuard", needed_for=_MODES),

@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, UntypedStorage
+from torch.overrides import has_torch_function
 
 from torchremat._compat.autograd import is_accumulating
 from torchremat._compat.modes import (
@@ -21,6 +22,7 @@ from torchremat._compat.modes import (
     innermost_dispatch_mode,
     push_dispatch_mode,
     take_dispatch_mode,
+    without_torch_function,
 )
 from torchremat._compat.sharding import is_run_by_fsdp, shards_anything
 from torchremat._compat.transforms import is_in_batch, outside_batches
@@ -312,6 +314,10 @@ class _Mode(EagerMode):
         args: tuple[object, ...] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
+        if has_torch_function(args):
+            # The operator came from C++, as in a backward: nobody asked the subclass there, and the result is none.
+            with without_torch_function():
+                return self.__torch_dispatch__(func, types, args, kwargs)
         run = thread.now.selecting
         if run is None or run.mode is not self or hidden.now:
             return func(*args, **(kwargs or {}))

@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping
 from typing import NoReturn
 
 from torch import Tensor
+from torch.overrides import has_torch_function
 
-from torchremat._compat.modes import EagerMode
+from torchremat._compat.modes import EagerMode, without_torch_function
 from torchremat.ambient.hidden import hidden
 
 
@@ -68,6 +69,10 @@ class Reading(EagerMode):
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
         """Run an operator."""
+        if has_torch_function(args):
+            # The operator came from C++, as in a backward: nobody asked the subclass there, and the result is none.
+            with without_torch_function():
+                return self.__torch_dispatch__(func, types, args, kwargs)
         if not hidden.now:
             for one in args:
                 self._look(one)

@@ -14,7 +14,7 @@ from weakref import ref
 from torch import Tensor, nn
 
 from torchremat._compat.autograd import set_grad_mode, top_saved_tensor_hooks
-from torchremat._compat.modes import without_subclass_functions
+from torchremat._compat.modes import without_torch_function
 from torchremat.tensors.metadata import metadata_of, version_of, with_strides
 from torchremat.tensors.parts import attributes_of
 
@@ -151,7 +151,7 @@ class HeldTensor:
             return alias.requires_grad_() if requires_grad else alias
         kind = type(tensor)
         # What a subclass does with operators is the user's, and goes by rules of the moment.
-        with without_subclass_functions():
+        with without_torch_function():
             alias = tensor.detach()
             if type(alias) is not kind:
                 alias = alias.as_subclass(kind)
