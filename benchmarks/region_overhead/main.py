@@ -47,6 +47,7 @@ class Case:
         torch: torch's way.
         ours: Ours.
         runs: How often the function runs in a step beside the run that is differentiated.
+        shape: Of its input.
     """
 
     function: Function
@@ -54,10 +55,11 @@ class Case:
     torch: Callable[[Function, Tensor], Tensor] = PLAIN
     ours: Callable[[Function, Tensor], Tensor] = torchremat.checkpoint
     runs: int = 1
+    shape: tuple[int, ...] = (ELEMENTS,)
 
     def ways(self) -> dict[str, Callable[[], object]]:
         """The ways to run a step."""
-        x = torch.rand(ELEMENTS, requires_grad=True)
+        x = torch.rand(self.shape, requires_grad=True)
 
         def by_hand() -> None:
             with torch.no_grad():
@@ -89,6 +91,12 @@ def layers() -> Function:
     return nn.Sequential(
         nn.LayerNorm(ELEMENTS), nn.Linear(ELEMENTS, ELEMENTS), nn.GELU(), nn.Linear(ELEMENTS, ELEMENTS)
     )
+
+
+def encoder() -> Function:
+    """A layer of a transformer in training, with three dropouts."""
+    torch.manual_seed(0)
+    return nn.TransformerEncoderLayer(ELEMENTS, 2, 2 * ELEMENTS, dropout=0.1, batch_first=True)
 
 
 def nested(region: Callable[[Function, Tensor], Tensor], function: Function, x: Tensor) -> Tensor:
@@ -131,6 +139,7 @@ CASES = {
     "4 operations, values checked": Case(sines(4), 8, ours=by_value),
     "LayerNorm, Linear, GELU, Linear": Case(layers(), 4),
     "Dropout": Case(nn.Dropout(0.1), 1),
+    "TransformerEncoderLayer": Case(encoder(), 25, shape=(1, 2, ELEMENTS)),
 }
 
 

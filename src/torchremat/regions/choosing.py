@@ -12,8 +12,9 @@ from weakref import ref
 
 from torch import Tensor, UntypedStorage
 
+from torchremat.regions.draws import PutBack
 from torchremat.regions.paths import ModulePaths
-from torchremat.regions.selecting import Collecting, PutBack, Replaying, SeenBy, unseen
+from torchremat.regions.selecting import Collecting, Replaying, SeenBy, unseen
 from torchremat.regions.selection import Selection, Stored, Value, memory_of
 from torchremat.regions.slots import Served, Slot
 from torchremat.regions.threads import thread

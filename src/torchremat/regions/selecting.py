@@ -6,7 +6,7 @@ See NOTE [ Selective recompute ].
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from threading import get_ident
 from types import CodeType
 from typing import Any, NamedTuple, TypeVar, cast
@@ -25,8 +25,6 @@ from torchremat._compat.modes import (
     without_torch_function,
 )
 from torchremat._compat.sharding import is_run_by_fsdp, shards_anything
-from torchremat._compat.transforms import is_in_batch, outside_batches
-from torchremat.ambient.generators import set_generator
 from torchremat.ambient.hidden import hidden
 from torchremat.ambient.surroundings import only_watches
 from torchremat.errors import CheckpointError
@@ -374,24 +372,6 @@ class SeenBy(AbstractContextManager[None]):
             if self._is_off:
                 push_dispatch_mode(self._mode)  # it takes itself off
             self._mode.__exit__(*error)
-
-
-class PutBack(AbstractContextManager[None]):
-    """A recompute, after which the generators that kept draws have moved are where they were."""
-
-    __slots__ = ("_had",)
-
-    def __enter__(self) -> None:
-        now = thread.now
-        self._had, now.moved = now.moved, {}
-
-    def __exit__(self, *error: object) -> None:
-        now = thread.now
-        moved, now.moved = now.moved, self._had
-        if moved:
-            with outside_batches() if is_in_batch() else nullcontext():
-                for generator, state in moved.items():
-                    set_generator(generator, state)
 
 
 def unseen(function: Callable[[A], T], argument: A) -> T:

@@ -40,10 +40,10 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from torchremat._compat.modes import alias_that_counts, counting_versions
-from torchremat.ambient.generators import get_generator, set_generator
+from torchremat.ambient.generators import get_generator
 from torchremat.errors import MutationError
 from torchremat.regions.decisions import SAVE, Decision, Policy
-from torchremat.regions.threads import thread
+from torchremat.regions.draws import move
 from torchremat.regions.traits import Traits
 from torchremat.stores.held import InCatalog
 from torchremat.stores.weak import Counter
@@ -180,15 +180,8 @@ class Kept:
         if output is None:
             return None
         if self.draws is not None:
-            _move(*self.draws)  # See NOTE [ Selective recompute ], 6
+            move(*self.draws)  # See NOTE [ Selective recompute ], 6
         return output
-
-
-def _move(generator: torch.Generator | torch.device, state: Tensor) -> None:
-    moved = thread.now.moved
-    if moved is not None and generator not in moved:
-        moved[generator] = get_generator(generator)
-    set_generator(generator, state)
 
 
 class _GoneError(Exception):

@@ -1,0 +1,41 @@
+"""Where random generators are while a recompute is given outputs that operators have drawn.
+
+See NOTE [ Selective recompute ], 6.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from torchremat._compat.transforms import is_in_batch, outside_batches
+from torchremat.ambient.generators import get_generator, set_generator
+from torchremat.regions.threads import thread
+
+
+def move(generator: torch.Generator | torch.device, state: Tensor) -> None:
+    """Let a generator, or a device's, be where an operator that does not run again has left it."""
+    moved = thread.now.moved
+    if moved is not None and generator not in moved:
+        moved[generator] = get_generator(generator)
+    set_generator(generator, state)
+
+
+class PutBack(AbstractContextManager[None]):
+    """A recompute, after which the generators that were moved in it are where they were."""
+
+    __slots__ = ("_had",)
+
+    def __enter__(self) -> None:
+        now = thread.now
+        self._had, now.moved = now.moved, {}
+
+    def __exit__(self, *error: object) -> None:
+        now = thread.now
+        moved, now.moved = now.moved, self._had
+        if moved:
+            with outside_batches() if is_in_batch() else nullcontext():
+                for generator, state in moved.items():
+                    set_generator(generator, state)
