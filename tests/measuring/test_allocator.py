@@ -13,9 +13,12 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, schedule
 from torch.utils.checkpoint import checkpoint
 
+from torchremat._compat.accelerators import Happened
 from torchremat.errors import UnsupportedError
-from torchremat.measuring.allocator import _matched, profiler_is_active, record_allocations
+from torchremat.measuring.allocator import record_allocations
 from torchremat.measuring.bindings import start_profiler
+from torchremat.measuring.history import _deltas
+from torchremat.measuring.profiled import _matched, profiler_is_active
 
 CPU = torch.device("cpu")
 KIB = torch.empty  # KIB(256) is 1 KiB of float32
@@ -133,12 +136,21 @@ def test_backward_is_part_of_the_trace():
     assert trace.live_bytes_at(backward) == 4 + 4096
 
 
-def test_a_foreign_free_counts_on_cuda_alone():
-    # Address 7 was allocated before the block. On the CPU its 512 may be the size of an earlier owner of the address.
+def test_a_foreign_free_of_the_cpu_does_not_count():
+    # Address 7 was allocated before the block; its 512 may be the size of an earlier owner of the address.
     events = [(1, 5, 100), (2, 7, -512), (3, 5, -100)]
 
-    assert _matched(events, keep_foreign=False) == ([(1, 5, 100), (3, 5, -100)], 512)
-    assert _matched(events, keep_foreign=True) == (events, 512)
+    assert _matched(events) == [(1, 5, 100), (3, 5, -100)]
+
+
+def test_a_foreign_free_of_a_device_counts():
+    # A block of CUDA's allocator knows its own size, and that of the history is what was asked for.
+    history = [Happened(1, 5, 100), Happened(2, 7, -600), Happened(3, 5, -100)]
+
+    deltas, foreign_freed_bytes = _deltas(history, block_bytes=512)
+
+    assert deltas.tolist() == [512, -1024, -512]
+    assert foreign_freed_bytes == 1024
 
 
 def test_what_a_collective_has_allocated_and_nobody_is_seen_to_free_counts_until_its_end():
@@ -146,7 +158,7 @@ def test_what_a_collective_has_allocated_and_nobody_is_seen_to_free_counts_until
     # is freed unseen for good; 7 is freed by the caller, later; 8 was not allocated in a collective, and stays.
     events = [(1, 8, 1), (12, 5, 100), (14, 7, 300), (30, 5, 50), (31, 5, -50), (35, 7, -300), (44, 6, 200)]
 
-    found, _ = _matched(events, keep_foreign=False, calls=[10, 20, 40, 50])
+    found = _matched(events, calls=[10, 20, 40, 50])
 
     assert found == [*events[:3], (20, 5, -100), *events[3:], (50, 6, -200)]
 
@@ -170,7 +182,7 @@ def test_an_address_that_comes_back_without_a_free_ends_the_old_allocation():
     # Its free was in a thread that torch does not watch.
     events = [(1, 5, 100), (2, 5, 300), (3, 5, -300)]
 
-    assert _matched(events, keep_foreign=False) == ([(1, 5, 100), (2, 5, -100), (2, 5, 300), (3, 5, -300)], 0)
+    assert _matched(events) == [(1, 5, 100), (2, 5, -100), (2, 5, 300), (3, 5, -300)]
 
 
 def test_tensors_without_bytes_make_no_event():
@@ -218,7 +230,7 @@ def test_an_interrupt_of_the_start_leaves_no_profiler(monkeypatch, when: str):
         if when == "after":
             signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr("torchremat.measuring.allocator.start_profiler", interrupted)
+    monkeypatch.setattr("torchremat.measuring.profiled.start_profiler", interrupted)
 
     with pytest.raises(KeyboardInterrupt), record_allocations(CPU):
         pass

@@ -9,6 +9,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from torchremat._compat.accelerators import accelerator_of
 from torchremat._compat.sharding import unreduced_gradients
 from torchremat.measuring.communication import communication_bytes
 from torchremat.measuring.tracker import address_of, tensors_in
@@ -18,7 +19,8 @@ from torchremat.measuring.tracker import address_of, tensors_in
 class BytesBefore:
     """Bytes on one device before a step. A storage that is reachable in two ways counts under the first of them.
 
-    What data parallelism communicates from is in `communication`.
+    What data parallelism communicates from is in `communication`, and what libraries of a device and others keep there
+    in `resident`, see NOTE [ What a device holds ].
     """
 
     parameter_bytes: int
@@ -27,12 +29,13 @@ class BytesBefore:
     optimizer_bytes: int
     input_bytes: int
     communication_bytes: int = 0
+    resident_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
         """The sum."""
         held_bytes = self.parameter_bytes + self.gradient_bytes + self.buffer_bytes + self.optimizer_bytes
-        return held_bytes + self.input_bytes + self.communication_bytes
+        return held_bytes + self.input_bytes + self.communication_bytes + self.resident_bytes
 
 
 def bytes_before(
@@ -53,6 +56,7 @@ def bytes_before(
         device: One without an index stands for all of its type.
     """
     models, leaves, inputs = list(models), list(leaves), list(inputs)
+    block_bytes = accelerator_of(device).block_bytes
     counted: set[int] = set()
 
     def bytes_of(tensors: Iterable[object]) -> int:
@@ -62,7 +66,7 @@ def bytes_before(
             here = tensor.device.type == device.type and device.index in (None, tensor.device.index)
             if here and address_of(storage) not in counted:
                 counted.add(address_of(storage))
-                total += storage.nbytes()
+                total += -(-storage.nbytes() // block_bytes) * block_bytes
         return total
 
     held = {id(tensor) for tensor in inputs}

@@ -22,10 +22,10 @@ from typing import Literal
 import torch
 from torch import nn
 
-from torchremat.errors import UnsupportedError
-from torchremat.measuring.allocator import profiler_is_active
+from torchremat._compat.accelerators import accelerator_of
 from torchremat.measuring.curves import curve_of, draw
 from torchremat.measuring.heap import heap_set_aside
+from torchremat.measuring.profiled import profiler_is_active
 from torchremat.measuring.runs import run_counted, run_plain, run_traced, subject_of
 from torchremat.measuring.step import run_backward
 from torchremat.measuring.timeline import Timeline
@@ -148,8 +148,9 @@ def measure(
     """
     subject = subject_of(step, model, optimizer)
     place = subject.device(device)
-    if place.type not in ("cpu", "cuda"):
-        raise UnsupportedError(f"bytes can be measured on cpu and cuda, not on {place}.")
+    accelerator = accelerator_of(place)
+    if accelerator.records is None:
+        raise accelerator.lacks("bytes can be measured")
     foreign_profiler = profiler_is_active()
     with heap_set_aside():
         # Before any hook is set: code that dynamo compiles with our hooks in place would keep their graph breaks.

@@ -6,13 +6,14 @@ Every run begins with the same gradients (zeros), buffers and generators, and en
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
+from torchremat._compat.accelerators import accelerator_of, accelerators
 from torchremat._compat.autograd import top_saved_tensor_hooks
 from torchremat.errors import UnsupportedError
 from torchremat.measuring.allocator import record_allocations
@@ -41,10 +42,22 @@ class Subject:
     models: tuple[nn.Module, ...]
     inputs: tuple[Tensor, ...]
     optimizer: torch.optim.Optimizer | None
+    _resident: dict[torch.device, int] = field(default_factory=dict[torch.device, int], repr=False)
 
-    def untouched(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def untouched(self) -> Generator[None]:
         """Keep what the step touches, for one run."""
-        return untouched(self.models, self.optimizer, tensors=self.inputs)
+        # Before anything is set aside: that is on the device as well, and not in a step of the user's.
+        self._resident.update(self._resident_now())
+        with untouched(self.models, self.optimizer, tensors=self.inputs):
+            yield
+
+    def _resident_now(self) -> Iterator[tuple[torch.device, int]]:
+        """Yield what each device has given out, and no tensor of the step is in. See NOTE [ What a device holds ]."""
+        for accelerator in accelerators():
+            for device in accelerator.in_use() if accelerator.counts else ():
+                known = self._bytes_before(device).total_bytes
+                yield device, max(0, accelerator.counters(device).allocated_bytes - known)
 
     def run(self) -> object:
         """Run the step and return what it returns."""
@@ -56,6 +69,9 @@ class Subject:
 
     def before(self, device: torch.device) -> BytesBefore:
         """Return what lies on `device` now; inside `untouched`, with all gradients."""
+        return replace(self._bytes_before(device), resident_bytes=self._resident.get(device, 0))
+
+    def _bytes_before(self, device: torch.device) -> BytesBefore:
         return bytes_before(
             models=self.models,
             leaves=gradient_leaves(self.models, self.optimizer, self.inputs),
@@ -81,10 +97,14 @@ def _existing(wanted: torch.device | str) -> torch.device:
         place = torch.device(wanted)
     except (RuntimeError, TypeError) as error:
         raise UnsupportedError(f'device={wanted!r} is no device, like "cpu" or "cuda:0".') from error
-    if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
-        raise UnsupportedError(f"device={wanted!r}: torch finds {torch.cuda.device_count()} CUDA devices here.")
+    accelerator = accelerator_of(place)
+    if accelerator.records is None:
+        return place
+    count = len(accelerator.devices())
+    if not accelerator.is_host and (place.index or 0) >= count:
+        raise UnsupportedError(f"device={wanted!r}: torch finds {count} devices of type {place.type} here.")
     # Tensors on "cuda" have the index of the current device, and those on "cpu:0" have none.
-    return torch.empty(0, device=place).device if place.type in ("cpu", "cuda") else place
+    return torch.empty(0, device=place).device
 
 
 def subject_of(
@@ -140,7 +160,7 @@ class Traced:
 
 @dataclass(frozen=True, kw_only=True)
 class Plain:
-    """What the plain run tells. Bytes are None but on CUDA; there, those of CUDA's counters."""
+    """What the plain run tells. Bytes are those of the device's counters; None where it has none."""
 
     seconds: float
     peak_bytes: int | None = None
@@ -241,27 +261,26 @@ def run_traced(subject: Subject, device: torch.device, *, before_bytes: int) -> 
 
 
 def run_plain(subject: Subject, device: torch.device) -> Plain:
-    """Run the step with nothing around it but a clock; on CUDA its counters run anyway, and are read."""
+    """Run the step with nothing around it but a clock; a device's counters run anyway, and are read."""
+    accelerator = accelerator_of(device)
     with subject.untouched():
-        if device.type != "cuda":
-            start_s = time.perf_counter()
+        if not accelerator.counts:
+            start_s = accelerator.seconds(device)
             run_backward(subject.forward())
-            return Plain(seconds=time.perf_counter() - start_s)
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
+            return Plain(seconds=accelerator.seconds(device) - start_s)
+        start_s = accelerator.seconds(device)
+        accelerator.reset_peak(device)
         # Gradients set aside for this run lie there as well, so only the difference to the start is the step's.
-        start_bytes = torch.cuda.memory_allocated(device)
-        start_s = time.perf_counter()
+        start_bytes = accelerator.counters(device).allocated_bytes
         loss = subject.forward()
-        kept_bytes = torch.cuda.memory_allocated(device) - start_bytes
+        kept_bytes = accelerator.counters(device).allocated_bytes - start_bytes
         run_backward(loss)
-        torch.cuda.synchronize(device)
-        seconds = time.perf_counter() - start_s
-        free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+        seconds = accelerator.seconds(device) - start_s
+        counted = accelerator.counters(device)
         return Plain(
             seconds=seconds,
-            peak_bytes=torch.cuda.max_memory_allocated(device) - start_bytes,
+            peak_bytes=counted.peak_bytes - start_bytes,
             kept_bytes=kept_bytes,
-            reserved_bytes=torch.cuda.max_memory_reserved(device),
-            context_bytes=total_bytes - free_bytes - torch.cuda.memory_reserved(device),
+            reserved_bytes=counted.peak_reserved_bytes,
+            context_bytes=accelerator.context_bytes(device),
         )

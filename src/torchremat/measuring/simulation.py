@@ -36,9 +36,9 @@ from torchremat._compat.fakes import (
 from torchremat._compat.modes import EagerMode
 from torchremat.ambient.generators import states_watched
 from torchremat.errors import StepError, UnsupportedError
-from torchremat.measuring.allocator import AllocationTrace, Mark
 from torchremat.measuring.callers import asked_by_us, depends_on_data, place_of_user
 from torchremat.measuring.simulated_contents import Contents
+from torchremat.measuring.traces import AllocationTrace, Mark
 from torchremat.measuring.tracker import address_of, tensors_in
 
 _ATEN = torch.ops.aten

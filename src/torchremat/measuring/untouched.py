@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from torchremat._compat.accelerators import accelerators
 from torchremat._compat.sharding import reshard, unreduced_gradients_aside
 from torchremat.measuring.bindings import set_version
 from torchremat.measuring.interrupts import uninterrupted
@@ -195,9 +196,9 @@ class RandomNumbers:
 
     def __init__(self) -> None:
         self._cpu = torch.get_rng_state()
-        # A process without a CUDA context has no CUDA generators yet, and asking for them would make the context: 0.5
-        # GB.
-        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+        # A process that has not begun to use a device has no generators there, and asking for them would begin it: that
+        # takes 0.5 GB on CUDA.
+        self._others = [(one, one.generator_states()) for one in accelerators()]
         self._python = random.getstate()
         self._numpy = np.random.get_state()
 
@@ -205,13 +206,13 @@ class RandomNumbers:
         """Return the bytes of the states of torch's generators, which lie on the host."""
         if device.type != "cpu":
             return 0
-        return self._cpu.nbytes + sum(state.nbytes for state in self._cuda or ())
+        return self._cpu.nbytes + sum(state.nbytes for _, states in self._others for state in states)
 
     def put_back(self) -> None:
         """Give the generators these states."""
         torch.set_rng_state(self._cpu)
-        if self._cuda is not None:
-            torch.cuda.set_rng_state_all(self._cuda)
+        for accelerator, states in self._others:
+            accelerator.set_generator_states(states)
         random.setstate(self._python)
         np.random.set_state(self._numpy)
 

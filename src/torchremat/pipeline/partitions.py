@@ -8,6 +8,7 @@ from typing import cast
 import torch
 from torch import nn
 
+from torchremat._compat.accelerators import accelerator_of
 from torchremat.errors import PipelineError
 from torchremat.pipeline.workers import normalised
 
@@ -51,8 +52,8 @@ def listed_devices(devices: Iterable[torch.device | str | int] | None, stages: i
     """Return the devices to use: those given; else all CUDA devices, or the CPU as often as there are stages."""
     if devices is not None:
         found = [torch.device(device) for device in devices]
-    elif torch.cuda.is_available():
-        found = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    elif cuda := accelerator_of(torch.device("cuda")).devices():
+        found = cuda
     else:
         found = [torch.device("cpu")] * (stages or 1)
     problems = [problem for device in dict.fromkeys(found) for problem in _existence_problems(device)]
@@ -61,12 +62,12 @@ def listed_devices(devices: Iterable[torch.device | str | int] | None, stages: i
 
 
 def _existence_problems(device: torch.device) -> list[str]:
-    if device.type == "cuda":
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if (device.index or 0) >= count:
-            return [f"there is no device {device}: {count} CUDA devices are here"]
-    elif device.type != "cpu":
+    accelerator = accelerator_of(device)
+    if not (accelerator.is_host or accelerator.counts):
         return [f"devices of type {device.type} are not supported, only cuda and cpu"]
+    count = len(accelerator.devices())
+    if not accelerator.is_host and (device.index or 0) >= count:
+        return [f"there is no device {device}: {count} devices of type {device.type} are here"]
     return []
 
 

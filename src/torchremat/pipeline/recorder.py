@@ -1,7 +1,7 @@
-"""`Recorder`: takes down the events of a step, from as many threads and CUDA streams as run it.
+"""`Recorder`: takes down the events of a step, from as many threads and streams as run it.
 
-On the CPU an event is what lies between two readings of the clock. What is enqueued on a CUDA stream runs later: there
-an event is two marks on the stream, whose times are asked for when the step is over. Both are on one clock, since each
+On the CPU an event is what lies between two readings of the clock. What is enqueued on a stream runs later: there an
+event is two marks on the stream, whose times are asked for when the step is over. Both are on one clock, since each
 device gets a mark at a known time while nothing runs on it.
 """
 
@@ -18,6 +18,7 @@ from typing import TypeAlias
 
 import torch
 
+from torchremat._compat.accelerators import accelerator_of
 from torchremat.pipeline.events import Event
 from torchremat.pipeline.timeline import Timeline
 from torchremat.schedules.pipelines import Kind
@@ -28,9 +29,9 @@ _Taken: TypeAlias = "_OnCPU | _OnStream"
 
 @dataclass(frozen=True, kw_only=True)
 class _Zero:
-    """A mark on a CUDA device, and when it was made."""
+    """A mark on a device, and when it was made."""
 
-    mark: torch.cuda.Event
+    mark: torch.Event
     seconds: float
 
 
@@ -58,16 +59,16 @@ class Recorder:
         """Forget all events, and count seconds from now. An event that has begun already is forgotten as well.
 
         Args:
-            devices: CUDA devices to be ready for. Any other is waited for once, at the first event on it.
+            devices: Those to be ready for. Any other is waited for once, at the first event on it.
         """
         with self._lock:
-            self._zeros = {device: _zero(device) for device in devices if device.type == "cuda"}
+            self._zeros = {device: _zero(device) for device in devices if not accelerator_of(device).is_host}
         self._taken = []
         self.step += 1
         self._start_s = perf_counter()
 
     def event(
-        self, stage: int, microbatch: int, kind: Kind, *, stream: torch.cuda.Stream | None = None
+        self, stage: int, microbatch: int, kind: Kind, *, stream: torch.Stream | None = None
     ) -> AbstractContextManager[None]:
         """Return a context that takes down what happens inside it, also if that raises.
 
@@ -75,7 +76,7 @@ class Recorder:
             stage: From 0.
             microbatch: From 0.
             kind: What happens.
-            stream: The CUDA stream on which it does; None if it happens while the CPU is in the context.
+            stream: The stream of a device on which it does; None if it happens while the CPU is in the context.
         """
         if not self.on:
             return _NOTHING
@@ -129,12 +130,12 @@ class _OnCPU:
 
 
 class _OnStream:
-    """An event on a CUDA stream, between two marks."""
+    """An event on a stream, between two marks."""
 
     __slots__ = ("end", "kind", "microbatch", "stage", "start", "stream", "taken", "zero")
 
     def __init__(
-        self, taken: list[_Taken], stage: int, microbatch: int, kind: Kind, stream: torch.cuda.Stream, zero: _Zero
+        self, taken: list[_Taken], stage: int, microbatch: int, kind: Kind, stream: torch.Stream, zero: _Zero
     ) -> None:
         self.taken = taken
         self.stage = stage
@@ -161,16 +162,14 @@ class _OnStream:
         )
 
 
-def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    mark = torch.cuda.Event(enable_timing=True)
-    mark.record(stream)
-    return mark
+def _mark(stream: torch.Stream) -> torch.Event:
+    return accelerator_of(stream.device).event(stream, timed=True)
 
 
 def _zero(device: torch.device) -> _Zero:
-    torch.cuda.synchronize(device)
-    seconds = perf_counter()
-    return _Zero(mark=_mark(torch.cuda.current_stream(device)), seconds=seconds)
+    accelerator = accelerator_of(device)
+    seconds = accelerator.seconds(device)
+    return _Zero(mark=accelerator.event(accelerator.current_stream(device), timed=True), seconds=seconds)
 
 
 def _event(taken: _Taken, since_s: float) -> Event:

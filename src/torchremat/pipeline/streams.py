@@ -1,64 +1,45 @@
-"""Streams of CUDA devices, and what stands for them where there are none."""
+"""Streams of devices, and what stands for them where there are none."""
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
 
+from torchremat._compat.accelerators import CPU_STREAM, CpuStream, Stream, accelerator_of
 
-class CpuStream:
-    """The order in which a CPU works: there is one, and nothing to wait for."""
-
-    def __repr__(self) -> str:
-        return "CPU_STREAM"
-
-
-CPU_STREAM = CpuStream()
-
-Stream = torch.cuda.Stream | CpuStream
+__all__ = ["CPU_STREAM", "CpuStream", "Stream"]
 
 
 def device_of(stream: Stream) -> torch.device:
     """Return the device of a stream."""
-    return torch.device("cpu") if isinstance(stream, CpuStream) else stream.device
+    return stream.device
 
 
 def current_stream(device: torch.device) -> Stream:
     """Return the stream that the caller works on."""
-    return torch.cuda.current_stream(device) if device.type == "cuda" else CPU_STREAM
+    return accelerator_of(device).current_stream(device)
 
 
 def default_stream(device: torch.device) -> Stream:
     """Return the stream that a thread works on at first."""
-    return torch.cuda.default_stream(device) if device.type == "cuda" else CPU_STREAM
+    return accelerator_of(device).default_stream(device)
 
 
 def new_stream(device: torch.device) -> Stream:
     """Return a stream of its own."""
-    return torch.cuda.Stream(device) if device.type == "cuda" else CPU_STREAM
+    return accelerator_of(device).new_stream(device)
 
 
-@contextmanager
-def use_device(device: torch.device) -> Generator[None]:
+def use_device(device: torch.device) -> AbstractContextManager[object]:
     """Let a device be the current one."""
-    if device.type != "cuda":
-        yield
-        return
-    with torch.cuda.device(device):
-        yield
+    return accelerator_of(device).use(device)
 
 
-@contextmanager
-def use_stream(stream: Stream) -> Generator[None]:
+def use_stream(stream: Stream) -> AbstractContextManager[object]:
     """Let a stream, and its device, be the current ones."""
-    if isinstance(stream, CpuStream):
-        yield
-        return
-    with torch.cuda.stream(stream):
-        yield
+    return accelerator_of(stream.device).on(stream)
 
 
 def wait_stream(waiting: Stream, awaited: Stream) -> None:
@@ -73,7 +54,7 @@ def wait_stream(waiting: Stream, awaited: Stream) -> None:
 
 def record_stream(tensor: Tensor, stream: Stream) -> None:
     """Keep the memory of a tensor from being used again before a stream is done with it."""
-    if isinstance(stream, CpuStream) or tensor.device.type != "cuda":
+    if isinstance(stream, CpuStream) or accelerator_of(tensor.device).is_host:
         return
     # For a view, torch records an address inside of the block, which its allocator does not know.
     whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())

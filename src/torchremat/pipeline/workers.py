@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import torch
 
+from torchremat._compat.accelerators import accelerator_of
 from torchremat.ambient.handover import Handover
 from torchremat.pipeline.streams import use_device
 from torchremat.regions.sessions import Session, active_session
@@ -41,9 +42,7 @@ def spawn_workers(devices: Sequence[torch.device]) -> Generator[list[Worker]]:
 
 def normalised(device: torch.device) -> torch.device:
     """Return a device such that one device has one name: `"cuda"` is the current one, and there is one CPU."""
-    if device == torch.device("cuda"):
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu") if device.type == "cpu" else device
+    return accelerator_of(device).normalised(device)
 
 
 def _thread(device: torch.device, stack: ExitStack) -> Worker:

@@ -7,6 +7,7 @@ import re
 
 import torch
 
+from torchremat._compat.accelerators import accelerator_of
 from torchremat.errors import BudgetError
 from torchremat.planning.hosts import Host
 from torchremat.tensors.sizes import format_bytes, parse_bytes
@@ -79,17 +80,11 @@ def margin_of(margin: int | str) -> int:
 
 def capacity_of(device: torch.device) -> int | None:
     """Return the bytes that a device has in all; None if that cannot be known."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    return Host().capacity_bytes()
+    accelerator = accelerator_of(device)
+    return Host().capacity_bytes() if accelerator.is_host else accelerator.total_bytes(device)
 
 
 def free_on(device: torch.device) -> int | None:
     """Return the bytes that are free on a device now; None if that cannot be known."""
-    if device.type == "cuda":
-        return (
-            torch.cuda.mem_get_info(device)[0]
-            + torch.cuda.memory_reserved(device)
-            - torch.cuda.memory_allocated(device)
-        )
-    return Host().free_bytes()
+    accelerator = accelerator_of(device)
+    return Host().free_bytes() if accelerator.is_host else accelerator.free_bytes(device)

@@ -13,6 +13,7 @@ from weakref import ReferenceType
 import torch
 from torch import Tensor
 
+from torchremat._compat.accelerators import current_devices
 from torchremat._compat.transforms import is_in_batch, outside_batches
 from torchremat.ambient.generators import States, drawn, generator_states, restore
 from torchremat.ambient.locks import EXCHANGING
@@ -325,9 +326,7 @@ def _of_cells(cells: tuple[CellType, ...], contents: list[object]) -> Snapshot:
 
 def _devices(tensors: list[Tensor]) -> list[torch.device]:
     """Return the devices, beside the CPU, that a call can draw random numbers on."""
-    devices = {tensor.device for tensor in tensors}
-    if torch.cuda.is_initialized():
-        devices.add(torch.device("cuda", torch.cuda.current_device()))
+    devices = {tensor.device for tensor in tensors} | {*current_devices()}
     return [device for device in devices if device.type not in ("cpu", "meta")]
 
 

@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from torchremat._compat.accelerators import devices_in_use
 from torchremat._compat.graphs import only_in_graphs, uses_partitioner
 from torchremat._compat.modes import DispatchMode, is_traced_with_fakes
 from torchremat.ambient.generators import generator_states, restore
@@ -99,8 +100,7 @@ class _DrawsAgain(AbstractContextManager[None]):
     """Restores the generators for a recompute."""
 
     def __init__(self) -> None:
-        devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())] if _has_cuda() else []
-        self.states = generator_states(devices)
+        self.states = generator_states(devices_in_use())
         self.stack = ExitStack()
 
     def __enter__(self) -> None:
@@ -108,10 +108,6 @@ class _DrawsAgain(AbstractContextManager[None]):
 
     def __exit__(self, *_: object) -> None:
         self.stack.close()
-
-
-def _has_cuda() -> bool:
-    return torch.cuda.is_initialized()
 
 
 class _RefusesWrites(DispatchMode):

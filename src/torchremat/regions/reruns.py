@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from torchremat._compat.accelerators import devices_in_use
 from torchremat.ambient.generators import get_generator, set_generator
 from torchremat.errors import UnsupportedError
 from torchremat.regions.calls import Body
@@ -171,9 +172,7 @@ def _sources(reach: Reach) -> list[_Source]:
     if numpy_random is not None:
         sources.append(_Source(NUMPY, numpy_random.get_state, numpy_random.set_state))
     named = [(f"the generator `{name}`", one) for name, one in reach.generators().items()]
-    devices = [torch.device("cpu")]
-    if torch.cuda.is_initialized():
-        devices += [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    devices = [torch.device("cpu"), *devices_in_use()]
     for name, one in [*named, *((f"{DEFAULT}{device}", device) for device in devices)]:
         sources.append(_Source(name, _reader(one), _writer(one)))
     return sources

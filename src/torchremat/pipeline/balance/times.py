@@ -8,6 +8,7 @@ from statistics import median
 import torch
 from torch import nn
 
+from torchremat._compat.accelerators import accelerator_of
 from torchremat.measuring.heap import heap_set_aside
 from torchremat.measuring.untouched import untouched
 from torchremat.pipeline.balance.layers import Boundary, Cell, run_each
@@ -75,6 +76,4 @@ def _run(cell: Cell, device: torch.device, idle_s: float = 0.0) -> tuple[float, 
 
 
 def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
+    return accelerator_of(device).seconds(device)

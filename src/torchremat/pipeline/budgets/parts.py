@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from torchremat._compat.pipelining import run_input_part, run_weight_part
-from torchremat.measuring.allocator import AllocationTrace
 from torchremat.measuring.heap import heap_set_aside
 from torchremat.measuring.runs import Subject, subject_of
+from torchremat.measuring.traces import AllocationTrace
 from torchremat.measuring.tracker import address_of
 from torchremat.pipeline.budgets.samples import Ends
 from torchremat.planning.elsewhere.machines import Here

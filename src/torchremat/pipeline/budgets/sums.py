@@ -23,9 +23,9 @@ from functools import partial
 import numpy as np
 from torch import Tensor, nn
 
-from torchremat.measuring.allocator import AllocationTrace, Mark, Recorder
 from torchremat.measuring.heap import heap_set_aside
 from torchremat.measuring.runs import Subject, subject_of
+from torchremat.measuring.traces import AllocationTrace, Mark, Recorder
 from torchremat.planning.elsewhere.machines import Here
 from torchremat.planning.profiles.events import intervals_of
 from torchremat.planning.profiles.profiling import Grains, watch

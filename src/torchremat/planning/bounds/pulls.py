@@ -18,11 +18,11 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor, UntypedStorage
 
-from torchremat.measuring.allocator import AllocationTrace, Recorder
 from torchremat.measuring.exhaustion import is_out_of_memory
 from torchremat.measuring.flops import FlopCounter
 from torchremat.measuring.runs import Subject
 from torchremat.measuring.step import run_backward
+from torchremat.measuring.traces import AllocationTrace, Recorder
 from torchremat.measuring.tracker import address_of
 from torchremat.planning.elsewhere.machines import Machine, has_room
 from torchremat.planning.profiles.operators import OperatorLog, OperatorTrace

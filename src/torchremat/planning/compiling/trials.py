@@ -18,7 +18,8 @@ from torch import Tensor
 from torchremat._compat.fakes import without_fakes
 from torchremat._compat.inductor import known
 from torchremat.errors import UnsupportedError
-from torchremat.measuring.allocator import AllocationRecorder, record_allocations
+from torchremat.measuring.allocator import record_allocations
+from torchremat.measuring.traces import Recorder
 from torchremat.measuring.untouched import RandomNumbers
 from torchremat.tensors.structure import tensors_in
 
@@ -50,7 +51,7 @@ class Trials:
         self.results: dict[str, object] = {}
         self.unknown: dict[str, str] = {}
         self._device = device
-        self._recorder: AllocationRecorder | None = None
+        self._recorder: Recorder | None = None
         self._marks: dict[str, tuple[int, int]] = {}
 
     @contextmanager

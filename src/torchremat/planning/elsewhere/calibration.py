@@ -11,17 +11,20 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import median
+from typing import cast
 
 import torch
 from torch import Tensor
 
+from torchremat._compat.accelerators import accelerator_of
 from torchremat._compat.modes import EagerMode
-from torchremat.measuring.allocator import AllocationTrace, check_no_profiler, record_allocations
+from torchremat.measuring.allocator import check_free_to_record, record_allocations
 from torchremat.measuring.runs import Subject
 from torchremat.measuring.step import run_backward
+from torchremat.measuring.traces import AllocationTrace
 from torchremat.measuring.tracker import address_of, tensors_in
 from torchremat.planning.budgets import capacity_of
-from torchremat.planning.elsewhere.devices import Device, MeasuredKernel
+from torchremat.planning.elsewhere.devices import Device, DeviceType, MeasuredKernel
 from torchremat.planning.elsewhere.kernels import intensity, is_mutable, signature
 from torchremat.planning.profiles.optimizers import stepped_and_undone
 from torchremat.planning.profiles.overheads import overheads
@@ -85,8 +88,7 @@ class _Kernels(EagerMode):
         return result
 
     def _wait(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        accelerator_of(self._device).synchronize(self._device)
 
 
 def _made(args: tuple[object, ...], kwargs: Mapping[str, object], result: object) -> list[Tensor]:
@@ -109,7 +111,7 @@ def device_here(subject: Subject, device: torch.device) -> Device:
     Raises:
         UnsupportedError: A profiler is active.
     """
-    check_no_profiler()
+    check_free_to_record(device)
     runs: list[_Run] = []
     table: dict[str, list[MeasuredKernel]] = {}
     with subject.untouched():
@@ -145,18 +147,17 @@ def _described(device: torch.device, runs: list[_Run], table: dict[str, list[Mea
             name = str(run.dtype).removeprefix("torch.")
             flops[name] = max(flops.get(name, 0.0), run.flops / run.seconds)
     bandwidth = max((run.touched_bytes / run.seconds for run in runs), default=1e9)
-    is_cuda = device.type == "cuda"
-    name = torch.cuda.get_device_name(device) if is_cuda else f"{platform.machine()} CPU"
+    accelerator = accelerator_of(device)
     return Device(
-        name=name,
-        type="cuda" if is_cuda else "cpu",
+        name=f"{platform.machine()} CPU" if accelerator.is_host else accelerator.name(device),
+        type=cast("DeviceType", accelerator.type),
         memory_bytes=capacity_of(device) or 1 << 40,
         # A step without a matrix product says nothing of their rate.
         flops=flops or {"float32": bandwidth},
         bandwidth=bandwidth,
         latency_s=min((run.seconds for run in runs), default=1e-6),
         efficiency=1.0,
-        block_bytes=512 if is_cuda else 1,
+        block_bytes=accelerator.block_bytes,
         overheads=overheads(),
         kernels={
             name: MeasuredKernel(

@@ -5,16 +5,17 @@ Whoever profiles asks the machine to record allocations, and for nothing else th
 
 from __future__ import annotations
 
-import time
 from collections.abc import Generator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Protocol
 
 import torch
 
+from torchremat._compat.accelerators import accelerator_of
 from torchremat.errors import UnsupportedError
-from torchremat.measuring.allocator import Recorder, check_no_profiler, record_allocations
+from torchremat.measuring.allocator import check_free_to_record, record_allocations
 from torchremat.measuring.runs import Subject
+from torchremat.measuring.traces import Recorder
 from torchremat.planning.budgets import capacity_of, free_on
 from torchremat.planning.profiles.dropping import nothing_kept
 from torchremat.planning.profiles.overheads import Overheads, overheads
@@ -92,7 +93,8 @@ class Here:
 
     def entered(self) -> AbstractContextManager[object]:
         """See `Machine`."""
-        check_no_profiler()
+        check_free_to_record(self.device)
+        accelerator_of(self.device).warm(self.device)
         return nullcontext()
 
     def record(self) -> AbstractContextManager[Recorder]:
@@ -105,7 +107,7 @@ class Here:
         with ExitStack() as stack:
             try:
                 recorder = stack.enter_context(self.record())
-            except UnsupportedError:  # a profiler is active
+            except UnsupportedError:  # somebody else records
                 recorder = None
             yield recorder
 
@@ -125,13 +127,10 @@ class Here:
         """See `Machine`."""
         # Grad mode stays on: without it models go other ways, hooks on tensors raise, and compiled code is another.
         with subject.untouched(), nothing_kept():
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-            start_s = time.perf_counter()
+            accelerator = accelerator_of(self.device)
+            start_s = accelerator.seconds(self.device)
             subject.run()
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-            return time.perf_counter() - start_s
+            return accelerator.seconds(self.device) - start_s
 
     def overheads(self) -> Overheads:
         """See `Machine`."""

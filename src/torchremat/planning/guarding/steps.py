@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from torchremat._compat.accelerators import accelerator_of
 from torchremat.errors import GuardError, UnsupportedError
 from torchremat.measuring.exhaustion import is_out_of_memory, let_go
 from torchremat.measuring.heap import free_unused
@@ -365,9 +366,10 @@ def _backward(result: object) -> None:
 
 
 def _allocated(leaves: Sequence[Tensor]) -> int | None:
-    """Return what torch has given away on the leaves' device, with gradients yet to come; None but on CUDA."""
+    """Return what torch has given away on the leaves' device, with gradients yet to come; None if it does not count."""
     device = next((leaf.device for leaf in leaves), torch.device("cpu"))
-    if device.type != "cuda":
+    accelerator = accelerator_of(device)
+    if not accelerator.counts:
         return None
     to_come = sum(leaf.nbytes for leaf in leaves if leaf.grad is None and leaf.device == device)
-    return torch.cuda.memory_allocated(device) + to_come
+    return accelerator.counters(device).allocated_bytes + to_come

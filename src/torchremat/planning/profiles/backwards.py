@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from torchremat.measuring.allocator import AllocationTrace
+from torchremat.measuring.traces import AllocationTrace
 from torchremat.planning.profiles.watching import Watched
 from torchremat.planning.walks.moments import Releases
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from torchremat.measuring.allocator import AllocationTrace
+from torchremat.measuring.traces import AllocationTrace
 
 
 def without_copies(

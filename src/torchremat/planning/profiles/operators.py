@@ -28,8 +28,8 @@ from torchremat.tensors.parts import memories_of
 from torchremat.tensors.structure import tensors_in
 
 if TYPE_CHECKING:
-    from torchremat.measuring.allocator import AllocationTrace, Recorder
     from torchremat.measuring.flops import FlopCounter
+    from torchremat.measuring.traces import AllocationTrace, Recorder
 
 
 @dataclass(slots=True, kw_only=True)

@@ -24,12 +24,12 @@ from typing import TypeAlias
 from torch import nn
 
 from torchremat.errors import StepError
-from torchremat.measuring.allocator import AllocationTrace, Recorder
 from torchremat.measuring.before import BytesBefore
 from torchremat.measuring.exhaustion import is_out_of_memory, let_go
 from torchremat.measuring.heap import free_unused, heap_set_aside
 from torchremat.measuring.runs import Subject
 from torchremat.measuring.step import run_backward
+from torchremat.measuring.traces import AllocationTrace, Recorder
 from torchremat.planning.elsewhere.machines import Machine, has_room
 from torchremat.planning.layout import calls_of, check_bare, installed
 from torchremat.planning.profiles.optimizers import OptimizerBytes, measure_optimizer

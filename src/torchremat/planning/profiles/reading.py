@@ -16,8 +16,8 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from torchremat.measuring.allocator import AllocationTrace
 from torchremat.measuring.before import BytesBefore
+from torchremat.measuring.traces import AllocationTrace
 from torchremat.planning.profiles.backwards import Backward, Backwards
 from torchremat.planning.profiles.events import intervals_of, without_copies
 from torchremat.planning.profiles.operators import casts_of_leaves, nominal_seconds, numbers_of

@@ -26,7 +26,6 @@ those of a step do; a step that stores more than the system lets wait there is s
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -35,6 +34,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from torchremat._compat.accelerators import accelerator_of
 from torchremat.planning.walks.cargo import Pace, Speed
 from torchremat.regions.journeys import Itinerary, Journey, Stop, Trip
 from torchremat.tensors.handles import Store
@@ -226,9 +226,7 @@ class _Timed:
         return torch.randn(size, device=self._device, generator=self._generator)
 
     def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter()
+        return accelerator_of(self._device).seconds(self._device)
 
 
 def _move(alone: Sequence[float], busy: Sequence[float]) -> _Move:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from torchremat.measuring.allocator import AllocationTrace
+from torchremat.measuring.traces import AllocationTrace
 from torchremat.planning.profiles.operators import OperatorTrace
 from torchremat.planning.profiles.saves import Saved
 

@@ -28,10 +28,10 @@ from torchremat._compat.modes import except_traced
 from torchremat._compat.sharding import is_sharded
 from torchremat._compat.transforms import check_transform_traced
 from torchremat.errors import StepError, UnsupportedError
-from torchremat.measuring.allocator import AllocationTrace, Recorder
 from torchremat.measuring.flops import FlopCounter
 from torchremat.measuring.modules import has_compiled
 from torchremat.measuring.step import loss_of
+from torchremat.measuring.traces import AllocationTrace, Recorder
 from torchremat.measuring.tracker import address_of
 from torchremat.measuring.untouched import untouched
 from torchremat.planning.profiles.dropping import never, nothing_kept

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from torchremat.errors import StoreError, UnsupportedError
-from torchremat.measuring.allocator import AllocationRecorder, AllocationTrace, record_allocations
+from torchremat.measuring.allocator import record_allocations
 from torchremat.measuring.runs import Subject
+from torchremat.measuring.traces import AllocationTrace, Recorder
 from torchremat.measuring.tracker import address_of
 from torchremat.planning.layout import calls_of, installed
 from torchremat.planning.profiles.profiling import Grains
@@ -157,7 +158,7 @@ class _Scale:
     """A store that weighs, for one unit; without a store to try it notes what it is given."""
 
     store: Store | None
-    recorder: AllocationRecorder
+    recorder: Recorder
     most: int
     tried: list[_Tried] = field(default_factory=list[_Tried])
     places: dict[int, int] = field(default_factory=dict[int, int])  # by the address of a storage

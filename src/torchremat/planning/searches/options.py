@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
-from torchremat.measuring.allocator import AllocationTrace
+from torchremat.measuring.traces import AllocationTrace
 from torchremat.planning.profiles.events import intervals_of
 from torchremat.planning.profiles.operators import Run, casts_of_leaves, nominal_seconds, numbers_of
 from torchremat.planning.profiles.overheads import NOMINAL

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from torchremat.measuring.allocator import AllocationTrace
+from torchremat.measuring.traces import AllocationTrace
 from torchremat.planning.profiles.operators import OperatorTrace, Run
 from torchremat.schedules.closures import Selection
 from torchremat.schedules.dataflow import Dataflow

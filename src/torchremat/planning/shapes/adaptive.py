@@ -23,8 +23,9 @@ from typing import Generic, Literal, Self, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from torchremat._compat.accelerators import accelerator_of
 from torchremat.errors import BudgetError, BudgetWarning, StepError, UnsupportedError, bug, warn
-from torchremat.measuring.allocator import profiler_is_active
+from torchremat.measuring.profiled import profiler_is_active
 from torchremat.measuring.runs import subject_of
 from torchremat.measuring.step import check_takes, holdings_of, loss_of, run_backward
 from torchremat.planning.budgets import bytes_of, check_budget, margin_of, percentage_of
@@ -272,7 +273,7 @@ class Adaptive(Generic[B]):
         start_s = time.perf_counter()
         is_unlike = not chosen.family.is_near_measured(look.shape)
         wanted = is_unlike or chosen.family.is_sized_by_values
-        before_bytes = self._before_bytes(look) if wanted or self._device.type == "cuda" else 0
+        before_bytes = self._before_bytes(look) if wanted or accelerator_of(self._device).counts else 0
         planned = installed(self._model, chosen.calls, chosen.tree, Settings(), chosen.held)
         plan = planned if chosen.has_regions else nullcontext()
         with plan, gauge(self._device, wanted=wanted) as measured:

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from torchremat.measuring.allocator import profiler_is_active, record_allocations
+from torchremat._compat.accelerators import accelerator_of
+from torchremat.measuring.allocator import record_allocations
 from torchremat.measuring.interrupts import uninterrupted
 from torchremat.measuring.modules import visible_modules
+from torchremat.measuring.profiled import profiler_is_active
 
 
 @dataclass
@@ -29,16 +31,17 @@ class Gauge:
 def gauge(device: torch.device, *, wanted: bool) -> Generator[Gauge]:
     """Measure the peak of a block.
 
-    CUDA counts anyway; there every block is measured that sets a new record of the process, and others were within one
-    that was measured. The counters are read, never reset. On the CPU only the profiler knows, which costs some time, so
-    a block is measured if that is `wanted`, and not under a profiler of the user's.
+    A device that counts does so anyway; there every block is measured that sets a new record of the process, and others
+    were within one that was measured. The counters are read, never reset. On the CPU only the profiler knows, which
+    costs some time, so a block is measured if that is `wanted`, and not under a profiler of the user's.
     """
     found = Gauge()
-    if device.type == "cuda":
-        record, start = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
+    accelerator = accelerator_of(device)
+    if accelerator.counts:
+        before = accelerator.counters(device)
         yield found
-        peak = torch.cuda.max_memory_allocated(device)
-        found.rise_bytes = peak - start if peak > record else None
+        peak_bytes = accelerator.counters(device).peak_bytes
+        found.rise_bytes = peak_bytes - before.allocated_bytes if peak_bytes > before.peak_bytes else None
     elif wanted and not profiler_is_active():
         with record_allocations(device) as recorder:
             yield found

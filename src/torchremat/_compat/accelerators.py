@@ -1,0 +1,391 @@
+"""What kinds of devices can do: the one file that asks torch about a kind of device.
+
+    kind     streams and events   memory counted by torch   allocations recorded          pinned memory
+    cpu      one order            no                        by torch's profiler           needs none
+    cuda     yes                  yes                       by its allocator's history    yes
+    others   as torch.accelerator has them                  not at all                    where torch has it
+
+Whoever needs something that a kind lacks gets an `UnsupportedError` that says so. On the CPU an order of work is a
+stream of its own kind, so that code of transfers and pipelines has no branches for it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal, Protocol, cast, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from torchremat.errors import UnsupportedError
+
+# How many bytes CUDA's allocator rounds each request up to.
+CUDA_BLOCK_BYTES = 512
+
+
+class CpuStream:
+    """The order in which a CPU works: there is one, and nothing to wait for."""
+
+    device = torch.device("cpu")
+
+    def __repr__(self) -> str:
+        return "CPU_STREAM"
+
+
+CPU_STREAM = CpuStream()
+
+Stream = torch.Stream | CpuStream
+
+
+@runtime_checkable
+class Event(Protocol):
+    """What is asked of an event of a device."""
+
+    def query(self) -> bool:
+        """Return whether all that was begun before it is done."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait until it is."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counters:
+    """What a device's allocator has counted.
+
+    Attributes:
+        allocated_bytes: In blocks that are given out.
+        requested_bytes: As they were asked for.
+        peak_bytes: The most of `allocated_bytes` since the counters were reset.
+        reserved_bytes: What the allocator holds of the device.
+        peak_reserved_bytes: The most of that.
+        position: How many blocks have been given out and taken back, ever.
+    """
+
+    allocated_bytes: int
+    requested_bytes: int
+    peak_bytes: int
+    reserved_bytes: int
+    peak_reserved_bytes: int
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class Happened:
+    """A block that was given out, or taken back: `delta_bytes` is what was asked for, negative when it comes back."""
+
+    time_ns: int
+    ptr: int
+    delta_bytes: int
+
+
+class Accelerator:
+    """A kind of device of which nothing is known but what `torch.accelerator` says.
+
+    Attributes:
+        type: As in `torch.device(type)`.
+        records: How its allocations are recorded; None if they cannot be.
+        counts: Whether its allocator counts bytes.
+        is_host: Whether it works in the order of the calls, and in the memory of the host.
+        block_bytes: What its allocator rounds sizes up to.
+    """
+
+    records: Literal["profiler", "history"] | None = None
+    counts = False
+    is_host = False
+    block_bytes = 1
+
+    def __init__(self, kind: str) -> None:
+        self.type = kind
+
+    def lacks(self, what: str) -> UnsupportedError:
+        """Return the error for something that this kind of device does not have."""
+        return UnsupportedError(f"{what} on cpu and cuda, and not on {self.type}: torch has no such thing there.")
+
+    # ----------------------------------------------------------------------------------------------------- devices
+
+    def devices(self) -> list[torch.device]:
+        """Return the devices that there are."""
+        return [torch.device(self.type, index) for index in range(self._module().device_count())]
+
+    def normalised(self, device: torch.device) -> torch.device:
+        """Return the device by its one name: with its index, the current one's if it has none; the CPU without."""
+        return torch.device(self.type, self._module().current_device()) if device == torch.device(self.type) else device
+
+    def in_use(self) -> list[torch.device]:
+        """Return the devices, if this process has begun to use any."""
+        has_begun = getattr(self._module(), "is_initialized", lambda: True)
+        return self.devices() if has_begun() else []
+
+    def name(self, device: torch.device) -> str:
+        """Return what the device is called."""
+        return str(device)
+
+    def use(self, device: torch.device) -> AbstractContextManager[object]:
+        """Let a device be the current one in a block."""
+        return cast("AbstractContextManager[object]", self._module().device(device))
+
+    def synchronize(self, device: torch.device) -> None:
+        """Wait until the device has done all that it was given."""
+        self._module().synchronize(device)
+
+    def seconds(self, device: torch.device) -> float:
+        """Return the time at which the device has done all that it was given."""
+        self.synchronize(device)
+        return time.perf_counter()
+
+    def _module(self) -> Any:
+        return torch.get_device_module(self.type)
+
+    # ----------------------------------------------------------------------------------------------------- streams
+
+    def current_stream(self, device: torch.device) -> Stream:
+        """Return the stream that the caller works on."""
+        return self._module().current_stream(device)
+
+    def default_stream(self, device: torch.device) -> Stream:
+        """Return the stream that a thread works on at first."""
+        return self._module().default_stream(device)
+
+    def new_stream(self, device: torch.device) -> Stream:
+        """Return a stream of its own."""
+        return self._module().Stream(device)
+
+    def on(self, stream: Stream) -> AbstractContextManager[object]:
+        """Let a stream, and its device, be the current ones in a block."""
+        return cast("AbstractContextManager[object]", self._module().stream(stream))
+
+    def event(self, stream: Stream, *, timed: bool = False) -> torch.Event:
+        """Return an event that fires when the stream has done what it has been given so far."""
+        found = self._module().Event(enable_timing=timed)
+        found.record(stream)
+        return found
+
+    def is_capturing(self) -> bool:
+        """Return whether a graph of kernels is captured on the current stream."""
+        return False
+
+    # ------------------------------------------------------------------------------------------------------ memory
+
+    def counters(self, device: torch.device) -> Counters:
+        """Return what the allocator has counted.
+
+        Raises:
+            UnsupportedError: It does not count.
+        """
+        raise self.lacks("memory is counted")
+
+    def reset_peak(self, device: torch.device) -> None:
+        """Let the most bytes be those of now."""
+
+    def total_bytes(self, device: torch.device) -> int | None:
+        """Return the bytes that the device has in all; None if that cannot be known."""
+        return None
+
+    def free_bytes(self, device: torch.device) -> int | None:
+        """Return the bytes that this process could still have; None if that cannot be known."""
+        return None
+
+    def context_bytes(self, device: torch.device) -> int | None:
+        """Return what is used of the device and held by no allocator of this process."""
+        return None
+
+    def warm(self, device: torch.device) -> None:
+        """Let libraries get the memory that they keep, in this thread and in the one that runs backwards."""
+
+    def check_no_history(self) -> None:
+        """Raise an error if the allocator's history is somebody else's.
+
+        Raises:
+            UnsupportedError: It is, or there is none.
+        """
+        raise self.lacks("allocations can be recorded")
+
+    def begin_history(self) -> None:
+        """Let the allocator note what it does.
+
+        Raises:
+            UnsupportedError: It does not note anything, or somebody else has asked it to.
+        """
+        raise self.lacks("allocations can be recorded")
+
+    def end_history(self, device: torch.device) -> list[Happened]:
+        """Return what the allocator has noted since `begin_history`, in order, and let it note no more."""
+        raise self.lacks("allocations can be recorded")
+
+    # -------------------------------------------------------------------------------------------------- generators
+
+    def generator_states(self) -> list[Tensor]:
+        """Return the states of the devices' own generators, if this process uses any."""
+        return [self._module().get_rng_state(device) for device in self.in_use()]
+
+    def set_generator_states(self, states: Sequence[Tensor]) -> None:
+        """Let the devices' own generators be as they were."""
+        for device, state in zip(self.devices(), states, strict=False):
+            self._module().set_rng_state(state, device)
+
+
+class _Cpu(Accelerator):
+    records: Literal["profiler", "history"] | None = "profiler"
+    is_host = True
+
+    def devices(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def normalised(self, device: torch.device) -> torch.device:
+        return torch.device("cpu")
+
+    def use(self, device: torch.device) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def synchronize(self, device: torch.device) -> None:
+        """Do nothing: what was called is done."""
+
+    def current_stream(self, device: torch.device) -> Stream:
+        return CPU_STREAM
+
+    def default_stream(self, device: torch.device) -> Stream:
+        return CPU_STREAM
+
+    def new_stream(self, device: torch.device) -> Stream:
+        return CPU_STREAM
+
+    def on(self, stream: Stream) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def generator_states(self) -> list[Tensor]:
+        return [torch.get_rng_state()]
+
+    def set_generator_states(self, states: Sequence[Tensor]) -> None:
+        torch.set_rng_state(states[0])
+
+
+class _Cuda(Accelerator):
+    records: Literal["profiler", "history"] | None = "history"
+    counts = True
+    block_bytes = CUDA_BLOCK_BYTES
+
+    def devices(self) -> list[torch.device]:
+        return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+
+    def in_use(self) -> list[torch.device]:
+        return self.devices() if torch.cuda.is_initialized() else []
+
+    def name(self, device: torch.device) -> str:
+        return torch.cuda.get_device_name(device)
+
+    def is_capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
+    def counters(self, device: torch.device) -> Counters:
+        found = torch.cuda.memory_stats_as_nested_dict(device)
+        if not found:  # nothing has been allocated there yet
+            return Counters(
+                allocated_bytes=0, requested_bytes=0, peak_bytes=0, reserved_bytes=0, peak_reserved_bytes=0, position=0
+            )
+        allocated, reserved = found["allocated_bytes"]["all"], found["reserved_bytes"]["all"]
+        blocks = found["allocation"]["all"]
+        return Counters(
+            allocated_bytes=allocated["current"],
+            requested_bytes=found["requested_bytes"]["all"]["current"],
+            peak_bytes=allocated["peak"],
+            reserved_bytes=reserved["current"],
+            peak_reserved_bytes=reserved["peak"],
+            position=blocks["allocated"] + blocks["freed"],
+        )
+
+    def reset_peak(self, device: torch.device) -> None:
+        torch.cuda.reset_peak_memory_stats(device)
+
+    def total_bytes(self, device: torch.device) -> int | None:
+        return torch.cuda.get_device_properties(device).total_memory
+
+    def free_bytes(self, device: torch.device) -> int | None:
+        counted = self.counters(device)
+        return torch.cuda.mem_get_info(device)[0] + counted.reserved_bytes - counted.allocated_bytes
+
+    def context_bytes(self, device: torch.device) -> int | None:
+        free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+        return total_bytes - free_bytes - self.counters(device).reserved_bytes
+
+    def warm(self, device: torch.device) -> None:
+        # The first product of a thread on a stream gets the workspace of both, for good.
+        with torch.enable_grad(), torch.autocast("cuda", enabled=False):
+            x = torch.ones(8, 8, device=device, requires_grad=True)
+            (x @ x).sum().backward()
+        self.synchronize(device)
+
+    def check_no_history(self) -> None:
+        backend = torch.cuda.get_allocator_backend()
+        if backend != "native":
+            raise UnsupportedError(
+                f"allocations are recorded by the history of torch's own allocator, and {backend} keeps none: take "
+                f'"backend:{backend}" out of PYTORCH_CUDA_ALLOC_CONF.'
+            )
+        # A CPU build of torch has no such function, and old ones have no such question.
+        if getattr(torch._C, "_cuda_isHistoryEnabled", lambda: False)():
+            raise UnsupportedError(
+                "the history of torch's CUDA allocator is being recorded (torch.cuda.memory._record_memory_history), "
+                "and to record allocations would end it. Plan and measure outside of it."
+            )
+
+    def begin_history(self) -> None:
+        self.check_no_history()
+        torch.cuda.memory._record_memory_history("all", context=None, clear_history=True)
+
+    def end_history(self, device: torch.device) -> list[Happened]:
+        try:
+            traces = cast("Any", torch.cuda.memory._snapshot())["device_traces"]
+        finally:
+            torch.cuda.memory._record_memory_history(None)
+        return [
+            Happened(1000 * one["time_us"], one["addr"], one["size"] if one["action"] == "alloc" else -one["size"])
+            for one in traces[device.index]
+            # The counters count a block as freed when that is asked for, and a stream may still use it then.
+            if one["action"] in ("alloc", "free_requested")
+        ]
+
+
+_KINDS: dict[str, type[Accelerator]] = {"cpu": _Cpu, "cuda": _Cuda}
+
+
+@cache
+def _of(kind: str) -> Accelerator:
+    return _KINDS.get(kind, Accelerator)(kind)
+
+
+def accelerator_of(device: torch.device) -> Accelerator:
+    """Return what a kind of device can do."""
+    return _of(device.type)
+
+
+def accelerators() -> list[Accelerator]:
+    """Return the kinds of devices, besides the CPU, that this process has begun to use."""
+    # To ask for the module of a kind may load it, and only one kind is ever in use.
+    kinds = ["cuda"] if torch.cuda.is_initialized() else []
+    current = torch.accelerator.current_accelerator() if not kinds and torch.accelerator.is_available() else None
+    if current is not None and current.type != "cuda":
+        kinds.append(current.type)
+    return [_of(kind) for kind in kinds]
+
+
+def devices_in_use() -> list[torch.device]:
+    """Return the devices, besides the CPU, that this process has begun to use."""
+    return [device for accelerator in accelerators() for device in accelerator.in_use()]
+
+
+def current_devices() -> list[torch.device]:
+    """Return the current device of each kind, besides the CPU, that this process has begun to use."""
+    return [accelerator.normalised(torch.device(accelerator.type)) for accelerator in accelerators()]
+
+
+@contextmanager
+def on(stream: Stream) -> Generator[None]:
+    """Let a stream, and its device, be the current ones in a block."""
+    with accelerator_of(stream.device).on(stream):
+        yield

@@ -1,0 +1,186 @@
+"""Allocations of a device whose allocator keeps a history: CUDA's.
+
+torch's profiler tells of a device's allocations only below operators, and leaves out those that have none above them.
+The allocator's own history has all of them, of every thread, with frees of what was allocated before the block.
+
+Marks are positions in it: the allocator counts the blocks that it gives out and takes back, and the history has one
+entry for each, so that no clock has to agree with another. Sizes in it are those that were asked for; the allocator
+rounds each up. See NOTE [ What a device holds ].
+
+Seconds are the device's own: a mark is an event on the caller's stream, which is read when the block is over.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import UntypedStorage
+
+from torchremat._compat.accelerators import Happened, accelerator_of
+from torchremat.errors import UnsupportedError
+from torchremat.measuring.interrupts import uninterrupted
+from torchremat.measuring.traces import AllocationTrace, Mark
+
+# NOTE [ What a device holds ]
+#
+# What torch calls `memory_allocated` of a device is the sum of three parts.
+#
+#   step      what was asked for, each block rounded up to 512 bytes: what traces and plans are about, and the same in
+#             every run
+#   resident  what stays in a warm process and no tensor is in: workspaces of cuBLAS, for each thread and stream. It is
+#             counted before a step, see `BytesBefore`
+#   slack     what the allocator gives beyond that: a large block whose rest is below 1 MiB is not split. It depends on
+#             what is cached, so it is measured where it was seen, and no plan can lower it
+#
+# On the CPU the last two are nothing.
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Moment:
+    """When a mark was taken: for the host and for the device, and what the allocator had counted by then."""
+
+    label: str
+    wall_ns: int
+    event: torch.Event
+    position: int
+    allocated_bytes: int
+
+
+class HistoryRecorder:
+    """See `Recorder`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._accelerator = accelerator_of(device)
+        self._ids = itertools.count()  # next() on it is atomic, so two threads get two ids
+        self._moments: dict[int, _Moment] = {}
+        self._trace: AllocationTrace | None = None
+        self._has_ended = False
+        self._start = self._moment("")
+
+    def mark(self, label: str) -> int:
+        """See `Recorder`."""
+        mark = next(self._ids)
+        # What an error keeps alive may mark its end late, when the history is over.
+        if not self._has_ended:
+            self._moments[mark] = self._moment(label)
+        return mark
+
+    def _moment(self, label: str) -> _Moment:
+        counted = self._accelerator.counters(self.device)
+        event = self._accelerator.event(self._accelerator.current_stream(self.device), timed=True)
+        return _Moment(label, time.time_ns(), event, counted.position, counted.allocated_bytes)
+
+    def seconds(self) -> float:
+        """See `Recorder`; waits for the device."""
+        return self._accelerator.seconds(self.device)
+
+    def pointer_of(self, storage: UntypedStorage) -> int:
+        """See `Recorder`; 0 for a storage without memory."""
+        return 0 if storage.device.type == "meta" else storage.data_ptr()
+
+    @property
+    def trace(self) -> AllocationTrace:
+        """The events of the block.
+
+        Raises:
+            UnsupportedError: The block has not ended, or it ended with an error.
+        """
+        if self._trace is None:
+            raise UnsupportedError("there is no trace yet: it is made when the block of record_allocations ends.")
+        return self._trace
+
+    def _finish(self, history: Sequence[Happened], end: _Moment) -> None:
+        """Make the trace of the allocator's history."""
+        start = self._start
+        if len(history) != end.position - start.position:
+            raise UnsupportedError(
+                f"the allocator of {self.device} counted {end.position - start.position} allocations and frees in the "
+                f"block, and its history has {len(history)}: the block has begun or ended a history of its own "
+                "(torch.cuda.memory._record_memory_history). Take that out of the step."
+            )
+        self._accelerator.synchronize(self.device)
+        moments = [self._moments.get(mark, end) for mark in range(next(self._ids))]
+        clock = _DeviceClock(start, [*moments, end])
+        deltas, foreign_freed_bytes = _deltas(history, self._accelerator.block_bytes)
+        self._trace = AllocationTrace(
+            device=self.device,
+            start_ns=start.wall_ns,
+            time_ns=clock.times_ns([one.time_ns for one in history]),
+            ptr=np.array([one.ptr for one in history], dtype=np.int64),
+            delta_bytes=deltas,
+            marks=tuple(
+                Mark(id=mark, label=one.label, time_ns=clock.time_ns(one), position=one.position - start.position)
+                for mark, one in enumerate(moments)
+            ),
+            foreign_freed_bytes=foreign_freed_bytes,
+            slack_bytes=_slack_bytes(deltas, start, [*moments, end]),
+        )
+
+
+class _DeviceClock:
+    """When something happened on the device, in nanoseconds of the host's clock at the beginning and its own since."""
+
+    def __init__(self, start: _Moment, moments: Sequence[_Moment]) -> None:
+        self._start = start
+        in_order = sorted([start, *moments], key=lambda one: one.wall_ns)
+        self._wall_ns = [one.wall_ns for one in in_order]
+        self._device_ns = np.maximum.accumulate([self.time_ns(one) for one in in_order])
+
+    def time_ns(self, moment: _Moment) -> int:
+        return self._start.wall_ns + round(1e6 * self._start.event.elapsed_time(moment.event))
+
+    def times_ns(self, wall_ns: Sequence[int]) -> NDArray[np.int64]:
+        """Return when the device was where the host was at some times: between the marks before and after."""
+        return np.interp(wall_ns, self._wall_ns, self._device_ns).astype(np.int64)
+
+
+def _deltas(history: Sequence[Happened], block_bytes: int) -> tuple[NDArray[np.int64], int]:
+    """Return the bytes of each event, rounded up, and those freed of what was there before."""
+    deltas = np.array([one.delta_bytes for one in history], dtype=np.int64)
+    deltas = np.sign(deltas) * (-(-np.abs(deltas) // block_bytes) * block_bytes)
+    live: set[int] = set()
+    foreign_bytes = 0
+    for one, delta in zip(history, deltas.tolist(), strict=True):
+        if delta > 0:
+            live.add(one.ptr)
+        elif one.ptr in live:
+            live.remove(one.ptr)
+        else:
+            foreign_bytes -= delta
+    return deltas, foreign_bytes
+
+
+def _slack_bytes(deltas: NDArray[np.int64], start: _Moment, moments: Sequence[_Moment]) -> int:
+    """Return the most that the allocator has given at a mark beyond what was asked for."""
+    live = np.concatenate([np.zeros(1, np.int64), np.cumsum(deltas, dtype=np.int64)])
+    over = [one.allocated_bytes - start.allocated_bytes - live[one.position - start.position] for one in moments]
+    return max(0, *map(int, over))
+
+
+@contextmanager
+def recorded_by_history(device: torch.device) -> Generator[HistoryRecorder]:
+    """Record what a device's allocator does during the block.
+
+    Raises:
+        UnsupportedError: Somebody else records its history, or the block itself does; or this allocator keeps none.
+    """
+    accelerator = accelerator_of(device)
+    with uninterrupted():
+        accelerator.begin_history()
+    try:
+        recorder = HistoryRecorder(device)
+        yield recorder
+        recorder._has_ended = True
+        end = recorder._moment("")
+    finally:
+        with uninterrupted():
+            history = accelerator.end_history(device)
+    recorder._finish(history, end)

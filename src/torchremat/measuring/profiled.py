@@ -1,0 +1,261 @@
+"""Allocations of the CPU, recorded by torch's own profiler.
+
+It is the only door to the CPU's allocator: it sees temporaries inside kernels and what compiled code allocates, which
+no dispatch mode does. Only memory events and marks are recorded, no operators.
+
+Missing on purpose, since torch does not report it: what threads of the user's own allocate (autograd's threads are
+seen), and frees of memory that was allocated before the block.
+
+torch writes "profiler_start" and "profiler_stop" to stderr each time. Only KINETO_LOG_LEVEL=6 in the environment of
+the process stops it, and then real errors of later profilers are silent too; so whoever owns the process decides.
+"""
+
+# NOTE [ Frees of foreign memory ]
+#
+# A free counts only if the block has seen the allocation. Torch knows a pointer's size from a table that is written
+# while a profiler runs, and by nothing else. So for memory that was allocated before the block
+#
+#   1. usually there is no event at all;
+#   2. if an earlier profiler saw this address allocated, but not freed, and the address was given out again since,
+#      there is an event, and its size is that of the dead allocation.
+#
+# Nothing in the event tells 2 from an honest free, so all of them are dropped.
+#
+# The mirror image is an allocation at an address that is still taken: its free went unseen (in a thread of the
+# user's), so the old one ends where the new one starts.
+
+from __future__ import annotations
+
+import gc
+import itertools
+import time
+from bisect import bisect_right
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from threading import Lock
+
+import numpy as np
+import torch
+from torch import UntypedStorage
+
+from torchremat._compat.collectives import settled_collectives
+from torchremat.errors import UnsupportedError
+from torchremat.measuring.bindings import (
+    MEMORY,
+    Allocation,
+    ProfilerEvent,
+    a_profiler_runs,
+    allocation_of,
+    emit,
+    start_profiler,
+    stop_profiler,
+)
+from torchremat.measuring.interrupts import uninterrupted
+from torchremat.measuring.traces import AllocationTrace, Mark
+
+_MARK = "torchremat.mark:"
+_BLOCK = -1  # the id of the mark that tells whether the profiler was ours to the end
+_CALL = "torchremat.call"  # before a collective, and after it
+
+
+class ProfilerRecorder:
+    """See `Recorder`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._ids = itertools.count()  # next() on it is atomic, so two threads get two ids
+        self._marked: dict[int, tuple[str, int]] = {}
+        self._trace: AllocationTrace | None = None
+        self._has_ended = False
+
+    def mark(self, label: str) -> int:
+        """See `Recorder`. About 3 microseconds; from any thread.
+
+        The position is exact in the thread of the block and in autograd's. Other threads are not watched: there it is
+        found by the wall clock, and may be off by the events of a few microseconds.
+        """
+        mark = next(self._ids)
+        self._marked[mark] = (label, time.time_ns())
+        # What an error keeps alive may mark its end late, in the block of another recorder with ids of its own.
+        if not self._has_ended:
+            _emit(mark)
+        return mark
+
+    def seconds(self) -> float:
+        """See `Recorder`."""
+        return time.perf_counter()
+
+    def pointer_of(self, storage: UntypedStorage) -> int:
+        """See `Recorder`; 0 for a storage without memory."""
+        return 0 if storage.device.type == "meta" else storage.data_ptr()
+
+    @property
+    def trace(self) -> AllocationTrace:
+        """The events of the block.
+
+        Raises:
+            UnsupportedError: The block has not ended, or it ended with an error.
+        """
+        if self._trace is None:
+            raise UnsupportedError("there is no trace yet: it is made when the block of record_allocations ends.")
+        return self._trace
+
+    def _finish(self, nodes: Iterable[ProfilerEvent], start_ns: int) -> None:
+        """Make the trace of the profiler's events."""
+        # Each attribute of an event is a call of C++, and events are many: read once.
+        seen = sorted(((node.start_time_ns, node.name, node) for node in nodes), key=lambda one: one[0])
+        marked_ns = {int(name.removeprefix(_MARK)): time_ns for time_ns, name, _ in seen if name.startswith(_MARK)}
+        if _BLOCK not in marked_ns:
+            raise UnsupportedError(
+                "the block started a profiler of its own, which took the place of the one that records allocations. "
+                "Take the profiler out of the step."
+            )
+        said = ((time_ns, allocation_of(node)) for time_ns, name, node in seen if name == MEMORY)
+        raw, calls = _raw_events(said, self.device), [time_ns for time_ns, name, _ in seen if name == _CALL]
+        columns = np.array(_matched(raw, calls=calls), dtype=np.int64).reshape(-1, 3)
+        times = columns[:, 0]
+        marked = [(label, marked_ns.get(mark, wall_ns)) for mark, (label, wall_ns) in sorted(self._marked.items())]
+        positions = np.searchsorted(times, [time_ns for _, time_ns in marked]).tolist()
+        marks = [
+            Mark(id=mark, label=label, time_ns=time_ns, position=position)
+            for mark, ((label, time_ns), position) in enumerate(zip(marked, positions, strict=True))
+        ]
+        self._trace = AllocationTrace(
+            device=self.device,
+            start_ns=start_ns,
+            time_ns=times,
+            ptr=columns[:, 1],
+            delta_bytes=columns[:, 2],
+            marks=tuple(marks),
+            foreign_freed_bytes=None,
+        )
+
+
+# Held while a block is recorded. torch crashes where a second thread starts a profiler, and tells of the first one only
+# in the thread that has started it.
+_recording = Lock()
+
+
+@contextmanager
+def recorded_by_profiler(device: torch.device) -> Generator[ProfilerRecorder]:
+    """Record what the CPU's allocator does during the block.
+
+    Raises:
+        UnsupportedError: A profiler is active, and a second one would empty it; or the block itself started one; or
+            another thread records.
+    """
+    check_no_profiler()
+    if not _recording.acquire(blocking=False):  # another thread was faster
+        raise _active()
+    try:
+        yield from _recorded(device)
+    finally:
+        _recording.release()
+
+
+def _recorded(device: torch.device) -> Generator[ProfilerRecorder]:
+    recorder = ProfilerRecorder(device)
+    start_ns = time.time_ns()
+    try:
+        with uninterrupted():  # in the midst of it, nobody could say whether there is one to stop
+            start_profiler()
+        _emit(_BLOCK)
+        with settled_collectives(_call):
+            yield recorder
+    finally:
+        with uninterrupted():
+            recorder._has_ended = True
+            events = stop_profiler() if a_profiler_runs() else ()
+    recorder._finish(_walk(events), start_ns)
+
+
+def profiler_is_active() -> bool:
+    """Return whether a profiler runs in this process: torch.profiler, autograd's, a legacy one, NVTX or ITT emission.
+
+    One that is warming up (`torch.profiler.schedule`) counts, and so does a block that another thread records: a second
+    profiler then crashes the process.
+    """
+    if _recording.locked() or a_profiler_runs():
+        return True
+    # torch keeps no flag for the warm-up, only the profiler object itself knows. It has entered, and has no results.
+    # An object refers to its type, so this finds all of them; the whole heap is searched, in tens of milliseconds.
+    kind = torch.autograd.profiler.profile
+    profilers = (thing for thing in gc.get_referrers(kind) if type(thing) is kind)
+    return any(getattr(thing, "entered", False) and thing.kineto_results is None for thing in profilers)
+
+
+def check_no_profiler() -> None:
+    """Raise an error if a profiler is active.
+
+    Raises:
+        UnsupportedError: One is.
+    """
+    if profiler_is_active():
+        raise _active()
+
+
+def _active() -> UnsupportedError:
+    return UnsupportedError(
+        "a profiler is active, and torch runs one at a time: a second one would leave the first without events. "
+        "Record allocations outside of it; plan and measure in one thread at a time."
+    )
+
+
+def _emit(mark: int) -> None:
+    emit(f"{_MARK}{mark}")
+
+
+@contextmanager
+def _call() -> Generator[None]:
+    emit(_CALL)
+    try:
+        yield
+    finally:
+        emit(_CALL)
+
+
+def _walk(roots: Iterable[ProfilerEvent]) -> Iterator[ProfilerEvent]:
+    # A stack and no recursion, for trees are as deep as the calls. Parents first, so that equal times keep their order.
+    waiting = [*roots][::-1]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        waiting += node.children[::-1]
+
+
+def _raw_events(said: Iterable[tuple[int, Allocation | None]], device: torch.device) -> Iterator[tuple[int, int, int]]:
+    """Yield (time_ns, ptr, delta_bytes) of each allocation or free on `device`."""
+    for time_ns, allocation in said:
+        if allocation is not None and allocation.device == device:
+            yield time_ns, allocation.ptr, allocation.alloc_size
+
+
+def _matched(events: Iterable[tuple[int, int, int]], *, calls: Sequence[int] = ()) -> list[tuple[int, int, int]]:
+    """Return the events that can be trusted. See NOTE [ Frees of foreign memory ].
+
+    Args:
+        events: Time, address and bytes of each.
+        calls: When collectives began and ended, in turn. See NOTE [ Who frees what gloo has worked on ].
+    """
+    live: dict[int, tuple[int, int]] = {}
+    kept: list[tuple[int, int, int]] = []
+    for time_ns, ptr, delta in events:
+        known = live.pop(ptr, None)
+        if known is not None:
+            born_ns, size = known
+            ends_ns = _end_of_call(calls, born_ns) if delta > 0 else None
+            kept.append((time_ns if ends_ns is None else ends_ns, ptr, -size))
+        if delta > 0:
+            live[ptr] = time_ns, delta
+            kept.append((time_ns, ptr, delta))
+    for ptr, (born_ns, size) in live.items():
+        ends_ns = _end_of_call(calls, born_ns)
+        if ends_ns is not None:
+            kept.append((ends_ns, ptr, -size))
+    return sorted(kept, key=lambda event: event[0])
+
+
+def _end_of_call(calls: Sequence[int], time_ns: int) -> int | None:
+    """Return when the call ended in which a moment lies, or None for one in no call."""
+    place = bisect_right(calls, time_ns)
+    return calls[place] if place % 2 else None

@@ -1,0 +1,100 @@
+"""What the allocator of a device did during a block of code: each allocation and free, in order, with marks between."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import UntypedStorage
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mark:
+    """A moment between two events of a trace.
+
+    `position` is the index of the first event after it, or the number of events if there is none. `time_ns` is on the
+    clock of the trace (nanoseconds since 1970).
+    """
+
+    id: int
+    label: str
+    time_ns: int
+    position: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AllocationTrace:
+    """The events of one device's allocator in order of time: three arrays of one length, and the marks.
+
+    `delta_bytes` is positive for an allocation and negative for its free. `marks[i]` is the mark with the id i.
+    `foreign_freed_bytes` is what was freed but allocated before the block; None on the CPU, where nobody can know it.
+    `slack_bytes` is the most that the allocator gave beyond these, see NOTE [ What a device holds ].
+    """
+
+    device: torch.device
+    start_ns: int
+    time_ns: NDArray[np.int64]
+    ptr: NDArray[np.int64]
+    delta_bytes: NDArray[np.int64]
+    marks: tuple[Mark, ...]
+    foreign_freed_bytes: int | None
+    slack_bytes: int = 0
+
+    @cached_property
+    def _live_bytes(self) -> NDArray[np.int64]:
+        # With the start of the block in front, so that entry p is what is live before event p.
+        return np.concatenate([np.zeros(1, np.int64), np.cumsum(self.delta_bytes, dtype=np.int64)])
+
+    def live_bytes(self) -> NDArray[np.int64]:
+        """Return the bytes live after each event, relative to the start; negative where foreign memory went."""
+        return self._live_bytes[1:].copy()
+
+    def live_bytes_at(self, mark: int) -> int:
+        """Return the bytes live at the mark with this id, relative to the start of the block."""
+        return int(self._live_bytes[self.marks[mark].position])
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes live at once, relative to the start of the block; at least 0."""
+        return int(self._live_bytes.max())
+
+    def peak_bytes_between(self, first: int, last: int) -> int:
+        """Return the most bytes live at once between two marks, given by id in order of time, relative to the start.
+
+        What is live at the first mark counts too.
+        """
+        begin, end = self.marks[first].position, self.marks[last].position
+        return int(self._live_bytes[begin : end + 1].max())
+
+    def has(self, pointer: int, mark: int) -> bool:
+        """Return whether an address lies, at the mark with this id, in memory that was allocated in the block."""
+        end = self.marks[mark].position
+        # Whatever is live at one time does not overlap, so the last event there tells.
+        there = (self.ptr[:end] <= pointer) & (pointer < self.ptr[:end] + np.abs(self.delta_bytes[:end]))
+        deltas = self.delta_bytes[:end][there]
+        return len(deltas) > 0 and bool(deltas[-1] > 0)
+
+
+class Recorder(Protocol):
+    """Takes marks while a block runs, has the `trace` afterwards; of this machine, or simulated."""
+
+    def mark(self, label: str) -> int:
+        """Mark this moment and return the mark's id: 0, 1, 2, ...; from any thread."""
+        ...
+
+    def seconds(self) -> float:
+        """Return the time now."""
+        ...
+
+    def pointer_of(self, storage: UntypedStorage) -> int:
+        """Return the address that a storage has in the trace."""
+        ...
+
+    @property
+    def trace(self) -> AllocationTrace:
+        """The events of the block."""
+        ...
