@@ -5,6 +5,7 @@ Every run begins with the same gradients (zeros), buffers and generators, and en
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
@@ -54,8 +55,11 @@ class Subject:
 
     def _resident_now(self) -> Iterator[tuple[torch.device, int]]:
         """Yield what each device has given out, and no tensor of the step is in. See NOTE [ What a device holds ]."""
-        for accelerator in accelerators():
-            for device in accelerator.in_use() if accelerator.counts else ():
+        counting = [accelerator for accelerator in accelerators() if accelerator.counts]
+        if counting:
+            gc.collect()  # what waits for that stays in no step
+        for accelerator in counting:
+            for device in accelerator.in_use():
                 known = self._bytes_before(device).total_bytes
                 yield device, max(0, accelerator.counters(device).allocated_bytes - known)
 
