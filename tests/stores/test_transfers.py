@@ -15,48 +15,48 @@ from torchremat.stores.transfers import Transfers
 gpu = pytest.mark.gpu
 
 
+class Event:
+    """Fires when its device says so."""
+
+    def __init__(self, device):
+        self.device = device
+        self.fired = device.fires
+        device.events.append(self)
+
+    def query(self):
+        return self.fired
+
+    def synchronize(self):
+        self.device.log.append("the host waits")
+        self.fired = True
+
+
+class Stream:
+    """Says what it waits for."""
+
+    def __init__(self, device, name):
+        self.device, self.name = device, name
+
+    def wait_stream(self, stream):
+        self.device.log.append(f"{self.name} waits for {stream.name}")
+
+    def wait_event(self, event):
+        self.device.log.append(f"{self.name} waits for event {self.device.events.index(event)}")
+
+
 class Pretended:
     """A device whose copies are done at once, and whose events fire when the test wants them to."""
 
     def __init__(self, monkeypatch):
-        device = self
         self.fires = True
-        self.log = []
-
-        class Event:
-            def __init__(self):
-                self.fired = False
-
-            def record(self, stream):
-                self.fired = device.fires
-                device.events.append(self)
-
-            def query(self):
-                return self.fired
-
-            def synchronize(self):
-                device.log.append("the host waits")
-                self.fired = True
-
-        class Stream:
-            def __init__(self, name):
-                self.name = name if isinstance(name, str) else f"side {len(device.streams)}"
-                device.streams.append(self)
-
-            def wait_stream(self, stream):
-                device.log.append(f"{self.name} waits for {stream.name}")
-
-            def wait_event(self, event):
-                device.log.append(f"{self.name} waits for event {device.events.index(event)}")
-
-        self.events, self.streams = [], []
-        self.current = Stream("current")
-        monkeypatch.setattr(torch.cuda, "Event", Event)
-        monkeypatch.setattr(torch.cuda, "Stream", Stream)
-        monkeypatch.setattr(torch.cuda, "stream", nullcontext)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.current)
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-        monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: self.log.append("recorded"))
+        self.log, self.events = [], []
+        self.names = iter(["out", "in"])
+        self.current = Stream(self, "current")
+        monkeypatch.setattr("torchremat.stores.transfers.accelerator_of", lambda _: self)
+        monkeypatch.setattr(
+            "torchremat.stores.transfers.record_stream",
+            lambda _, stream: self.log.append(f"the allocator waits for {stream.name}"),
+        )
         self.ledger = Ledger(None)
         self.pool = Pool(2**26, lambda size: torch.empty(size, dtype=torch.uint8))
         self.transfers = Transfers(self.pool, self.ledger)
@@ -64,6 +64,23 @@ class Pretended:
     def put(self, tensor):
         self.ledger.reserve(tensor.nbytes)
         return self.transfers.out(tensor, content_of(tensor))
+
+    # As an accelerator.
+
+    def is_capturing(self):
+        return False
+
+    def current_stream(self, _):
+        return self.current
+
+    def new_stream(self, _):
+        return Stream(self, next(self.names))
+
+    def on(self, _):
+        return nullcontext()
+
+    def event(self, _):
+        return Event(self)
 
 
 @pytest.fixture
@@ -80,12 +97,14 @@ def test_streams_wait_for_one_another_and_the_host_for_none(device):
     assert torch.equal(handle.get(), tensor)
     assert torch.equal(handle.get(), tensor)
 
+    # See NOTE [ Who waits for whom ]
     assert device.log == [
-        "side 1 waits for current",
+        "out waits for current",
         "current waits for event 0",
-        "side 2 waits for event 0",
+        "in waits for current",
+        "in waits for event 0",
         "current waits for event 2",
-        "recorded",
+        "the allocator waits for current",
         "current waits for event 0",
     ]
     del handle
@@ -119,12 +138,14 @@ def test_the_source_goes_with_the_handle_and_the_place_with_the_copy(device):
     del handle, tensor
 
     assert storage() is None
+    assert device.log[-1] == "the allocator waits for out"
     assert device.pool.take(1) is None
     device.events[0].fired = True
     assert device.pool.take(1) is not None
 
 
-def test_a_write_before_the_copy_has_ended_is_an_error_and_one_afterwards_is_none(device):
+def test_a_write_before_the_copy_has_ended_is_an_error_and_one_afterwards_is_none(device, monkeypatch):
+    monkeypatch.setattr("torchremat.stores.transfers._FLYING_SHARE", 1.0)
     device.fires = False
     tensors = [torch.zeros(10), torch.zeros(10)]
     handles = [device.put(tensor) for tensor in tensors]
@@ -141,8 +162,18 @@ def test_a_write_before_the_copy_has_ended_is_an_error_and_one_afterwards_is_non
     assert torch.equal(handles[1].get(), torch.zeros(10))
 
 
+def test_what_comes_and_nobody_asks_for_goes_with_the_handle(device):
+    handle = device.put(torch.zeros(10))
+    handle.prefetch()
+
+    del handle
+
+    assert device.log[-1] == "the allocator waits for in"
+
+
 def test_so_much_of_the_device_is_held_for_copies_and_no_more(device, monkeypatch):
     monkeypatch.setattr("torchremat.stores.transfers._FLYING_BYTES", 1000)
+    monkeypatch.setattr("torchremat.stores.transfers._FLYING_SHARE", 1.0)
     device.fires = False
     handles = []
 
@@ -151,6 +182,16 @@ def test_so_much_of_the_device_is_held_for_copies_and_no_more(device, monkeypatc
 
     assert device.log.count("the host waits") == 3
     assert device.transfers._flying_bytes == 800
+
+
+def test_of_little_that_is_stored_little_is_held_for_copies(device):
+    device.fires = False
+    handles = [device.put(torch.zeros(100)) for _ in range(16)]
+
+    assert device.transfers._flying_bytes == 800  # an eighth
+    device.transfers.settle(most_bytes=0)
+    assert device.transfers._flying_bytes == 0
+    assert len(handles) == 16
 
 
 def test_no_place(device):

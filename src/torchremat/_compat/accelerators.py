@@ -12,14 +12,14 @@ stream of its own kind, so that code of transfers and pipelines has no branches 
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal, Protocol, cast, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from torchremat.errors import UnsupportedError
 
@@ -105,7 +105,7 @@ class Accelerator:
 
     def lacks(self, what: str) -> UnsupportedError:
         """Return the error for something that this kind of device does not have."""
-        return UnsupportedError(f"{what} on cpu and cuda, and not on {self.type}: torch has no such thing there.")
+        return UnsupportedError(f"{what} on cpu and cuda, not on {self.type}: torch has nothing for it there.")
 
     # ----------------------------------------------------------------------------------------------------- devices
 
@@ -384,8 +384,16 @@ def current_devices() -> list[torch.device]:
     return [accelerator.normalised(torch.device(accelerator.type)) for accelerator in accelerators()]
 
 
-@contextmanager
-def on(stream: Stream) -> Generator[None]:
-    """Let a stream, and its device, be the current ones in a block."""
-    with accelerator_of(stream.device).on(stream):
-        yield
+def taken_bytes(memory: UntypedStorage) -> int:
+    """Return what a storage takes of its device: its bytes, rounded up as the allocator does."""
+    block_bytes = accelerator_of(memory.device).block_bytes
+    return -(-memory.nbytes() // block_bytes) * block_bytes
+
+
+def record_stream(tensor: Tensor, stream: Stream) -> None:
+    """Keep the memory of a tensor from being used again before a stream is done with it."""
+    if isinstance(stream, CpuStream) or accelerator_of(tensor.device).is_host:
+        return
+    # For a view, torch records an address inside of the block, which its allocator does not know.
+    whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+    whole.record_stream(stream)

@@ -9,7 +9,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from torchremat._compat.accelerators import accelerator_of
+from torchremat._compat.accelerators import taken_bytes
 from torchremat._compat.sharding import unreduced_gradients
 from torchremat.measuring.communication import communication_bytes
 from torchremat.measuring.tracker import address_of, tensors_in
@@ -19,8 +19,9 @@ from torchremat.measuring.tracker import address_of, tensors_in
 class BytesBefore:
     """Bytes on one device before a step. A storage that is reachable in two ways counts under the first of them.
 
-    What data parallelism communicates from is in `communication`, and what libraries of a device and others keep there
-    in `resident`, see NOTE [ What a device holds ].
+    What data parallelism communicates from is in `communication`. In `resident` is what libraries of a device and
+    others keep there, and in `slack` what its allocator may give beyond what is asked for during the step: see NOTE
+    [ What a device holds ].
     """
 
     parameter_bytes: int
@@ -30,12 +31,29 @@ class BytesBefore:
     input_bytes: int
     communication_bytes: int = 0
     resident_bytes: int = 0
+    slack_bytes: int = 0
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """The bytes by what they are for; those that few have are left out where there are none."""
+        few = {
+            "communication": self.communication_bytes,
+            "resident": self.resident_bytes,
+            "slack": self.slack_bytes,
+        }
+        return {
+            "parameters": self.parameter_bytes,
+            "gradients": self.gradient_bytes,
+            "buffers": self.buffer_bytes,
+            "optimizer": self.optimizer_bytes,
+            "inputs": self.input_bytes,
+            **{name: size for name, size in few.items() if size},
+        }
 
     @property
     def total_bytes(self) -> int:
         """The sum."""
-        held_bytes = self.parameter_bytes + self.gradient_bytes + self.buffer_bytes + self.optimizer_bytes
-        return held_bytes + self.input_bytes + self.communication_bytes + self.resident_bytes
+        return sum(self.parts.values())
 
 
 def bytes_before(
@@ -56,7 +74,6 @@ def bytes_before(
         device: One without an index stands for all of its type.
     """
     models, leaves, inputs = list(models), list(leaves), list(inputs)
-    block_bytes = accelerator_of(device).block_bytes
     counted: set[int] = set()
 
     def bytes_of(tensors: Iterable[object]) -> int:
@@ -66,7 +83,7 @@ def bytes_before(
             here = tensor.device.type == device.type and device.index in (None, tensor.device.index)
             if here and address_of(storage) not in counted:
                 counted.add(address_of(storage))
-                total += -(-storage.nbytes() // block_bytes) * block_bytes
+                total += taken_bytes(storage)
         return total
 
     held = {id(tensor) for tensor in inputs}

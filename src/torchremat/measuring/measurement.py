@@ -55,6 +55,8 @@ class Measurement:
             included.
         recomputed_flops: Those of `flops` that ran a piece of forward again during backward.
         timeline: Live bytes after each event.
+        resident_bytes: What stays on the device and is none of these: workspaces of libraries, tensors of others.
+        slack_bytes: What of `peak_bytes` the allocator gave beyond what was asked for; 0 on the CPU.
         reserved_bytes: CUDA alone: the most that the caching allocator held of the device.
         context_bytes: CUDA alone: used on the device at the end, but held by no allocator of this process: the CUDA
             context, NCCL, and other processes.
@@ -75,13 +77,25 @@ class Measurement:
     flops: int
     recomputed_flops: int
     timeline: Timeline
+    resident_bytes: int = 0
+    slack_bytes: int = 0
     reserved_bytes: int | None = None
     context_bytes: int | None = None
 
     @property
     def before_bytes(self) -> int:
         """What lay in memory before the step."""
-        return self.parameter_bytes + self.gradient_bytes + self.buffer_bytes + self.optimizer_bytes + self.input_bytes
+        return sum(self._parts().values())
+
+    def _parts(self) -> dict[str, int]:
+        return {
+            "parameters": self.parameter_bytes,
+            "gradients": self.gradient_bytes,
+            "buffers": self.buffer_bytes,
+            "optimizer": self.optimizer_bytes,
+            "inputs": self.input_bytes,
+            "resident": self.resident_bytes,
+        }
 
     def plot(self, path: str | Path) -> None:
         """Draw the live bytes over the step into an image file; its ending says which kind.
@@ -95,13 +109,14 @@ class Measurement:
         rows = [
             ("peak", format_bytes(self.peak_bytes), self._peak_note()),
             ("  before the step", format_bytes(self.before_bytes), self._before_note()),
-            ("  the step itself", format_bytes(self.peak_bytes - self.before_bytes), ""),
+            ("  the step itself", format_bytes(self.peak_bytes - self.before_bytes - self.slack_bytes), ""),
             ("kept by forward", format_bytes(self.kept_bytes), ""),
             ("time", f"{self.seconds * 1e3:.1f} ms", ""),
             ("flops", f"{self.flops / 1e9:.2f} G", f"recomputed: {self.recomputed_flops / 1e9:.2f} G"),
         ]
         if self.reserved_bytes is not None:
-            rows.insert(4, ("reserved", format_bytes(self.reserved_bytes), ""))
+            rows[3:3] = [("  slack", format_bytes(self.slack_bytes), "beyond what was asked for")]
+            rows.insert(5, ("reserved", format_bytes(self.reserved_bytes), ""))
         return "\n".join(f"{name:<18}{value:>12}  {note}".rstrip() for name, value, note in rows)
 
     def _peak_note(self) -> str:
@@ -112,14 +127,7 @@ class Measurement:
         return f"in {phase}{f' of {where}' if where else ''} ({self.source}, {self.device})"
 
     def _before_note(self) -> str:
-        parts = {
-            "parameters": self.parameter_bytes,
-            "gradients": self.gradient_bytes,
-            "buffers": self.buffer_bytes,
-            "optimizer": self.optimizer_bytes,
-            "inputs": self.input_bytes,
-        }
-        return ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
+        return ", ".join(f"{name} {format_bytes(size)}" for name, size in self._parts().items() if size)
 
 
 def measure(
@@ -163,9 +171,11 @@ def measure(
         traced = None if foreign_profiler else run_traced(subject, place, before_bytes=before.total_bytes)
         plain = run_plain(subject, place)
     source: Source = "tracker" if traced is None else "allocator"
+    slack_bytes = 0
     peak_bytes, kept_bytes = (traced or counted).peak_bytes, (traced or counted).kept_bytes
     if plain.peak_bytes is not None and plain.kept_bytes is not None:
         source, peak_bytes, kept_bytes = "cuda", plain.peak_bytes, plain.kept_bytes
+        slack_bytes = 0 if traced is None else max(0, plain.peak_bytes - traced.peak_bytes)
     return Measurement(
         device=place,
         source=source,
@@ -182,6 +192,8 @@ def measure(
         flops=counted.flops,
         recomputed_flops=counted.recomputed_flops,
         timeline=(traced or counted).timeline,
+        resident_bytes=before.resident_bytes,
+        slack_bytes=slack_bytes,
         reserved_bytes=plain.reserved_bytes,
         context_bytes=plain.context_bytes,
     )

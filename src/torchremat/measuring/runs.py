@@ -106,7 +106,7 @@ def _existing(wanted: torch.device | str) -> torch.device:
         return place
     count = len(accelerator.devices())
     if not accelerator.is_host and (place.index or 0) >= count:
-        raise UnsupportedError(f"device={wanted!r}: torch finds {count} devices of type {place.type} here.")
+        raise UnsupportedError(f"device={wanted!r}: torch finds {count} {place.type.upper()} devices here.")
     # Tensors on "cuda" have the index of the current device, and those on "cpu:0" have none.
     return torch.empty(0, device=place).device
 
@@ -155,11 +155,16 @@ class Counted:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Traced:
-    """What the traced run tells; bytes are the allocator's, without what lay there before."""
+    """What the traced run tells; bytes are the allocator's, without what lay there before and without its slack."""
 
     peak_bytes: int
     kept_bytes: int
+    slack_bytes: int
     timeline: Timeline
+
+    def peak_beyond(self, before: BytesBefore) -> int:
+        """Return the peak with what of the slack is not in `before`."""
+        return self.peak_bytes + max(0, self.slack_bytes - before.slack_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,6 +259,7 @@ def run_traced(subject: Subject, device: torch.device, *, before_bytes: int) -> 
     return Traced(
         peak_bytes=trace.peak_bytes,
         kept_bytes=trace.live_bytes_at(forward_end),
+        slack_bytes=trace.slack_bytes,
         timeline=timeline_of(
             time_ns=trace.time_ns,
             live_bytes=trace.live_bytes() + before_bytes,

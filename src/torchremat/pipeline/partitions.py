@@ -67,7 +67,7 @@ def _existence_problems(device: torch.device) -> list[str]:
         return [f"devices of type {device.type} are not supported, only cuda and cpu"]
     count = len(accelerator.devices())
     if not accelerator.is_host and (device.index or 0) >= count:
-        return [f"there is no device {device}: {count} devices of type {device.type} are here"]
+        return [f"there is no device {device}: {count} {device.type.upper()} devices are here"]
     return []
 
 

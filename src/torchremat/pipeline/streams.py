@@ -5,11 +5,10 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 
 import torch
-from torch import Tensor
 
-from torchremat._compat.accelerators import CPU_STREAM, CpuStream, Stream, accelerator_of
+from torchremat._compat.accelerators import CPU_STREAM, CpuStream, Stream, accelerator_of, record_stream
 
-__all__ = ["CPU_STREAM", "CpuStream", "Stream"]
+__all__ = ["CPU_STREAM", "CpuStream", "Stream", "record_stream"]
 
 
 def device_of(stream: Stream) -> torch.device:
@@ -50,12 +49,3 @@ def wait_stream(waiting: Stream, awaited: Stream) -> None:
         awaited.synchronize()
     else:
         waiting.wait_stream(awaited)
-
-
-def record_stream(tensor: Tensor, stream: Stream) -> None:
-    """Keep the memory of a tensor from being used again before a stream is done with it."""
-    if isinstance(stream, CpuStream) or accelerator_of(tensor.device).is_host:
-        return
-    # For a view, torch records an address inside of the block, which its allocator does not know.
-    whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-    whole.record_stream(stream)

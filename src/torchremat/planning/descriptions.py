@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torchremat.planning.bounds.certificates import claim_of
@@ -119,14 +120,7 @@ def made_plan(
         step_peak_bytes=planner.fixed_bytes + found.prediction.peak_bytes,
         optimizer_peak_bytes=planner.optimizer_peak_bytes,
         optimizer_state_bytes=state,
-        before_bytes={
-            "parameters": before.parameter_bytes,
-            "gradients": before.gradient_bytes,
-            "buffers": before.buffer_bytes,
-            "optimizer": before.optimizer_bytes + state,
-            "inputs": before.input_bytes,
-            **({"communication": before.communication_bytes} if before.communication_bytes else {}),
-        },
+        before_bytes=replace(before, optimizer_bytes=before.optimizer_bytes + state).parts,
         kept_bytes=found.prediction.kept_bytes,
         where=found.prediction.where,
         plain_peak_bytes=plain[0],

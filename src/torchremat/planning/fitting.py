@@ -93,13 +93,14 @@ def fit_with(
     subject = subject_of(step, model, optimizer)
     device = planner.profile.device
     margin_bytes, peers = margin_of(margin), peers_of(model)
+    before = planner.profile.before
     over = attempt = 0
     while True:
         attempt += 1
         plan = planner.plan(budget, margin=margin, tighten_bytes=over)
         plan.apply(model)
         try:
-            risen = max(peers.all(lambda: run_traced(subject, device, before_bytes=0).peak_bytes))
+            risen = max(peers.all(lambda: run_traced(subject, device, before_bytes=0).peak_beyond(before)))
         except BaseException:
             plan.remove(model)
             raise

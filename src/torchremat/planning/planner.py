@@ -178,7 +178,10 @@ class Planner:
         device = self.profile.device
         try:
             with bare(self._model):
-                return max(self._peers.all(lambda: run_traced(self._subject, device, before_bytes=0).peak_bytes))
+                before = self.profile.before
+                return max(
+                    self._peers.all(lambda: run_traced(self._subject, device, before_bytes=0).peak_beyond(before))
+                )
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise

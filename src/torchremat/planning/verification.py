@@ -10,6 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from torchremat._compat.accelerators import accelerator_of
 from torchremat._compat.sharding import unreduced_gradients
 from torchremat.measuring.exhaustion import is_out_of_memory
 from torchremat.measuring.runs import Subject, run_counted, run_plain, run_traced, subject_of
@@ -49,6 +50,9 @@ class Report:
         no_effect: Why the regions save nothing, or "" if they do.
         predicted_slowdown: Seconds with the regions over those without, as the applied plan predicted them; None for a
             plan without stores, whose seconds may be those of another device.
+        resident_bytes: What of `peak_bytes` stays on the device and is no tensor of the step's, as workspaces.
+        slack_bytes: The most that the device's allocator gave beyond what was asked for, with the regions. It is no
+            part of `peak_bytes`, and depends on what the allocator has cached; 0 on the CPU.
     """
 
     is_exact: bool | None
@@ -64,6 +68,8 @@ class Report:
     regions: int
     no_effect: str
     predicted_slowdown: float | None = None
+    resident_bytes: int = 0
+    slack_bytes: int = 0
 
     @property
     def is_slow(self) -> bool:
@@ -88,6 +94,11 @@ class Report:
         if self.predicted_bytes is not None:
             off = 100 * (self.peak_bytes - self.predicted_bytes) / self.predicted_bytes
             rows.append(f"predicted  {format_bytes(self.predicted_bytes)}, measured {off:+.2f}%")
+        if self.resident_bytes or self.slack_bytes:
+            rows.append(
+                f"device     {format_bytes(self.resident_bytes)} of it are resident (workspaces and others); its "
+                f"allocator gave up to {format_bytes(self.slack_bytes)} more than was asked for"
+            )
         if self.plain_seconds:
             told = "" if self.predicted_slowdown is None else f", {self.predicted_slowdown:.2f} x predicted"
             rows.append(
@@ -146,6 +157,8 @@ def _agreed(told: list[Report]) -> Report:
         is_exact=False if False in exact else None if None in exact else True,
         differences=tuple(different),
         peak_bytes=max(one.peak_bytes for one in told),
+        resident_bytes=max(one.resident_bytes for one in told),
+        slack_bytes=max(one.slack_bytes for one in told),
         plain_peak_bytes=_highest(plain),
         kept_bytes=max(one.kept_bytes for one in told),
         plain_kept_bytes=_highest(plain_kept),
@@ -164,6 +177,7 @@ def _verified(
 ) -> Report:
     subject = subject_of(step, model, optimizer, needs_model=True)
     place = subject.device(device)
+    accelerator_of(place).warm(place)
     regions = sum(map(is_wrapped, model.modules()))
     state_bytes = 0 if optimizer is None else measure_optimizer(subject, optimizer, Here(place)).state_bytes
     with_regions = _run(subject, place, state_bytes)
@@ -189,6 +203,8 @@ def _verified(
         recomputed_flops=run_counted(subject, place).recomputed_flops,
         regions=regions,
         no_effect=_why_not(model, with_regions, plain, regions),
+        resident_bytes=with_regions.resident_bytes,
+        slack_bytes=with_regions.slack_bytes,
         predicted_slowdown=next((s for scope in applied_scopes(model) if (s := scope.slowdown) is not None), None),
     )
 
@@ -199,12 +215,15 @@ class _Run:
     before_bytes: int
     peak_bytes: int
     kept_bytes: int
+    resident_bytes: int
+    slack_bytes: int
 
 
 def _run(subject: Subject, device: torch.device, state_bytes: int) -> _Run:
     """Run the step twice: for its bytes, `state_bytes` of an optimizer beside them, then for what it computes."""
     with subject.untouched():
-        before = subject.before(device).total_bytes + state_bytes
+        found = subject.before(device)
+        before = found.total_bytes + state_bytes
     traced = run_traced(subject, device, before_bytes=before)
     with subject.untouched():
         loss = subject.forward()
@@ -225,6 +244,8 @@ def _run(subject: Subject, device: torch.device, state_bytes: int) -> _Run:
         before_bytes=before,
         peak_bytes=before + traced.peak_bytes,
         kept_bytes=traced.kept_bytes,
+        resident_bytes=found.resident_bytes,
+        slack_bytes=traced.slack_bytes,
     )
 
 

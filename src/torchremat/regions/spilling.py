@@ -30,6 +30,7 @@ from torchremat.stores.catalog import Catalog, unpack
 from torchremat.stores.disk import Disk
 from torchremat.stores.held import InCatalog
 from torchremat.stores.host import Host
+from torchremat.stores.landing import land
 from torchremat.tensors.graphs import GraphSlot, leaves_of, nodes_of, slots_of
 from torchremat.tensors.held import HeldTensor
 from torchremat.tensors.sizes import format_bytes, parse_bytes
@@ -85,6 +86,8 @@ def spill(loss: Tensor | Sequence[Tensor], bytes: int | str | None, store: Store
             error.add_note(f"spill: {moved}")
             raise
         freed += candidate.storage_bytes
+    for catalog in catalogs.values():
+        land(catalog.store, all_of_it=True)
     return freed
 
 
@@ -108,6 +111,9 @@ class _Whole:
         if handle is None:
             raise StoreError(f"{self._store!r} has no room for {format_bytes(tensor.nbytes)} more.")
         return handle
+
+    def land(self, *, all_of_it: bool) -> None:
+        land(self._store, all_of_it=all_of_it)
 
 
 class _InGraph:

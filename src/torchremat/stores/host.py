@@ -69,6 +69,15 @@ class Host(Remade):
             self._ledger.release(content.size_bytes)
             raise
 
+    def land(self, *, all_of_it: bool) -> None:
+        """Wait until copies from a device have ended, so that its memory is free.
+
+        Args:
+            all_of_it: Whether all have to, or so much may be in flight as during `put`.
+        """
+        if self._transfers is not None:
+            self._transfers.settle(most_bytes=0 if all_of_it else None)
+
     def __repr__(self) -> str:
         limit = self._ledger.limit_bytes
         return "Host()" if limit is None else f"Host({format_bytes(limit)!r})"

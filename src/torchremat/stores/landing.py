@@ -31,6 +31,21 @@ def settle(handle: Handle) -> None:
         handle.settle()
 
 
+@runtime_checkable
+class Landing(Protocol):
+    """A store whose copies may end after `put` has returned, and that can be waited for."""
+
+    def land(self, *, all_of_it: bool) -> None:
+        """Wait until the memory of what was put is free: of all of it, or but for so much as it always may hold."""
+        ...
+
+
+def land(store: object, *, all_of_it: bool) -> None:
+    """Wait until a store has let go of what it was given, if it is one of those that let go later."""
+    if isinstance(store, Landing):
+        store.land(all_of_it=all_of_it)
+
+
 class _Read(threading.local):
     held: list[object] | None = None
 

@@ -16,6 +16,7 @@ from torchremat.ambient.hidden import hiding
 from torchremat.errors import UnsupportedError
 from torchremat.stores.catalog import Catalog, unpack
 from torchremat.stores.held import InCatalog
+from torchremat.stores.landing import land
 from torchremat.stores.narrowing import SlotWatch, narrows
 
 if TYPE_CHECKING:
@@ -138,6 +139,7 @@ class Offload(ContextDecorator):
         if kind is None:
             with hiding():
                 self.catalog.settle()
+                land(self.catalog.store, all_of_it=False)
 
     def __repr__(self) -> str:
         return f"<offload to {self.catalog.store!r}: {self.copied_out_bytes} bytes out, {self.copied_in_bytes} back>"

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from torchremat.errors import StoreError, UnsupportedError
 from torchremat.stores.contents import content_of
+from torchremat.stores.landing import land
 from torchremat.stores.remade import Remade
 from torchremat.stores.statistics import StoreStatistics, filled
 
@@ -82,6 +83,11 @@ class Tiers(Remade):
         if self.strict:
             raise StoreError(f"no room for {content_of(tensor)}: {', '.join(map(_filled, self.stores))}.")
         return None
+
+    def land(self, *, all_of_it: bool) -> None:
+        """Wait until the stores that copy from a device have let go; see `Host.land`."""
+        for store in self.stores:
+            land(store, all_of_it=all_of_it)
 
     def __repr__(self) -> str:
         return f"Tiers({', '.join(map(repr, self.stores))})"

@@ -1,34 +1,61 @@
-"""Copies between a CUDA device and pinned memory, beside what the device computes.
+"""Copies between a device and pinned memory, beside what the device computes.
 
-The life of a tensor that goes out, and of its memory on the device:
+NOTE [ Who waits for whom ]
+There is one stream for copies out and one for copies in, and the stream that computes, which is the current one of
+whoever calls. A block of the device's memory belongs to the stream that allocates it, so all are allocated by the one
+that computes: what it has freed it can have again.
 
-    put         the copy is queued on a stream of its own, after what the current stream has queued so far;
-                the memory is held, since the stream that computes knows nothing of the copy
-    landed      the copy's event has fired, which the next call of the store sees: the version is compared, and the
-                memory let go
-    dropped     the memory is let go at once: nobody asks what the copy reads. The pinned memory waits for the event
+    event       stream that copies                 stream that computes           memory
+    put         waits for what computes, copies    -                              the source is held for the copy
+    landed      its event has fired                -                              the source is let go, and is free
+    dropped     -                                  -                              the source is let go, and its block
+                                                                                  waits for the copy in the allocator
+    prefetch    waits for what computes and for    allocates                      what comes is held for the copy
+                the copy out, copies
+    get         -                                  waits for the copy in, or for  what comes is the caller's
+                                                   the copy out and copies
+    write       -                                  waits for the copy out         what is written may be read till then
+    left        -                                  -                              what comes and nobody asked for, as
+                                                                                  a source that is dropped
+
+The host waits for nothing of this but where more would be in flight than is allowed, and where it asks to (`settle`).
+Pinned memory waits for the last copy that uses it.
 
 A write in place that the host has queued before a copy has landed may be seen by it in part, so it counts as an error
 then; autograd calls it one in any case. One that it queues after `get` comes after the copy in the order of streams,
-and so does one that is announced: the stream that writes waits for the copy, and the host does not.
+and so does one that is announced.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
+from typing import cast
 
 import torch
 from torch import Tensor
 
+from torchremat._compat.accelerators import accelerator_of, record_stream
 from torchremat.errors import MutationError, UnsupportedError
 from torchremat.stores.contents import Content, check_version, written_since
 from torchremat.stores.pinned import Place, Pool
 from torchremat.stores.statistics import Ledger
 from torchremat.tensors.held import version_of
 
-# How many bytes of a device are held for copies that have not ended, at most.
+# How many bytes of a device are held for copies that have not ended, at most: so many, and this share of the most that
+# was stored at a time, or one tensor. Else a small model would have all of its memory in flight, and free nothing.
 _FLYING_BYTES = 256 * 2**20
+_FLYING_SHARE = 1 / 8
+
+
+def current_stream(device: torch.device) -> torch.Stream:
+    """Return the stream that the caller computes on; the host has none, and needs no transfers."""
+    return cast("torch.Stream", accelerator_of(device).current_stream(device))
+
+
+def new_stream(device: torch.device) -> torch.Stream:
+    """Return a stream of its own."""
+    return cast("torch.Stream", accelerator_of(device).new_stream(device))
 
 
 class Flight:
@@ -36,7 +63,7 @@ class Flight:
 
     __slots__ = ("changed", "copied", "is_awaited", "landed", "size_bytes", "source", "version")
 
-    def __init__(self, source: Tensor, copied: torch.cuda.Event) -> None:
+    def __init__(self, source: Tensor, copied: torch.Event) -> None:
         self.source: Tensor | None = source  # a view of the tensor, or a copy that nobody writes to
         self.version = version_of(source)
         self.copied = copied
@@ -58,18 +85,18 @@ class Transfers:
         self.pool = pool
         self.ledger = ledger
         self._lock = threading.Lock()
-        self._out: dict[torch.device, torch.cuda.Stream] = {}
-        self._in: dict[torch.device, torch.cuda.Stream] = {}
-        self._flights: deque[Flight] = deque()
+        self._out: dict[torch.device, torch.Stream] = {}
+        self._in: dict[torch.device, torch.Stream] = {}
+        self._flights: dict[torch.device, deque[Flight]] = {}  # in the order of their stream
         self._flying_bytes = 0
 
     def out(self, tensor: Tensor, content: Content) -> TransferHandle | None:
-        """Begin to copy a tensor of a CUDA device; None if there is no pinned memory for it."""
-        if torch.cuda.is_current_stream_capturing():
+        """Begin to copy a tensor of a device; None if there is no pinned memory for it."""
+        if accelerator_of(content.device).is_capturing():
             raise UnsupportedError(
-                "Host: a tensor is to be stored while a CUDA graph is captured, where nothing can wait for its copy."
+                "Host: a tensor is to be stored while a graph is captured, where nothing can wait for its copy."
             )
-        self._wait_for_some(content.size_bytes)
+        self.settle(most_bytes=max(0, self._most_flying() - content.size_bytes))
         place = self.pool.take(content.size_bytes)
         if place is None:
             return None
@@ -82,35 +109,43 @@ class Transfers:
         place.used(flight.copied)
         self.ledger.copied(out_bytes=content.size_bytes)
         with self._lock:
-            self._flights.append(flight)
+            self._flights.setdefault(content.device, deque()).append(flight)
             self._flying_bytes += flight.size_bytes
         return TransferHandle(self, flight, place, host, content)
 
-    def incoming(self, device: torch.device) -> torch.cuda.Stream:
+    def incoming(self, device: torch.device) -> torch.Stream:
         """Return the stream for copies to a device that nobody waits for yet."""
         return self._stream(self._in, device)
+
+    def outgoing(self, device: torch.device) -> torch.Stream:
+        """Return the stream for copies from a device."""
+        return self._stream(self._out, device)
 
     def land(self) -> None:
         """Let go of what has been copied."""
         with self._lock:
-            flying: deque[Flight] = deque()
-            while self._flights:
-                flight = self._flights.popleft()
-                if flight.copied.query():
-                    self._landed(flight)
-                else:
-                    flying.append(flight)
-            self._flights = flying
+            for flights in self._flights.values():
+                while flights and flights[0].copied.query():
+                    self._landed(flights.popleft())
+
+    def settle(self, *, most_bytes: int | None = None) -> None:
+        """Wait until no more than so many bytes are held for copies; as many as always may be, if not given."""
+        most_bytes = self._most_flying() if most_bytes is None else most_bytes
+        while True:
+            self.land()
+            with self._lock:
+                oldest = [flights[0] for flights in self._flights.values() if flights]
+                if self._flying_bytes <= most_bytes or not oldest:
+                    return
+            oldest[0].copied.synchronize()
 
     def _begin(self, tensor: Tensor, host: Tensor, content: Content) -> Flight:
         line = content.line(tensor)
-        stream = self._stream(self._out, content.device)
-        stream.wait_stream(torch.cuda.current_stream(content.device))
-        copied = torch.cuda.Event()
-        with torch.cuda.stream(stream):
+        accelerator, stream = accelerator_of(content.device), self.outgoing(content.device)
+        stream.wait_stream(current_stream(content.device))
+        with accelerator.on(stream):
             host.copy_(line, non_blocking=True)
-            copied.record(stream)
-        return Flight(line, copied)
+        return Flight(line, accelerator.event(stream))
 
     def _landed(self, flight: Flight) -> None:
         source = flight.source
@@ -122,21 +157,15 @@ class Transfers:
         flight.landed = True
         self._flying_bytes -= flight.size_bytes
 
-    def _wait_for_some(self, size: int) -> None:
-        """Wait until so many bytes more may be held."""
-        while True:
-            self.land()
-            with self._lock:
-                if self._flying_bytes + size <= _FLYING_BYTES or not self._flights:
-                    return
-                oldest = self._flights[0]
-            oldest.copied.synchronize()
+    def _most_flying(self) -> int:
+        return min(_FLYING_BYTES, int(_FLYING_SHARE * self.ledger.statistics().peak_stored_bytes))
 
-    def _stream(self, streams: dict[torch.device, torch.cuda.Stream], device: torch.device) -> torch.cuda.Stream:
-        with self._lock:
-            if device not in streams:
-                streams[device] = torch.cuda.Stream(device)
-            return streams[device]
+    def _stream(self, streams: dict[torch.device, torch.Stream], device: torch.device) -> torch.Stream:
+        found = streams.get(device)  # without the lock, see NOTE [ What a finalizer may do ]
+        if found is None:
+            with self._lock:
+                found = streams.setdefault(device, new_stream(device))
+        return found
 
 
 class TransferHandle:
@@ -151,7 +180,7 @@ class TransferHandle:
         self._host = host
         self._content = content
         self._lock = threading.Lock()
-        self._ahead: tuple[Tensor, torch.cuda.Event] | None = None
+        self._ahead: tuple[Tensor, torch.Event] | None = None
 
     @property
     def stored_bytes(self) -> int:
@@ -165,29 +194,27 @@ class TransferHandle:
             MutationError: It was written in place before it was copied.
         """
         self._check()
-        device = self._content.device
-        current = torch.cuda.current_stream(device)
+        current = current_stream(self._content.device)
         with self._lock:
             ahead, self._ahead = self._ahead, None
         if ahead is None:
-            with torch.cuda.stream(current):
-                fresh, event = self._copy(current)
+            fresh, _ = self._copy(current, self._content.empty())
         else:
             fresh, event = ahead
             current.wait_event(event)
-            # It was made on another stream, whose order says nothing of what the current one does with it.
-            fresh.record_stream(current)
+            # It may have been allocated by another stream, whose order says nothing of what this one does with it.
+            record_stream(fresh, current)
         self._transfers.ledger.copied(in_bytes=self._content.size_bytes)
         return self._content.back(fresh)
 
     def prefetch(self) -> None:
         """Begin to copy it to its device, beside what the device computes."""
         with self._lock:
-            if self._ahead is not None:
-                return
-            stream = self._transfers.incoming(self._content.device)
-            with torch.cuda.stream(stream):
-                self._ahead = self._copy(stream)
+            if self._ahead is None:
+                stream = self._transfers.incoming(self._content.device)
+                fresh = self._content.empty()
+                stream.wait_stream(current_stream(self._content.device))  # which may still use the memory
+                self._ahead = self._copy(stream, fresh)
 
     def settle(self) -> None:
         """Wait until it is copied, so that its memory on the device is free."""
@@ -199,15 +226,15 @@ class TransferHandle:
         self._transfers.land()
         flight, source = self._flight, self._flight.source
         if source is not None and (flight.is_awaited or version_of(source) == flight.version):
-            torch.cuda.current_stream(self._content.device).wait_event(flight.copied)
+            current_stream(self._content.device).wait_event(flight.copied)
             flight.is_awaited = True
 
-    def _copy(self, stream: torch.cuda.Stream) -> tuple[Tensor, torch.cuda.Event]:
+    def _copy(self, stream: torch.Stream, fresh: Tensor) -> tuple[Tensor, torch.Event]:
         stream.wait_event(self._flight.copied)
-        fresh = self._content.empty()
-        fresh.copy_(self._host, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record(stream)
+        accelerator = accelerator_of(self._content.device)
+        with accelerator.on(stream):
+            fresh.copy_(self._host, non_blocking=True)
+        event = accelerator.event(stream)
         self._place.used(event)
         return fresh, event
 
@@ -221,6 +248,11 @@ class TransferHandle:
 
     def __del__(self) -> None:
         # See NOTE [ What a finalizer may do ]
-        self._flight.source = None
+        flight, transfers = self._flight, self._transfers
+        if flight.source is not None and not flight.landed:
+            record_stream(flight.source, transfers.outgoing(self._content.device))
+        flight.source = None
+        if self._ahead is not None:
+            record_stream(self._ahead[0], transfers.incoming(self._content.device))
         self._transfers.pool.give(self._place)
         self._transfers.ledger.release(self._content.size_bytes)

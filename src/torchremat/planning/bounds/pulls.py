@@ -18,6 +18,7 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor, UntypedStorage
 
+from torchremat._compat.accelerators import taken_bytes
 from torchremat.measuring.exhaustion import is_out_of_memory
 from torchremat.measuring.flops import FlopCounter
 from torchremat.measuring.runs import Subject
@@ -205,7 +206,7 @@ class _StepLog(OperatorLog):
         return tuple(seen.pull(trace) for seen in self._seen)
 
     def _add(self, memory: UntypedStorage) -> None:
-        address, size = address_of(memory), memory.nbytes()
+        address, size = address_of(memory), taken_bytes(memory)
         if address in self._storages or address in self._gradients:
             return
 

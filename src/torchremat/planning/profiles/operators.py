@@ -18,6 +18,7 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor, UntypedStorage
 
+from torchremat._compat.accelerators import taken_bytes
 from torchremat._compat.compiled_code import runs_compiled_code
 from torchremat._compat.modes import EagerMode
 from torchremat._compat.sharding import is_run_by_fsdp, shards_anything
@@ -247,7 +248,7 @@ class OperatorLog(EagerMode):
         base = tensor if tensor._base is None else tensor._base
         self.trace.values.append(
             SeenValue(
-                size_bytes=memory.nbytes(),
+                size_bytes=taken_bytes(memory),
                 pointer=self._pointer_of(memory),
                 storage=number,
                 is_leaf=base.is_leaf and base.requires_grad,
@@ -275,7 +276,7 @@ class OperatorLog(EagerMode):
         number, alive, old = known
         values = self.trace.values
         values[old].is_overwritten = True
-        values.append(SeenValue(size_bytes=memory.nbytes(), pointer=self._pointer_of(memory), storage=number))
+        values.append(SeenValue(size_bytes=taken_bytes(memory), pointer=self._pointer_of(memory), storage=number))
         self._storages[address] = (number, alive, len(values) - 1)
         return len(values) - 1
 

@@ -8,8 +8,9 @@ if it ends at its last save                cut there
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -213,7 +214,7 @@ class _Reader:
             start_bytes=self.over(self.begins, watched[0].looks),
             seconds=seconds,
             forward_seconds=self.time(self.forward) - self.time(self.begins),
-            before=before,
+            before=replace(before, slack_bytes=self.slack_bytes(sizes)),
             device=self.trace.device,
             backwards=self.backwards(order),
         )
@@ -221,6 +222,12 @@ class _Reader:
     def backwards(self, order: tuple[int, ...]) -> dict[int, Backward]:
         watched, fixed = self.watcher.watched, self.units.trace.fixed
         return {unit: self.reader.of(watched[unit], *self.marks[Moment.BACKWARD, unit], fixed) for unit in order}
+
+    def slack_bytes(self, sizes: Sequence[UnitBytes]) -> int:
+        """What the allocator may give beyond what is asked for, if all is kept: for each byte as much as here."""
+        live = max(1, self.trace.peak_bytes)
+        kept = sum(size.inside_bytes for size in sizes) + sum(self.units.trace.storage_bytes.values())
+        return math.ceil(self.trace.slack_bytes * (live + kept) / live)
 
     def time(self, mark: int) -> float:
         return self.trace.marks[mark].time_ns * 1e-9

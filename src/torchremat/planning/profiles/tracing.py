@@ -21,6 +21,7 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor, UntypedStorage, nn
 
+from torchremat._compat.accelerators import taken_bytes
 from torchremat._compat.autograd import pop_saved_tensor_hooks, push_saved_tensor_hooks, top_saved_tensor_hooks
 from torchremat._compat.compiled_code import is_compiled
 from torchremat._compat.graphs import outside_graphs
@@ -94,7 +95,7 @@ class _Tracer:
             self.died[number] = self.time - (self.idle_since == len(self.log.trace.runs))
 
         self.storages[address] = (number, ref(storage, dies))
-        self.storage_bytes[number] = storage.nbytes()
+        self.storage_bytes[number] = taken_bytes(storage)
         self.born[number] = self.time + new
         self.log.also_known_as(storage, tensor, number)
         return number
