@@ -149,17 +149,17 @@ def test_a_write_before_the_copy_has_ended_is_an_error_and_one_afterwards_is_non
     device.fires = False
     tensors = [torch.zeros(10), torch.zeros(10)]
     handles = [device.put(tensor) for tensor in tensors]
-    tensors[0].add_(1)
-    device.events[1].fired = True
-    device.transfers.land()
     tensors[1].add_(1)
+    device.events[0].fired = True  # in the order of their stream
+    device.transfers.land()
+    tensors[0].add_(1)
 
     for _ in range(2):
         with pytest.raises(MutationError, match="version 1; expected version 0"):
-            handles[0].get()
-        device.events[0].fired = True
+            handles[1].get()
+        device.events[1].fired = True
 
-    assert torch.equal(handles[1].get(), torch.zeros(10))
+    assert torch.equal(handles[0].get(), torch.zeros(10))
 
 
 def test_what_comes_and_nobody_asks_for_goes_with_the_handle(device):
