@@ -20,6 +20,7 @@ from typing import Any, Literal, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, UntypedStorage
+from torch.nn.functional import linear
 
 from torchremat.errors import UnsupportedError
 
@@ -314,10 +315,13 @@ class _Cuda(Accelerator):
         return total_bytes - free_bytes - self.counters(device).reserved_bytes
 
     def warm(self, device: torch.device) -> None:
-        # The first product of a thread on a stream gets the workspace of both, for good.
+        # The first product of a thread on a stream gets the workspace of both, for good, and the first with a bias one
+        # more. The thread that runs backwards runs recomputes as well, so both kinds run in both.
         with torch.enable_grad(), torch.autocast("cuda", enabled=False):
             x = torch.ones(8, 8, device=device, requires_grad=True)
-            (x @ x).sum().backward()
+            y = linear(x, x.detach(), x.detach()[0])
+            y.register_hook(lambda gradient: linear(gradient, gradient, gradient[0]))
+            y.sum().backward()
         self.synchronize(device)
 
     def check_no_history(self) -> None:
