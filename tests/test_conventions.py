@@ -138,6 +138,26 @@ def test_private_names_of_torch_are_used_in_compat_alone(name):
     assert list(private_names(TREES[name])) == []
 
 
+# What describes devices that are not here, or lists the flags of all kinds, and asks no device for anything.
+_NAMES_KINDS = ("torchremat._compat", "torchremat.planning.elsewhere")
+
+
+def questions_about_kinds(tree):
+    """What asks torch about one kind of device, or whether a device is of that kind."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and re.match(r"torch\.(cuda|xpu|mps)\b", ast.unparse(node)):
+            yield ast.unparse(node)
+        elif isinstance(node, ast.Compare):
+            asked = [one.value for one in ast.walk(node) if isinstance(one, ast.Constant)]
+            if {"cuda", "xpu", "mps"} & {one for one in asked if isinstance(one, str)}:
+                yield ast.unparse(node)
+
+
+@pytest.mark.parametrize("name", [name for name in INSIDE if not name.startswith(_NAMES_KINDS)])
+def test_one_file_asks_about_kinds_of_devices(name):
+    assert list(questions_about_kinds(TREES[name])) == []
+
+
 def test_all_agrees_with_the_imports():
     tree = TREES["torchremat"]
     names = [

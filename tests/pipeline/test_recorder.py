@@ -2,11 +2,13 @@
 
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from pipeline.making import event
+from torchremat._compat import accelerators
 from torchremat.pipeline import recorder as recorder_module
 from torchremat.pipeline.recorder import Recorder
 
@@ -105,6 +107,7 @@ def test_events_on_a_stream_are_on_the_clock_of_the_others(monkeypatch):
     device = torch.device("cuda", 0)
     stream = type("Stream", (), {"device": device})()
     monkeypatch.setattr(recorder_module, "perf_counter", lambda: seconds[0])
+    monkeypatch.setattr(accelerators, "time", SimpleNamespace(perf_counter=lambda: seconds[0]))
     monkeypatch.setattr(torch.cuda, "Event", fake.marks())
     monkeypatch.setattr(torch.cuda, "synchronize", synchronized.append)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)

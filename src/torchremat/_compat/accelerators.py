@@ -94,12 +94,16 @@ class Accelerator:
         counts: Whether its allocator counts bytes.
         is_host: Whether it works in the order of the calls, and in the memory of the host.
         block_bytes: What its allocator rounds sizes up to.
+        has_addresses: Whether a storage is memory at an address, so that its bytes can be moved elsewhere and back.
+        pins: Whether copies to pinned memory run beside what the device computes.
     """
 
     records: Literal["profiler", "history"] | None = None
     counts = False
     is_host = False
     block_bytes = 1
+    has_addresses = False
+    pins = False
 
     def __init__(self, kind: str) -> None:
         self.type = kind
@@ -116,7 +120,10 @@ class Accelerator:
 
     def normalised(self, device: torch.device) -> torch.device:
         """Return the device by its one name: with its index, the current one's if it has none; the CPU without."""
-        return torch.device(self.type, self._module().current_device()) if device == torch.device(self.type) else device
+        current = getattr(getattr(torch, self.type, None), "current_device", None)
+        if current is None or device != torch.device(self.type):
+            return device
+        return torch.device(self.type, current())
 
     def in_use(self) -> list[torch.device]:
         """Return the devices, if this process has begun to use any."""
@@ -129,7 +136,8 @@ class Accelerator:
 
     def use(self, device: torch.device) -> AbstractContextManager[object]:
         """Let a device be the current one in a block."""
-        return cast("AbstractContextManager[object]", self._module().device(device))
+        # Devices that compute nothing, such as meta, have no module.
+        return self._module().device(device) if hasattr(torch, self.type) else nullcontext()
 
     def synchronize(self, device: torch.device) -> None:
         """Wait until the device has done all that it was given."""
@@ -234,6 +242,7 @@ class Accelerator:
 class _Cpu(Accelerator):
     records: Literal["profiler", "history"] | None = "profiler"
     is_host = True
+    has_addresses = True
 
     def devices(self) -> list[torch.device]:
         return [torch.device("cpu")]
@@ -270,6 +279,8 @@ class _Cuda(Accelerator):
     records: Literal["profiler", "history"] | None = "history"
     counts = True
     block_bytes = CUDA_BLOCK_BYTES
+    has_addresses = True
+    pins = True
 
     def devices(self) -> list[torch.device]:
         return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
@@ -355,7 +366,11 @@ class _Cuda(Accelerator):
         ]
 
 
-_KINDS: dict[str, type[Accelerator]] = {"cpu": _Cpu, "cuda": _Cuda}
+class _Xpu(Accelerator):
+    has_addresses = True
+
+
+_KINDS: dict[str, type[Accelerator]] = {"cpu": _Cpu, "cuda": _Cuda, "xpu": _Xpu}
 
 
 @cache
@@ -381,6 +396,12 @@ def accelerators() -> list[Accelerator]:
 def devices_in_use() -> list[torch.device]:
     """Return the devices, besides the CPU, that this process has begun to use."""
     return [device for accelerator in accelerators() for device in accelerator.in_use()]
+
+
+def all_devices() -> list[torch.device]:
+    """Return the accelerators of this machine; none if it has only its CPU."""
+    current = torch.accelerator.current_accelerator(check_available=True)
+    return [] if current is None else _of(current.type).devices()
 
 
 def current_devices() -> list[torch.device]:

@@ -101,3 +101,9 @@ def _tensors_in(args: Iterable[Any]) -> Generator[Tensor]:
             yield one
         elif isinstance(one, list):
             yield from _tensors_in(cast("list[Any]", one))
+
+
+def device_of(group: ProcessGroup) -> torch.device:
+    """Return the kind of device whose tensors a group's collectives take."""
+    backend = torch.distributed.get_backend(group)
+    return torch.device({"nccl": "cuda", "xccl": "xpu"}.get(backend, "cpu"))

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor, UntypedStorage
 
+from torchremat._compat.accelerators import accelerator_of
 from torchremat._compat.counts import holders_in_python, holders_in_torch, sequence_of, tensors_in
 from torchremat._compat.transforms import transform_level_of
 from torchremat.errors import BudgetError, StoreError, UnsupportedError
@@ -283,7 +284,7 @@ def _is_plain(tensor: Tensor) -> bool:
     return (
         type(tensor) is Tensor
         and tensor.layout is torch.strided
-        and tensor.device.type in ("cpu", "cuda", "xpu")
+        and accelerator_of(tensor.device).has_addresses
         and not tensor.is_quantized
         and not tensor.is_nested
         and not tensor.is_inference()

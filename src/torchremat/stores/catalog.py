@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from torchremat._compat.accelerators import accelerator_of
 from torchremat._compat.autograd import current_node
 from torchremat._compat.compiled_autograd import in_compiled_backward
 from torchremat._compat.modes import is_traced_with_fakes, sequence_number
@@ -313,7 +314,7 @@ def _is_plain(tensor: Tensor) -> bool:
     """Return whether a tensor is an array in memory and nothing else."""
     return (
         tensor.layout is torch.strided
-        and tensor.device.type in _DEVICES
+        and accelerator_of(tensor.device).has_addresses
         and not tensor.is_quantized
         and not tensor.is_nested
         and not tensor.is_inference()
@@ -322,9 +323,6 @@ def _is_plain(tensor: Tensor) -> bool:
         and not is_traced_with_fakes()
         and tensor.numel() > 0
     )
-
-
-_DEVICES = ("cpu", "cuda", "xpu")
 
 
 def _may_be_filled_later(tensor: Tensor) -> bool:

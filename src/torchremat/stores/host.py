@@ -6,6 +6,7 @@ import os
 
 from torch import Tensor
 
+from torchremat._compat.accelerators import accelerator_of
 from torchremat.errors import MutationError, StoreError
 from torchremat.stores.contents import Content, content_of, written_since
 from torchremat.stores.pinned import Pool
@@ -60,7 +61,7 @@ class Host(Remade):
                 raise StoreError(f"no room for {content}: {self!r} {filled(self.statistics)}.")
             return None
         try:
-            if content.device.type == "cuda" and self._transfers is not None:
+            if self._transfers is not None and accelerator_of(content.device).pins:
                 handle = self._transfers.out(tensor, content)
                 if handle is not None:
                     return handle

@@ -9,6 +9,7 @@ from torch import nn
 from pipeline.balance.test_time import Takes
 from pipeline.skip.modules import Between, Pop, PopValue, Stash, StashValue
 from torchremat import wrap
+from torchremat._compat import accelerators
 from torchremat.errors import SkippableError
 from torchremat.pipeline.balance import balance_by_size, balance_by_time, times
 from torchremat.pipeline.skip import Namespace, current_skip_tracker, pop, skippable, stash
@@ -16,7 +17,8 @@ from torchremat.pipeline.skip import Namespace, current_skip_tracker, pop, skipp
 
 def test_backward_of_what_is_stashed_counts_where_it_is_stashed(monkeypatch):
     clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(times, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    for module in (times, accelerators):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: clock.now))
 
     @skippable(stash=["s"])
     class Branches(nn.Module):

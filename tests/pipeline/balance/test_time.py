@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from torchremat._compat import accelerators
 from torchremat.errors import StepError, UnsupportedError
 from torchremat.pipeline.balance import balance_by_time, times
 
@@ -16,7 +17,8 @@ from torchremat.pipeline.balance import balance_by_time, times
 def clock(monkeypatch):
     """A clock that stands still but for what layers add to it."""
     made = SimpleNamespace(now=0.0, calls=0)
-    monkeypatch.setattr(times, "time", SimpleNamespace(perf_counter=lambda: made.now))
+    for module in (times, accelerators):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: made.now))
     return made
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import distributed, nn
 from torch.distributed import ProcessGroup
 
+from torchremat._compat.collectives import device_of
 from torchremat._compat.sharding import has_fsdp, is_managed
 from torchremat.errors import UnsupportedError
 
@@ -67,6 +68,6 @@ def agreed(mine: Outcome, group: ProcessGroup | None) -> Outcome:
     """Return the worst outcome of all processes of a group; mine if there is none."""
     if group is None or distributed.get_world_size(group) == 1:
         return mine
-    worst = torch.tensor([int(mine)], device="cuda" if distributed.get_backend(group) == "nccl" else "cpu")
+    worst = torch.tensor([int(mine)], device=device_of(group))
     distributed.all_reduce(worst, distributed.ReduceOp.MAX, group=group)
     return Outcome(int(worst.item()))
