@@ -1,5 +1,6 @@
 """One real step with the regions and one without: what is compared, what is reported, and that nothing changes."""
 
+import os
 from dataclasses import replace
 
 import pytest
@@ -87,6 +88,56 @@ def test_a_model_that_is_not_the_same_twice_is_reported_as_not_equal():
     assert any(line.startswith("the loss differs by up to") for line in report.differences)
     assert str(report).splitlines()[0] == "exact      NOT EQUAL"
     assert str(report).splitlines()[1].startswith("           the loss differs")
+    # Two plain steps are no more alike, by more than rounding.
+    assert "           of two plain steps" in str(report)
+    assert report.noise
+
+
+class Atomic(nn.Module):
+    """Adds in another order each time, as kernels that add atomically do."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x) * (1 + 1e-4 * int.from_bytes(os.urandom(4)) / 2**32)
+
+
+def test_a_plan_is_not_called_unequal_for_what_two_plain_steps_differ_by():
+    torch.manual_seed(0)
+    model = nn.Sequential(Atomic(block()), block(), block())
+    x = inputs()
+    wrap(model, "1")
+
+    report = verify(model, lambda m: square(m(x)))
+
+    assert report.is_exact is None
+    assert report.differences == ()
+    assert any(line.startswith("the gradient of `0.inner.0.weight` differs by up to") for line in report.noise)
+    assert str(report).splitlines()[0].startswith("exact      equal up to what two plain steps differ by")
+
+
+class OtherInBackward(nn.Module):
+    """Is another function where a backward runs, and so in a recompute."""
+
+    def forward(self, x):
+        h = x.sin() * (1.0 if torch._C._current_graph_task_id() < 0 else 1.1)
+        return h * h
+
+
+def test_noise_excuses_no_difference_that_is_larger():
+    torch.manual_seed(0)
+    model = nn.Sequential(Atomic(block()), OtherInBackward(), block())
+    x = inputs()
+    wrap(model, "1")
+
+    report = verify(model, lambda m: square(m(x)))
+
+    assert report.is_exact is False
+    assert any(line.startswith("the gradient of `0.inner.0.weight` differs") for line in report.differences)
+    assert not any("2.0.weight" in line for line in report.differences)
+    assert "NOT EQUAL" in str(report)
 
 
 def test_without_any_region():

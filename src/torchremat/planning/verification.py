@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Generator
 from dataclasses import dataclass, replace
@@ -25,6 +26,13 @@ from torchremat.regions.wrapping import is_wrapped
 from torchremat.tensors.sizes import format_bytes
 
 _TIMED_RUNS = 3
+# How often two plain steps are compared to see by how much they differ, and by how many times as much the step with the
+# regions may: the largest of a few differences is not the largest that there can be.
+_NOISE_RUNS = 3
+_NOISE_SHARE = 4.0
+# What two plain steps differ by is rounding up to this share of the largest number there is. A step that differs by
+# more is not the same twice.
+_ROUNDING_SHARE = 0.01
 # A step that takes by more than this share longer than predicted is called slow.
 _SLOW_SHARE = 0.1
 
@@ -36,8 +44,11 @@ class Report:
     """What `verify` found.
 
     Attributes:
-        is_exact: Whether loss, gradients and buffers are equal bit for bit; None if the plain step does not fit.
-        differences: What differs, by name, with the largest difference.
+        is_exact: Whether loss, gradients and buffers are equal bit for bit; None if nobody can tell: the plain step
+            does not fit, or two of them differ and the one with the regions differs by no more.
+        differences: What differs, by name, with the largest difference. Where two plain steps differ, what differs by
+            more than they do.
+        noise: By how much two plain steps differ, by name; looked at only if something differs.
         peak_bytes: Measured peak of forward and backward with the regions, in absolute bytes.
         plain_peak_bytes: The same without them; None if that step does not fit.
         predicted_bytes: What the applied plan predicted for it; None without a plan.
@@ -57,6 +68,7 @@ class Report:
 
     is_exact: bool | None
     differences: tuple[str, ...]
+    noise: tuple[str, ...]
     peak_bytes: int
     plain_peak_bytes: int | None
     predicted_bytes: int | None
@@ -82,9 +94,14 @@ class Report:
         exact = {
             True: "loss, gradients and buffers equal bit for bit",
             False: "NOT EQUAL",
-            None: "not compared, the plain step does not fit",
+            None: "equal up to what two plain steps differ by: some kernels of this device are not deterministic"
+            if self.noise
+            else "not compared, the plain step does not fit",
         }
-        rows = [f"exact      {exact[self.is_exact]}", *(f"           {line}" for line in self.differences[:10])]
+        told = self.differences if self.differences else self.noise
+        rows = [f"exact      {exact[self.is_exact]}", *(f"           {line}" for line in told[:10])]
+        if self.differences and self.noise:
+            rows += ["           of two plain steps"] + [f"           {line}" for line in self.noise[:10]]
         if self.plain_peak_bytes is not None:
             percent = 100 * self.peak_bytes / self.plain_peak_bytes
             share = f", {percent:.0f}% of plain ({format_bytes(self.plain_peak_bytes)})"
@@ -156,6 +173,7 @@ def _agreed(told: list[Report]) -> Report:
         told[0],
         is_exact=False if False in exact else None if None in exact else True,
         differences=tuple(different),
+        noise=tuple(line for one in told for line in one.noise),
         peak_bytes=max(one.peak_bytes for one in told),
         resident_bytes=max(one.resident_bytes for one in told),
         slack_bytes=max(one.slack_bytes for one in told),
@@ -189,10 +207,13 @@ def _verified(
             raise
         plain = None
     seconds, plain_seconds = _seconds(subject, model, place, plain_fits=plain is not None)
-    differences = () if plain is None else tuple(_differences(with_regions.outcome, plain.outcome))
+    differences = {} if plain is None else _differences(with_regions.outcome, plain.outcome)
+    noise = _noise(subject, model, plain.outcome) if plain is not None and differences else {}
+    beyond = {} if plain is None else _beyond(differences, noise, plain.outcome)
     return Report(
-        is_exact=None if plain is None else not differences,
-        differences=differences,
+        is_exact=None if plain is None or (differences and not beyond) else not differences,
+        differences=tuple(_told(beyond)),
+        noise=tuple(_told(noise)),
         peak_bytes=with_regions.peak_bytes,
         plain_peak_bytes=None if plain is None else plain.peak_bytes,
         predicted_bytes=_predicted(model, with_regions.before_bytes),
@@ -225,6 +246,18 @@ def _run(subject: Subject, device: torch.device, state_bytes: int) -> _Run:
         found = subject.before(device)
         before = found.total_bytes + state_bytes
     traced = run_traced(subject, device, before_bytes=before)
+    return _Run(
+        outcome=_outcome(subject),
+        before_bytes=before,
+        peak_bytes=before + traced.peak_bytes,
+        kept_bytes=traced.kept_bytes,
+        resident_bytes=found.resident_bytes,
+        slack_bytes=traced.slack_bytes,
+    )
+
+
+def _outcome(subject: Subject) -> dict[str, Tensor]:
+    """Run the step for what it computes, by name."""
     with subject.untouched():
         loss = subject.forward()
         run_backward(loss)
@@ -239,14 +272,7 @@ def _run(subject: Subject, device: torch.device, state_bytes: int) -> _Run:
                 outcome[f"the gradient of `{name}` that is not reduced"] = _copied(gradient)
             for name, buffer in model.named_buffers():
                 outcome[f"the buffer `{name}`"] = _copied(buffer)
-    return _Run(
-        outcome=outcome,
-        before_bytes=before,
-        peak_bytes=before + traced.peak_bytes,
-        kept_bytes=traced.kept_bytes,
-        resident_bytes=found.resident_bytes,
-        slack_bytes=traced.slack_bytes,
-    )
+    return outcome
 
 
 def _copied(tensor: Tensor) -> Tensor:
@@ -269,16 +295,47 @@ def _seconds(
     return statistics.median(ours), statistics.median(plain) if plain else None
 
 
-def _differences(ours: dict[str, Tensor], plain: dict[str, Tensor]) -> Generator[str]:
+def _noise(subject: Subject, model: nn.Module, plain: dict[str, Tensor]) -> dict[str, float]:
+    """Return by how much plain steps differ from one another."""
+    found: dict[str, float] = {}
+    with bare(model):
+        for _ in range(_NOISE_RUNS):
+            for name, far in _differences(_outcome(subject), plain).items():
+                found[name] = max(far, found.get(name, 0.0))
+    return found
+
+
+def _beyond(differences: dict[str, float], noise: dict[str, float], plain: dict[str, Tensor]) -> dict[str, float]:
+    """Return the differences that are more than what kernels that are not deterministic make of a step."""
+    found: dict[str, float] = {}
+    for name, far in differences.items():
+        rounding = noise.get(name, 0.0)
+        largest = plain[name].abs().max().item() if name in plain and plain[name].numel() else 0.0
+        if rounding > _ROUNDING_SHARE * largest or far > _NOISE_SHARE * rounding:
+            found[name] = far
+    return found
+
+
+def _differences(ours: dict[str, Tensor], plain: dict[str, Tensor]) -> dict[str, float]:
+    """Return by how much what two steps have computed differs, by name; `inf` for what only one of them has."""
+    found: dict[str, float] = {}
     for name, expected in plain.items():
-        found = ours.get(name)
-        if found is None or found.shape != expected.shape or found.dtype != expected.dtype:
-            yield f"{name} is missing or has another shape"
-        elif not torch.equal(found, expected) and not _equal_with_nan(found, expected):
+        own = ours.get(name)
+        if own is None or own.shape != expected.shape or own.dtype != expected.dtype:
+            found[name] = math.inf
+        elif not torch.equal(own, expected) and not _equal_with_nan(own, expected):
             wide = torch.complex128 if expected.is_complex() else torch.float64
-            distance = (found.to(wide) - expected.to(wide)).abs().max().item()
-            yield f"{name} differs by up to {distance:.3g}"
-    yield from (f"{name} exists with the regions alone" for name in ours if name not in plain)
+            far = (own.to(wide) - expected.to(wide)).abs().max().item()
+            found[name] = math.inf if math.isnan(far) else far
+    return found | {name: math.inf for name in ours if name not in plain}
+
+
+def _told(differences: dict[str, float]) -> Generator[str]:
+    for name, far in differences.items():
+        if math.isinf(far):
+            yield f"{name} is missing in one of the two, is not finite in one, or has another shape"
+        else:
+            yield f"{name} differs by up to {far:.3g}"
 
 
 def _equal_with_nan(found: Tensor, expected: Tensor) -> bool:
