@@ -90,11 +90,18 @@ def seconds_in_turn(steps: dict[str, Callable[[], None]], rounds: int) -> dict[s
         gc.collect()
         first = turn % len(names)
         for name in (*names[first:], *names[:first]):
-            start_s = time.perf_counter()
+            start_s = _now_s()
             steps[name]()
             if turn:
-                seconds[name].append(time.perf_counter() - start_s)
+                seconds[name].append(_now_s() - start_s)
     return seconds
+
+
+def _now_s() -> float:
+    """Return the time when the device, if this process uses any, has done what it was given."""
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+    return time.perf_counter()
 
 
 @dataclass(frozen=True, kw_only=True)

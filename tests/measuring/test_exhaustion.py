@@ -31,6 +31,9 @@ def real(function):
         (RuntimeError("CUDA error: out of memory"), None),
         (RuntimeError("std::bad_alloc"), None),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), None),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"), None),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"), None),
+        (RuntimeError("NCCL error: unhandled cuda error. Last error: Cuda failure 2 'out of memory'"), None),
     ],
 )
 def test_what_is_out_of_memory(error, asked):

@@ -14,12 +14,15 @@ import torch
 from torchremat.tensors.sizes import parse_bytes
 
 # What torch and its libraries say in a RuntimeError: the host's allocator, a driver that was asked past the caching
-# allocator, C++'s own error, a library without room for its handle, and a file that cannot be mapped.
+# allocator, C++'s own error, a library without room for its workspace, or for its handle, of which cuBLAS says that it
+# is not initialized, NCCL, which gives the driver's number 2, and a file that cannot be mapped.
 _WORDS = re.compile(
     r"DefaultCPUAllocator: (can't allocate|not enough) memory"
     r"|(CUDA|HIP|XPU|MPS|NPU)\b.{0,40}\bout of memory"
     r"|std::bad_alloc"
-    r"|(CUBLAS|CUSOLVER|CUSPARSE|CUDNN|ROCBLAS|HIPBLAS)_STATUS_ALLOC_FAILED"
+    r"|(CUBLAS|CUSOLVER|CUSPARSE|CUDNN|ROCBLAS|HIPBLAS)_STATUS_(\w*_)?ALLOC(ATION)?_FAILED"
+    r"|CUBLAS_STATUS_NOT_INITIALIZED"
+    r"|Cuda failure (2\b|'out of memory')"
     r"|unable to mmap .*Cannot allocate memory",
     re.DOTALL,
 )
