@@ -17,8 +17,10 @@ README.md says what it is true to.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import sys
+import time
 from pathlib import Path
 
 from emulator import surface
@@ -49,6 +51,10 @@ def install(folder: Path = CACHE) -> None:
     ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     sys.meta_path.insert(0, surface.Finder(library))
     import torch  # noqa: F401
+
+    # Autograd's device threads let go of a graph after backward() has returned, and need Python for that. If it is
+    # being torn down at that moment, C++ ends the process; on a device that takes time nobody exits so soon.
+    atexit.register(time.sleep, 0.05)
 
 
 def is_installed() -> bool:
