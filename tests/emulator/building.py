@@ -118,7 +118,3 @@ def _run(command: list[str]) -> None:
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     if ended.returncode:
         raise EmulatorError(f"{' '.join(command)} failed:\n{ended.stderr[-4000:]}")
-
-
-if __name__ == "__main__":
-    print(build())
