@@ -138,7 +138,16 @@ def furnish(c: ModuleType, own: Any) -> None:
         ):
             if interprocess or external:
                 raise NotImplementedError("the emulated device has no events of other processes or of graphs")
-            return super().__new__(cls, device="cuda", enable_timing=enable_timing, blocking=blocking)
+            event = super().__new__(cls, device="cuda", enable_timing=enable_timing, blocking=blocking)
+            event._has_timing = enable_timing
+            return event
+
+        def elapsed_time(self, end: EventBase) -> float:
+            if not (self._has_timing and end._has_timing):
+                raise ValueError("Both events must be created with argument 'enable_timing=True'.")
+            if not (self.event_id and end.event_id):
+                raise ValueError("Both events must be recorded before calculating elapsed time.")
+            return own.elapsedTime(self.event_id, end.event_id)
 
         @property
         def cuda_event(self) -> int:

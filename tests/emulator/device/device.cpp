@@ -85,7 +85,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (event) static_cast<Event*>(event)->synchronize();
   }
   double elapsedTime(void* start, void* end, const DeviceIndex) const override {
-    return static_cast<Event*>(end)->milliseconds() - static_cast<Event*>(start)->milliseconds();
+    return Event::milliseconds_between(*static_cast<Event*>(start), *static_cast<Event*>(end));
   }
   void destroyEvent(void* event, const DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
 };

@@ -24,4 +24,8 @@ bool Event::query() {
 
 void Event::synchronize() { host_waits(clock_); }
 
+double Event::milliseconds_between(const Event& start, const Event& end) {
+  return end.milliseconds_ - start.milliseconds_;
+}
+
 }  // namespace emulated

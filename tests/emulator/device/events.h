@@ -16,7 +16,9 @@ class Event {
   void synchronize();
 
   int stream() const { return stream_; }  // its number, or -1 if it was never recorded
-  double milliseconds() const { return milliseconds_; }
+
+  // Both must have been recorded. Kernels run at their launch, so this is a time of the CPU.
+  static double milliseconds_between(const Event& start, const Event& end);
 
  private:
   int stream_ = -1;

@@ -203,7 +203,6 @@ void DeviceMemory::join_neighbour(Block* block, Block* neighbour, Pool& pool) {
 
 // Frees the blocks whose events have fired. As torch does, it looks no further on a stream than the first that has not.
 void DeviceMemory::settle() {
-  std::vector<Block*> ready;
   std::set<int> behind;  // streams
   std::vector<std::pair<Event, Block*>> left;
   for (auto& [event, block] : pending_) {
@@ -211,11 +210,10 @@ void DeviceMemory::settle() {
       behind.insert(event.stream());
       left.emplace_back(event, block);
     } else if (--block->pending == 0) {
-      ready.push_back(block);
+      release(block);  // at once: a neighbour must not find a block that is neither in use nor free
     }
   }
   pending_.swap(left);
-  for (auto* block : ready) release(block);
 }
 
 void DeviceMemory::settle_all() {

@@ -190,6 +190,11 @@ PYBIND11_MODULE(_device, m) {
   });
   m.def("isHighPriority", &is_high_priority);
 
+  m.def("elapsedTime", [](int64_t start, int64_t end) {
+    Lock lock;
+    return Event::milliseconds_between(*reinterpret_cast<Event*>(start), *reinterpret_cast<Event*>(end));
+  });
+
   m.def("memoryStats", &memory_stats);
   m.def("memorySnapshot", &memory_snapshot);
   m.def("memoryInfo", [](Index device) {
