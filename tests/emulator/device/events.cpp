@@ -1,5 +1,7 @@
 #include "events.h"
 
+#include <c10/util/Exception.h>
+
 #include <chrono>
 
 namespace emulated {
@@ -25,6 +27,8 @@ bool Event::query() {
 void Event::synchronize() { host_waits(clock_); }
 
 double Event::milliseconds_between(const Event& start, const Event& end) {
+  for (const auto* event : {&start, &end})
+    TORCH_CHECK(event->stream_ < 0 || host().covers(event->stream_, event->epoch_), "CUDA error: device not ready");
   return end.milliseconds_ - start.milliseconds_;
 }
 

@@ -17,7 +17,8 @@ class Event {
 
   int stream() const { return stream_; }  // its number, or -1 if it was never recorded
 
-  // Both must have been recorded. Kernels run at their launch, so this is a time of the CPU.
+  // Both must have been recorded, and the host must have waited for them. Kernels run at their launch, so this is a
+  // time of the CPU.
   static double milliseconds_between(const Event& start, const Event& end);
 
  private:
