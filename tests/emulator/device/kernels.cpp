@@ -59,7 +59,7 @@ class DrawsAsDevice {
 
 class Call {
  public:
-  Call(const c10::OperatorHandle& op, torch::jit::Stack& stack) : op_(op), name_(op.operator_name().name) {
+  Call(const c10::OperatorHandle& op, torch::jit::Stack& stack) : op_(op), name_(op.operator_name().name), full_name_(name_of(op)) {
     auto count = op.schema().arguments().size();
     given_.assign(stack.end() - int64_t(count), stack.end());
     stack.erase(stack.end() - int64_t(count), stack.end());
@@ -87,6 +87,11 @@ class Call {
   }
 
  private:
+  static std::string name_of(const c10::OperatorHandle& op) {
+    const auto& [name, overload] = op.operator_name();
+    return overload.empty() ? name : name + "." + overload;
+  }
+
   // -- from the device to the host
 
   at::Tensor to_host(const at::Tensor& tensor) {
@@ -97,7 +102,7 @@ class Call {
     if (device_.index() < 0) device_ = tensor.device();
     TORCH_CHECK(device_ == tensor.device() || kMixing.count(name_),
                 "Expected all tensors to be on the same device, but found at least two devices, ", device_, " and ",
-                tensor.device(), "! (", name_, ")");
+                tensor.device(), "! (", full_name_, ")");
     for (const auto& [device, host] : pairs_)
       if (device.is_same(tensor)) return host;
     pairs_.emplace_back(tensor, on_host(tensor));
@@ -110,16 +115,16 @@ class Call {
 
   c10::IValue to_host(const c10::IValue& value) {
     if (value.isTensor()) return to_host(value.toTensor());
-    if (value.isTensorList() || is_list_of_tensors(value)) {
-      auto tensors = value.toTensorVector();
-      for (auto& tensor : tensors) tensor = to_host(tensor);
-      return c10::List<at::Tensor>(tensors);
-    }
     if (value.isOptionalTensorList()) {
       c10::List<std::optional<at::Tensor>> tensors;
       for (const auto& tensor : value.toOptionalTensorVector())
         tensors.push_back(tensor ? std::make_optional(to_host(*tensor)) : std::nullopt);
       return tensors;
+    }
+    if (value.isTensorList() || is_list_of_tensors(value)) {
+      auto tensors = value.toTensorVector();
+      for (auto& tensor : tensors) tensor = to_host(tensor);
+      return c10::List<at::Tensor>(tensors);
     }
     if (value.isDevice() && value.toDevice().is_cuda()) {
       if (device_.index() < 0) device_ = value.toDevice();
@@ -150,7 +155,7 @@ class Call {
     Lock lock;
     TORCH_CHECK(pairs_.empty() || !has_host_tensor_ || kMixing.count(name_),
                 "Expected all tensors to be on the same device, but found at least two devices, ", device_,
-                " and cpu! (", name_, ")");
+                " and cpu! (", full_name_, ")");
     take_workspaces(name_, !given_.empty() && given_[0].isTensor() && given_[0].toTensor().dim() == 1);
     auto& stream = current_stream(device_.index());
     auto epoch = launch(stream);
@@ -161,7 +166,7 @@ class Call {
       each_tensor(given_[i], [&](const at::Tensor& tensor) {
         counts_bits |= given_[i].isList() && tensor.scalar_type() == at::kBool;
         if (!is_on_device(tensor)) return;
-        if (auto* block = block_of(tensor)) block->accesses.add(stream, epoch, alias && alias->isWrite(), name_);
+        if (auto* block = block_of(tensor)) block->accesses.add(stream, epoch, alias && alias->isWrite(), full_name_);
       });
     }
     bool indexes = name_.rfind("aten::index", 0) == 0 || name_.rfind("aten::_index", 0) == 0;
@@ -170,13 +175,9 @@ class Call {
 
   static void each_tensor(const c10::IValue& value, const std::function<void(const at::Tensor&)>& see) {
     if (value.isTensor() && value.toTensor().defined()) see(value.toTensor());
-    if (value.isOptionalTensorList()) {
-      for (const auto& tensor : value.toOptionalTensorVector())
-        if (tensor && tensor->defined()) see(*tensor);
-    } else if (value.isTensorList() || is_list_of_tensors(value)) {
-      for (const auto& tensor : value.toTensorVector())
-        if (tensor.defined()) see(tensor);
-    }
+    if (value.isList())
+      for (const auto& one : value.toListRef())
+        if (one.isTensor()) each_tensor(one, see);
   }
 
   void wait() {
@@ -219,7 +220,7 @@ class Call {
     Lock lock;
     auto& stream = current_stream(device_.index());
     auto epoch = launch(stream);
-    if (auto* block = block_of(tensor)) block->accesses.add(stream, epoch, true, name_);
+    if (auto* block = block_of(tensor)) block->accesses.add(stream, epoch, true, full_name_);
   }
 
   // An argument that the kernel has resized.
@@ -235,7 +236,8 @@ class Call {
   }
 
   const c10::OperatorHandle& op_;
-  const std::string name_;
+  const std::string name_;       // "aten::add"
+  const std::string full_name_;  // "aten::add.out"
   std::vector<c10::IValue> given_;
   torch::jit::Stack args_;
   std::vector<std::pair<at::Tensor, at::Tensor>> pairs_;  // of the device, and its alias on the host
@@ -251,6 +253,12 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::St
 }
 
 TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
+
+// A device has kernels for these, where torch would else put them together from others.
+TORCH_LIBRARY_IMPL(aten, CUDA, m) {
+  for (const char* name : {"native_layer_norm", "native_group_norm", "silu_backward", "mish_backward"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
+}
 
 }  // namespace
 }  // namespace emulated

@@ -147,8 +147,9 @@ at::Tensor on_host(const at::Tensor& tensor) {
 }
 
 at::Tensor view_like(const at::Tensor& base, const at::Tensor& like) {
-  auto view = at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(base.storage()), kKeys,
-                                                       like.dtype());
+  const c10::DispatchKeySet of_values({c10::DispatchKey::Conjugate, c10::DispatchKey::Negative});
+  auto view = at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(base.storage()),
+                                                       base.key_set() - of_values, like.dtype());
   auto* impl = view.unsafeGetTensorImpl();
   impl->set_storage_offset(like.storage_offset());
   impl->set_sizes_and_strides(like.sizes(), like.strides());
