@@ -50,8 +50,9 @@ def install(folder: Path = CACHE) -> None:
         ctypes.CDLL(str(torch_folder() / "lib" / name), mode=ctypes.RTLD_GLOBAL)
     ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     sys.meta_path.insert(0, surface.Finder(library))
-    import torch  # noqa: F401
+    import torch
 
+    surface.let_storages_be_made(torch)
     # Autograd's device threads let go of a graph after backward() has returned, and need Python for that. If it is
     # being torn down at that moment, C++ ends the process; on a device that takes time nobody exits so soon.
     atexit.register(time.sleep, 0.05)

@@ -166,7 +166,7 @@ def furnish(c: ModuleType, own: Any) -> None:
         "_cuda_getDevice": own.getDevice,
         "_cuda_setDevice": lambda index: own.exchangeDevice(index) and None,
         "_cuda_exchangeDevice": own.exchangeDevice,
-        "_cuda_maybeExchangeDevice": own.exchangeDevice,
+        "_cuda_maybeExchangeDevice": own.maybeExchangeDevice,
         "_cuda_canDeviceAccessPeer": lambda one, other: one != other,
         "_cuda_getArchFlags": lambda: "sm_90",
         "_cuda_synchronize": own.synchronize,
@@ -179,6 +179,8 @@ def furnish(c: ModuleType, own: Any) -> None:
         "_cuda_getCurrentRawStream": lambda index: own.getCurrentStream(current(index)),
         # Graphs
         "_CUDAGraph": Graph,
+        "_cuda_CUDAAllocator_AllocatorState": Graph,
+        "_set_cached_tensors_enabled": Graph,
         "_graph_pool_handle": Graph,
         "_cuda_isCurrentStreamCapturing": lambda: False,
         # Memory
@@ -198,6 +200,21 @@ def furnish(c: ModuleType, own: Any) -> None:
     }
     for name, value in table.items():
         setattr(c, name, value)
+
+
+def let_storages_be_made(torch: Any) -> None:
+    """`torch.UntypedStorage(size, device="cuda")`, which the CPU build refuses; deep copies of tensors call it."""
+    plain = torch.UntypedStorage.__new__
+
+    def new(cls: type, *args: Any, device: Any = None, **kwargs: Any) -> Any:
+        if device is None or torch.device(device).type != "cuda":
+            return plain(cls, *args, **kwargs) if device is None else plain(cls, *args, device=device, **kwargs)
+        values = args[0] if args else 0
+        if not isinstance(values, int):
+            return torch.tensor(list(values), dtype=torch.uint8, device=device).untyped_storage()
+        return torch.empty(values, dtype=torch.uint8, device=device).untyped_storage()
+
+    torch.UntypedStorage.__new__ = new
 
 
 class Graph:

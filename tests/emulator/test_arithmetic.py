@@ -1,3 +1,5 @@
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -135,3 +137,13 @@ class TestGenerators:
     def test_one_of_the_host_is_refused(self):
         with pytest.raises(RuntimeError, match="Expected a 'cuda' device type for generator but found 'cpu'"):
             torch.rand(3, device=CUDA, generator=torch.Generator())
+
+
+def test_storages_are_made_and_copied():
+    x = torch.arange(3.0, device=CUDA)
+
+    storage = torch.UntypedStorage(12, device=CUDA)
+    twin = copy.deepcopy(x)
+
+    assert (storage.device, storage.nbytes()) == (torch.device("cuda", 0), 12)
+    assert twin.data_ptr() != x.data_ptr() and torch.equal(twin, x)

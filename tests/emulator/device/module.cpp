@@ -172,6 +172,8 @@ PYBIND11_MODULE(_device, m) {
   m.def("getDeviceCount", [] { return int(settings().devices); });
   m.def("getDevice", [] { return int(current_device()); });
   m.def("exchangeDevice", [](Index device) { return int(exchange_device(c10::DeviceIndex(device))); });
+  // The same, but another object: torch.compile tells functions apart.
+  m.def("maybeExchangeDevice", [](Index device) { return int(exchange_device(c10::DeviceIndex(device))); });
   m.def("synchronize", [] {
     Lock lock;
     host_waits_for_device(current_device());
