@@ -1,7 +1,7 @@
 """What a CUDA build of torch has in `torch._C`, and the CPU build lacks.
 
 `torch.cuda` itself is torch's own: it is imported after this table has been put into `torch._C`, and finds there what
-it looks for. CUDA graphs are refused; what is not in the table at all is missing, as in a CPU build: memory pools, NCCL.
+it looks for. CUDA graphs are refused. What is not in the table is missing, as in a CPU build: memory pools and NCCL.
 """
 
 from __future__ import annotations

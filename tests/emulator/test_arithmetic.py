@@ -11,7 +11,9 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 def both(function, *shapes):
     """What it returns on the CPU and on the device, for the same numbers."""
-    inputs = [torch.randn(shape, generator=torch.Generator().manual_seed(i), device=CPU) for i, shape in enumerate(shapes)]
+    inputs = [
+        torch.randn(shape, generator=torch.Generator().manual_seed(i), device=CPU) for i, shape in enumerate(shapes)
+    ]
     return function(*inputs), function(*[one.to(CUDA) for one in inputs])
 
 

@@ -99,5 +99,5 @@ def test_what_the_compiler_says_is_shown(monkeypatch, tmp_path):
     (tmp_path / "broken.cpp").write_text("this is no program;")
     monkeypatch.setattr(building, "SOURCES", tmp_path)
 
-    with pytest.raises(emulator.EmulatorError, match="broken.cpp.*failed:\n(.|\n)*error"):
+    with pytest.raises(emulator.EmulatorError, match=r"broken\.cpp.*failed:\n(.|\n)*error"):
         emulator.build(tmp_path / "out")
