@@ -180,7 +180,7 @@ def furnish(c: ModuleType, own: Any) -> None:
         # Graphs
         "_CUDAGraph": Graph,
         "_cuda_CUDAAllocator_AllocatorState": Graph,
-        "_set_cached_tensors_enabled": Graph,
+        "_set_cached_tensors_enabled": lambda enabled: None,
         "_graph_pool_handle": Graph,
         "_cuda_isCurrentStreamCapturing": lambda: False,
         # Memory

@@ -62,6 +62,23 @@ def test_a_training_step_is_that_of_the_cpu():
     assert all(map(torch.equal, step(CUDA), step(CPU)))
 
 
+@pytest.mark.parametrize("make", [nn.LSTMCell, nn.GRUCell])
+@pytest.mark.parametrize("bias", [True, False])
+def test_cells_are_those_of_the_cpu(make, bias):
+    def run(device):
+        torch.manual_seed(0)
+        with torch.device(CPU):
+            cell, x = make(4, 3, bias=bias), torch.randn(2, 4)
+        cell.to(device)
+        x = x.to(device).requires_grad_()
+        state = cell(x, cell(x))
+        loss = sum(one.square().sum() for one in (state if isinstance(state, tuple) else [state]))
+        return [one.cpu() for one in torch.autograd.grad(loss, [x, *cell.parameters()])]
+
+    # In one kernel or in several: sums of three numbers are in another order.
+    assert all(torch.allclose(one, other, atol=1e-6) for one, other in zip(run(CUDA), run(CPU), strict=True))
+
+
 def test_views_share_memory():
     x = torch.zeros(4, 4, device=CUDA)
 

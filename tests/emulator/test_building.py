@@ -13,7 +13,7 @@ TESTS = Path(__file__).parents[1]
 REASON = emulator.why_not()
 
 needs_it = pytest.mark.skipif(REASON is not None, reason=str(REASON))
-outside = pytest.mark.skipif(emulator.is_installed(), reason="starts a process that has the device, as this one does")
+outside = pytest.mark.skipif(emulator.is_installed(), reason="the tests of the device run in this process")
 
 
 def run(*arguments, **environment):
@@ -25,7 +25,12 @@ def run(*arguments, **environment):
 @outside
 @needs_it
 def test_the_tests_of_the_device_pass_on_it():
-    ended = run("-m", "pytest", "-q", "-p", "emulator.plugin", "-p", "no:cacheprovider", str(Path(__file__).parent))
+    here = Path(__file__)
+
+    ended = run(
+        *("-m", "pytest", "-q", "-p", "emulator.plugin", "-p", "no:cacheprovider"),
+        *(f"--ignore={here}", str(here.parent)),
+    )
 
     assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-2000:]
     assert int(re.search(r"(\d+) passed", ended.stdout)[1]) >= 60
