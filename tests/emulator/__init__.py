@@ -53,6 +53,7 @@ def install(folder: Path = CACHE) -> None:
     import torch
 
     surface.let_storages_be_made(torch)
+    torch.backends.cudnn.enabled = False  # it is not there, and modules of RNNs would warn of that
     # Autograd's device threads let go of a graph after backward() has returned, and need Python for that. If it is
     # being torn down at that moment, C++ ends the process; on a device that takes time nobody exits so soon.
     atexit.register(time.sleep, 0.05)

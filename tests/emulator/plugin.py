@@ -1,7 +1,7 @@
 """Runs tests on the emulated device: `pytest -p emulator.plugin`, with `tests` on Python's path.
 
 Installs it before anything imports torch, fails each test that leaves a race, starts each with fresh statistics, and
-skips what `exceptions.py` lists. TORCHREMAT_DEFAULT_DEVICE=cuda runs tests on it that name no device.
+does what `exceptions.py` says. TORCHREMAT_DEFAULT_DEVICE=cuda runs tests on it that name no device.
 
     EMULATOR_LAG        how many times an event says that it has not fired: a number, or "never"
     EMULATOR_DEVICES    how many devices there are
@@ -13,7 +13,6 @@ import os
 import re
 from collections import Counter
 from collections.abc import Generator
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 import emulator
@@ -23,10 +22,12 @@ emulator.install()
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
-from emulator.exceptions import KNOWN_RACES, NOT_HERE  # noqa: E402
+from emulator import exceptions  # noqa: E402
 
 _PLUGIN = "emulator.plugin"
 _OWN_TESTS = Path(__file__).parent
+_IS_DEFAULT = os.environ.get("TORCHREMAT_DEFAULT_DEVICE", "cpu").startswith("cuda")
+_KNOWN = "known race"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -44,9 +45,26 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        for reason, patterns in NOT_HERE.items():
-            if any(fnmatchcase(item.nodeid, pattern) for pattern in patterns):
-                item.add_marker(pytest.mark.skip(reason=f"emulated device: {reason}"))
+        reason = _reason(item, exceptions.NOT_HERE)
+        if reason is None and _IS_DEFAULT:
+            reason = _reason(item, exceptions.NOT_BY_DEFAULT)
+        if reason is not None:
+            item.add_marker(pytest.mark.skip(reason=f"emulated device: {reason}"))
+        defect = _reason(item, exceptions.DEFECTS)
+        if defect is not None:
+            item.add_marker(pytest.mark.xfail(reason=defect, strict=False))
+
+
+def _reason(item: pytest.Item, tests: exceptions.Tests) -> str | None:
+    for reason, beginnings in tests.items():
+        for beginning in beginnings:
+            if item.nodeid.startswith(beginning) and item.nodeid[len(beginning) :][:1] not in _GOES_ON:
+                return reason
+    return None
+
+
+# A name that goes on after a pattern's end is another name; a pattern that ends in a bracket's middle goes on itself.
+_GOES_ON = tuple("abcdefghijklmnopqrstuvwxyz_")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -61,10 +79,16 @@ def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
-    result = yield
+    try:
+        result = yield
+    except Exception as error:
+        reason = _fault_of_the_test(error)
+        if reason is None:
+            raise
+        pytest.skip(f"emulated device: {reason}")
     _settle()
     found = [race for race in emulator.races() if not _is_known(item, race)]
-    if found:
+    if found and _reason(item, exceptions.RACES_ON_PURPOSE) is None:
         pytest.fail("\n".join(["the emulated device has seen races:", *found]), pytrace=False)
     return result
 
@@ -78,18 +102,29 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, None, None]:
         emulator.races()  # of a test that has failed already: they are not the next one's
 
 
+def _fault_of_the_test(error: BaseException) -> str | None:
+    """The reason for which a test that was not written for the device cannot run on it."""
+    chain: BaseException | None = error
+    while _IS_DEFAULT and chain is not None:
+        for pattern, reason in exceptions.ERRORS_OF_THE_TEST.items():
+            if re.search(pattern, str(chain)):
+                return reason
+        chain = chain.__cause__ or chain.__context__
+    return None
+
+
 def _is_known(item: pytest.Item, race: str) -> bool:
-    reason = next((reason for pattern, reason in KNOWN_RACES.items() if re.search(pattern, race)), None)
+    reason = next((reason for pattern, reason in exceptions.KNOWN_RACES.items() if re.search(pattern, race)), None)
     if reason is None or item.path.parent == _OWN_TESTS:
         return False
-    item.user_properties.append(("known race", reason))  # it travels from the processes of pytest-xdist as well
+    item.user_properties.append((_KNOWN, reason))  # it travels from the processes of pytest-xdist as well
     return True
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     tests: Counter[str] = Counter()
     for report in terminalreporter.getreports("passed"):
-        tests.update({value for name, value in report.user_properties if name == "known race"})
+        tests.update({str(value) for name, value in report.user_properties if name == _KNOWN})
     for reason, count in tests.items():
         terminalreporter.write_line(f"known races in {count} tests: {reason}")
 
