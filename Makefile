@@ -28,7 +28,7 @@ emulated: .venv/.stamp
 	PYTHONPATH=tests $(BIN)/python -m emulator
 	$(EMULATED) -m gpu tests/measuring tests/pipeline tests/planning tests/regions tests/stores tests/test_ambient.py
 	$(EMULATED) tests/emulator
-	TORCHREMAT_DEFAULT_DEVICE=cuda EMULATOR_DEVICES=4 $(EMULATED) $(DEFAULT_SUITES)
+	TORCHREMAT_DEFAULT_DEVICE=cuda EMULATOR_DEVICES=4 $(EMULATED) -m "not gpu" $(DEFAULT_SUITES)
 
 lint: .venv/.stamp
 	$(BIN)/ruff check

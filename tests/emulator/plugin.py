@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import re
+import traceback
 from collections import Counter
 from collections.abc import Generator
 from pathlib import Path
@@ -85,6 +86,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
         reason = _fault_of_the_test(error)
         if reason is None:
             raise
+        traceback.clear_frames(error.__traceback__)  # what they hold would be there in the next test still
         pytest.skip(f"emulated device: {reason}")
     _settle()
     found = [race for race in emulator.races() if not _is_known(item, race)]
