@@ -22,7 +22,7 @@ gpu: .venv/.stamp
 # The same without a device: on one that tests/emulator builds, and that finds what two streams do in no order. After
 # what is marked, suites that name no device run with it as torch's default one.
 EMULATED := OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m pytest -p emulator.plugin -n 2 --dist worksteal
-DEFAULT_SUITES := tests/regions tests/stores tests/policies tests/pipeline
+DEFAULT_SUITES := tests/pipeline tests/policies tests/regions tests/stores
 
 emulated: .venv/.stamp
 	PYTHONPATH=tests $(BIN)/python -m emulator

@@ -86,7 +86,8 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
         reason = _fault_of_the_test(error)
         if reason is None:
             raise
-        traceback.clear_frames(error.__traceback__)  # what they hold would be there in the next test still
+        for one in _chain(error):
+            traceback.clear_frames(one.__traceback__)  # what they hold would be there in the next test still
         pytest.skip(f"emulated device: {reason}")
     _settle()
     found = [race for race in emulator.races() if not _is_known(item, race)]
@@ -106,13 +107,17 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, None, None]:
 
 def _fault_of_the_test(error: BaseException) -> str | None:
     """The reason for which a test that was not written for the device cannot run on it."""
-    chain: BaseException | None = error
-    while _IS_DEFAULT and chain is not None:
+    for one in _chain(error) if _IS_DEFAULT else ():
         for pattern, reason in exceptions.ERRORS_OF_THE_TEST.items():
-            if re.search(pattern, str(chain)):
+            if re.search(pattern, str(one)):
                 return reason
-        chain = chain.__cause__ or chain.__context__
     return None
+
+
+def _chain(error: BaseException | None) -> Generator[BaseException, None, None]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def _is_known(item: pytest.Item, race: str) -> bool:
