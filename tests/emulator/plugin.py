@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import traceback
 from collections import Counter
 from collections.abc import Generator
@@ -36,6 +37,9 @@ def pytest_configure(config: pytest.Config) -> None:
     emulator.configure(
         lag=emulator.NEVER if lag == "never" else int(lag), devices=int(os.environ.get("EMULATOR_DEVICES", "2"))
     )
+    # Autograd's thread of a device lets go of a graph after backward() has returned, and needs Python for it: it gets
+    # it soon, so that few tests find what is about to go.
+    sys.setswitchinterval(1e-5)
     # The processes of pytest-xdist load what -p names after the conftest, which imports torch; what the environment
     # names comes first.
     if getattr(config.option, "numprocesses", None):
