@@ -111,6 +111,7 @@ NOT_BY_DEFAULT: Tests = {
     "backward runs in autograd's thread of the device, which is one for all and lets go of a graph a moment later": (
         "tests/pipeline/skip/test_regions.py::test_regions_go_without_the_collector",
         "tests/regions/test_diagnosis.py::test_a_message_leaves_no_region_behind",
+        "tests/regions/test_engine.py::test_a_dropped_graph_frees_its_inputs_and_regions",
         "tests/regions/test_frames.py",
         "tests/regions/test_func.py::test_what_a_region_saves_is_dropped_and_goes_with_the_transform",
         "tests/regions/test_leaks.py",
