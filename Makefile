@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Tests start dozens of processes; without bytecode on disk each would compile all of torch's Python again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test gpu lint format docs benchmarks lock clean
+.PHONY: demo test gpu emulated lint format docs benchmarks lock clean
 
 demo: .venv/.stamp-demo
 	$(BIN)/python examples/demo.py
@@ -18,6 +18,17 @@ test: lint .venv/.stamp
 gpu: .venv/.stamp
 	$(BIN)/python benchmarks/gpu/main.py facts regions
 	$(BIN)/python -m pytest -m gpu
+
+# The same without a device: on one that tests/emulator builds, and that finds what two streams do in no order. After
+# what is marked, suites that name no device run with it as torch's default one.
+EMULATED := OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m pytest -p emulator.plugin -n 2 --dist worksteal
+DEFAULT_SUITES := tests/pipeline tests/policies tests/regions tests/stores
+
+emulated: .venv/.stamp
+	PYTHONPATH=tests $(BIN)/python -m emulator
+	$(EMULATED) -m gpu tests/measuring tests/pipeline tests/planning tests/regions tests/stores tests/test_ambient.py
+	$(EMULATED) tests/emulator
+	TORCHREMAT_DEFAULT_DEVICE=cuda EMULATOR_DEVICES=4 $(EMULATED) -m "not gpu" $(DEFAULT_SUITES)
 
 lint: .venv/.stamp
 	$(BIN)/ruff check

@@ -1,0 +1,147 @@
+"""Runs tests on the emulated device: `pytest -p emulator.plugin`, with `tests` on Python's path.
+
+Installs it before anything imports torch, fails each test that leaves a race, starts each with fresh statistics, and
+does what `exceptions.py` says. TORCHREMAT_DEFAULT_DEVICE=cuda runs tests on it that name no device.
+
+    EMULATOR_LAG        how many times an event says that it has not fired: a number, or "never"
+    EMULATOR_DEVICES    how many devices there are
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Generator
+from pathlib import Path
+
+import emulator
+
+emulator.install()
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+from emulator import exceptions  # noqa: E402
+
+_PLUGIN = "emulator.plugin"
+_OWN_TESTS = Path(__file__).parent
+_IS_DEFAULT = os.environ.get("TORCHREMAT_DEFAULT_DEVICE", "cpu").startswith("cuda")
+_KNOWN = "known race"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    lag = os.environ.get("EMULATOR_LAG", "3")
+    emulator.configure(
+        lag=emulator.NEVER if lag == "never" else int(lag), devices=int(os.environ.get("EMULATOR_DEVICES", "2"))
+    )
+    # Autograd's thread of a device lets go of a graph after backward() has returned, and needs Python for it: it gets
+    # it soon, so that few tests find what is about to go.
+    sys.setswitchinterval(1e-5)
+    # The processes of pytest-xdist load what -p names after the conftest, which imports torch; what the environment
+    # names comes first.
+    if getattr(config.option, "numprocesses", None):
+        named = os.environ.get("PYTEST_PLUGINS", "")
+        if _PLUGIN not in named.split(","):
+            os.environ["PYTEST_PLUGINS"] = ",".join(filter(None, [named, _PLUGIN]))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        reason = _reason(item, exceptions.NOT_HERE)
+        if reason is None and _IS_DEFAULT:
+            reason = _reason(item, exceptions.NOT_BY_DEFAULT)
+        if reason is not None:
+            item.add_marker(pytest.mark.skip(reason=f"emulated device: {reason}"))
+        defect = _reason(item, exceptions.DEFECTS)
+        if defect is not None:
+            item.add_marker(pytest.mark.xfail(reason=defect, strict=False))
+
+
+def _reason(item: pytest.Item, tests: exceptions.Tests) -> str | None:
+    for reason, beginnings in tests.items():
+        for beginning in beginnings:
+            if item.nodeid.startswith(beginning) and item.nodeid[len(beginning) :][:1] not in _GOES_ON:
+                return reason
+    return None
+
+
+# A name that goes on after a pattern's end is another name; a pattern that ends in a bracket's middle goes on itself.
+_GOES_ON = tuple("abcdefghijklmnopqrstuvwxyz_")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
+    if torch.cuda.is_initialized():
+        for index in range(torch.cuda.device_count()):
+            torch.cuda.set_per_process_memory_fraction(1.0, index)
+            torch.cuda.reset_accumulated_memory_stats(index)
+            torch.cuda.reset_peak_memory_stats(index)
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    try:
+        result = yield
+    except Exception as error:
+        reason = _fault_of_the_test(error)
+        if reason is None:
+            raise
+        for one in _chain(error):
+            traceback.clear_frames(one.__traceback__)  # what they hold would be there in the next test still
+        pytest.skip(f"emulated device: {reason}")
+    _settle()
+    found = [race for race in emulator.races() if not _is_known(item, race)]
+    if found and _reason(item, exceptions.RACES_ON_PURPOSE) is None:
+        pytest.fail("\n".join(["the emulated device has seen races:", *found]), pytrace=False)
+    return result
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, None, None]:
+    try:
+        return (yield)
+    finally:
+        _settle()
+        emulator.races()  # of a test that has failed already: they are not the next one's
+
+
+def _fault_of_the_test(error: BaseException) -> str | None:
+    """The reason for which a test that was not written for the device cannot run on it."""
+    for one in _chain(error) if _IS_DEFAULT else ():
+        for pattern, reason in exceptions.ERRORS_OF_THE_TEST.items():
+            if re.search(pattern, str(one)):
+                return reason
+    return None
+
+
+def _chain(error: BaseException | None) -> Generator[BaseException, None, None]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _is_known(item: pytest.Item, race: str) -> bool:
+    reason = next((reason for pattern, reason in exceptions.KNOWN_RACES.items() if re.search(pattern, race)), None)
+    if reason is None or item.path.parent == _OWN_TESTS:
+        return False
+    item.user_properties.append((_KNOWN, reason))  # it travels from the processes of pytest-xdist as well
+    return True
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    tests: Counter[str] = Counter()
+    for report in terminalreporter.getreports("passed"):
+        tests.update({str(value) for name, value in report.user_properties if name == _KNOWN})
+    for reason, count in tests.items():
+        terminalreporter.write_line(f"known races in {count} tests: {reason}")
+
+
+def _settle() -> None:
+    """Let copies end that nobody has waited for, and with them what they find."""
+    if torch.cuda.is_initialized():
+        for index in range(torch.cuda.device_count()):
+            torch.cuda.synchronize(index)
