@@ -31,35 +31,15 @@ NOT_HERE: Tests = {
 }
 
 # Expected to fail until the library is mended. Some pass for some of their parameters.
-DEFECTS: Tests = {
-    "`measure` and `plan` see no allocations of a device, of which torch's profiler tells below operators only": (
-        "tests/measuring/test_allocator.py::test_cuda_events_agree_with_cuda_counters",
-        "tests/measuring/test_measurement.py::test_cuda_peaks_are_those_of_torchs_counters",
-        "tests/planning/guarding/test_limits.py::test_an_allocator_with_a_limit",
-        "tests/pipeline/skip/test_plans.py::test_a_plan_is_exact_and_within_its_budget",
-        "tests/regions/test_forwards.py::test_a_model_that_accelerate_prepares_and_unwraps",
-        "tests/regions/test_forwards.py::test_a_plan_under_what_others_put_around_is_not_taken_off_in_silence",
-        "tests/regions/test_world_hooks.py::test_a_plan_nests_what_it_has_tried",
-    ),
-    "what was copied out stays on the device until the host asks whether its copy has ended": (
-        "tests/regions/test_spilling.py::test_memory_of_a_device_is_freed",
-    ),
-    "a write through a view with a version of its own does not wait for the copy of what is kept": (
-        "tests/policies/test_policies_in_regions.py::test_views_that_count_apart_and_are_written_after_the_region"
-        "[Host()]",
-    ),
-}
+DEFECTS: Tests = {}
 
-# Races that any test may have, by a pattern of their text. They are counted at the end.
-KNOWN_RACES = {
-    r"^the write of memory .* does not wait for the read by copy_ .*: the memory was freed": (
-        "a handle of `Host` that is dropped while its copy is pending frees the source at once; nobody reads that copy"
-    ),
-}
+# Races that any test may have, by a pattern of their text, with what has to be mended. They are counted at the end.
+KNOWN_RACES: dict[str, str] = {}
 
 # These may have races.
 RACES_ON_PURPOSE: Tests = {
     "they write in place while a copy is pending, which the library has to find": (
+        "tests/policies/test_policies_in_regions.py::test_views_that_count_apart_and_are_written_after_the_region",
         "tests/regions/test_fuzz.py::test_random_programs_agree_with_the_plain_run_or_are_refused",
         "tests/stores/test_transfers.py::test_a_write_in_place_before_the_copy_has_ended_is_an_error",
     ),
