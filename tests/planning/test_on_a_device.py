@@ -88,6 +88,8 @@ def test_a_plan_is_within_its_budget_by_the_counters_of_the_device(name):
 
 
 def test_slack_is_measured_and_left_free():
+    gc.collect()
+    torch.cuda.empty_cache()  # blocks that are cached may be larger or just right
     model, step = made("wide")
 
     plan = torchremat.plan(model, step, budget="70%")

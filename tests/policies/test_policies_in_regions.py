@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
@@ -766,6 +767,37 @@ def test_a_backward_inside_of_a_region_does_not_ask_a_subclass_what_it_saved():
         checkpoint(checkpointed(function, policy=policy), x.as_subclass(Doubling))
         assert [type(one) for one in given] == [torch.Tensor] * 2
         assert torch.equal(*given)
+
+
+class Noted(TorchFunctionMode):
+    """Notes what Python calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.called = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.called.append(getattr(function, "__name__", str(function)))
+        return function(*args, **kwargs or {})
+
+
+def test_a_function_mode_sees_what_python_calls_and_no_operator_of_a_backward():
+    def function(x):
+        scale = leaf(5)
+        # As torch's own `backward` begins it, which no function mode sees, and neither does it see what runs in it.
+        engine = torch.autograd.Variable._execution_engine
+        loss = (scale.sin() * 2).sum()
+        engine.run_backward((loss,), (one,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+        return x.sin() + scale.grad
+
+    x, one = torch.randn(5, requires_grad=True), torch.ones(())
+    seen = []
+    for choose in (lambda function: function, lambda function: checkpointed(function, policy=everything_saved)):
+        with Noted() as mode:
+            choose(function)(x)
+        seen.append([name for name in mode.called if name.split(".")[0] in {"sin", "mul", "sum", "add", "cos"}])
+
+    assert seen[0] == seen[1] == ["sin", "mul", "sum", "sin", "add"]
 
 
 def test_a_recompute_that_gets_further_than_the_forward_which_waits_for_it():

@@ -104,7 +104,6 @@ def test_streams_wait_for_one_another_and_the_host_for_none(device):
         "in waits for current",
         "in waits for event 0",
         "current waits for event 2",
-        "the allocator waits for current",
         "current waits for event 0",
     ]
     del handle
@@ -129,7 +128,7 @@ def test_the_source_is_held_until_its_copy_has_ended(device):
     assert handle.get().shape == (100,)
 
 
-def test_the_source_goes_with_the_handle_and_the_place_with_the_copy(device):
+def test_what_a_copy_reads_outlives_the_handle(device):
     device.fires = False
     tensor = torch.randn(2**24)  # the whole pool
     storage = ref(tensor.untyped_storage())
@@ -137,11 +136,34 @@ def test_the_source_goes_with_the_handle_and_the_place_with_the_copy(device):
 
     del handle, tensor
 
-    assert storage() is None
-    assert device.log[-1] == "the allocator waits for out"
+    device.transfers.land()
+    assert storage() is not None
     assert device.pool.take(1) is None
     device.events[0].fired = True
+    device.transfers.land()
+    assert storage() is None
     assert device.pool.take(1) is not None
+
+
+def test_what_copies_read_outlives_the_store(device):
+    device.fires = False
+    handle = device.put(torch.zeros(10))
+    handle.prefetch()
+    del handle
+
+    device.transfers = None
+
+    assert device.log.count("the host waits") == 2
+
+
+def test_what_another_stream_has_allocated_is_told_to_the_allocator(device):
+    handle = device.put(torch.zeros(10))
+    handle.prefetch()
+    device.current = Stream(device, "other")
+
+    handle.get()
+
+    assert device.log[-2:] == ["other waits for event 1", "the allocator waits for other"]
 
 
 def test_a_write_before_the_copy_has_ended_is_an_error_and_one_afterwards_is_none(device, monkeypatch):
@@ -162,13 +184,19 @@ def test_a_write_before_the_copy_has_ended_is_an_error_and_one_afterwards_is_non
     assert torch.equal(handles[0].get(), torch.zeros(10))
 
 
-def test_what_comes_and_nobody_asks_for_goes_with_the_handle(device):
+def test_what_comes_and_nobody_asks_for_is_held_for_its_copy(device):
     handle = device.put(torch.zeros(10))
+    device.fires = False
     handle.prefetch()
+    storage = ref(handle._ahead.tensor.untyped_storage())
 
     del handle
 
-    assert device.log[-1] == "the allocator waits for in"
+    device.transfers.land()
+    assert storage() is not None
+    device.events[1].fired = True
+    device.transfers.land()
+    assert storage() is None
 
 
 def test_so_much_of_the_device_is_held_for_copies_and_no_more(device, monkeypatch):

@@ -34,6 +34,10 @@ unset_infrastructure_mode = cast("Callable[[object], object]", private("_C._unse
 without_torch_function = cast(
     "Callable[[], AbstractContextManager[None]]", private("_C.DisableTorchFunctionSubclass", needed_for=_MODES)
 )
+# A block in which no function mode sees anything either: for what has passed by all of them already.
+past_torch_function = cast(
+    "Callable[[], AbstractContextManager[None]]", private("_C.DisableTorchFunction", needed_for=_MODES)
+)
 _KEYS = tuple(cast("dict[str, object]", private("_C._TorchDispatchModeKey.__members__", needed_for=_MODES)).values())
 
 

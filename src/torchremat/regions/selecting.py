@@ -20,9 +20,9 @@ from torchremat._compat.autograd import is_accumulating
 from torchremat._compat.modes import (
     EagerMode,
     innermost_dispatch_mode,
+    past_torch_function,
     push_dispatch_mode,
     take_dispatch_mode,
-    without_torch_function,
 )
 from torchremat._compat.sharding import is_run_by_fsdp, shards_anything
 from torchremat.ambient.hidden import hidden
@@ -312,16 +312,21 @@ class _Mode(EagerMode):
         args: tuple[object, ...] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
-        if has_torch_function(args):
-            # The operator came from C++, as in a backward: nobody asked the subclass there, and the result is none.
-            with without_torch_function():
-                return self.__torch_dispatch__(func, types, args, kwargs)
+        kwargs = kwargs or {}
         run = thread.now.selecting
-        if run is None or run.mode is not self or hidden.now:
-            return func(*args, **(kwargs or {}))
-        if run.beside_fsdp and is_run_by_fsdp(run.began_in):
-            return func(*args, **(kwargs or {}))
-        return run.operator(func, args, kwargs or {})
+        is_seen = not (run is None or run.mode is not self or hidden.now) and not (
+            run.beside_fsdp and is_run_by_fsdp(run.began_in)
+        )
+        see = run.operator if is_seen and run is not None else _run
+        if not has_torch_function(args):
+            return see(func, args, kwargs)
+        # It came from C++, as in a backward, where neither subclasses nor function modes are asked; nor are they now.
+        with past_torch_function():
+            return see(func, args, kwargs)
+
+
+def _run(operator: Operator, args: Args, kwargs: Kwargs) -> object:
+    return operator(*args, **kwargs)
 
 
 class SeenBy(AbstractContextManager[None]):

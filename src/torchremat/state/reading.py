@@ -13,7 +13,7 @@ from typing import NoReturn
 from torch import Tensor
 from torch.overrides import has_torch_function
 
-from torchremat._compat.modes import EagerMode, without_torch_function
+from torchremat._compat.modes import EagerMode, past_torch_function
 from torchremat.ambient.hidden import hidden
 
 
@@ -69,17 +69,15 @@ class Reading(EagerMode):
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
         """Run an operator."""
-        if has_torch_function(args):
-            # The operator came from C++, as in a backward: nobody asked the subclass there, and the result is none.
-            with without_torch_function():
-                return self.__torch_dispatch__(func, types, args, kwargs)
+        kwargs = kwargs or {}
         if not hidden.now:
-            for one in args:
+            for one in (*args, *kwargs.values()):
                 self._look(one)
-            if kwargs:
-                for one in kwargs.values():
-                    self._look(one)
-        return func(*args, **(kwargs or {}))
+        if not has_torch_function(args):
+            return func(*args, **kwargs)
+        # It came from C++, as in a backward, where neither subclasses nor function modes are asked; nor are they now.
+        with past_torch_function():
+            return func(*args, **kwargs)
 
     def _look(self, one: object) -> None:
         if isinstance(one, Tensor):

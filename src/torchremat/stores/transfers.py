@@ -8,15 +8,14 @@ that computes: what it has freed it can have again.
     event       stream that copies                 stream that computes           memory
     put         waits for what computes, copies    -                              the source is held for the copy
     landed      its event has fired                -                              the source is let go, and is free
-    dropped     -                                  -                              the source is let go, and its block
-                                                                                  waits for the copy in the allocator
+    dropped     -                                  -                              as above: the copy still reads it
     prefetch    waits for what computes and for    allocates                      what comes is held for the copy
                 the copy out, copies
     get         -                                  waits for the copy in, or for  what comes is the caller's
                                                    the copy out and copies
     write       -                                  waits for the copy out         what is written may be read till then
-    left        -                                  -                              what comes and nobody asked for, as
-                                                                                  a source that is dropped
+    left        -                                  -                              what comes and nobody asked for is
+                                                                                  held for the copy, too
 
 The host waits for nothing of this but where more would be in flight than is allowed, and where it asks to (`settle`).
 Pinned memory waits for the last copy that uses it.
@@ -30,7 +29,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -56,6 +55,20 @@ def current_stream(device: torch.device) -> torch.Stream:
 def new_stream(device: torch.device) -> torch.Stream:
     """Return a stream of its own."""
     return cast("torch.Stream", accelerator_of(device).new_stream(device))
+
+
+class Ahead(NamedTuple):
+    """One copy in.
+
+    Attributes:
+        tensor: What it is copied to.
+        copied: Fires when it is there.
+        owner: The stream that has allocated it.
+    """
+
+    tensor: Tensor
+    copied: torch.Event
+    owner: torch.Stream
 
 
 class Flight:
@@ -89,6 +102,7 @@ class Transfers:
         self._in: dict[torch.device, torch.Stream] = {}
         self._flights: dict[torch.device, deque[Flight]] = {}  # in the order of their stream
         self._flying_bytes = 0
+        self._left: deque[Ahead] = deque()  # that nobody asked for, see NOTE [ What a finalizer may do ]
 
     def out(self, tensor: Tensor, content: Content) -> TransferHandle | None:
         """Begin to copy a tensor of a device; None if there is no pinned memory for it."""
@@ -127,6 +141,10 @@ class Transfers:
             for flights in self._flights.values():
                 while flights and flights[0].copied.query():
                     self._landed(flights.popleft())
+            for _ in range(len(self._left)):
+                left = self._left.popleft()
+                if not left.copied.query():
+                    self._left.append(left)
 
     def settle(self, *, most_bytes: int | None = None) -> None:
         """Wait until no more than so many bytes are held for copies; as many as always may be, if not given."""
@@ -138,6 +156,18 @@ class Transfers:
                 if self._flying_bytes <= most_bytes or not oldest:
                     return
             oldest[0].copied.synchronize()
+
+    def leave(self, ahead: Ahead) -> None:
+        """Hold what comes and nobody asked for until it is there. A finalizer may call it."""
+        self._left.append(ahead)
+
+    def __del__(self) -> None:
+        # With the store goes what copies read and write.
+        for flights in self._flights.values():
+            for flight in flights:
+                flight.copied.synchronize()
+        for left in self._left:
+            left.copied.synchronize()
 
     def _begin(self, tensor: Tensor, host: Tensor, content: Content) -> Flight:
         line = content.line(tensor)
@@ -180,7 +210,7 @@ class TransferHandle:
         self._host = host
         self._content = content
         self._lock = threading.Lock()
-        self._ahead: tuple[Tensor, torch.Event] | None = None
+        self._ahead: Ahead | None = None
 
     @property
     def stored_bytes(self) -> int:
@@ -198,23 +228,20 @@ class TransferHandle:
         with self._lock:
             ahead, self._ahead = self._ahead, None
         if ahead is None:
-            fresh, _ = self._copy(current, self._content.empty())
+            ahead = self._copy(current, current)
         else:
-            fresh, event = ahead
-            current.wait_event(event)
-            # It may have been allocated by another stream, whose order says nothing of what this one does with it.
-            record_stream(fresh, current)
+            current.wait_event(ahead.copied)
+            if ahead.owner != current:  # whose order says nothing of what this one does with it
+                record_stream(ahead.tensor, current)
         self._transfers.ledger.copied(in_bytes=self._content.size_bytes)
-        return self._content.back(fresh)
+        return self._content.back(ahead.tensor)
 
     def prefetch(self) -> None:
         """Begin to copy it to its device, beside what the device computes."""
         with self._lock:
             if self._ahead is None:
                 stream = self._transfers.incoming(self._content.device)
-                fresh = self._content.empty()
-                stream.wait_stream(current_stream(self._content.device))  # which may still use the memory
-                self._ahead = self._copy(stream, fresh)
+                self._ahead = self._copy(stream, current_stream(self._content.device))
 
     def settle(self) -> None:
         """Wait until it is copied, so that its memory on the device is free."""
@@ -229,14 +256,18 @@ class TransferHandle:
             current_stream(self._content.device).wait_event(flight.copied)
             flight.is_awaited = True
 
-    def _copy(self, stream: torch.Stream, fresh: Tensor) -> tuple[Tensor, torch.Event]:
+    def _copy(self, stream: torch.Stream, owner: torch.Stream) -> Ahead:
+        """Copy it on a stream, to memory of the current one."""
+        fresh = self._content.empty()
+        if stream is not owner:
+            stream.wait_stream(owner)  # which may still use the memory
         stream.wait_event(self._flight.copied)
         accelerator = accelerator_of(self._content.device)
         with accelerator.on(stream):
             fresh.copy_(self._host, non_blocking=True)
-        event = accelerator.event(stream)
-        self._place.used(event)
-        return fresh, event
+        copied = accelerator.event(stream)
+        self._place.used(copied)
+        return Ahead(fresh, copied, owner)
 
     def _check(self) -> None:
         self._transfers.land()
@@ -248,11 +279,7 @@ class TransferHandle:
 
     def __del__(self) -> None:
         # See NOTE [ What a finalizer may do ]
-        flight, transfers = self._flight, self._transfers
-        if flight.source is not None and not flight.landed:
-            record_stream(flight.source, transfers.outgoing(self._content.device))
-        flight.source = None
         if self._ahead is not None:
-            record_stream(self._ahead[0], transfers.incoming(self._content.device))
+            self._transfers.leave(self._ahead)
         self._transfers.pool.give(self._place)
         self._transfers.ledger.release(self._content.size_bytes)

@@ -256,7 +256,9 @@ TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFun
 
 // A device has kernels for these, where torch would else put them together from others.
 TORCH_LIBRARY_IMPL(aten, CUDA, m) {
-  for (const char* name : {"native_layer_norm", "native_group_norm", "silu_backward", "mish_backward"})
+  for (const char* name : {"native_layer_norm", "native_group_norm", "silu_backward", "mish_backward",
+                           // These would be called with an output of another size, which warns.
+                           "mse_loss", "smooth_l1_loss"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
 
