@@ -325,7 +325,7 @@ def _judge(plan: Plan, report: Report) -> None:
         _say(f"The peak of {format_bytes(peak_bytes)} is above the budget of {format_bytes(plan.budget_bytes)}.")
     if report.is_exact is False or peak_bytes > plan.budget_bytes:
         raise typer.Exit(1)
-    if report.is_exact is None:
+    if report.is_exact is None and not report.noise:
         _say(
             "The plain step does not fit into memory, so nothing says that the gradients are its: compare a smaller "
             "batch, or on a larger device."
