@@ -8,6 +8,7 @@ from weakref import ReferenceType
 import torch
 from torch import Tensor, UntypedStorage
 
+from torchremat._compat.accelerators import record_stream
 from torchremat.errors import StoreError
 from torchremat.stores.geometry import without_repeats
 from torchremat.stores.kept import Kept
@@ -103,7 +104,7 @@ class Island:
             current = torch.accelerator.current_stream(tensor.device)
             if current != stream:
                 current.wait_event(event)
-                tensor.record_stream(current)
+                record_stream(tensor, current)
 
     def load(self, start_address: int, device: torch.device) -> Tensor:
         """Bring the bytes back, and return what holds them.

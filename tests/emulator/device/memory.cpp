@@ -75,9 +75,12 @@ void* DeviceMemory::allocate(size_t requested) {
   block->is_allocated = true;
   block->requested = requested;
   block->accesses = {};
-  for (const auto& remains : block->segment->remains)
-    if (remains.from < block->start + block->size && block->start < remains.to)
-      block->accesses.inherit(remains.accesses);
+  auto* end = block->start + block->size;
+  auto& remains = block->segment->remains;
+  for (const auto& one : remains)
+    if (one.from < end && block->start < one.to) block->accesses.inherit(one.accesses);
+  auto is_taken = [&](const Segment::Remains& one) { return block->start <= one.from && one.to <= end; };
+  remains.erase(std::remove_if(remains.begin(), remains.end(), is_taken), remains.end());
   active_[block->start] = block;
   count(stats_.allocation, pool, 1);
   count(stats_.allocated_bytes, pool, int64_t(block->size));

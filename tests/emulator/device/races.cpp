@@ -22,6 +22,7 @@ bool check_order(const Access& earlier, const StreamState& later, bool writes, c
               " does not wait for the " + (earlier.writes ? "write" : "read") + " by " + earlier.by + " on " +
               stream_numbered(earlier.stream).name();
   if (earlier.freed) text += ": the memory was freed while that was pending, and record_stream had not told of it";
+  if (earlier.owned) text += ": the memory is that stream's, which used it before for something else";
   note_race(std::move(text));
   return true;
 }
@@ -36,9 +37,10 @@ void Accesses::add(const StreamState& stream, Epoch epoch, bool writes, const st
 Accesses Accesses::left_behind(const StreamState& owner) const {
   Accesses left;
   for (auto one : all_) {
-    if (one.stream == owner.number || owner.clock.covers(one.stream, one.epoch)) continue;
     if (host().covers(one.stream, one.epoch)) continue;
-    one.freed = true;
+    one.owned = one.stream == owner.number;
+    if (!one.owned && owner.clock.covers(one.stream, one.epoch)) continue;
+    one.freed = !one.owned;
     left.all_.push_back(std::move(one));
   }
   return left;

@@ -10,6 +10,7 @@ struct Access {
   bool writes;
   std::string by;      // the operator
   bool freed = false;  // the memory has been given back and taken again since
+  bool owned = false;  // the same, and it was the access of the stream that the memory belongs to
 };
 
 // The accesses to one block that a later one may have to wait for: the last write, and the reads since, by stream.
@@ -18,7 +19,8 @@ class Accesses {
   // Notes an access, and a race for each earlier one that it does not wait for.
   void add(const StreamState& stream, Epoch epoch, bool writes, const std::string& by);
 
-  // When a block is freed: what the next owner, on the block's own stream, would have to wait for.
+  // When a block is freed: what its next user has to wait for. On the block's own stream that comes in order, and
+  // others have to wait for that stream.
   Accesses left_behind(const StreamState& owner) const;
   void inherit(const Accesses& before);
   bool empty() const { return all_.empty(); }
