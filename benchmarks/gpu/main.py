@@ -1,6 +1,6 @@
 """A half hour on a CUDA device: sections with a deadline each, a JSON file after each, nothing to install.
 
-    PYTHONPATH=src:tests:examples:benchmarks python3 benchmarks/gpu/main.py [--out FOLDER] [SECTION ...]
+    PYTHONPATH=src:tests:examples:benchmarks python3 benchmarks/gpu/main.py [--out FOLDER] [--emulated] [SECTION ...]
 
 Each section runs in a process of its own, so that one that crashes or hangs costs no other its results.
 """
@@ -19,22 +19,29 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 
 # Seconds after which a section is stopped; what it has found by then stays.
-SECTIONS = {"facts": 180, "tests": 240, "suites": 220, "regions": 120}
+SECTIONS = {"facts": 180, "tests": 240, "suites": 220, "regions": 120, "frontier": 480, "offload": 240}
+
+# Runs a section on the device of tests/emulator, which has to be there before torch is imported.
+_EMULATED = (
+    "import emulator, runpy, sys; emulator.install(); del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
+)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sections", nargs="*", choices=[*SECTIONS, []], help=f"of {', '.join(SECTIONS)}; all if none")
     parser.add_argument("--out", type=Path, default=HERE / "results", help="the folder of the JSON files")
+    parser.add_argument("--emulated", action="store_true", help="on the emulated device, with tiny sizes")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    paths = [str(ROOT / folder) for folder in ("src", "tests", "examples", "benchmarks")]
+    paths = [str(ROOT / folder) for folder in ("src", "tests", "examples", "benchmarks", "benchmarks/gpu")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])}
     for section in arguments.sections or SECTIONS:
         path = arguments.out / f"{section}.json"
         start_s = time.perf_counter()
         try:
-            command = [sys.executable, str(HERE / f"{section}.py"), str(path)]
+            python = [sys.executable, *(["-c", _EMULATED] if arguments.emulated else [])]
+            command = [*python, str(HERE / f"{section}.py"), str(path)]
             ended = str(subprocess.run(command, env=environment, timeout=SECTIONS[section], check=False).returncode)
         except subprocess.TimeoutExpired:
             ended = f"stopped after {SECTIONS[section]} s"

@@ -1,0 +1,159 @@
+"""Whether a plan beats what people do by hand at the memory that they take, by the device's own counters."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from findings import IS_SMALL, section
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+import llama
+import torchremat
+from models import GPT
+
+DEVICE = torch.device("cuda", 0)
+ROUNDS = 2 if IS_SMALL else 10
+BLOCKS, WIDTH, CONTEXT, BATCH = (3, 64, 64, 2) if IS_SMALL else (24, 1024, 1024, 8)
+Step = Callable[[nn.Module], Tensor]
+Way = Callable[[nn.Module], Callable[[], None]]
+
+# What SAC recipes save: products and attention.
+_SAVED = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+}
+
+
+def gpt() -> tuple[nn.Module, list[nn.Module], Step]:
+    torch.manual_seed(0)
+    model = GPT(context=CONTEXT, blocks=BLOCKS, width=WIDTH, heads=WIDTH // 32 if IS_SMALL else 16).to(DEVICE)
+    tokens = torch.randint(model.embed.num_embeddings, (BATCH, CONTEXT + 1), device=DEVICE)
+
+    def step(model: nn.Module) -> Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+    return model, list(model.blocks), step
+
+
+def llama_like() -> tuple[nn.Module, list[nn.Module], Step]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(llama.Llama(WIDTH) for _ in range(BLOCKS))).to(DEVICE)
+    x = torch.randn(BATCH, CONTEXT, WIDTH, device=DEVICE)
+
+    def step(model: nn.Module) -> Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            return model(x).float().square().mean()
+
+    return model, list(model), step
+
+
+def _choose(_: object, operator: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator in _SAVED else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _wrapped(blocks: list[nn.Module], **options: object) -> Callable[[], None]:
+    """Let torch checkpoint each block; return what undoes it."""
+    for block in blocks:
+        block.forward = partial(checkpoint, type(block).forward.__get__(block), use_reentrant=False, **options)
+
+    def undo() -> None:
+        for block in blocks:
+            del block.forward
+
+    return undo
+
+
+def taken(model: nn.Module, step: Step) -> tuple[float, dict[str, int]]:
+    """Milliseconds by the device's events, and bytes by its counters, of one step with gradients there."""
+    for one in model.parameters():
+        one.grad = torch.zeros_like(one) if one.grad is None else one.grad.zero_()
+    torch.cuda.synchronize()
+    gc.collect()
+    torch.cuda.reset_peak_memory_stats()
+    begins, ends = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begins.record()
+    step(model).backward()
+    ends.record()
+    torch.cuda.synchronize()
+    counted = torch.cuda.memory_stats()
+    return begins.elapsed_time(ends), {
+        "allocated": counted["allocated_bytes.all.peak"],
+        "requested": counted["requested_bytes.all.peak"],
+        "reserved": counted["reserved_bytes.all.peak"],
+    }
+
+
+def compared(make: Callable[[], tuple[nn.Module, list[nn.Module], Step]]) -> object:
+    model, blocks, step = make()
+    by_hand: dict[str, Callable[[], Callable[[], None]]] = {
+        "plain": lambda: lambda: None,
+        "per block": lambda: _wrapped(blocks),
+        "selective": lambda: _wrapped(blocks, context_fn=partial(create_selective_checkpoint_contexts, _choose)),
+    }
+    budgets = {}
+    for name, apply in by_hand.items():
+        undo = apply()
+        for _ in range(2):
+            budgets[name] = taken(model, step)[1]["allocated"]
+        undo()
+    start_s = time.perf_counter()
+    planner = torchremat.Planner(model, step)
+    profiled_s = time.perf_counter() - start_s
+    ways, plans, seconds = dict(by_hand), {}, {}
+    for name, budget in budgets.items():
+        start_s = time.perf_counter()
+        try:
+            plan = plans[name] = planner.plan(budget)
+        except torchremat.BudgetError as error:
+            seconds[f"ours at {name}"] = str(error)[:200]
+            continue
+        seconds[f"ours at {name}"] = round(time.perf_counter() - start_s, 2)
+
+        def applied(plan: torchremat.Plan = plan) -> Callable[[], None]:
+            plan.apply(model)
+            return lambda: plan.remove(model)
+
+        ways[f"ours at {name}"] = applied
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    peaks: dict[str, dict[str, int]] = {}
+    for turn in range(ROUNDS + 1):
+        for name, apply in ways.items():
+            undo = apply()
+            took_ms, peaks[name] = taken(model, step)
+            undo()
+            if turn:
+                times[name].append(took_ms)
+    verified = {}
+    for name, plan in plans.items():
+        plan.apply(model)
+        report = torchremat.verify(model, step)
+        plan.remove(model)
+        verified[name] = {"exact": report.is_exact, "noise": report.noise[:3], "differences": report.differences[:3]}
+    return {
+        "milliseconds": {name: round(statistics.median(each), 3) for name, each in times.items()},
+        "bytes": peaks,
+        "predicted": {name: plan.peak_bytes for name, plan in plans.items()},
+        "over budget": {name: peaks[f"ours at {name}"]["allocated"] - budgets[name] for name in plans},
+        "before": {name: dict(plan.before_bytes) for name, plan in plans.items()},
+        "verified": verified,
+        "profiling, seconds": round(profiled_s, 2),
+        "planning, seconds": seconds,
+    }
+
+
+if __name__ == "__main__":
+    section(gpt=lambda: compared(gpt), llama=lambda: compared(llama_like))
