@@ -8,6 +8,7 @@ import torch
 import models
 import torchremat
 from planning.test_stores_in_plans import Counting, budget_of
+from torchremat._compat import accelerators
 from torchremat.planning.profiles import speeds
 from torchremat.planning.profiles.speeds import Freight, measured_speed
 from torchremat.planning.searches.storing import Storing
@@ -63,7 +64,7 @@ class Queued:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(speeds, "time", clock)
+    monkeypatch.setattr(accelerators, "time", clock)
 
     def compute(_self, times):
         clock.now += times * UNIT_S

@@ -26,10 +26,10 @@ from planning.steps import (
     profile as profile_of,
 )
 from torchremat import BudgetError, PlanError, UnsupportedError
+from torchremat._compat import accelerators
 from torchremat.measuring.runs import subject_of
 from torchremat.planning.layout import calls_of, installed
 from torchremat.planning.plans import Plan
-from torchremat.planning.profiles import speeds
 from torchremat.planning.profiles.weighing import weighed
 from torchremat.planning.searches.mixing import divisible, mixed
 from torchremat.planning.walks.cargo import Load, StoredUnit
@@ -314,7 +314,7 @@ class Slow(Counting):
 def test_where_a_store_is_slow_and_seconds_count_it_is_not_used(monkeypatch):
     model, step = models.gpt_step(blocks=3, width=32, context=32, batch=2)
     store = Slow()
-    monkeypatch.setattr(speeds, "time", store)
+    monkeypatch.setattr(accelerators, "time", store)
     planner = torchremat.Planner(model, step, cost="seconds", stores=[store])
 
     plan = planner.plan(budget_of(planner, 0.7))
