@@ -16,16 +16,13 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal, Protocol, cast, runtime_checkable
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, UntypedStorage
 from torch.nn.functional import linear
 
 from torchremat.errors import UnsupportedError
-
-# How many bytes CUDA's allocator rounds each request up to.
-CUDA_BLOCK_BYTES = 512
 
 
 class CpuStream:
@@ -42,26 +39,12 @@ CPU_STREAM = CpuStream()
 Stream = torch.Stream | CpuStream
 
 
-@runtime_checkable
-class Event(Protocol):
-    """What is asked of an event of a device."""
-
-    def query(self) -> bool:
-        """Return whether all that was begun before it is done."""
-        ...
-
-    def synchronize(self) -> None:
-        """Wait until it is."""
-        ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class Counters:
     """What a device's allocator has counted.
 
     Attributes:
         allocated_bytes: In blocks that are given out.
-        requested_bytes: As they were asked for.
         peak_bytes: The most of `allocated_bytes` since the counters were reset.
         reserved_bytes: What the allocator holds of the device.
         peak_reserved_bytes: The most of that.
@@ -69,7 +52,6 @@ class Counters:
     """
 
     allocated_bytes: int
-    requested_bytes: int
     peak_bytes: int
     reserved_bytes: int
     peak_reserved_bytes: int
@@ -278,7 +260,7 @@ class _Cpu(Accelerator):
 class _Cuda(Accelerator):
     records: Literal["profiler", "history"] | None = "history"
     counts = True
-    block_bytes = CUDA_BLOCK_BYTES
+    block_bytes = 512
     has_addresses = True
     pins = True
 
@@ -297,14 +279,11 @@ class _Cuda(Accelerator):
     def counters(self, device: torch.device) -> Counters:
         found = torch.cuda.memory_stats_as_nested_dict(device)
         if not found:  # nothing has been allocated there yet
-            return Counters(
-                allocated_bytes=0, requested_bytes=0, peak_bytes=0, reserved_bytes=0, peak_reserved_bytes=0, position=0
-            )
+            return Counters(allocated_bytes=0, peak_bytes=0, reserved_bytes=0, peak_reserved_bytes=0, position=0)
         allocated, reserved = found["allocated_bytes"]["all"], found["reserved_bytes"]["all"]
         blocks = found["allocation"]["all"]
         return Counters(
             allocated_bytes=allocated["current"],
-            requested_bytes=found["requested_bytes"]["all"]["current"],
             peak_bytes=allocated["peak"],
             reserved_bytes=reserved["current"],
             peak_reserved_bytes=reserved["peak"],
@@ -398,10 +377,10 @@ def devices_in_use() -> list[torch.device]:
     return [device for accelerator in accelerators() for device in accelerator.in_use()]
 
 
-def all_devices() -> list[torch.device]:
-    """Return the accelerators of this machine; none if it has only its CPU."""
+def counting_devices() -> list[torch.device]:
+    """Return the accelerators of this machine whose allocator counts bytes; none if it has no such."""
     current = torch.accelerator.current_accelerator(check_available=True)
-    return [] if current is None else _of(current.type).devices()
+    return _of(current.type).devices() if current is not None and _of(current.type).counts else []
 
 
 def current_devices() -> list[torch.device]:

@@ -100,12 +100,14 @@ class HistoryRecorder:
     def _finish(self, history: Sequence[Happened], end: _Moment) -> None:
         """Make the trace of the allocator's history."""
         start = self._start
-        if len(history) != end.position - start.position:
+        counted = end.position - start.position
+        if len(history) < counted:
             raise UnsupportedError(
-                f"the allocator of {self.device} counted {end.position - start.position} allocations and frees in the "
-                f"block, and its history has {len(history)}: the block has begun or ended a history of its own "
+                f"the allocator of {self.device} counted {counted} allocations and frees in the block, and its history "
+                f"has {len(history)}: the block has begun or ended a history of its own "
                 "(torch.cuda.memory._record_memory_history). Take that out of the step."
             )
+        history = history[:counted]  # autograd's thread may let go of something when the block is over
         self._accelerator.synchronize(self.device)
         moments = [self._moments.get(mark, end) for mark in range(next(self._ids))]
         clock = _DeviceClock(start, [*moments, end])

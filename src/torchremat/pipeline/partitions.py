@@ -8,7 +8,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from torchremat._compat.accelerators import accelerator_of, all_devices
+from torchremat._compat.accelerators import accelerator_of, counting_devices
 from torchremat.errors import PipelineError
 from torchremat.pipeline.workers import normalised
 
@@ -49,10 +49,10 @@ def listed_balance(balance: Iterable[int]) -> list[int]:
 
 
 def listed_devices(devices: Iterable[torch.device | str | int] | None, stages: int | None) -> list[torch.device]:
-    """Return the devices to use: those given; else all accelerators, or the CPU as often as there are stages."""
+    """Return the devices to use: those given; else all CUDA devices, or the CPU as often as there are stages."""
     if devices is not None:
         found = [torch.device(device) for device in devices]
-    elif accelerators := all_devices():
+    elif accelerators := counting_devices():
         found = accelerators
     else:
         found = [torch.device("cpu")] * (stages or 1)
