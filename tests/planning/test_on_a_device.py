@@ -132,6 +132,31 @@ def test_fit_to_a_point_between_those_of_the_frontier():
     assert measured(model, step)[0] <= budget
 
 
+def test_adaptive_counts_what_is_resident():
+    torch.manual_seed(0)
+    model = nn.Sequential(*(llama.Llama(64) for _ in range(4))).to(CUDA)
+
+    def step(model, x):
+        return model(x).square().mean()
+
+    batches = [torch.randn(4, length, 64, device=CUDA) for length in (32, 64, 96, 80)]
+    planner = Planner(model, lambda model: step(model, batches[2]))
+    budget = planner.floor_bytes + (planner.plain_peak()[0] - planner.floor_bytes) // 2
+    adaptive = torchremat.Adaptive(model, step, budget=budget)
+    adaptive.learn(*batches[:3])
+
+    for x in batches:
+        for one in model.parameters():
+            one.grad = torch.zeros_like(one)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        adaptive(x)
+        # The batches that wait are resident as well, and one more or less of them than when it was planned.
+        assert torch.cuda.max_memory_allocated() <= budget + sum(one.nbytes for one in batches)
+    measured = [one.measured_bytes for one in adaptive.plans if one.measured_bytes is not None]
+    assert measured and all(one > 2**26 for one in measured)
+
+
 def test_stores_in_a_plan_go_to_the_host():
     model, step = made("wide")
     expected = [one.cpu() for one in measured(model, step)[1]]

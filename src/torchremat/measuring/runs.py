@@ -73,6 +73,8 @@ class Subject:
 
     def before(self, device: torch.device) -> BytesBefore:
         """Return what lies on `device` now; inside `untouched`, with all gradients."""
+        if device not in self._resident:
+            self._resident.update(self._resident_now())
         return replace(self._bytes_before(device), resident_bytes=self._resident.get(device, 0))
 
     def _bytes_before(self, device: torch.device) -> BytesBefore:
