@@ -30,12 +30,6 @@ NOT_HERE: Tests = {
     ),
 }
 
-# Expected to fail until the library is mended. Some pass for some of their parameters.
-DEFECTS: Tests = {}
-
-# Races that any test may have, by a pattern of their text, with what has to be mended. They are counted at the end.
-KNOWN_RACES: dict[str, str] = {}
-
 # These may have races.
 RACES_ON_PURPOSE: Tests = {
     "they write in place while a copy is pending, which the library has to find": (

@@ -13,9 +13,7 @@ import os
 import re
 import sys
 import traceback
-from collections import Counter
 from collections.abc import Generator
-from pathlib import Path
 
 import emulator
 
@@ -27,9 +25,7 @@ import torch  # noqa: E402
 from emulator import exceptions  # noqa: E402
 
 _PLUGIN = "emulator.plugin"
-_OWN_TESTS = Path(__file__).parent
 _IS_DEFAULT = os.environ.get("TORCHREMAT_DEFAULT_DEVICE", "cpu").startswith("cuda")
-_KNOWN = "known race"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -55,9 +51,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             reason = _reason(item, exceptions.NOT_BY_DEFAULT)
         if reason is not None:
             item.add_marker(pytest.mark.skip(reason=f"emulated device: {reason}"))
-        defect = _reason(item, exceptions.DEFECTS)
-        if defect is not None:
-            item.add_marker(pytest.mark.xfail(reason=defect, strict=False))
 
 
 def _reason(item: pytest.Item, tests: exceptions.Tests) -> str | None:
@@ -94,7 +87,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
             traceback.clear_frames(one.__traceback__)  # what they hold would be there in the next test still
         pytest.skip(f"emulated device: {reason}")
     _settle()
-    found = [race for race in emulator.races() if not _is_known(item, race)]
+    found = emulator.races()
     if found and _reason(item, exceptions.RACES_ON_PURPOSE) is None:
         pytest.fail("\n".join(["the emulated device has seen races:", *found]), pytrace=False)
     return result
@@ -122,22 +115,6 @@ def _chain(error: BaseException | None) -> Generator[BaseException, None, None]:
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
-
-
-def _is_known(item: pytest.Item, race: str) -> bool:
-    reason = next((reason for pattern, reason in exceptions.KNOWN_RACES.items() if re.search(pattern, race)), None)
-    if reason is None or item.path.parent == _OWN_TESTS:
-        return False
-    item.user_properties.append((_KNOWN, reason))  # it travels from the processes of pytest-xdist as well
-    return True
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    tests: Counter[str] = Counter()
-    for report in terminalreporter.getreports("passed"):
-        tests.update({str(value) for name, value in report.user_properties if name == _KNOWN})
-    for reason, count in tests.items():
-        terminalreporter.write_line(f"known races in {count} tests: {reason}")
 
 
 def _settle() -> None:

@@ -12,7 +12,6 @@ Seconds are the device's own: a mark is an event on the caller's stream, which i
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
@@ -21,12 +20,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import UntypedStorage
 
 from torchremat._compat.accelerators import Happened, accelerator_of
 from torchremat.errors import UnsupportedError
 from torchremat.measuring.interrupts import uninterrupted
-from torchremat.measuring.traces import AllocationTrace, Mark
+from torchremat.measuring.traces import AllocationTrace, Mark, RecordedBlock
 
 # NOTE [ What a device holds ]
 #
@@ -53,16 +51,13 @@ class _Moment:
     allocated_bytes: int
 
 
-class HistoryRecorder:
+class HistoryRecorder(RecordedBlock):
     """See `Recorder`."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        super().__init__(device)
         self._accelerator = accelerator_of(device)
-        self._ids = itertools.count()  # next() on it is atomic, so two threads get two ids
         self._moments: dict[int, _Moment] = {}
-        self._trace: AllocationTrace | None = None
-        self._has_ended = False
         self._start = self._moment("")
 
     def mark(self, label: str) -> int:
@@ -81,21 +76,6 @@ class HistoryRecorder:
     def seconds(self) -> float:
         """See `Recorder`; waits for the device."""
         return self._accelerator.seconds(self.device)
-
-    def pointer_of(self, storage: UntypedStorage) -> int:
-        """See `Recorder`; 0 for a storage without memory."""
-        return 0 if storage.device.type == "meta" else storage.data_ptr()
-
-    @property
-    def trace(self) -> AllocationTrace:
-        """The events of the block.
-
-        Raises:
-            UnsupportedError: The block has not ended, or it ended with an error.
-        """
-        if self._trace is None:
-            raise UnsupportedError("there is no trace yet: it is made when the block of record_allocations ends.")
-        return self._trace
 
     def _finish(self, history: Sequence[Happened], end: _Moment) -> None:
         """Make the trace of the allocator's history."""

@@ -27,7 +27,6 @@ the process stops it, and then real errors of later profilers are silent too; so
 from __future__ import annotations
 
 import gc
-import itertools
 import time
 from bisect import bisect_right
 from collections.abc import Generator, Iterable, Iterator, Sequence
@@ -36,7 +35,6 @@ from threading import Lock
 
 import numpy as np
 import torch
-from torch import UntypedStorage
 
 from torchremat._compat.collectives import settled_collectives
 from torchremat.errors import UnsupportedError
@@ -51,22 +49,19 @@ from torchremat.measuring.bindings import (
     stop_profiler,
 )
 from torchremat.measuring.interrupts import uninterrupted
-from torchremat.measuring.traces import AllocationTrace, Mark
+from torchremat.measuring.traces import AllocationTrace, Mark, RecordedBlock
 
 _MARK = "torchremat.mark:"
 _BLOCK = -1  # the id of the mark that tells whether the profiler was ours to the end
 _CALL = "torchremat.call"  # before a collective, and after it
 
 
-class ProfilerRecorder:
+class ProfilerRecorder(RecordedBlock):
     """See `Recorder`."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._ids = itertools.count()  # next() on it is atomic, so two threads get two ids
+        super().__init__(device)
         self._marked: dict[int, tuple[str, int]] = {}
-        self._trace: AllocationTrace | None = None
-        self._has_ended = False
 
     def mark(self, label: str) -> int:
         """See `Recorder`. About 3 microseconds; from any thread.
@@ -84,21 +79,6 @@ class ProfilerRecorder:
     def seconds(self) -> float:
         """See `Recorder`."""
         return time.perf_counter()
-
-    def pointer_of(self, storage: UntypedStorage) -> int:
-        """See `Recorder`; 0 for a storage without memory."""
-        return 0 if storage.device.type == "meta" else storage.data_ptr()
-
-    @property
-    def trace(self) -> AllocationTrace:
-        """The events of the block.
-
-        Raises:
-            UnsupportedError: The block has not ended, or it ended with an error.
-        """
-        if self._trace is None:
-            raise UnsupportedError("there is no trace yet: it is made when the block of record_allocations ends.")
-        return self._trace
 
     def _finish(self, nodes: Iterable[ProfilerEvent], start_ns: int) -> None:
         """Make the trace of the profiler's events."""

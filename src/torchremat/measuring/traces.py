@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -10,6 +11,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import UntypedStorage
+
+from torchremat.errors import UnsupportedError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,3 +101,28 @@ class Recorder(Protocol):
     def trace(self) -> AllocationTrace:
         """The events of the block."""
         ...
+
+
+class RecordedBlock:
+    """What recorders of this machine's allocators share: the ids of marks, and the trace when the block is over."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._ids = itertools.count()  # next() on it is atomic, so two threads get two ids
+        self._trace: AllocationTrace | None = None
+        self._has_ended = False
+
+    def pointer_of(self, storage: UntypedStorage) -> int:
+        """See `Recorder`; 0 for a storage without memory."""
+        return 0 if storage.device.type == "meta" else storage.data_ptr()
+
+    @property
+    def trace(self) -> AllocationTrace:
+        """The events of the block.
+
+        Raises:
+            UnsupportedError: The block has not ended, or it ended with an error.
+        """
+        if self._trace is None:
+            raise UnsupportedError("there is no trace yet: it is made when the block of record_allocations ends.")
+        return self._trace
