@@ -364,12 +364,9 @@ def accelerator_of(device: torch.device) -> Accelerator:
 
 def accelerators() -> list[Accelerator]:
     """Return the kinds of devices, besides the CPU, that this process has begun to use."""
-    # To ask for the module of a kind may load it, and only one kind is ever in use.
-    kinds = ["cuda"] if torch.cuda.is_initialized() else []
-    current = torch.accelerator.current_accelerator() if not kinds and torch.accelerator.is_available() else None
-    if current is not None and current.type != "cuda":
-        kinds.append(current.type)
-    return [_of(kind) for kind in kinds]
+    # Others, such as MPS, have one device and another interface to its generator, which is asked for by tensors alone.
+    begun = {"cuda": torch.cuda.is_initialized, "xpu": torch.xpu.is_initialized}
+    return [_of(kind) for kind, has_begun in begun.items() if has_begun()]
 
 
 def devices_in_use() -> list[torch.device]:
