@@ -1,6 +1,7 @@
 """Modules that would not do in a recompute what they do in their forward: plans leave them alone, and say so."""
 
 import gc
+import itertools
 import random
 import warnings
 from contextvars import ContextVar
@@ -339,6 +340,27 @@ def test_a_model_of_which_nothing_can_be_recomputed_is_told_with_the_reason():
 
     with pytest.raises(StepError, match=r"nothing to plan: .* the model itself: .*`random`"):
         Planner(Alone(), step)
+
+
+class Puts(nn.Module):
+    """Writes by a kernel of which torch says that it is not deterministic, and so differs from run to run here."""
+
+    def __init__(self, noise):
+        super().__init__()
+        self.linear = linear()
+        self.noise = noise
+
+    def forward(self, x):
+        written = torch.zeros(64).put_(torch.tensor([0]), torch.tensor([next(self.noise)]))
+        return torch.tanh(self.linear(x) + written)
+
+
+def test_a_kernel_that_differs_from_run_to_run_is_named():
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Puts(itertools.count(0.0)) for _ in range(2)))
+
+    with pytest.warns(RepeatWarning, match="torch has no deterministic kernel for `put_` on this device, or since"):
+        profile(model, step)
 
 
 class Alone(nn.Module):

@@ -2,9 +2,11 @@
 
 import gc
 import random
+from contextlib import nullcontext
 from itertools import pairwise
 from weakref import ref
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -13,6 +15,7 @@ from torch.nn import functional as F
 from planning.kinds import KINDS, Loop, block, inputs, linear, square
 from planning.steps import fingerprint
 from torchremat.errors import StepError
+from torchremat.measuring.traces import AllocationTrace, Mark, RecordedBlock
 from torchremat.planning.profiles.tracing import trace
 
 
@@ -268,3 +271,39 @@ def test_an_error_in_the_middle_leaves_nothing(error, at):
         trace(model, step)
 
     assert before.changes(fingerprint(model)) == []
+
+
+class OneMillisecondEach(RecordedBlock):
+    """A device that gets from one mark to the next in a millisecond, whatever the host takes, and allocates nothing."""
+
+    def __init__(self):
+        super().__init__(torch.device("cpu"))
+        self.count = 0
+
+    def mark(self, label):
+        self.count += 1
+        return self.count - 1
+
+    @property
+    def trace(self):
+        nothing = np.zeros(0, np.int64)
+        return AllocationTrace(
+            device=self.device,
+            start_ns=0,
+            time_ns=nothing,
+            ptr=nothing,
+            delta_bytes=nothing,
+            marks=tuple(Mark(id=i, label="", time_ns=i * 10**6, position=0) for i in range(self.count)),
+            foreign_freed_bytes=0,
+            has_device_time=True,
+        )
+
+
+def test_operators_take_what_the_device_takes_and_not_their_launch():
+    model = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4))
+
+    seen = trace(model, lambda model: model(torch.ones(2, 4)).sum(), lambda: nullcontext(OneMillisecondEach()))
+
+    runs = seen.operators.runs
+    assert len(runs) > 3
+    assert all(run.seconds == pytest.approx(1e-3 * (run.ends - run.begins)) for run in runs)

@@ -73,10 +73,6 @@ class HistoryRecorder(RecordedBlock):
         event = self._accelerator.event(self._accelerator.current_stream(self.device), timed=True)
         return _Moment(label, time.time_ns(), event, counted.position, counted.allocated_bytes)
 
-    def seconds(self) -> float:
-        """See `Recorder`; waits for the device."""
-        return self._accelerator.seconds(self.device)
-
     def _finish(self, history: Sequence[Happened], end: _Moment) -> None:
         """Make the trace of the allocator's history."""
         start = self._start
@@ -104,6 +100,7 @@ class HistoryRecorder(RecordedBlock):
             ),
             foreign_freed_bytes=foreign_freed_bytes,
             slack_bytes=_slack_bytes(deltas, start, [*moments, end]),
+            has_device_time=True,
         )
 
 

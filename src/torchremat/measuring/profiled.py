@@ -76,10 +76,6 @@ class ProfilerRecorder(RecordedBlock):
             _emit(mark)
         return mark
 
-    def seconds(self) -> float:
-        """See `Recorder`."""
-        return time.perf_counter()
-
     def _finish(self, nodes: Iterable[ProfilerEvent], start_ns: int) -> None:
         """Make the trace of the profiler's events."""
         # Each attribute of an event is a call of C++, and events are many: read once.

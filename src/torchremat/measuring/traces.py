@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -36,6 +37,7 @@ class AllocationTrace:
     `delta_bytes` is positive for an allocation and negative for its free. `marks[i]` is the mark with the id i.
     `foreign_freed_bytes` is what was freed but allocated before the block; None on the CPU, where nobody can know it.
     `slack_bytes` is the most that the allocator gave beyond these, see NOTE [ What a device holds ].
+    `has_device_time` is whether the times of marks are when the device got there, and not the host.
     """
 
     device: torch.device
@@ -46,6 +48,7 @@ class AllocationTrace:
     marks: tuple[Mark, ...]
     foreign_freed_bytes: int | None
     slack_bytes: int = 0
+    has_device_time: bool = False
 
     @cached_property
     def _live_bytes(self) -> NDArray[np.int64]:
@@ -59,6 +62,10 @@ class AllocationTrace:
     def live_bytes_at(self, mark: int) -> int:
         """Return the bytes live at the mark with this id, relative to the start of the block."""
         return int(self._live_bytes[self.marks[mark].position])
+
+    def seconds_between(self, first: int, last: int) -> float:
+        """Return the seconds between two marks, given by id."""
+        return 1e-9 * (self.marks[last].time_ns - self.marks[first].time_ns)
 
     @property
     def peak_bytes(self) -> int:
@@ -90,7 +97,7 @@ class Recorder(Protocol):
         ...
 
     def seconds(self) -> float:
-        """Return the time now."""
+        """Return the time now, the host's or the simulated one; waits for no device."""
         ...
 
     def pointer_of(self, storage: UntypedStorage) -> int:
@@ -111,6 +118,10 @@ class RecordedBlock:
         self._ids = itertools.count()  # next() on it is atomic, so two threads get two ids
         self._trace: AllocationTrace | None = None
         self._has_ended = False
+
+    def seconds(self) -> float:
+        """See `Recorder`."""
+        return time.perf_counter()
 
     def pointer_of(self, storage: UntypedStorage) -> int:
         """See `Recorder`; 0 for a storage without memory."""

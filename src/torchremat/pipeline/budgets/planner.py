@@ -12,6 +12,7 @@ from torch import nn
 
 from torchremat._compat.pipelining import group_of
 from torchremat.errors import BudgetError, PipelineError, StepError, UnsupportedError
+from torchremat.measuring.before import BytesBefore
 from torchremat.measuring.heap import heap_set_aside
 from torchremat.measuring.step import check_kinds, check_steps_on
 from torchremat.measuring.tracker import address_of
@@ -171,11 +172,17 @@ class _Planned:
 
     @property
     def _before_bytes(self) -> int:
-        """Parameters, gradients and buffers of all stages here, and the state of their optimizer."""
-        found = (planner.profile.before for planner in self._planners.values())
+        """Parameters, gradients and buffers of all stages here, the state of their optimizer, what the device keeps."""
+        found = {stage: planner.profile.before for stage, planner in self._planners.items()}
         state_bytes = 0 if self._optimizer is None else self._optimizer.state_bytes
-        stages_bytes = sum(one.total_bytes - one.input_bytes for one in found)
-        return stages_bytes - _shared_bytes([one.module for one in self.site.samples]) + state_bytes
+        stages_bytes = sum(one.total_bytes - one.input_bytes - _kept_by_device(one) for one in found.values())
+        return (
+            stages_bytes
+            - _shared_bytes([one.module for one in self.site.samples])
+            + state_bytes
+            + max((one.resident_bytes for one in found.values()), default=0)
+            + sum(self.site.in_flight[stage] * one.slack_bytes for stage, one in found.items())
+        )
 
     @property
     def _fixed_bytes(self) -> int:
@@ -240,12 +247,19 @@ class _Planned:
             )
         held = ", ".join(f"stage {stage} holds {count}" for stage, count in sorted(self.site.in_flight.items()))
         state = ", buffers and optimizer state" if self._optimizer is not None else " and buffers"
+        if any(_kept_by_device(planner.profile.before) for planner in self._planners.values()):
+            state += " and what the device's libraries and allocator keep"
         return (
             f"{self.site.name}: no plans fit the budget of {format_bytes(size)} ({budget}){reserved}. Smallest budget "
             f"that works: {floor} bytes ({format_bytes(floor)}). {format_bytes(self._before_bytes)} of it are "
             f"parameters, gradients{state}, and {format_bytes(self.site.boundary_bytes)} lie between the stages; "
             f"of microbatches, {held} at a time. Smaller microbatches lower what is left; so do more stages."
         )
+
+
+def _kept_by_device(before: BytesBefore) -> int:
+    """Return the bytes that are the device's and no stage's; see NOTE [ What a device holds ]."""
+    return before.resident_bytes + before.slack_bytes
 
 
 def _devices_of(pipeline: object) -> Sequence[torch.device | str]:

@@ -196,6 +196,15 @@ class OperatorLog(EagerMode):
         self._strangers: list[tuple[int, int]] = []
         self._beside_fsdp = shards_anything()
 
+    def take_device_time(self, allocations: AllocationTrace) -> None:
+        """Let the seconds of operators be those of the device: until now they are what it took to launch them.
+
+        Args:
+            allocations: What was recorded meanwhile.
+        """
+        for run in self.trace.runs if allocations.has_device_time else ():
+            run.seconds = max(0.0, allocations.seconds_between(run.begins, run.ends))
+
     def find_foreign(self, allocations: AllocationTrace) -> frozenset[int]:
         """Note which values are in memory that is not the allocator's, and return the numbers of their storages.
 

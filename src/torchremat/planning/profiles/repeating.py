@@ -13,6 +13,7 @@ in which nothing runs (`on="meta"`).
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -41,6 +42,11 @@ _UNKNOWN = (
     "it gives other values then, since something that it reads besides its arguments has changed: an attribute that is "
     "set around it, a global, a count"
 )
+_NOISE = (
+    "it gives other values each time, since torch has no deterministic kernel for {kernels} on this device, or since "
+    "something that it reads besides its arguments has changed"
+)
+_KERNEL = re.compile(r"^(.+?) does not have a deterministic implementation")
 _NO_ROOM = (
     "whether the modules of the model do in a recompute what they do in their forward was not tried, for want of "
     "memory. `torchremat.verify` under the plan tells whether its gradients are exact."
@@ -90,8 +96,8 @@ def tried(model: nn.Module, subject: Subject, units: Units, part: range) -> dict
     kinds: tuple[Check, Check] = ("values", "metadata")
     for check in kinds:
         try:
-            with subject.untouched(), _deterministic(model):
-                return _Trial(units, part, check).failures(model, subject)
+            with subject.untouched(), _deterministic(model) as warned:
+                return _Trial(units, part, check, warned).failures(model, subject)
         except (RuntimeError, MemoryError) as error:
             if is_out_of_memory(error):
                 let_go(error)
@@ -110,10 +116,11 @@ def leave_out() -> None:
 class _Trial(UnitObserver):
     """A forward in which every unit is a region, and one recompute of some."""
 
-    def __init__(self, units: Units, part: range, check: Check) -> None:
+    def __init__(self, units: Units, part: range, check: Check, warned: Sequence[warnings.WarningMessage]) -> None:
         super().__init__(units)
         self.part = part
         self.check: Check = check
+        self.warned = warned
         self.regions: dict[int, Region] = {}
         self.returns: dict[tuple[int, int], list[Tensor]] = {}  # by unit and call, fingerprints
         self.differs = False  # whether a call has returned something else in the recompute that runs
@@ -163,11 +170,11 @@ class _Trial(UnitObserver):
 
     def failure(self, region: Region) -> str | None:
         """Recompute a region, and return why that was not its forward; None if it was, or if that cannot be told."""
-        self.differs = False
+        self.differs, before = False, len(self.warned)
         try:
             region.repeat()
         except DivergedError:
-            return _words(region)
+            return self.words(region, before)
         except UnsupportedError:
             return None
         except (CheckpointError, MutationError) as error:
@@ -176,33 +183,43 @@ class _Trial(UnitObserver):
             if is_out_of_memory(error):
                 raise
             return f"its recompute raised {type(error).__name__}: {error}".partition("\n")[0]
-        return _words(region) if self.differs else None
+        return self.words(region, before) if self.differs else None
+
+    def words(self, region: Region, before: int) -> str:
+        """Return why the recompute of a region was another, before which torch had warned so many times."""
+        kernels = _kernels(self.warned[before:])
+        # A process that runs a region once more than the others may wait for them.
+        is_alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
+        try:
+            cause = seen_cause(region) if is_alone else None
+        except Exception:  # noqa: BLE001  as in `explain`
+            cause = None
+        if cause is not None:
+            return cause.fact
+        return _NOISE.format(kernels=" and ".join(kernels)) if kernels else _UNKNOWN
 
 
-def _words(region: Region) -> str:
-    # A process that runs a region once more than the others may wait for them.
-    is_alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
-    try:
-        cause = seen_cause(region) if is_alone else None
-    except Exception:  # noqa: BLE001  as in `explain`
-        cause = None
-    return _UNKNOWN if cause is None else cause.fact
+def _kernels(warned: Sequence[warnings.WarningMessage]) -> list[str]:
+    """Return the names of the kernels of which torch has said that they are not deterministic."""
+    found = (_KERNEL.search(str(one.message)) for one in warned)
+    return sorted({f"`{match[1]}`" for match in found if match})
 
 
 @contextmanager
-def _deterministic(model: nn.Module) -> Generator[None]:
+def _deterministic(model: nn.Module) -> Generator[Sequence[warnings.WarningMessage]]:
     """Let kernels add in the same order each time, those that can: another order is no other state.
 
-    Compiled code is left as it is, since it would be compiled anew.
+    Yields what is warned of meanwhile, of kernels that cannot among others. Compiled code is left as it is, since it
+    would be compiled anew.
     """
     if has_compiled(model):
-        yield
+        yield ()
         return
     was, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of kernels that cannot
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
         torch.use_deterministic_algorithms(True, warn_only=True)
         try:
-            yield
+            yield warned
         finally:
             torch.use_deterministic_algorithms(was, warn_only=warns)

@@ -267,6 +267,7 @@ def _run_traced(model: nn.Module, step: Step, flops: FlopCounter, log: OperatorL
 
 def _recorded(seen: Trace, log: OperatorLog, allocations: AllocationTrace) -> Trace:
     """Return a trace with what was recorded; see NOTE [ Memory that is not the allocator's ]."""
+    log.take_device_time(allocations)
     numbers = log.trace.storages
     foreign = {numbers[storage] for storage in log.find_foreign(allocations) if storage in numbers} - seen.fixed
     storage_bytes = {**seen.storage_bytes, **dict.fromkeys(foreign, 0)}
