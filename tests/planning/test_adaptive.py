@@ -3,10 +3,12 @@
 import math
 import random
 import threading
+import warnings
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -432,6 +434,84 @@ def test_the_order_of_keys_is_no_matter():
     adaptive(of_kind("dict turned round", 16))
 
     assert adaptive.learned == 1
+
+
+class Holder:
+    """An object of the user's with what it likes inside."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+
+# The length of a step is not that of the tensor beside it.
+HIDDEN = {
+    "array": (lambda n: np.zeros((1, n, 16), np.float32), torch.from_numpy),
+    "int": (lambda n: n, lambda n: torch.zeros(1, n, 16)),
+    "list of ints": (lambda n: [1] * n, lambda own: torch.zeros(1, len(own), 16)),
+    "list of strings": (lambda n: ["word " * n], lambda own: torch.zeros(1, len(own[0].split()), 16)),
+    "object with a tensor": (lambda n: Holder(torch.zeros(1, n, 16)), lambda own: own.rows),
+    "object": (lambda n: Holder(f"{n}"), lambda own: torch.zeros(1, int(own.rows), 16)),
+    "float": (lambda n: n / 1000, lambda share: torch.zeros(1, round(1000 * share), 16)),
+}
+
+
+@pytest.mark.parametrize("kind", HIDDEN)
+def test_no_step_is_above_the_budget_in_silence_where_a_length_is_no_tensors(kind):
+    hide, find = HIDDEN[kind]
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(6)))
+
+    def run(model, batch):
+        hidden, x = batch
+        return model(x + find(hidden)).square().mean()
+
+    def batch(length):
+        return hide(length), torch.ones(4, 1, 16)
+
+    rises = [peak_bytes(model, lambda n=n: run(model, batch(n)).backward(), batch(n)[1]) for n in (40, 400)]
+    gradients(model)
+    budget = rises[0] + (rises[1] - rises[0]) // 2
+    adaptive = Adaptive(model, run, budget=budget, cost="flops", over="warn")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for length in (20, 40, 80, 160, 320, 400):
+            adaptive(batch(length))
+
+    if kind in ("object", "float"):
+        assert any(one.category is BudgetWarning for one in told)
+    else:
+        assert not told
+        assert max(one.recomputed_calls for one in adaptive.plans) > 0
+
+
+def test_a_step_counter_in_a_batch_is_learned_a_few_times_and_no_more():
+    model = gpt(blocks=2, width=16)
+    adaptive = Adaptive(model, lambda model, batch: step(model, batch["tokens"]), budget="1GiB", cost="flops")
+    for number in range(1, 60):
+        adaptive({"tokens": tokens(16 + number % 7), "number": number})
+
+    assert adaptive.learned <= 12
+
+
+def test_a_batch_is_not_refused_by_a_fit_that_is_none_of_its_step():
+    # It pads to a multiple of 256, and the lengths that were learned make a line that rises.
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(6)))
+
+    def run(model, x):
+        return model(F.pad(x, (0, 0, 0, -x.shape[1] % 256))).square().mean()
+
+    def batch(length):
+        return torch.ones(2, length, 16)
+
+    floor = plain_bytes(model, run, batch(512))
+    adaptive = Adaptive(model, run, budget=floor, cost="flops")
+    adaptive.learn(batch(200), batch(256), batch(260))
+    learned = adaptive.learned
+
+    adaptive(batch(500))
+
+    assert adaptive.learned == learned + 1
 
 
 def test_a_batch_without_tensors_needs_a_shape():

@@ -8,7 +8,7 @@ types that are registered with it (the outputs of `transformers`) are left to it
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import cast
 
 import torch
@@ -177,11 +177,15 @@ def tensors_in(value: object) -> list[Tensor]:
     return tensors
 
 
-def place_of(template: object, index: int, prefix: str = "") -> str | None:
+def place_of(template: object, index: int) -> str | None:
     """Return where tensor number `index` sits in a template, as `"[0]['mask']"`, or None."""
+    places = (place for place, leaf in leaves_of(template) if type(leaf) is Leaf and leaf.index == index)
+    return next(places, None)
+
+
+def leaves_of(template: object, prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Yield what a template has beside containers, a `Leaf` for each tensor, with the place: `"[0]['mask']"`."""
     kind = type(template)
-    if kind is Leaf:
-        return prefix if cast("Leaf", template).index == index else None
     if kind is _Node:
         node = cast("_Node", template)
         fields = cast("tuple[str, ...] | None", getattr(node.kind, "_fields", None))
@@ -198,12 +202,10 @@ def place_of(template: object, index: int, prefix: str = "") -> str | None:
     elif kind is tuple or kind is list:
         items = [(f"[{number}]", item) for number, item in enumerate(cast("list[object]", template))]
     else:
-        return None
+        yield prefix, template
+        return
     for name, item in items:
-        found = place_of(item, index, prefix + name)
-        if found is not None:
-            return found
-    return None
+        yield from leaves_of(item, prefix + name)
 
 
 def same_structure(one: object, other: object) -> bool:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from torchremat._compat.accelerators import accelerator_of
 from torchremat.errors import BudgetError, BudgetWarning, StepError, UnsupportedError, bug, warn
+from torchremat.measuring.exhaustion import is_out_of_memory, let_go
 from torchremat.measuring.profiled import profiler_is_active
 from torchremat.measuring.runs import subject_of
 from torchremat.measuring.step import check_takes, holdings_of, loss_of, run_backward
@@ -231,8 +232,11 @@ class Adaptive(Generic[B]):
     def _chosen(self, look: Look, batch: B) -> ShapeClass:
         start_s = time.perf_counter()
         found = self._classes.find(look)
-        if found is None:
-            self._learn(look, batch)
+        if found is None or (not found.fits and not self._classes.knows(look)):
+            # A batch is not refused by a fit alone: what a step needs may be no polynomial, where it pads or buckets.
+            self._learn_if_it_can_be(look, batch, is_needed=found is None)
+            if found is not None and not found.steps:
+                self._classes.drop(found)
             start_s = time.perf_counter()
             found = self._classes.find(look)
         if found is None:
@@ -248,6 +252,15 @@ class Adaptive(Generic[B]):
         self._classes.learn(look, grains)
         self.learned += 1
         self.learning_seconds += time.perf_counter() - start_s
+
+    def _learn_if_it_can_be(self, look: Look, batch: B, *, is_needed: bool) -> None:
+        """Profile a batch; if that is not needed, one that is too large for it stays as it is fitted."""
+        try:
+            self._learn(look, batch)
+        except (RuntimeError, MemoryError) as error:
+            if is_needed or not is_out_of_memory(error):
+                raise
+            let_go(error)
 
     def _nothing_fits(self, chosen: ShapeClass, look: Look) -> str:
         optimizer_peak = chosen.family.optimizer_peak_bytes
@@ -272,7 +285,7 @@ class Adaptive(Generic[B]):
             warn(self._nothing_fits(chosen, look), BudgetWarning)
         start_s = time.perf_counter()
         is_unlike = not chosen.family.is_near_measured(look.shape)
-        wanted = is_unlike or chosen.family.is_sized_by_values
+        wanted = is_unlike or look.hides or chosen.family.is_sized_by_values
         before_bytes = self._before_bytes(look) if wanted or accelerator_of(self._device).counts else 0
         planned = installed(self._model, chosen.calls, chosen.tree, Settings(), chosen.held)
         plan = planned if chosen.has_regions else nullcontext()

@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from typing import cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from torchremat.errors import StepError
 from torchremat.planning.shapes.fits import Shape
-from torchremat.tensors.structure import place_of, split
+from torchremat.state.world import tensors_inside
+from torchremat.tensors.structure import Leaf, leaves_of, split
 
 ShapeOf = Callable[[object], tuple[int, ...]]
+
+
+# NOTE [ What of a batch is a size ]
+#
+# What a step needs follows from the sizes in its batch, and tensors are not all that has one:
+#
+#   tensors, NumPy arrays     their dimensions
+#   ints                      themselves: a length that the step cuts to
+#   strings, bytes            their length, which tells about how many tokens there are, and not exactly
+#   other objects             the dimensions of tensors that they hold, and what `len` says
+#   lists of such             how many, the largest of each dimension, and the sum
+#   None, bools, types        none; batches that differ in one are of two kinds
+#   floats, all else          none
+#
+# Where something is of a kind in which a size can hide (strings, objects, floats), each step is measured.
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -21,52 +40,119 @@ class Look:
     """A batch as planning sees it.
 
     Attributes:
-        kind: What batches that can be compared have in common: places, types and numbers of dimensions of the tensors,
-            which modules train, which parameters get gradients, autocast.
-        shape: All sizes, in an order that the kind fixes.
+        kind: What batches that can be compared have in common: places, types and numbers of dimensions of what is in
+            them, which modules train, which parameters get gradients, autocast.
+        shape: All sizes, in an order that the kind fixes. See NOTE [ What of a batch is a size ]
         tensors: The tensors.
         words: The sizes, for people.
+        hides: Whether there may be sizes that cannot be seen.
     """
 
     kind: tuple[object, ...]
     shape: Shape
     tensors: tuple[Tensor, ...]
     words: str
+    hides: bool = False
 
 
 def look_of(model: nn.Module, batch: object, shape_of: ShapeOf | None, device: torch.device) -> Look:
     """Return how a batch looks.
 
     Raises:
-        StepError: It has no tensors, or `shape_of` returns no sizes.
+        StepError: It has no sizes, or `shape_of` returns none.
     """
     opened = dict(cast("Mapping[object, object]", batch)) if isinstance(batch, Mapping) else batch
-    found: list[Tensor] = []
-    template = split(opened, found, [])
+    tensors: list[Tensor] = []
     # By place, so that the order of the keys of a dict is no matter.
-    placed = sorted((place_of(template, index) or "", index) for index in range(len(found)))
-    tensors = tuple(found[index] for _, index in placed)
+    placed = sorted(leaves_of(split(opened, tensors, [])), key=lambda one: one[0])
+    state = _state_of(model, device)
     if shape_of is not None:
         shape = _given(shape_of(batch))
         words = ", ".join(map(str, shape))
-        kind: tuple[object, ...] = ("given", len(shape))
-    elif tensors:
-        shape = tuple(size for tensor in tensors for size in tensor.shape)
-        words = ", ".join(
-            f"{place or 'batch'} {' x '.join(map(str, tensor.shape)) or 'scalar'}"
-            for (place, _), tensor in zip(placed, tensors, strict=True)
-        )
-        kind = tuple(
-            (place, tensor.dtype, tensor.device, tensor.dim(), tensor.requires_grad, tensor.layout)
-            for (place, _), tensor in zip(placed, tensors, strict=True)
-        )
-    else:
+        return Look(kind=(("given", len(shape)), *state), shape=shape, tensors=tuple(tensors), words=words)
+    parts = [_part_of(place, tensors[leaf.index]) for place, leaf in placed if isinstance(leaf, Leaf)]
+    others: dict[str, list[object]] = {}
+    for place, leaf in placed:
+        if not isinstance(leaf, Leaf):
+            others.setdefault(_NUMBER.sub("[]", place), []).append(leaf)
+    for place, leaves in others.items():
+        parts += _parts_of(place, leaves)
+    if all(part.hides or not (part.sizes or part.tensors) for part in parts):
         raise StepError(
-            f"the batch, a {type(batch).__name__}, has no tensors in plain sight, so its shape is not known. Give "
-            "`Adaptive` a `shape=`: a function that returns the sizes of a batch, like "
+            f"the batch, a {type(batch).__name__}, has no tensors in plain sight, nor arrays or numbers, so its shape "
+            "is not known. Give `Adaptive` a `shape=`: a function that returns the sizes of a batch, like "
             "`lambda batch: (len(batch), longest(batch))`."
         )
-    return Look(kind=(kind, *_state_of(model, device)), shape=shape, tensors=tensors, words=words)
+    return Look(
+        kind=(tuple(part.kind for part in parts), *state),
+        shape=tuple(size for part in parts for size in part.sizes),
+        tensors=tuple(one for part in parts for one in part.tensors),
+        words=", ".join(part.words for part in parts if part.sizes or part.tensors),
+        hides=any(part.hides for part in parts),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Part:
+    """What is at one place of a batch, or at all places of a list."""
+
+    kind: tuple[object, ...]
+    place: str
+    sizes: Shape
+    tensors: tuple[Tensor, ...] = ()
+    hides: bool = False
+
+    @property
+    def words(self) -> str:
+        return f"{self.place or 'batch'} {' x '.join(map(str, self.sizes)) or 'scalar'}"
+
+
+# The number of an item of a list.
+_NUMBER = re.compile(r"\[\d+\]")
+# What has no size, and of which one value may make another step than the other.
+_SWITCHES = (type(None), bool, torch.dtype, torch.device, type)
+
+
+def _part_of(place: str, tensor: Tensor) -> _Part:
+    kind = (place, tensor.dtype, tensor.device, tensor.dim(), tensor.requires_grad, tensor.layout)
+    return _Part(kind=kind, place=place, sizes=tuple(tensor.shape), tensors=(tensor,))
+
+
+def _parts_of(place: str, leaves: list[object]) -> Iterator[_Part]:
+    """Yield what there is of leaves that are no tensors, at the places of one list, or at one place."""
+    if len(leaves) == 1 and isinstance(leaves[0], _SWITCHES):
+        yield _Part(kind=(place, leaves[0]), place=place, sizes=())
+        return
+    kinds = {type(one).__qualname__ for one in leaves}
+    for kind in sorted(kinds):
+        own = [one for one in leaves if type(one).__qualname__ == kind]
+        dimensions = [found for one in own if (found := _dimensions(one)) is not None]
+        ranks = {len(one) for one in dimensions}
+        sizes: Shape = ()
+        if len(ranks) == 1:
+            most = tuple(max(sizes) for sizes in zip(*dimensions, strict=True))
+            # Of one there is nothing to add up, and each size that varies takes more profiles.
+            sizes = most if len(leaves) == 1 else (len(own), *most, sum(math.prod(one) for one in dimensions))
+        hides = len(ranks) != 1 or not all(_is_whole(one) for one in own)
+        yield _Part(kind=(place, kind, len(leaves) == 1, len(sizes)), place=place, sizes=sizes, hides=hides)
+        if not _is_whole(own[0]):
+            for number, tensor in enumerate(tensors_inside(own)):
+                yield _part_of(f"{place}.tensor{number}", tensor)
+
+
+def _dimensions(leaf: object) -> Shape | None:
+    """Return the sizes of something that is no tensor; None if it has none."""
+    if isinstance(leaf, int):
+        return (max(0, leaf),)
+    shape = getattr(leaf, "shape", None)
+    if isinstance(shape, tuple) and all(isinstance(size, int) for size in cast("tuple[object, ...]", shape)):
+        return cast("Shape", shape)
+    return (len(leaf),) if isinstance(leaf, Sized) else None
+
+
+def _is_whole(leaf: object) -> bool:
+    """Return whether nothing that decides what a step needs can hide in a leaf beside its sizes."""
+    return isinstance(leaf, (int, np.ndarray, np.generic))
 
 
 def _given(shape: object) -> Shape:

@@ -155,6 +155,10 @@ class Classes:
         """Return whether a batch of this very shape was learned."""
         return any(family.knows(look.shape) for family in self._kind(look).families.families)
 
+    def drop(self, planned: ShapeClass) -> None:
+        """Forget a class."""
+        self._classes = OrderedDict((key, one) for key, one in self._classes.items() if one is not planned)
+
     def find(self, look: Look) -> ShapeClass | None:
         """Return the class of a batch, planned now if it was not or if more is known by now; None: learn it first."""
         kind = self._kind(look)
