@@ -164,7 +164,7 @@ def measure(
         # Before any hook is set: code that dynamo compiles with our hooks in place would keep their graph breaks.
         # It goes backward as well: a forward without leaves its graph, and where a cache or a context variable that a
         # region holds has one of its outputs, as those of `transformers` do, that stays for ever.
-        with subject.untouched():
+        with subject.untouched(looks=True):
             run_backward(subject.forward())
         counted = run_counted(subject, place)
         before = counted.before

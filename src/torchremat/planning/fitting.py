@@ -90,7 +90,7 @@ def fit_with(
     margin: int | str = 0,
 ) -> Plan:
     """Apply a plan of a planner that is there already, see `fit`, and return it."""
-    subject = subject_of(step, model, optimizer)
+    subject = planner.subject  # what it has written is known
     device = planner.profile.device
     margin_bytes, peers = margin_of(margin), peers_of(model)
     before = planner.profile.before

@@ -67,6 +67,7 @@ class Planner:
     Attributes:
         profile: What each unit of the step takes, by which it is planned; its fields may change without notice.
         solver: What finds trees for the profile; as above.
+        subject: The step with all that it touches.
 
     Raises:
         StepError: See `plan`; with `on="meta"` also where the step reads a value of a tensor.
@@ -99,7 +100,7 @@ class Planner:
                 f"stores are chosen by how fast they are, which has to be measured where they are: leave out stores or "
                 f"on={on!r}."
             )
-        self._machine, profiled, self._subject = placed(model, step, optimizer, device, on)
+        self._machine, profiled, self.subject = placed(model, step, optimizer, device, on)
         self._peers = peers_of(model)
         if self._stores and self._peers.are_several:
             raise UnsupportedError(
@@ -107,12 +108,12 @@ class Planner:
                 "leave out stores."
             )
         pace.tell("profiling", None)
-        agreed = profiled_together(self._peers, profiled, self._subject, self._machine)
+        agreed = profiled_together(self._peers, profiled, self.subject, self._machine)
         grains, self._leader = agreed.grains, agreed.largest
         if self._machine.notice:
             warn(self._machine.notice, DeviceWarning)
         self.profile: Profile = grains.coarse
-        offers = weighed(model, self._subject, grains, self._stores)
+        offers = weighed(model, self.subject, grains, self._stores)
         self.solver = Search(grains, cost, offers, operators=operators, pace=pace)
         self._model = model
         self._parameters = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
@@ -158,7 +159,7 @@ class Planner:
         if not isinstance(self._machine, Here):
             raise DeviceError(f"{self.device} is not here, so there is nothing to measure. Make a planner there.")
         with bare(self._model), heap_set_aside():
-            device_here(self._subject, self._machine.device).save(path)
+            device_here(self.subject, self._machine.device).save(path)
 
     def plain_peak(self) -> tuple[int, PlainSource]:
         """Return the peak of a plain training step, measured if it fits, else predicted."""
@@ -180,7 +181,7 @@ class Planner:
             with bare(self._model):
                 before = self.profile.before
                 return max(
-                    self._peers.all(lambda: run_traced(self._subject, device, before_bytes=0).peak_beyond(before))
+                    self._peers.all(lambda: run_traced(self.subject, device, before_bytes=0).peak_beyond(before))
                 )
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
@@ -253,7 +254,7 @@ class Planner:
         """The operators of a plain step, which certificates are made from."""
         with bare(self._model):
             return plain_step(
-                self._subject,
+                self.subject,
                 self._machine,
                 self.solver.cost_unit,
                 profile=self.profile,
