@@ -50,17 +50,12 @@ def parameters_of(optimizers: Iterable[Optimizer]) -> list[Tensor]:
 
 
 def words_for_wrapped(optimizers: Sequence[Optimizer]) -> str:
-    """Return what is to be said of what an optimizer wraps: which one to hand over in its place; "" if it is alone."""
+    """Return the words for the innermost of an optimizer and those that it wraps; "" if it is alone."""
     if len(optimizers) < 2:
         return ""
     outer, inner = optimizers[0], optimizers[-1]
     names = [name for name, one in vars(outer).items() if one is inner]
-    place = f" (its `{names[0]}`)" if names else ""
-    return f" It wraps {_article(type(inner).__name__)}{place}: hand that over in its place."
-
-
-def _article(name: str) -> str:
-    return f"{'an' if name[:1] in 'AEIO' else 'a'} {name}"
+    return f"the {type(inner).__name__} that it wraps{f' (its `{names[0]}`)' if names else ''}"
 
 
 def bare_step(optimizer: Optimizer) -> Callable[..., object]:

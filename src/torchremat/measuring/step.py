@@ -124,9 +124,7 @@ def holdings_of(step: object) -> Holdings:
             waiting += own
             if any(isinstance(one, Tensor) for one in own) and not isinstance(value, tuple | frozenset):
                 containers.append(cast(object, value))
-    return Holdings(
-        modules=tuple(modules.values()), tensors=tuple(tensors.values()), containers=tuple(containers)
-    )
+    return Holdings(modules=tuple(modules.values()), tensors=tuple(tensors.values()), containers=tuple(containers))
 
 
 def _held_by(step: object) -> Iterator[object]:

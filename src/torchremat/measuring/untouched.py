@@ -9,7 +9,7 @@ Put back, whether the block ends or raises (KeyboardInterrupt included, and one 
                      NumPy's global generator
     modules          training flags, attributes, children, hooks, and what can be reached from them: the same objects
     optimizer        the same: what it wraps, options, state; so its learning rates, and a scheduler that a hook runs
-    the batch        lists and dicts of the step's that hold tensors: the same objects in them
+    the batch        lists and dicts with tensors in them that the step holds, if it has taken something out of them
     parameters       `requires_grad`, hooks; values as far as `writes` has it, and else there is an error
     shards           what FSDP2 has gathered is given back, so that each run begins as the first step did
 
@@ -62,7 +62,7 @@ def untouched(
         model: The model, or several, or None.
         optimizer: Its parameters are treated like the model's; they may be others.
         tensors: Further tensors; the leaves among them that require grad are treated like parameters.
-        containers: Lists and dicts that the step may take from.
+        containers: Lists and dicts that the step may take something out of.
         known: What is known of what the step writes, from runs before.
         looks: Whether the operators of the block may be looked at, to learn what the step writes.
         steps: Whether an optimizer may step in the block.
@@ -74,7 +74,7 @@ def untouched(
     models, tensors = [model] if isinstance(model, nn.Module) else list(model or ()), list(tensors)
     world = World()
     world.reach([] if optimizer is None else [optimizer], are_whole=True)
-    world.reach([*models, *containers, *tensors])
+    world.reach([*models, *tensors])
     modules = world.modules
     reshard(modules)  # a forward before may have had no backward, and then other tensors are the parameters
     leaves = gradient_leaves(models, optimizer, tensors)
@@ -86,6 +86,8 @@ def untouched(
         stack.callback(reshard, modules)
         stack.enter_context(_generators(world.generators))
         stack.enter_context(_contents(Snapshot(world, backs_up=False)))
+        for one in containers:
+            stack.enter_context(_given_back(one))
         stack.enter_context(_buffers(modules))
         stack.enter_context(unreduced_gradients_aside(modules))
         stack.enter_context(_gradients(leaves, others))
@@ -209,6 +211,24 @@ def _contents(before: Snapshot) -> Generator[None]:
         yield
     finally:
         before.put_back()
+
+
+@contextmanager
+def _given_back(container: object) -> Generator[None]:
+    """Put back what a container holds, if something is missing then; one that is but longer is somebody's log."""
+    world = World()
+    world.reach([container])
+    before, held = Snapshot(world, backs_up=False), _held_in(world)
+    try:
+        yield
+    finally:
+        if not held <= _held_in(world):
+            before.put_back()
+
+
+def _held_in(world: World) -> set[int]:
+    holders = (*(own.values() for own in world.dicts), *(one.values() for one in world.rest))
+    return {id(one) for own in holders for one in own}
 
 
 @contextmanager

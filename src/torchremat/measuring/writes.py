@@ -15,8 +15,10 @@ written through `.data` or NumPy in a backward, where no hook of a leaf does it.
 
 from __future__ import annotations
 
+import functools
+import gc
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import cast
 
@@ -127,7 +129,8 @@ class Writes:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not is_wrapper(tensor)
+    is_strided = tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
+    return is_strided and type(tensor) in (Tensor, nn.Parameter) and not is_wrapper(tensor)
 
 
 class _Place:
@@ -240,11 +243,18 @@ def _hooked(leaves: Iterable[Tensor]) -> list[Tensor]:
 
 def hooks_of(leaf: Tensor) -> list[object]:
     """Return the hooks of a leaf that run in backward; without those of torch and ours, and what only looks on."""
-    tables = (leaf._backward_hooks, getattr(leaf, "_post_accumulate_grad_hooks", None))
-    hooks = [hook for own in tables if own for hook in cast("Sequence[object]", own.values())]
+    tables: list[object] = [leaf._backward_hooks, getattr(leaf, "_post_accumulate_grad_hooks", None)]
+    if _is_plain(leaf):
+        with hiding():  # its node is had through a view
+            node = torch.autograd.graph.get_gradient_edge(leaf).node
+        # Nothing else tells the hooks of a node, and this only while no graph has it.
+        tables += gc.get_referents(node)
+    hooks = [hook for own in tables if isinstance(own, dict) for hook in cast("dict[int, object]", own).values()]
     return [hook for hook in hooks if not (only_looks_on(hook) or is_library(_module_of(hook)))]
 
 
 def _module_of(hook: object) -> str | None:
+    while isinstance(hook, functools.partial):
+        hook = cast("functools.partial[object]", hook).func
     found = getattr(hook, "__module__", None) or getattr(type(hook), "__module__", None)
     return found if isinstance(found, str) else None

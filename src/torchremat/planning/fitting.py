@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from torchremat.errors import BudgetError
-from torchremat.measuring.runs import run_traced, subject_of
+from torchremat.measuring.runs import run_traced
 from torchremat.planning.budgets import margin_of
 from torchremat.planning.planner import Planner
 from torchremat.planning.plans import Plan

@@ -130,7 +130,7 @@ class Snapshot:
         self._guarded = [(one, one.snapshot()) for one in own]
         self._graphed: dict[int, _Graphed] = {}
         leaves = [] if backs_up else [one for one in world.tensors if one.is_leaf]
-        self._leaves = [(one, one.requires_grad) for one in leaves], leaves and _hooks_of(leaves)
+        self._leaves = [(one, one.requires_grad) for one in leaves], _hooks_of(leaves)
         self._backups = Backups(world) if backs_up and (world.state or world.loose or world.named) else None
         if world.modules:
             listen_to_optimizers()  # See NOTE [ Optimizers that bump no version ]
@@ -265,7 +265,7 @@ class Snapshot:
         for one, flag in flags:
             if one.requires_grad is not flag and one.is_leaf:
                 one.requires_grad_(flag)
-        _put_hooks_back([one for one, _ in flags], hooks or None)
+        _put_hooks_back([one for one, _ in flags], hooks)
         for one, before in self._guarded:
             one.restore(before)
 

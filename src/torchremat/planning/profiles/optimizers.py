@@ -87,8 +87,9 @@ def step_alone(optimizer: torch.optim.Optimizer, step: Callable[[], object]) -> 
     except Exception as error:
         if is_out_of_memory(error):
             raise
+        inner = words_for_wrapped(with_wrapped(optimizer))
+        advice = f"Hand over {inner} in its place, or leave" if inner else "Leave"
         raise UnsupportedError(
             f"{type(optimizer).__name__}.step() has to run by itself for its bytes to be counted, and it cannot: "
-            f"{str(error) or repr(error)}.{words_for_wrapped(with_wrapped(optimizer))} Or leave the optimizer out, and "
-            "leave room for its bytes in the budget."
+            f"{str(error) or repr(error)}. {advice} the optimizer out, and leave room for its bytes in the budget."
         ) from error

@@ -117,8 +117,7 @@ class _Profiling:
     def units(self, *, fine: bool) -> tuple[Units, Units]:
         """Return the units, and the finest ones: those that do in a recompute what they do in their forward."""
         aside = partial(self.subject.untouched, looks=True)
-        step: Step = lambda _: self.subject.run()  # noqa: E731
-        traced = self.peers.each(lambda: trace(self.model, step, self.machine.record, aside))
+        traced = self.peers.each(lambda: trace(self.model, lambda _: self.subject.run(), self.machine.record, aside))
         has_failed = False
         while True:
             units = self.peers.each(lambda: find_units(traced, unlike=self.repeats.unlike))
