@@ -29,6 +29,7 @@ from torchremat.measuring.profiled import profiler_is_active
 from torchremat.measuring.runs import run_counted, run_plain, run_traced, subject_of
 from torchremat.measuring.step import run_backward
 from torchremat.measuring.timeline import Timeline
+from torchremat.measuring.tracebacks import without_our_frames
 from torchremat.tensors.sizes import format_bytes
 
 Source = Literal["allocator", "tracker", "cuda"]
@@ -130,6 +131,7 @@ class Measurement:
         return ", ".join(f"{name} {format_bytes(size)}" for name, size in self._parts().items() if size)
 
 
+@without_our_frames
 def measure(
     step: Callable[..., object],
     model: nn.Module | None = None,

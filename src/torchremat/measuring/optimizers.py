@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from threading import get_ident
 from types import MethodType
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -31,11 +31,11 @@ def with_wrapped(optimizer: Optimizer | None) -> tuple[Optimizer, ...]:
     own = {id(one) for one in parameters_of([optimizer])}
     return (
         optimizer,
-        *(one for one in held_by(optimizer) if not own or not own.isdisjoint(map(id, parameters_of([one])))),
+        *(one for one in optimizers_in(optimizer) if not own or not own.isdisjoint(map(id, parameters_of([one])))),
     )
 
 
-def held_by(item: object) -> list[Optimizer]:
+def optimizers_in(item: object) -> list[Optimizer]:
     """Return the optimizers that can be reached from an object, without itself."""
     world = World()
     world.reach([item], are_whole=True)
@@ -64,8 +64,10 @@ def bare_step(optimizer: Optimizer) -> Callable[..., object]:
     What others have put in its place on the instance, as schedulers do, is left out with these.
     """
     step = type(optimizer).step
-    # `Optimizer` wraps the step of each subclass.
-    return MethodType(cast("Callable[..., object]", getattr(step, "__wrapped__", step)), optimizer)
+    # `Optimizer` wraps the step of each subclass whose `__init__` calls its own, and marks it. What else is around a
+    # step, like `no_grad`, belongs to it.
+    is_hooked = getattr(step, "hooked", False) and hasattr(step, "__wrapped__")
+    return MethodType(cast("Any", step).__wrapped__ if is_hooked else step, optimizer)
 
 
 def without_hooks(optimizers: Sequence[Optimizer]) -> Callable[[], object]:

@@ -74,7 +74,7 @@ def untouched(
     models, tensors = [model] if isinstance(model, nn.Module) else list(model or ()), list(tensors)
     world = World()
     world.reach([] if optimizer is None else [optimizer], are_whole=True)
-    world.reach([*models, *tensors])
+    world.reach([*models, *tensors, *world.proxied])  # a wrapper may have its trainer so, whose hooks it runs
     modules = world.modules
     reshard(modules)  # a forward before may have had no backward, and then other tensors are the parameters
     leaves = gradient_leaves(models, optimizer, tensors)

@@ -10,6 +10,7 @@ from torch import nn
 
 from torchremat.errors import BudgetError
 from torchremat.measuring.runs import run_traced
+from torchremat.measuring.tracebacks import without_our_frames
 from torchremat.planning.budgets import margin_of
 from torchremat.planning.planner import Planner
 from torchremat.planning.plans import Plan
@@ -26,6 +27,7 @@ M = TypeVar("M", bound=nn.Module)
 _MOST_ATTEMPTS = 4
 
 
+@without_our_frames
 def fit(
     model: M,
     step: Step,

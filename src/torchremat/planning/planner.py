@@ -14,6 +14,7 @@ from torchremat.errors import BudgetError, DeviceError, DeviceWarning, Unsupport
 from torchremat.measuring.exhaustion import is_out_of_memory
 from torchremat.measuring.heap import heap_set_aside
 from torchremat.measuring.runs import run_traced
+from torchremat.measuring.tracebacks import without_our_frames
 from torchremat.planning.bounds.pulls import PlainStep, Unseen, plain_step
 from torchremat.planning.budgets import bytes_of, margin_of, percentage_of
 from torchremat.planning.descriptions import made_plan, nothing_fits
@@ -77,6 +78,7 @@ class Planner:
             `on="meta"` modules are compiled; or another option is something else than it can be.
     """
 
+    @without_our_frames
     def __init__(
         self,
         model: nn.Module,
@@ -188,6 +190,7 @@ class Planner:
                 raise
             return None
 
+    @without_our_frames
     def plan(self, budget: int | str, *, margin: int | str = 0, tighten_bytes: int = 0) -> Plan:
         """Return the fastest plan found whose predicted peak is within the budget.
 
@@ -222,6 +225,7 @@ class Planner:
                 raise BudgetError(nothing_fits(self, size, str(budget), margin_bytes + tighten_bytes))
             return self.plan_of(found, size, str(budget), plain=(plain_bytes, source), margin_bytes=margin_bytes)
 
+    @without_our_frames
     def frontier(self, *, points: int = POINTS) -> Frontier:
         """Return what a step takes under the best plan for each budget; see `torchremat.frontier`."""
         check_points(points)
@@ -285,6 +289,7 @@ class Planner:
         )
 
 
+@without_our_frames
 def plan(
     model: nn.Module,
     step: Step,
@@ -344,6 +349,7 @@ def plan(
     return planner.plan(budget, margin=margin)
 
 
+@without_our_frames
 def frontier(
     model: nn.Module,
     step: Step,

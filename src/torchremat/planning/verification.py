@@ -16,6 +16,7 @@ from torchremat._compat.sharding import unreduced_gradients
 from torchremat.measuring.exhaustion import is_out_of_memory
 from torchremat.measuring.runs import Subject, run_counted, run_plain, run_traced, subject_of
 from torchremat.measuring.step import run_backward
+from torchremat.measuring.tracebacks import without_our_frames
 from torchremat.measuring.untouched import gradient_leaves
 from torchremat.planning.elsewhere.machines import Here
 from torchremat.planning.layout import applied_scopes, bare
@@ -133,6 +134,7 @@ class Report:
         return "\n".join(rows)
 
 
+@without_our_frames
 def verify(
     model: nn.Module,
     step: Step,

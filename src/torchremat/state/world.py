@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import functools
 import types
+import weakref
 from collections import UserDict, UserList, deque
 from collections.abc import Callable, Iterable
 from operator import attrgetter, itemgetter
@@ -79,6 +80,7 @@ class World:
         modules: Each once.
         roots: Those among the roots themselves.
         optimizers: Each once.
+        proxied: What weak proxies stand for that were met whole; they are not followed.
         generators: torch's random generators.
         state: Tensors without grad that a module holds by name and may write to, other than parameters.
         loose: Tensors without grad elsewhere.
@@ -105,6 +107,7 @@ class World:
         "modules",
         "named",
         "optimizers",
+        "proxied",
         "rest",
         "roots",
         "runs_code",
@@ -123,6 +126,7 @@ class World:
         self.modules: list[nn.Module] = []
         self.roots: list[nn.Module] = []
         self.optimizers: list[torch.optim.Optimizer] = []
+        self.proxied: list[object] = []
         self.generators: list[torch.Generator] = []
         self.state: list[tuple[nn.Module, str, Tensor]] = []
         self.loose: list[Tensor] = []
@@ -480,6 +484,13 @@ class World:
         self.rest.append(Container(groups))
         self.dicts += groups
 
+    def _proxy(self, proxy: Any) -> None:
+        if self._is_whole:
+            try:
+                self.proxied.append(proxy.__reduce_ex__.__self__)  # what it stands for has this method
+            except ReferenceError:  # it is gone
+                return
+
     def _ours(self, item: object) -> None:
         """A callable of this package, around the user's."""
         self.runs_code = True
@@ -512,6 +523,8 @@ _visits |= {
     dict: World._dict,
     set: World._flat,
     bytearray: World._flat,
+    weakref.ProxyType: World._proxy,
+    weakref.CallableProxyType: World._proxy,
     torch.Generator: World._generator,
 }
 _PARAMETER = frozenset({nn.Parameter})
