@@ -26,7 +26,7 @@ def fitted(model, optimizer):
 
 
 def planned_on_meta(model, optimizer):
-    plan(model, loss_of, budget="1GiB", optimizer=optimizer, on="meta", device="h100", operators=False)
+    plan(model, loss_of, budget="1GiB", optimizer=optimizer, on="meta", device="h100", cost="flops", operators=False)
 
 
 CALLS = {
@@ -36,6 +36,7 @@ CALLS = {
     "frontier": lambda m, o: frontier(m, loss_of, optimizer=o, cost="flops", operators=False, points=3),
     "measure": lambda m, o: measure(loss_of, m, optimizer=o),
     "learn": lambda m, o: Adaptive(m, loss_of, budget="1GiB", optimizer=o).learn(BATCH),
+    "meta": planned_on_meta,
     "save_device": lambda m, o: Planner(m, loss_of, optimizer=o, operators=False).save_device("/dev/null"),
 }
 

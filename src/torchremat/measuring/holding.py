@@ -24,14 +24,27 @@ def used_up(step: object, error: Exception, runs: int) -> StepError:
         error: What it raised.
         runs: How often it has run before.
     """
+    ran = {0: "", 1: "ran once, and then "}.get(runs, f"ran {runs} times, and then ")
     if isinstance(error, StopIteration):
-        names = ", ".join(f"`{name}`" for name, one in held_by(step) if is_iterator(one))
+        names = ", ".join(dict.fromkeys(f"`{name}`" for name, one in _held_within(step) if is_iterator(one)))
         found = f"took from an iterator that has ended{f' ({names})' if names else ''}"
         advice = "Take the batch before, and let the step hold it: `batch = next(loader)`."
     else:
         found = f"raised {type(error).__name__}: {error}"
         advice = "It seems to use up what it is given: let it take from a copy, such as `dict(batch).pop(...)`."
-    return StepError(f"the step ran {runs} times, and then {found}. It is run several times here. {advice}")
+    return StepError(f"the step {ran}{found}. It is run several times here. {advice}")
+
+
+def _held_within(function: object) -> Iterator[tuple[str, object]]:
+    """Yield what a callable and the functions that it holds have in plain sight."""
+    waiting, seen = [function], set[int]()
+    while waiting:
+        one = waiting.pop()
+        if id(one) not in seen:
+            seen.add(id(one))
+            held = list(held_by(one))
+            yield from held
+            waiting += [inner for _, inner in held if isinstance(inner, FunctionType | functools.partial)]
 
 
 def held_by(function: object) -> Iterator[tuple[str, object]]:

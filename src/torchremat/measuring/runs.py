@@ -47,7 +47,6 @@ class Subject:
     models: tuple[nn.Module, ...]
     inputs: tuple[Tensor, ...]
     optimizer: torch.optim.Optimizer | None
-    containers: tuple[object, ...] = ()
     _resident: dict[torch.device, int] = field(default_factory=dict[torch.device, int], repr=False)
     _known: Known = field(default_factory=Known, repr=False)
 
@@ -71,7 +70,7 @@ class Subject:
             self.models,
             self.optimizer,
             tensors=self.inputs,
-            containers=self.containers,
+            step=self.step,
             known=self._known,
             looks=looks and not any(map(has_compiled, self.models)),
             steps=steps,
@@ -182,7 +181,6 @@ def subject_of(
         models=tuple(models.values()),
         inputs=holdings.tensors,
         optimizer=optimizer,
-        containers=holdings.containers,
     )
 
 

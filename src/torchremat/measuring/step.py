@@ -90,24 +90,16 @@ def _described(result: object) -> str:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Holdings:
-    """What a step holds, each once, in the order found.
-
-    Attributes:
-        modules: The modules.
-        tensors: The tensors.
-        containers: The lists, sets and mappings with a tensor among their items.
-    """
+    """The modules and tensors that a step holds, each once, in the order found."""
 
     modules: tuple[nn.Module, ...]
     tensors: tuple[Tensor, ...]
-    containers: tuple[object, ...] = ()
 
 
 def holdings_of(step: object) -> Holdings:
-    """Return what `step` holds in plain sight; its modules are not opened."""
+    """Return the modules and tensors that `step` holds in plain sight; its modules are not opened."""
     modules: dict[int, nn.Module] = {}
     tensors: dict[int, Tensor] = {}
-    containers: list[object] = []
     seen: set[int] = set()
     waiting: list[object] = list(_held_by(step))
     while waiting:
@@ -119,13 +111,11 @@ def holdings_of(step: object) -> Holdings:
             modules[id(value)] = value
         elif isinstance(value, Tensor):
             tensors[id(value)] = value
-        elif isinstance(value, Mapping | list | tuple | set | frozenset):
-            items = cast(Mapping[object, object], value).values() if isinstance(value, Mapping) else value
-            own = list(cast("Iterable[object]", items))
-            waiting += own
-            if any(isinstance(one, Tensor) for one in own) and not isinstance(value, tuple | frozenset):
-                containers.append(cast(object, value))
-    return Holdings(modules=tuple(modules.values()), tensors=tuple(tensors.values()), containers=tuple(containers))
+        elif isinstance(value, Mapping):
+            waiting += cast(Mapping[object, object], value).values()
+        elif isinstance(value, list | tuple | set | frozenset):
+            waiting += cast(list[object], value)
+    return Holdings(modules=tuple(modules.values()), tensors=tuple(tensors.values()))
 
 
 def _held_by(step: object) -> Iterator[object]:

@@ -9,7 +9,7 @@ Put back, whether the block ends or raises (KeyboardInterrupt included, and one 
                      NumPy's global generator
     modules          training flags, attributes, children, hooks, and what can be reached from them: the same objects
     optimizer        the same: what it wraps, options, state; so its learning rates, and a scheduler that a hook runs
-    the batch        lists and dicts with tensors in them that the step holds, if it has taken something out of them
+    the step         lists, dicts and attributes that it reaches, where a tensor was taken out of them: its batch
     parameters       `requires_grad`, hooks; values as far as `writes` has it, and else there is an error
     shards           what FSDP2 has gathered is given back, so that each run begins as the first step did
 
@@ -23,9 +23,10 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from typing import cast
 from weakref import ReferenceType, ref
 
 import numpy as np
@@ -38,6 +39,7 @@ from torchremat.measuring.bindings import set_version
 from torchremat.measuring.interrupts import uninterrupted
 from torchremat.measuring.optimizers import parameters_of, refusing_steps
 from torchremat.measuring.writes import Known, Writes, same_bytes
+from torchremat.state.contents import MUTABLE, copied, make
 from torchremat.state.snapshot import Snapshot
 from torchremat.state.world import World
 
@@ -48,7 +50,7 @@ def untouched(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     tensors: Iterable[Tensor] = (),
-    containers: Iterable[object] = (),
+    step: Callable[..., object] | None = None,
     known: Known | None = None,
     looks: bool = False,
     steps: bool = False,
@@ -62,7 +64,7 @@ def untouched(
         model: The model, or several, or None.
         optimizer: Its parameters are treated like the model's; they may be others.
         tensors: Further tensors; the leaves among them that require grad are treated like parameters.
-        containers: Lists and dicts that the step may take something out of.
+        step: The step, if there is one: what it reaches and takes from is given back.
         known: What is known of what the step writes, from runs before.
         looks: Whether the operators of the block may be looked at, to learn what the step writes.
         steps: Whether an optimizer may step in the block.
@@ -75,6 +77,9 @@ def untouched(
     world = World()
     world.reach([] if optimizer is None else [optimizer], are_whole=True)
     world.reach([*models, *tensors, *world.proxied])  # a wrapper may have its trainer so, whose hooks it runs
+    beside = World()
+    beside.skip_all_of(world)
+    beside.reach([] if step is None else [step])
     modules = world.modules
     reshard(modules)  # a forward before may have had no backward, and then other tensors are the parameters
     leaves = gradient_leaves(models, optimizer, tensors)
@@ -86,17 +91,16 @@ def untouched(
         stack.callback(reshard, modules)
         stack.enter_context(_generators(world.generators))
         stack.enter_context(_contents(Snapshot(world, backs_up=False)))
-        for one in containers:
-            stack.enter_context(_given_back(one))
+        stack.enter_context(_given_back(beside))
         stack.enter_context(_buffers(modules))
         stack.enter_context(unreduced_gradients_aside(modules))
         stack.enter_context(_gradients(leaves, others))
         if not steps:
             stack.enter_context(refusing_steps([*leaves, *others]))
         names = partial(_name_of, models)
-        writes = Writes(world, buffers, leaves, known=known or Known(), names=names, looks=looks)
+        writes = Writes([world, beside], buffers, leaves, known=known or Known(), names=names, looks=looks)
         stack.enter_context(writes.undone())
-        del world, writes, buffers  # they hold what the step may let go
+        del world, beside, writes, buffers  # they hold what the step may let go
         try:
             yield
         except BaseException:
@@ -214,21 +218,41 @@ def _contents(before: Snapshot) -> Generator[None]:
 
 
 @contextmanager
-def _given_back(container: object) -> Generator[None]:
-    """Put back what a container holds, if something is missing then; one that is but longer is somebody's log."""
-    world = World()
-    world.reach([container])
-    before, held = Snapshot(world, backs_up=False), _held_in(world)
+def _given_back(world: World) -> Generator[None]:
+    """Put back what containers hold if a tensor is missing then; one that has but grown is somebody's log."""
+    taken_from = [one for own in (*world.dicts, *(rest.item for rest in world.rest)) if (one := _Held.of(own))]
+    del world
     try:
         yield
     finally:
-        if not held <= _held_in(world):
-            before.put_back()
+        for one in taken_from:
+            one.put_back()
 
 
-def _held_in(world: World) -> set[int]:
-    holders = (*(own.values() for own in world.dicts), *(one.values() for one in world.rest))
-    return {id(one) for own in holders for one in own}
+class _Held:
+    """A container with tensors in it, none of them with a graph, which would not go while this is there."""
+
+    def __init__(self, item: object, tensors: list[Tensor]) -> None:
+        self._item = item
+        self._before = copied(item)
+        self._tensors = tensors
+
+    @classmethod
+    def of(cls, item: object) -> _Held | None:
+        """Return that for an object, None if it is no such container."""
+        tensors = _tensors_in(item)
+        return cls(item, tensors) if tensors and all(one.is_leaf for one in tensors) else None
+
+    def put_back(self) -> None:
+        if not {*map(id, self._tensors)} <= {*map(id, _tensors_in(self._item))}:
+            make(self._item, self._before)
+
+
+def _tensors_in(item: object) -> list[Tensor]:
+    if not isinstance(item, MUTABLE) or isinstance(item, bytearray):
+        return []
+    held = dict.values(cast("dict[object, object]", item)) if isinstance(item, dict) else item
+    return [one for one in cast("Iterable[object]", held) if isinstance(one, Tensor)]
 
 
 @contextmanager

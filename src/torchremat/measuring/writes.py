@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import gc
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import cast
 
@@ -68,7 +68,7 @@ class Writes:
     """What a step may write in one run of it.
 
     Args:
-        world: What it can reach.
+        worlds: What it can reach.
         buffers: Those of them that others put back.
         leaves: What may have hooks that run in backward.
         known: What is known from runs before.
@@ -78,7 +78,7 @@ class Writes:
 
     def __init__(
         self,
-        world: World,
+        worlds: Sequence[World],
         buffers: Iterable[Tensor],
         leaves: Iterable[Tensor],
         *,
@@ -89,9 +89,10 @@ class Writes:
         theirs = set(map(id, buffers))
         hooked = _hooked(leaves)
         # What has a graph is an output of the step's, which goes when the step makes the next one.
-        watched = {id(one): one for one in (*world.tensors, *hooked) if id(one) not in theirs and one.is_leaf}
+        tensors = [one for world in worlds for one in world.tensors]
+        watched = {id(one): one for one in (*tensors, *hooked) if id(one) not in theirs and one.is_leaf}
         plain = [one for one in watched.values() if _is_plain(one)]
-        free = {*map(id, world.loose), *(id(one) for *_, one in world.state)}
+        free = {id(one) for world in worlds for one in (*world.loose, *(own for *_, own in world.state))}
         at_once = {*map(id, hooked), *(id(one) for one in plain if id(one) in free and one.nbytes <= _SMALL_BYTES)}
         self._known = known
         self._names = names

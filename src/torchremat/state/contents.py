@@ -161,10 +161,6 @@ class Container(Holder):
         """The object."""
         return self._item
 
-    def values(self) -> Iterable[object]:
-        """Return the objects in it that may lead further."""
-        return () if isinstance(self._item, bytearray) else cast("Iterable[object]", copied(self._item))
-
     def read(self) -> object:
         """Return what it holds now."""
         return copied(self._item)

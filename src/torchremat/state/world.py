@@ -155,6 +155,10 @@ class World:
         """Leave one object alone."""
         self._seen.add(id(item))
 
+    def skip_all_of(self, other: World) -> None:
+        """Leave alone whatever another has reached."""
+        self._seen |= other._seen
+
     @property
     def is_inert(self) -> bool:
         """Whether nothing that was reached can be changed by the call, since only modules of torch run in it."""
