@@ -137,7 +137,7 @@ def peak(model: nn.Module, run: Callable[[Tensor], object], tokens: Tensor) -> i
     for parameter in model.parameters():
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    before = bytes_before(models=[model], leaves=list(model.parameters()), optimizer=None, inputs=[tokens], device=CPU)
+    before = bytes_before(models=[model], leaves=list(model.parameters()), optimizers=[], inputs=[tokens], device=CPU)
     with record_allocations(CPU) as recorder:
         run(tokens)
     return before.total_bytes + recorder.trace.peak_bytes

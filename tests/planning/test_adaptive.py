@@ -58,7 +58,7 @@ def peak_bytes(model, run, batch):
     for parameter in model.parameters():
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    before = bytes_before(models=[model], leaves=list(model.parameters()), optimizer=None, inputs=[batch], device=CPU)
+    before = bytes_before(models=[model], leaves=list(model.parameters()), optimizers=[], inputs=[batch], device=CPU)
     with record_allocations(CPU) as recorder:
         run()
     return before.total_bytes + recorder.trace.peak_bytes

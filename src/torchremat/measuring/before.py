@@ -60,7 +60,7 @@ def bytes_before(
     *,
     models: Iterable[nn.Module],
     leaves: Iterable[Tensor],
-    optimizer: torch.optim.Optimizer | None,
+    optimizers: Iterable[torch.optim.Optimizer],
     inputs: Iterable[Tensor],
     device: torch.device,
 ) -> BytesBefore:
@@ -69,7 +69,7 @@ def bytes_before(
     Args:
         models: Their parameters and buffers count.
         leaves: Their gradients count, and those that are no inputs count as parameters.
-        optimizer: The tensors of its state count, as far as it has any before its first step.
+        optimizers: The tensors of their state count, as far as they have any before their first step.
         inputs: The tensors that the step holds.
         device: One without an index stands for all of its type.
     """
@@ -90,7 +90,7 @@ def bytes_before(
     parameters = [parameter for model in models for parameter in model.parameters()]
     others = [leaf for leaf in leaves if id(leaf) not in held]  # the optimizer may have more than the model
     modules = [module for model in models for module in model.modules()]
-    state = [] if optimizer is None else list(cast("dict[Tensor, object]", optimizer.state).values())
+    state = [one for own in optimizers for one in cast("dict[Tensor, object]", own.state).values()]
     return BytesBefore(
         parameter_bytes=bytes_of([*parameters, *others]),
         gradient_bytes=bytes_of([*(leaf.grad for leaf in leaves), *unreduced_gradients(modules).values()]),

@@ -13,12 +13,14 @@ from torchremat.measuring.runs import Subject, subject_of
 from torchremat.measuring.saved_report import SavedReport
 from torchremat.measuring.saving import Watched, watched
 from torchremat.measuring.step import loss_of
+from torchremat.measuring.tracebacks import without_our_frames
 from torchremat.regions.abandoning import abandon
 from torchremat.regions.operators import Operator
 from torchremat.tensors.graphs import nodes_of, slots_of
 from torchremat.tensors.metadata import Metadata
 
 
+@without_our_frames
 def saved(step: Callable[..., object], model: nn.Module | None = None) -> SavedReport:
     """Run the forward of a training step and return what autograd keeps at its end.
 

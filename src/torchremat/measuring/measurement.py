@@ -29,6 +29,7 @@ from torchremat.measuring.profiled import profiler_is_active
 from torchremat.measuring.runs import run_counted, run_plain, run_traced, subject_of
 from torchremat.measuring.step import run_backward
 from torchremat.measuring.timeline import Timeline
+from torchremat.measuring.tracebacks import without_our_frames
 from torchremat.tensors.sizes import format_bytes
 
 Source = Literal["allocator", "tracker", "cuda"]
@@ -130,6 +131,7 @@ class Measurement:
         return ", ".join(f"{name} {format_bytes(size)}" for name, size in self._parts().items() if size)
 
 
+@without_our_frames
 def measure(
     step: Callable[..., object],
     model: nn.Module | None = None,
@@ -164,7 +166,7 @@ def measure(
         # Before any hook is set: code that dynamo compiles with our hooks in place would keep their graph breaks.
         # It goes backward as well: a forward without leaves its graph, and where a cache or a context variable that a
         # region holds has one of its outputs, as those of `transformers` do, that stays for ever.
-        with subject.untouched():
+        with subject.untouched(looks=True):
             run_backward(subject.forward())
         counted = run_counted(subject, place)
         before = counted.before

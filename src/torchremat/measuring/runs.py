@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,9 @@ from torchremat.errors import UnsupportedError
 from torchremat.measuring.allocator import record_allocations
 from torchremat.measuring.before import BytesBefore, bytes_before
 from torchremat.measuring.flops import FlopCounter
-from torchremat.measuring.modules import module_stack
+from torchremat.measuring.holding import used_up
+from torchremat.measuring.modules import has_compiled, module_stack
+from torchremat.measuring.optimizers import with_wrapped
 from torchremat.measuring.step import (
     check_arguments,
     check_materialised,
@@ -32,6 +35,7 @@ from torchremat.measuring.step import (
 from torchremat.measuring.timeline import Change, Timeline, timeline_of
 from torchremat.measuring.tracker import StorageTracker
 from torchremat.measuring.untouched import gradient_leaves, untouched
+from torchremat.measuring.writes import Known
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -44,13 +48,33 @@ class Subject:
     inputs: tuple[Tensor, ...]
     optimizer: torch.optim.Optimizer | None
     _resident: dict[torch.device, int] = field(default_factory=dict[torch.device, int], repr=False)
+    _known: Known = field(default_factory=Known, repr=False)
+
+    @cached_property
+    def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
+        """The optimizer, and those that it wraps."""
+        return with_wrapped(self.optimizer)
 
     @contextmanager
-    def untouched(self) -> Generator[None]:
-        """Keep what the step touches, for one run."""
+    def untouched(self, *, looks: bool = False, steps: bool = False) -> Generator[None]:
+        """Keep what the step touches, for one run.
+
+        Args:
+            looks: Whether its operators may be looked at, once, to learn what the step writes; the sooner the better.
+                Not for a run whose bytes or seconds count.
+            steps: Whether the optimizer may step.
+        """
         # Before anything is set aside: that is on the device as well, and not in a step of the user's.
         self._resident.update(self._resident_now())
-        with untouched(self.models, self.optimizer, tensors=self.inputs):
+        with untouched(
+            self.models,
+            self.optimizer,
+            tensors=self.inputs,
+            step=self.step,
+            known=self._known,
+            looks=looks and not any(map(has_compiled, self.models)),
+            steps=steps,
+        ):
             yield
 
     def _resident_now(self) -> Iterator[tuple[torch.device, int]]:
@@ -64,8 +88,19 @@ class Subject:
                 yield device, max(0, accelerator.counters(device).allocated_bytes - known)
 
     def run(self) -> object:
-        """Run the step and return what it returns."""
-        return self.step() if self.model is None else self.step(self.model)
+        """Run the step and return what it returns.
+
+        Raises:
+            StepError: It has used up what it was given.
+        """
+        try:
+            result = self.step() if self.model is None else self.step(self.model)
+        except (StopIteration, LookupError) as error:
+            if not self._known.runs and isinstance(error, LookupError):
+                raise  # an error of the user's as any other
+            raise used_up(self.step, error, self._known.runs) from error
+        self._known.runs += 1
+        return result
 
     def forward(self) -> Tensor:
         """Run the step and return the loss. All else that it returned is dropped, as in `loss = step(model).loss`."""
@@ -81,7 +116,7 @@ class Subject:
         return bytes_before(
             models=self.models,
             leaves=gradient_leaves(self.models, self.optimizer, self.inputs),
-            optimizer=self.optimizer,
+            optimizers=self.optimizers,
             inputs=self.inputs,
             device=device,
         )
@@ -140,7 +175,13 @@ def subject_of(
         check_materialised(root, needs_values=needs_values)
     if model is not None and optimizer is not None:
         check_steps_on(optimizer, (*holdings.tensors, *(one for root in models.values() for one in root.parameters())))
-    return Subject(step=step, model=model, models=tuple(models.values()), inputs=holdings.tensors, optimizer=optimizer)
+    return Subject(
+        step=step,
+        model=model,
+        models=tuple(models.values()),
+        inputs=holdings.tensors,
+        optimizer=optimizer,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -278,7 +278,7 @@ def watched(subject: Subject, *, operators: bool) -> Generator[Watched]:
     Raises:
         UnsupportedError: The step runs a transform that refuses hooks.
     """
-    with subject.untouched():
+    with subject.untouched(looks=operators):
         numbers = StorageNumbers()
         before = _before(subject, numbers)
         with module_calls(subject.models, numbers) as calls:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from torchremat.errors import StepError
+from torchremat.measuring.optimizers import optimizers_in, parameters_of
 
 _ALLOWED = (
     "A step returns its loss: a tensor with one element that requires grad, an object with such a `.loss`, "
@@ -212,7 +213,9 @@ def check_kinds(step: object, model: object, optimizer: object, *, needs_model: 
     if not callable(step):
         raise StepError(f"step: a function that returns the loss is needed, got {type(step).__name__}.")
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        raise StepError(f"optimizer: a torch.optim.Optimizer is needed, got {type(optimizer).__name__}.")
+        inner = [type(one).__name__ for one in optimizers_in(optimizer)]
+        advice = f", which holds an optimizer: hand over that, the {inner[0]}" if inner else ""
+        raise StepError(f"optimizer: a torch.optim.Optimizer is needed, got {type(optimizer).__name__}{advice}.")
 
 
 def check_steps_on(optimizer: torch.optim.Optimizer, tensors: Iterable[Tensor]) -> None:
@@ -221,7 +224,7 @@ def check_steps_on(optimizer: torch.optim.Optimizer, tensors: Iterable[Tensor]) 
     Raises:
         StepError: It has none of them.
     """
-    steps_on = [one for group in optimizer.param_groups for one in cast("list[Tensor]", group["params"])]
+    steps_on = parameters_of([optimizer])
     if {id(one) for one in steps_on}.isdisjoint(map(id, tensors)):
         raise StepError(
             f"optimizer: none of its {len(steps_on)} parameters is one of the model's, so it would step on nothing "

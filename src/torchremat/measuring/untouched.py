@@ -8,18 +8,24 @@ Put back, whether the block ends or raises (KeyboardInterrupt included, and one 
     RNG              torch on the CPU and on every CUDA device, generators that the modules reach, Python's `random`,
                      NumPy's global generator
     modules          training flags, attributes, children, hooks, and what can be reached from them: the same objects
+    optimizer        the same: what it wraps, options, state; so its learning rates, and a scheduler that a hook runs
+    the step         lists, dicts and attributes that it reaches, where a tensor was taken out of them: its batch
+    parameters       `requires_grad`, hooks; values as far as `writes` has it, and else there is an error
     shards           what FSDP2 has gathered is given back, so that each run begins as the first step did
 
-Not put back: weights (a step that calls `optimizer.step()` has changed them), what a lazy module makes in its first
-forward, a tensor with a graph that an attribute held and that is gone, generators that the step made itself, a data
-loader that has moved on.
+An optimizer that steps in the block is refused, before it has written anything.
+
+Not put back: what a lazy module makes in its first forward, a tensor with a graph that an attribute held and that is
+gone, generators that the step made itself, an iterator that has moved on.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Generator, Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import cast
 from weakref import ReferenceType, ref
 
@@ -31,6 +37,9 @@ from torchremat._compat.accelerators import accelerators
 from torchremat._compat.sharding import reshard, unreduced_gradients_aside
 from torchremat.measuring.bindings import set_version
 from torchremat.measuring.interrupts import uninterrupted
+from torchremat.measuring.optimizers import parameters_of, refusing_steps
+from torchremat.measuring.writes import Known, Writes, same_bytes
+from torchremat.state.contents import MUTABLE, copied, make
 from torchremat.state.snapshot import Snapshot
 from torchremat.state.world import World
 
@@ -41,8 +50,12 @@ def untouched(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     tensors: Iterable[Tensor] = (),
+    step: Callable[..., object] | None = None,
+    known: Known | None = None,
+    looks: bool = False,
+    steps: bool = False,
 ) -> Generator[None]:
-    """Set gradients aside for the block, and afterwards put back gradients, buffers, generators and training flags.
+    """Set gradients aside for the block, and afterwards put back all that the step may have changed; see above.
 
     Inside the block every leaf that can receive a gradient has one, of zeros: the step accumulates, as every step but
     the first does without `set_to_none`, and the bytes of gradients are the same in each.
@@ -51,26 +64,51 @@ def untouched(
         model: The model, or several, or None.
         optimizer: Its parameters are treated like the model's; they may be others.
         tensors: Further tensors; the leaves among them that require grad are treated like parameters.
+        step: The step, if there is one: what it reaches and takes from is given back.
+        known: What is known of what the step writes, from runs before.
+        looks: Whether the operators of the block may be looked at, to learn what the step writes.
+        steps: Whether an optimizer may step in the block.
+
+    Raises:
+        UnsupportedError: In the step of an optimizer.
+        StepError: The block wrote to what is not copied.
     """
-    models = [model] if isinstance(model, nn.Module) else list(model or ())
+    models, tensors = [model] if isinstance(model, nn.Module) else list(model or ()), list(tensors)
     world = World()
-    world.reach(models)
+    world.reach([] if optimizer is None else [optimizer], are_whole=True)
+    world.reach([*models, *tensors, *world.proxied])  # a wrapper may have its trainer so, whose hooks it runs
+    beside = World()
+    beside.skip_all_of(world)
+    beside.reach([] if step is None else [step])
     modules = world.modules
     reshard(modules)  # a forward before may have had no backward, and then other tensors are the parameters
     leaves = gradient_leaves(models, optimizer, tensors)
+    own = set(map(id, leaves))
+    others = [one for one in world.tensors if one.is_leaf and id(one) not in own]
+    buffers = [one for module in modules for one in module.buffers(recurse=False)]
     # Each part enters by itself, so that an interrupt in the middle undoes the parts before it.
     with ExitStack() as stack:
         stack.callback(reshard, modules)
         stack.enter_context(_generators(world.generators))
-        stack.enter_context(_contents(world))
+        stack.enter_context(_contents(Snapshot(world, backs_up=False)))
+        stack.enter_context(_given_back(beside))
         stack.enter_context(_buffers(modules))
         stack.enter_context(unreduced_gradients_aside(modules))
-        stack.enter_context(_gradients(leaves))
+        stack.enter_context(_gradients(leaves, others))
+        if not steps:
+            stack.enter_context(refusing_steps([*leaves, *others]))
+        names = partial(_name_of, models)
+        writes = Writes([world, beside], buffers, leaves, known=known or Known(), names=names, looks=looks)
+        stack.enter_context(writes.undone())
+        del world, beside, writes, buffers  # they hold what the step may let go
         try:
             yield
-        finally:
+        except BaseException:
             with uninterrupted():
-                stack.close()
+                stack.__exit__(*sys.exc_info())
+            raise
+        with uninterrupted():
+            stack.close()
 
 
 def gradient_leaves(
@@ -78,16 +116,16 @@ def gradient_leaves(
 ) -> list[Tensor]:
     """Return the leaves that backward may give a gradient to, each once, in the order of the arguments."""
     candidates: list[Tensor] = [parameter for model in models for parameter in model.parameters()]
-    if optimizer is not None:
-        for group in cast("list[dict[str, list[Tensor]]]", optimizer.param_groups):
-            candidates += group["params"]
+    candidates += parameters_of([] if optimizer is None else [optimizer])
     candidates.extend(tensors)
     return [tensor for tensor in {id(t): t for t in candidates}.values() if tensor.is_leaf and tensor.requires_grad]
 
 
 @contextmanager
-def _gradients(leaves: list[Tensor]) -> Generator[None]:
+def _gradients(leaves: list[Tensor], others: list[Tensor]) -> Generator[None]:
+    """Set aside the gradients of leaves, and put back those of others, which the step may thaw, too."""
     aside = [leaf.grad for leaf in leaves]
+    theirs = [(one, one.grad) for one in others]
     try:
         for leaf, grad in zip(leaves, aside, strict=True):
             leaf.grad = torch.zeros_like(leaf if grad is None else grad, requires_grad=False)
@@ -95,6 +133,9 @@ def _gradients(leaves: list[Tensor]) -> Generator[None]:
     finally:
         for leaf, grad in zip(leaves, aside, strict=True):
             leaf.grad = grad
+        for one, grad in theirs:
+            if one.grad is not grad:
+                one.grad = grad
 
 
 @contextmanager
@@ -148,7 +189,7 @@ class Buffers:
             module._buffers.clear()  # `register_buffer` would refuse the name
             module._buffers.update(table)
         for buffer, copy, version in self._copies:
-            if _version(buffer) != version or not _same_bytes(buffer, copy):
+            if _version(buffer) != version or not same_bytes(buffer, copy):
                 # A graph of the user's may have saved this buffer. It is what it was, so neither this write nor
                 # those of the step may count as a change: written through `.data`, and the version put back.
                 if buffer.shape == copy.shape:
@@ -159,24 +200,59 @@ class Buffers:
                     set_version(buffer, version)
 
 
+def _name_of(models: list[nn.Module], tensor: Tensor) -> str:
+    names = (name for model in models for name, one in model.named_parameters() if one is tensor)
+    return next((f"`{name}`" for name in names), f"a tensor of shape {tuple(tensor.shape)}")
+
+
 def _version(tensor: Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
-def _same_bytes(tensor: Tensor, copy: Tensor) -> bool:
-    # Writes through `.data` or NumPy leave the version alone. NaN equals NaN here.
-    if tensor.shape != copy.shape:
-        return False
-    return torch.equal(tensor, copy) or bool(torch.all((tensor == copy) | ((tensor != tensor) & (copy != copy))))
-
-
 @contextmanager
-def _contents(world: World) -> Generator[None]:
-    before = Snapshot(world, backs_up=False)
+def _contents(before: Snapshot) -> Generator[None]:
     try:
         yield
     finally:
         before.put_back()
+
+
+@contextmanager
+def _given_back(world: World) -> Generator[None]:
+    """Put back what containers hold if a tensor is missing then; one that has but grown is somebody's log."""
+    taken_from = [one for own in (*world.dicts, *(rest.item for rest in world.rest)) if (one := _Held.of(own))]
+    del world
+    try:
+        yield
+    finally:
+        for one in taken_from:
+            one.put_back()
+
+
+class _Held:
+    """A container with tensors in it, none of them with a graph, which would not go while this is there."""
+
+    def __init__(self, item: object, tensors: list[Tensor]) -> None:
+        self._item = item
+        self._before = copied(item)
+        self._tensors = tensors
+
+    @classmethod
+    def of(cls, item: object) -> _Held | None:
+        """Return that for an object, None if it is no such container."""
+        tensors = _tensors_in(item)
+        return cls(item, tensors) if tensors and all(one.is_leaf for one in tensors) else None
+
+    def put_back(self) -> None:
+        if not {*map(id, self._tensors)} <= {*map(id, _tensors_in(self._item))}:
+            make(self._item, self._before)
+
+
+def _tensors_in(item: object) -> list[Tensor]:
+    if not isinstance(item, MUTABLE) or isinstance(item, bytearray):
+        return []
+    held = dict.values(cast("dict[object, object]", item)) if isinstance(item, dict) else item
+    return [one for one in cast("Iterable[object]", held) if isinstance(one, Tensor)]
 
 
 @contextmanager

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from torchremat.errors import BudgetError
-from torchremat.measuring.runs import run_traced, subject_of
+from torchremat.measuring.runs import run_traced
+from torchremat.measuring.tracebacks import without_our_frames
 from torchremat.planning.budgets import margin_of
 from torchremat.planning.planner import Planner
 from torchremat.planning.plans import Plan
@@ -26,6 +27,7 @@ M = TypeVar("M", bound=nn.Module)
 _MOST_ATTEMPTS = 4
 
 
+@without_our_frames
 def fit(
     model: M,
     step: Step,
@@ -90,7 +92,7 @@ def fit_with(
     margin: int | str = 0,
 ) -> Plan:
     """Apply a plan of a planner that is there already, see `fit`, and return it."""
-    subject = subject_of(step, model, optimizer)
+    subject = planner.subject  # what it has written is known
     device = planner.profile.device
     margin_bytes, peers = margin_of(margin), peers_of(model)
     before = planner.profile.before

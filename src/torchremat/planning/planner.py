@@ -14,6 +14,7 @@ from torchremat.errors import BudgetError, DeviceError, DeviceWarning, Unsupport
 from torchremat.measuring.exhaustion import is_out_of_memory
 from torchremat.measuring.heap import heap_set_aside
 from torchremat.measuring.runs import run_traced
+from torchremat.measuring.tracebacks import without_our_frames
 from torchremat.planning.bounds.pulls import PlainStep, Unseen, plain_step
 from torchremat.planning.budgets import bytes_of, margin_of, percentage_of
 from torchremat.planning.descriptions import made_plan, nothing_fits
@@ -67,6 +68,7 @@ class Planner:
     Attributes:
         profile: What each unit of the step takes, by which it is planned; its fields may change without notice.
         solver: What finds trees for the profile; as above.
+        subject: The step with all that it touches.
 
     Raises:
         StepError: See `plan`; with `on="meta"` also where the step reads a value of a tensor.
@@ -76,6 +78,7 @@ class Planner:
             `on="meta"` modules are compiled; or another option is something else than it can be.
     """
 
+    @without_our_frames
     def __init__(
         self,
         model: nn.Module,
@@ -99,7 +102,7 @@ class Planner:
                 f"stores are chosen by how fast they are, which has to be measured where they are: leave out stores or "
                 f"on={on!r}."
             )
-        self._machine, profiled, self._subject = placed(model, step, optimizer, device, on)
+        self._machine, profiled, self.subject = placed(model, step, optimizer, device, on)
         self._peers = peers_of(model)
         if self._stores and self._peers.are_several:
             raise UnsupportedError(
@@ -107,12 +110,12 @@ class Planner:
                 "leave out stores."
             )
         pace.tell("profiling", None)
-        agreed = profiled_together(self._peers, profiled, self._subject, self._machine)
+        agreed = profiled_together(self._peers, profiled, self.subject, self._machine)
         grains, self._leader = agreed.grains, agreed.largest
         if self._machine.notice:
             warn(self._machine.notice, DeviceWarning)
         self.profile: Profile = grains.coarse
-        offers = weighed(model, self._subject, grains, self._stores)
+        offers = weighed(model, self.subject, grains, self._stores)
         self.solver = Search(grains, cost, offers, operators=operators, pace=pace)
         self._model = model
         self._parameters = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
@@ -158,7 +161,7 @@ class Planner:
         if not isinstance(self._machine, Here):
             raise DeviceError(f"{self.device} is not here, so there is nothing to measure. Make a planner there.")
         with bare(self._model), heap_set_aside():
-            device_here(self._subject, self._machine.device).save(path)
+            device_here(self.subject, self._machine.device).save(path)
 
     def plain_peak(self) -> tuple[int, PlainSource]:
         """Return the peak of a plain training step, measured if it fits, else predicted."""
@@ -180,13 +183,14 @@ class Planner:
             with bare(self._model):
                 before = self.profile.before
                 return max(
-                    self._peers.all(lambda: run_traced(self._subject, device, before_bytes=0).peak_beyond(before))
+                    self._peers.all(lambda: run_traced(self.subject, device, before_bytes=0).peak_beyond(before))
                 )
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
             return None
 
+    @without_our_frames
     def plan(self, budget: int | str, *, margin: int | str = 0, tighten_bytes: int = 0) -> Plan:
         """Return the fastest plan found whose predicted peak is within the budget.
 
@@ -221,6 +225,7 @@ class Planner:
                 raise BudgetError(nothing_fits(self, size, str(budget), margin_bytes + tighten_bytes))
             return self.plan_of(found, size, str(budget), plain=(plain_bytes, source), margin_bytes=margin_bytes)
 
+    @without_our_frames
     def frontier(self, *, points: int = POINTS) -> Frontier:
         """Return what a step takes under the best plan for each budget; see `torchremat.frontier`."""
         check_points(points)
@@ -253,7 +258,7 @@ class Planner:
         """The operators of a plain step, which certificates are made from."""
         with bare(self._model):
             return plain_step(
-                self._subject,
+                self.subject,
                 self._machine,
                 self.solver.cost_unit,
                 profile=self.profile,
@@ -284,6 +289,7 @@ class Planner:
         )
 
 
+@without_our_frames
 def plan(
     model: nn.Module,
     step: Step,
@@ -343,6 +349,7 @@ def plan(
     return planner.plan(budget, margin=margin)
 
 
+@without_our_frames
 def frontier(
     model: nn.Module,
     step: Step,

@@ -16,6 +16,7 @@ from torchremat._compat.sharding import unreduced_gradients
 from torchremat.measuring.exhaustion import is_out_of_memory
 from torchremat.measuring.runs import Subject, run_counted, run_plain, run_traced, subject_of
 from torchremat.measuring.step import run_backward
+from torchremat.measuring.tracebacks import without_our_frames
 from torchremat.measuring.untouched import gradient_leaves
 from torchremat.planning.elsewhere.machines import Here
 from torchremat.planning.layout import applied_scopes, bare
@@ -133,6 +134,7 @@ class Report:
         return "\n".join(rows)
 
 
+@without_our_frames
 def verify(
     model: nn.Module,
     step: Step,
@@ -241,13 +243,14 @@ class _Run:
 
 
 def _run(subject: Subject, device: torch.device, state_bytes: int) -> _Run:
-    """Run the step twice: for its bytes, `state_bytes` of an optimizer beside them, then for what it computes."""
+    """Run the step twice: for what it computes, then for its bytes, `state_bytes` of an optimizer beside them."""
+    outcome = _outcome(subject)
     with subject.untouched():
         found = subject.before(device)
         before = found.total_bytes + state_bytes
     traced = run_traced(subject, device, before_bytes=before)
     return _Run(
-        outcome=_outcome(subject),
+        outcome=outcome,
         before_bytes=before,
         peak_bytes=before + traced.peak_bytes,
         kept_bytes=traced.kept_bytes,
@@ -258,7 +261,7 @@ def _run(subject: Subject, device: torch.device, state_bytes: int) -> _Run:
 
 def _outcome(subject: Subject) -> dict[str, Tensor]:
     """Run the step for what it computes, by name."""
-    with subject.untouched():
+    with subject.untouched(looks=True):
         loss = subject.forward()
         run_backward(loss)
         outcome = {"the loss": loss.detach().clone()}

@@ -77,7 +77,8 @@ class Snapshot:
         world: What the call can reach.
         guard: What the user has named, some of which looks after itself.
         backs_up: Whether tensors are copied that a forward may write to, and those with a graph are held, which it
-            takes to exchange; without, `put_back` writes to no tensor.
+            takes to exchange; without, `put_back` writes to no tensor, and leaves get back their hooks and whether
+            they require grad.
 
     Attributes:
         modules: What was reached.
@@ -95,6 +96,7 @@ class Snapshot:
         "_flags",
         "_graphed",
         "_guarded",
+        "_leaves",
         "_own",
         "_rest",
         "_shards",
@@ -127,6 +129,8 @@ class Snapshot:
         own = [cast("Guarded", one) for one in guard if looks_after_itself(one)] if guard else []
         self._guarded = [(one, one.snapshot()) for one in own]
         self._graphed: dict[int, _Graphed] = {}
+        leaves = [] if backs_up else [one for one in world.tensors if one.is_leaf]
+        self._leaves = [(one, one.requires_grad) for one in leaves], _hooks_of(leaves)
         self._backups = Backups(world) if backs_up and (world.state or world.loose or world.named) else None
         if world.modules:
             listen_to_optimizers()  # See NOTE [ Optimizers that bump no version ]
@@ -257,6 +261,11 @@ class Snapshot:
             own.update(now)
         for one, before in self._rest:
             one.write(with_others(before, shown))
+        flags, hooks = self._leaves
+        for one, flag in flags:
+            if one.requires_grad is not flag and one.is_leaf:
+                one.requires_grad_(flag)
+        _put_hooks_back([one for one, _ in flags], hooks)
         for one, before in self._guarded:
             one.restore(before)
 

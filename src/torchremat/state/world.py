@@ -10,7 +10,8 @@
 
 Objects of torch, NumPy and Python itself are not looked into, but for modules, containers and random generators.
 Functions of these are followed into their cells alone: a decorator of theirs holds the user's function there. Code of
-other installed packages is followed within its file, and of their classes that are no modules only the objects are.
+other installed packages is followed within its file, and of their classes that are no modules only the objects are. Of
+an optimizer the options are reached, and whatever it holds, one that it wraps included, if it is asked for whole.
 
 Missing on purpose: the attributes of Python modules, iterators, files, what C++ holds. Neither are containers of more
 than a thousand items followed, unless they come with the arguments: that is a table, and no state of a forward.
@@ -21,6 +22,7 @@ from __future__ import annotations
 import argparse
 import functools
 import types
+import weakref
 from collections import UserDict, UserList, deque
 from collections.abc import Callable, Iterable
 from operator import attrgetter, itemgetter
@@ -77,6 +79,8 @@ class World:
         tensors: Those that count their versions. The recompute of a region is told if one was written.
         modules: Each once.
         roots: Those among the roots themselves.
+        optimizers: Each once.
+        proxied: What weak proxies stand for that were met whole; they are not followed.
         generators: torch's random generators.
         state: Tensors without grad that a module holds by name and may write to, other than parameters.
         loose: Tensors without grad elsewhere.
@@ -93,6 +97,7 @@ class World:
         "_has_cached",
         "_is_argument",
         "_is_named",
+        "_is_whole",
         "_pending",
         "_seen",
         "bindings",
@@ -101,6 +106,8 @@ class World:
         "loose",
         "modules",
         "named",
+        "optimizers",
+        "proxied",
         "rest",
         "roots",
         "runs_code",
@@ -118,6 +125,8 @@ class World:
         self.tensors: list[Tensor] = []
         self.modules: list[nn.Module] = []
         self.roots: list[nn.Module] = []
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.proxied: list[object] = []
         self.generators: list[torch.Generator] = []
         self.state: list[tuple[nn.Module, str, Tensor]] = []
         self.loose: list[Tensor] = []
@@ -133,6 +142,7 @@ class World:
         self._has_cached = False
         self._is_argument = False
         self._is_named = False
+        self._is_whole = False
 
     def end(self) -> None:
         """Add what belongs to all that was reached."""
@@ -145,24 +155,36 @@ class World:
         """Leave one object alone."""
         self._seen.add(id(item))
 
+    def skip_all_of(self, other: World) -> None:
+        """Leave alone whatever another has reached."""
+        self._seen |= other._seen
+
     @property
     def is_inert(self) -> bool:
         """Whether nothing that was reached can be changed by the call, since only modules of torch run in it."""
         reached = self.rest or self.loose or self.generators or self._classes or self.shards
         return not (self.runs_code or reached or any(hooks_of_all_modules))
 
-    def reach(self, items: Iterable[object], *, are_arguments: bool = False, are_named: bool = False) -> None:
+    def reach(
+        self,
+        items: Iterable[object],
+        *,
+        are_arguments: bool = False,
+        are_named: bool = False,
+        are_whole: bool = False,
+    ) -> None:
         """Follow everything from some roots.
 
         Args:
             items: The roots.
             are_arguments: Whether they are arguments of the call, in which everything counts.
             are_named: Whether the user has named them as what the call writes to.
+            are_whole: Whether they are followed however long they are, and optimizers into their state.
 
         Raises:
             UnsupportedError: More than 100,000 objects hang on an argument.
         """
-        self._is_argument, self._is_named = are_arguments or are_named, are_named
+        self._is_argument, self._is_named, self._is_whole = are_arguments or are_named, are_named, are_whole
         self.roots += [one for one in items if isinstance(one, nn.Module)]
         pending = self._pending
         pending.extend(items)
@@ -402,6 +424,7 @@ class World:
         held = Foreign.of(item)
         if held is not None and (
             self._is_named
+            or self._is_whole
             or not isinstance(item, np.ndarray)
             or (not self._is_argument and item.nbytes <= _LARGEST_ARRAY)
         ):
@@ -409,17 +432,17 @@ class World:
 
     def _dict(self, item: Dict) -> None:
         self.runs_code = True
-        if len(item) <= _LONG or self._is_argument:
+        if len(item) <= _LONG or self._is_argument or self._is_whole:
             self.dicts.append(item)
             self._push(dict.values(item))  # a subclass may make its values when it is asked
 
     def _list(self, item: list[object] | deque[object]) -> None:
-        if len(item) <= _LONG or self._is_argument:
+        if len(item) <= _LONG or self._is_argument or self._is_whole:
             self.rest.append(Container(item))
             self._push(_elements(item))
 
     def _flat(self, item: set[object] | bytearray) -> None:
-        if len(item) <= _LONG or self._is_argument:
+        if len(item) <= _LONG or self._is_argument or self._is_whole:
             self.rest.append(Container(item))
             if isinstance(item, set):
                 self._push(_elements(item))
@@ -457,9 +480,20 @@ class World:
     def _optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Its options, and not what it keeps of parameters: that it has for steps, and in great number."""
         self.runs_code = True
+        self.optimizers.append(optimizer)
+        if self._is_whole:
+            self._object(optimizer)
+            return
         groups = cast("list[Dict]", optimizer.param_groups)
         self.rest.append(Container(groups))
         self.dicts += groups
+
+    def _proxy(self, proxy: Any) -> None:
+        if self._is_whole:
+            try:
+                self.proxied.append(proxy.__reduce_ex__.__self__)  # what it stands for has this method
+            except ReferenceError:  # it is gone
+                return
 
     def _ours(self, item: object) -> None:
         """A callable of this package, around the user's."""
@@ -493,6 +527,8 @@ _visits |= {
     dict: World._dict,
     set: World._flat,
     bytearray: World._flat,
+    weakref.ProxyType: World._proxy,
+    weakref.CallableProxyType: World._proxy,
     torch.Generator: World._generator,
 }
 _PARAMETER = frozenset({nn.Parameter})

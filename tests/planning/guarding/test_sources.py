@@ -127,7 +127,7 @@ def test_what_a_guard_copies_counts_in_its_budget():
         for one in model.parameters():
             one.grad = torch.zeros_like(one)
         leaves = list(model.parameters())
-        before = bytes_before(models=[model], leaves=leaves, optimizer=None, inputs=[x], device=CPU)
+        before = bytes_before(models=[model], leaves=leaves, optimizers=[], inputs=[x], device=CPU)
         with record_allocations(CPU) as recorder:
             run()
         return before.total_bytes + recorder.trace.peak_bytes

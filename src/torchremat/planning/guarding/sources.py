@@ -8,17 +8,14 @@
 
 from __future__ import annotations
 
-import functools
-import io
-from collections.abc import Callable, Iterable, Iterator
-from types import CodeType, FunctionType, MethodType
+from collections.abc import Callable, Iterable
 from typing import cast
 
 import torch
 from torch import Tensor
 
 from torchremat.errors import UnsupportedError
-from torchremat.measuring.step import global_names
+from torchremat.measuring.holding import held_by, is_iterator
 from torchremat.tensors.metadata import version_of
 
 
@@ -33,7 +30,7 @@ def check_no_iterators(step: Callable[..., object], objects: Iterable[object]) -
         UnsupportedError: It is given one, or holds one.
     """
     held = [(f"`{name}`", one) for name, one in held_by(step)]
-    found = next((words for words, one in (*(("an argument", one) for one in objects), *held) if _moves_on(one)), "")
+    found = next((words for words, one in (*(("an argument", one) for one in objects), *held) if is_iterator(one)), "")
     if found:
         raise UnsupportedError(
             f"guard: the step takes from an iterator ({found}). Run again, it would get the next batch, and planning "
@@ -65,46 +62,3 @@ class OptimizerState:
         )
         tensors = (value for state in states for value in state.values() if isinstance(value, Tensor))
         return [(id(tensor), version_of(tensor)) for tensor in tensors]
-
-
-def held_by(function: object) -> Iterator[tuple[str, object]]:
-    """Yield what a callable holds in plain sight, with the names that its code has for it."""
-    if isinstance(function, functools.partial):
-        partial = cast("functools.partial[object]", function)
-        yield from ((f"argument {place}", one) for place, one in enumerate(partial.args))
-        yield from partial.keywords.items()
-        yield from held_by(partial.func)
-    elif isinstance(function, FunctionType):
-        yield from _held_by_function(function)
-    else:
-        method = function if isinstance(function, MethodType) else getattr(function, "__call__", None)  # noqa: B004
-        code = getattr(getattr(method, "__func__", None), "__code__", None)
-        if isinstance(method, MethodType) and isinstance(code, CodeType):
-            own = cast("dict[str, object]", getattr(method.__self__, "__dict__", {}))
-            yield from ((name, own[name]) for name in _names_in(code) if name in own)
-            yield from held_by(method.__func__)
-
-
-def _held_by_function(function: FunctionType) -> Iterator[tuple[str, object]]:
-    code = function.__code__
-    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            yield name, cell.cell_contents
-        except ValueError:  # a cell that nothing was ever assigned to
-            continue
-    places = range(code.co_argcount - len(function.__defaults__ or ()), code.co_argcount)
-    yield from zip((code.co_varnames[place] for place in places), function.__defaults__ or (), strict=True)
-    yield from (function.__kwdefaults__ or {}).items()
-    for name in global_names(code):
-        if name in function.__globals__:
-            yield name, function.__globals__[name]
-
-
-def _names_in(code: CodeType) -> set[str]:
-    inner = (one for one in code.co_consts if isinstance(one, CodeType))
-    return set(code.co_names).union(*map(_names_in, inner))
-
-
-def _moves_on(value: object) -> bool:
-    # A file is one too; steps write to theirs.
-    return hasattr(type(value), "__next__") and not isinstance(value, io.IOBase)

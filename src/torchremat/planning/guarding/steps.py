@@ -30,6 +30,7 @@ from torchremat.errors import GuardError, UnsupportedError
 from torchremat.measuring.exhaustion import is_out_of_memory, let_go
 from torchremat.measuring.heap import free_unused
 from torchremat.measuring.step import check_kinds, check_materialised, holdings_of, loss_of, run_backward
+from torchremat.measuring.tracebacks import without_our_frames
 from torchremat.measuring.untouched import gradient_leaves
 from torchremat.planning.budgets import margin_of
 from torchremat.planning.guarding.agreement import Outcome, agreed, check_alone, check_no_sync
@@ -89,6 +90,7 @@ class GuardedStep(Generic[P, R]):
         """The plan that the guard has put on the model; None while there is none."""
         return self._applied.plan
 
+    @without_our_frames
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run the step and its backward on a batch, again if memory runs out, and return what the step returned.
 

@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import cast
 
 import torch
-from torch import Tensor
 
 from torchremat.errors import UnsupportedError
 from torchremat.measuring.before import bytes_before
 from torchremat.measuring.exhaustion import is_out_of_memory
-from torchremat.measuring.interrupts import uninterrupted
+from torchremat.measuring.optimizers import with_wrapped, without_hooks, words_for_wrapped
 from torchremat.measuring.runs import Subject
 from torchremat.measuring.untouched import gradient_leaves, written_back
 from torchremat.planning.elsewhere.machines import Machine
+from torchremat.state.world import World
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +34,7 @@ class OptimizerBytes:
 
 
 def measure_optimizer(subject: Subject, optimizer: torch.optim.Optimizer, machine: Machine) -> OptimizerBytes:
-    """Run one step with gradients of zero, and put parameters and state back.
+    """Run one step with gradients of zero, and put parameters and state back; of what it wraps, too.
 
     Copies lie in host memory meanwhile. The hooks of the optimizer are not run, and a scheduler that counts its steps
     does not see this one.
@@ -43,9 +42,10 @@ def measure_optimizer(subject: Subject, optimizer: torch.optim.Optimizer, machin
     Raises:
         UnsupportedError: See `step_alone`.
     """
+    optimizers = with_wrapped(optimizer)
 
     def state_bytes() -> int:
-        nothing = bytes_before(models=(), leaves=(), optimizer=optimizer, inputs=(), device=machine.device)
+        nothing = bytes_before(models=(), leaves=(), optimizers=optimizers, inputs=(), device=machine.device)
         return nothing.optimizer_bytes
 
     with stepped_and_undone(subject, optimizer) as step:
@@ -60,17 +60,20 @@ def measure_optimizer(subject: Subject, optimizer: torch.optim.Optimizer, machin
 
 @contextmanager
 def stepped_and_undone(subject: Subject, optimizer: torch.optim.Optimizer) -> Generator[Callable[[], None]]:
-    """Give a function that runs one step, with gradients of zero; parameters and state are put back after the block.
+    """Give a function that runs one step, with gradients of zero; all that it changes is put back after the block.
 
     Raises:
         UnsupportedError: See `step_alone`.
     """
+    optimizers = with_wrapped(optimizer)
     leaves = gradient_leaves(subject.models, optimizer, subject.inputs)
-    step = type(optimizer).step
-    # `Optimizer` wraps the step of each subclass in one that runs hooks and counts.
-    unwrapped = cast("Callable[[torch.optim.Optimizer], object]", getattr(step, "__wrapped__", step))
-    with subject.untouched(), written_back(leaves), _put_back(optimizer):
-        yield lambda: step_alone(optimizer, lambda: unwrapped(optimizer))
+    world = World()
+    world.reach([optimizer], are_whole=True)
+    # Parameters that do not require grad may be an optimizer's as well: a slow copy, an average.
+    held = {id(one): one for one in (*leaves, *world.tensors)}
+    with subject.untouched(steps=True), written_back(held.values()):
+        step = without_hooks(optimizers)
+        yield lambda: step_alone(optimizer, step)
 
 
 def step_alone(optimizer: torch.optim.Optimizer, step: Callable[[], object]) -> None:
@@ -84,47 +87,9 @@ def step_alone(optimizer: torch.optim.Optimizer, step: Callable[[], object]) -> 
     except Exception as error:
         if is_out_of_memory(error):
             raise
+        inner = words_for_wrapped(with_wrapped(optimizer))
+        advice = f"Hand over {inner} in its place, or leave" if inner else "Leave"
         raise UnsupportedError(
             f"{type(optimizer).__name__}.step() has to run by itself for its bytes to be counted, and it cannot: "
-            f"{error}. Leave the optimizer out, and leave room for its bytes in the budget."
+            f"{str(error) or repr(error)}. {advice} the optimizer out, and leave room for its bytes in the budget."
         ) from error
-
-
-@contextmanager
-def _put_back(optimizer: torch.optim.Optimizer) -> Generator[None]:
-    """Put back what an optimizer's attributes hold: dicts and lists with their items, tensors with their values.
-
-    Not of its parameters. Each object stays the one that it is: a schedule may hold the tensor of a learning rate.
-    """
-    dicts: list[tuple[dict[object, object], dict[object, object]]] = []
-    lists: list[tuple[list[object], list[object]]] = []
-    tensors: list[Tensor] = []
-    groups = cast("list[dict[str, list[object]]]", optimizer.param_groups)
-    seen = {id(parameter) for group in groups for parameter in group["params"]}
-    waiting: list[object] = [vars(optimizer)]
-    while waiting:
-        value = waiting.pop()
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        if isinstance(value, Tensor):
-            tensors.append(value)
-        elif isinstance(value, dict):
-            table = cast("dict[object, object]", value)
-            dicts.append((table, dict(table)))
-            waiting += table.values()
-        elif isinstance(value, list):
-            items = cast("list[object]", value)
-            lists.append((items, list(items)))
-            waiting += items
-    try:
-        with written_back(tensors):
-            yield
-    finally:
-        with uninterrupted():
-            for table, before in dicts:
-                for key in table.keys() - before.keys():
-                    del table[key]
-                table.update(before)
-            for items, was in lists:
-                items[:] = was

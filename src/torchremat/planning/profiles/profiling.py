@@ -19,6 +19,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeAlias
 
 from torch import nn
@@ -115,7 +116,8 @@ class _Profiling:
 
     def units(self, *, fine: bool) -> tuple[Units, Units]:
         """Return the units, and the finest ones: those that do in a recompute what they do in their forward."""
-        traced = self.peers.each(lambda: trace(self.model, self.subject.step, self.machine.record))
+        aside = partial(self.subject.untouched, looks=True)
+        traced = self.peers.each(lambda: trace(self.model, lambda _: self.subject.run(), self.machine.record, aside))
         has_failed = False
         while True:
             units = self.peers.each(lambda: find_units(traced, unlike=self.repeats.unlike))

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from weakref import ReferenceType, ref
 
@@ -203,27 +204,34 @@ class _Tracer:
         return output
 
 
-def trace(model: nn.Module, step: Step, record: Callable[[], AbstractContextManager[Recorder]] | None = None) -> Trace:
+def trace(
+    model: nn.Module,
+    step: Step,
+    record: Callable[[], AbstractContextManager[Recorder]] | None = None,
+    aside: Callable[[], AbstractContextManager[None]] | None = None,
+) -> Trace:
     """Return a traced forward of `step(model)`; model, gradients, buffers, generators and hooks stay as they are.
 
     Args:
         model: The model.
         step: Returns the loss.
         record: Records what an allocator does in a block. If given, its events are part of the trace.
+        aside: Returns a context that keeps what the step touches; `untouched` with the model if not given.
 
     Raises:
         StepError: The step returns no loss, or one without grad.
     """
+    aside = aside or partial(untouched, model)
     recording = nullcontext() if record is None else record()
-    with untouched(model), recording as recorder, FlopCounter() as flops, OperatorLog(flops, recorder) as log:
+    with aside(), recording as recorder, FlopCounter() as flops, OperatorLog(flops, recorder) as log:
         seen = _run_traced(model, step, flops, log)
     if recorder is not None:
         seen = _recorded(seen, log, recorder.trace)
     if not has_compiled(model):
         return seen
-    with untouched(model), nothing_kept():
+    with aside(), nothing_kept():
         loss_of(step(model))
-    with untouched(model):
+    with aside():
         flops = FlopCounter()  # neither is entered: under a mode, compiled code would run eagerly
         return _joined(model, _run_traced(model, step, flops, OperatorLog(flops, None)), seen)
 

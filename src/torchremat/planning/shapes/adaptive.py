@@ -29,6 +29,7 @@ from torchremat.measuring.exhaustion import is_out_of_memory, let_go
 from torchremat.measuring.profiled import profiler_is_active
 from torchremat.measuring.runs import subject_of
 from torchremat.measuring.step import check_takes, holdings_of, loss_of, run_backward
+from torchremat.measuring.tracebacks import without_our_frames
 from torchremat.planning.budgets import bytes_of, check_budget, margin_of, percentage_of
 from torchremat.planning.elsewhere.machines import Here
 from torchremat.planning.layout import check_bare, installed
@@ -144,6 +145,7 @@ class Adaptive(Generic[B]):
         self.step_seconds = 0.0
         self.learned = 0
 
+    @without_our_frames
     def __call__(self, batch: B) -> Tensor:
         """Run forward and backward of a batch within the budget, and return the loss, detached.
 
@@ -163,6 +165,7 @@ class Adaptive(Generic[B]):
                 raise BudgetError(self._nothing_fits(chosen, look))
             return self._run(chosen, look, batch)
 
+    @without_our_frames
     def learn(self, *batches: B) -> None:
         """Profile batches, so that others of the same kind can be planned; the model stays as it is.
 

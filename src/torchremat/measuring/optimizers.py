@@ -1,0 +1,121 @@
+"""The optimizer of a step: what it wraps, how it runs alone, and that it does not step while we run the step.
+
+An optimizer may be one around another (accelerate's, Lightning's, Lookahead) and have no state of its own. What one
+wraps is no matter of names: it is each optimizer that can be reached from it, by the walk of `state.world`, and that
+steps on some of the same parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
+from threading import get_ident
+from types import MethodType
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from torchremat._compat.autograd import current_graph_task
+from torchremat.errors import UnsupportedError
+from torchremat.state.world import World
+
+Optimizer = torch.optim.Optimizer
+
+
+def with_wrapped(optimizer: Optimizer | None) -> tuple[Optimizer, ...]:
+    """Return an optimizer, and those that it wraps; none if it is None."""
+    if optimizer is None:
+        return ()
+    own = {id(one) for one in parameters_of([optimizer])}
+    return (
+        optimizer,
+        *(one for one in optimizers_in(optimizer) if not own or not own.isdisjoint(map(id, parameters_of([one])))),
+    )
+
+
+def optimizers_in(item: object) -> list[Optimizer]:
+    """Return the optimizers that can be reached from an object, without itself."""
+    world = World()
+    world.reach([item], are_whole=True)
+    return [one for one in world.optimizers if one is not item]
+
+
+def parameters_of(optimizers: Iterable[Optimizer]) -> list[Tensor]:
+    """Return what optimizers step on, each once."""
+    groups = (cast("list[dict[str, list[Tensor]]]", getattr(one, "param_groups", ())) for one in optimizers)
+    found = [parameter for own in groups for group in own for parameter in group["params"]]
+    return list({id(one): one for one in found}.values())
+
+
+def words_for_wrapped(optimizers: Sequence[Optimizer]) -> str:
+    """Return the words for the innermost of an optimizer and those that it wraps; "" if it is alone."""
+    if len(optimizers) < 2:
+        return ""
+    outer, inner = optimizers[0], optimizers[-1]
+    names = [name for name, one in vars(outer).items() if one is inner]
+    return f"the {type(inner).__name__} that it wraps{f' (its `{names[0]}`)' if names else ''}"
+
+
+def bare_step(optimizer: Optimizer) -> Callable[..., object]:
+    """Return the step that the class of an optimizer has, without what runs hooks and counts.
+
+    What others have put in its place on the instance, as schedulers do, is left out with these.
+    """
+    step = type(optimizer).step
+    # `Optimizer` wraps the step of each subclass whose `__init__` calls its own, and marks it. What else is around a
+    # step, like `no_grad`, belongs to it.
+    is_hooked = getattr(step, "hooked", False) and hasattr(step, "__wrapped__")
+    return MethodType(cast("Any", step).__wrapped__ if is_hooked else step, optimizer)
+
+
+def without_hooks(optimizers: Sequence[Optimizer]) -> Callable[[], object]:
+    """Return the step of the first of some optimizers, for which the others run no hooks.
+
+    They get it as an attribute of the instance, to be taken away by whoever puts their attributes back.
+    """
+    for one in optimizers[1:]:
+        vars(one)["step"] = bare_step(one)
+    return bare_step(optimizers[0])
+
+
+# NOTE [ Nobody steps while we run the step ]
+#
+# To plan and to measure, a step is run several times. An optimizer that steps in it, in the forward or by a hook in the
+# backward, would train each time. torch asks hooks before any optimizer steps, and before anything is written, so one
+# of ours refuses there. It need not know who calls: a hook after a gradient, one of a node, the step itself.
+
+
+@contextmanager
+def refusing_steps(tensors: Iterable[Tensor]) -> Generator[None]:
+    """Refuse, for the block, each step of an optimizer in this thread, and in others those on some tensors.
+
+    Raises:
+        UnsupportedError: In the optimizer's step. See NOTE [ Nobody steps while we run the step ]
+    """
+    own, thread = {id(one) for one in tensors}, get_ident()
+
+    def refuse(optimizer: Optimizer, *_: object) -> None:
+        steps_on = parameters_of([optimizer])
+        # Of CUDA's, the backward runs in threads of autograd's. Other threads may train other models meanwhile.
+        if get_ident() != thread and own.isdisjoint(map(id, steps_on)):
+            return
+        phase = "backward" if current_graph_task() != -1 else "forward"
+        raise UnsupportedError(
+            f"the step trains: {type(optimizer).__name__}.step() runs within its {phase}, on {len(steps_on)} "
+            "parameters. To plan or to measure it, a step is run several times, and each would train; so this one was "
+            "ended before anything was written. "
+            + (
+                "Remove the hook that steps (such as one of `register_post_accumulate_grad_hook`) meanwhile, and "
+                "register it afterwards."
+                if phase == "backward"
+                else "Let the step return the loss, and call `optimizer.step()` outside of it."
+            )
+        )
+
+    handle = register_optimizer_step_pre_hook(refuse)
+    try:
+        yield
+    finally:
+        handle.remove()

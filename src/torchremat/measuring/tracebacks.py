@@ -1,0 +1,72 @@
+"""Errors of a user's step, shown as the plain step would show them: without the frames of ours between.
+
+    error                                              frames of this package
+    raised by the user's code, or by torch's for it    left out
+    one of `errors.py`                                 left out: the message says it, and the caller's line is there
+    anything else that is raised in here               kept: it is a bug of ours
+
+The same holds for what an error came from. With TORCHREMAT_FULL_TRACEBACKS=1 in the environment all frames are kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import ParamSpec, TypeVar
+
+from torchremat.errors import PACKAGES, TorchrematError
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_OURS = PACKAGES[1]
+_SWITCH = "TORCHREMAT_FULL_TRACEBACKS"
+
+
+def without_our_frames(function: Callable[P, T]) -> Callable[P, T]:
+    """Let errors that leave a function of ours have the user's frames alone; see above."""
+
+    @functools.wraps(function)
+    def shown(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            if os.environ.get(_SWITCH, "0") in ("", "0"):
+                _shorten(error, set())
+            raise
+
+    return shown
+
+
+def _shorten(error: BaseException | None, done: set[int]) -> None:
+    if error is None or id(error) in done:
+        return
+    done.add(id(error))
+    steps = list(_steps(error.__traceback__))
+    if steps and (isinstance(error, TorchrematError) or not _is_ours(steps[-1])):
+        rest: TracebackType | None = None
+        for place in range(len(steps) - 1, -1, -1):
+            step = steps[place]
+            is_between = place > 0 and _file(step) == contextlib.__file__ and _is_ours(steps[place - 1])
+            if not (_is_ours(step) or is_between):
+                rest = TracebackType(rest, step.tb_frame, step.tb_lasti, step.tb_lineno)
+        error.__traceback__ = rest
+    _shorten(error.__cause__, done)
+    _shorten(error.__context__, done)
+
+
+def _steps(traceback: TracebackType | None) -> Iterator[TracebackType]:
+    while traceback is not None:
+        yield traceback
+        traceback = traceback.tb_next
+
+
+def _file(step: TracebackType) -> str:
+    return step.tb_frame.f_code.co_filename
+
+
+def _is_ours(step: TracebackType) -> bool:
+    return _file(step).startswith(_OURS)

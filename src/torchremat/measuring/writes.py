@@ -1,0 +1,261 @@
+"""What a step writes that is neither a gradient nor a buffer: a teacher's weights, a queue in a list, its own batch.
+
+    what is written                                how it is seen                     what becomes of it
+    anything, in the run that is looked at         an operator is about to write      it is copied first, and put back
+    the same, in later runs                        it was written before              copied before the run, put back
+    small tensors that are no parameters           it is small                        likewise
+    leaves with hooks of the user's in backward,   they are there                     likewise
+    and what such a hook reaches of their shapes
+    `.data`, set to other memory                   the storage is another one         the leaf has its own again
+    anything else                                  its version has moved              an error that names it
+
+Copying all weights would take as much memory again, which is why most are only watched. Missing on purpose: what is
+written through `.data` or NumPy in a backward, where no hook of a leaf does it.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections import defaultdict
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from torchremat._compat.modes import EagerMode
+from torchremat.ambient.hidden import hidden, hiding
+from torchremat.errors import StepError
+from torchremat.measuring.bindings import set_version
+from torchremat.measuring.interrupts import uninterrupted
+from torchremat.measuring.tracker import address_of
+from torchremat.regions.selection import written_by
+from torchremat.regions.traits import traits_of
+from torchremat.state.code import is_library
+from torchremat.state.watching import only_looks_on
+from torchremat.state.world import World
+from torchremat.tensors.metadata import version_of
+from torchremat.tensors.parts import is_wrapper
+
+_SMALL_BYTES = 16 << 10
+
+
+class Known:
+    """What is known of a step from its runs so far.
+
+    Attributes:
+        runs: How many of them have ended.
+        has_looked: Whether what one of them wrote was looked at.
+    """
+
+    def __init__(self) -> None:
+        self.runs = 0
+        self.has_looked = False
+        self._written: dict[int, Tensor] = {}
+
+    def add(self, tensors: Iterable[Tensor]) -> None:
+        """Note tensors that were written."""
+        self._written.update((id(one), one) for one in tensors)
+
+    def has(self, tensor: Tensor) -> bool:
+        """Return whether a tensor was written in a run before."""
+        return id(tensor) in self._written
+
+
+class Writes:
+    """What a step may write in one run of it.
+
+    Args:
+        worlds: What it can reach.
+        buffers: Those of them that others put back.
+        leaves: What may have hooks that run in backward.
+        known: What is known from runs before.
+        names: Gives the name of a tensor for a message.
+        looks: Whether this run is looked at, unless one was.
+    """
+
+    def __init__(
+        self,
+        worlds: Sequence[World],
+        buffers: Iterable[Tensor],
+        leaves: Iterable[Tensor],
+        *,
+        known: Known,
+        names: Callable[[Tensor], str],
+        looks: bool,
+    ) -> None:
+        theirs = set(map(id, buffers))
+        hooked = _hooked(leaves)
+        # What has a graph is an output of the step's, which goes when the step makes the next one.
+        tensors = [one for world in worlds for one in world.tensors]
+        watched = {id(one): one for one in (*tensors, *hooked) if id(one) not in theirs and one.is_leaf}
+        plain = [one for one in watched.values() if _is_plain(one)]
+        free = {id(one) for world in worlds for one in (*world.loose, *(own for *_, own in world.state))}
+        at_once = {*map(id, hooked), *(id(one) for one in plain if id(one) in free and one.nbytes <= _SMALL_BYTES)}
+        self._known = known
+        self._names = names
+        self._looks = looks and not known.has_looked
+        self._versions = [(one, version_of(one)) for one in watched.values()]
+        with hiding():
+            self._places = [_Place(one) for one in plain]
+        self._copies = Copies(one for one in plain if id(one) in at_once or known.has(one))
+
+    @contextmanager
+    def undone(self) -> Generator[None]:
+        """Put back what is written in the block; see above.
+
+        Raises:
+            StepError: Something was written that is not copied.
+        """
+        looking = _Looking([one.tensor for one in self._places], self._copies) if self._looks else nullcontext()
+        try:
+            with looking:
+                yield
+            self._known.has_looked |= self._looks
+        finally:
+            with uninterrupted(), hiding():
+                for place in self._places:
+                    place.put_back()
+                self._known.add(self._copies.put_back())
+        lost = [one for one, version in self._versions if version_of(one) != version]
+        if lost:
+            shown = ", ".join(map(self._names, lost[:3]))
+            raise StepError(
+                f"the step has written in place to {shown}{', ...' if len(lost) > 3 else ''}, which was not copied, so "
+                "it is not what it was before this call. A step that is planned or measured is run several times: let "
+                "it write to buffers (`register_buffer`), or write outside of it, after its backward."
+            )
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    is_strided = tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
+    return is_strided and type(tensor) in (Tensor, nn.Parameter) and not is_wrapper(tensor)
+
+
+class _Place:
+    """The memory that a tensor has, which an assignment to `.data` exchanges."""
+
+    __slots__ = ("_address", "_alias", "tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self._alias = tensor.detach()
+        self._address = address_of(tensor.untyped_storage())
+
+    def put_back(self) -> None:
+        if address_of(self.tensor.untyped_storage()) != self._address or self.tensor.shape != self._alias.shape:
+            self.tensor.data = self._alias
+
+
+class Copies:
+    """Copies of tensors in host memory, to be put back.
+
+    Args:
+        tensors: What is copied at once.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
+        self._copies: dict[int, tuple[Tensor, Tensor, int]] = {}
+        for tensor in tensors:
+            self.add(tensor)
+
+    def add(self, tensor: Tensor) -> None:
+        """Copy one more, unless it is copied already."""
+        if id(tensor) not in self._copies:
+            with hiding():
+                self._copies[id(tensor)] = tensor, tensor.detach().to("cpu", copy=True), version_of(tensor)
+
+    def has(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is among them."""
+        return id(tensor) in self._copies
+
+    def put_back(self) -> list[Tensor]:
+        """Let the tensors have the values and versions that they had; return those that had others."""
+        written: list[Tensor] = []
+        for tensor, copied, version in self._copies.values():
+            if version_of(tensor) == version and same_bytes(tensor.detach().to("cpu"), copied):
+                continue
+            written.append(tensor)
+            tensor.data.copy_(copied)
+            if version >= 0:
+                set_version(tensor, version)
+        return written
+
+
+def same_bytes(tensor: Tensor, copy: Tensor) -> bool:
+    """Return whether two tensors have the same values; NaN equals NaN here."""
+    # Writes through `.data` or NumPy leave the version alone.
+    if tensor.shape != copy.shape:
+        return False
+    return torch.equal(tensor, copy) or bool(torch.all((tensor == copy) | ((tensor != tensor) & (copy != copy))))
+
+
+class _Looking(EagerMode):
+    """Copies what an operator is about to write to, if it is one of some tensors.
+
+    Args:
+        tensors: What is watched.
+        copies: Gets the copies.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor], copies: Copies) -> None:
+        super().__init__()
+        self._copies = copies
+        self._watched: defaultdict[int, list[Tensor]] = defaultdict(list)
+        for one in tensors:
+            self._watched[address_of(one.untyped_storage())].append(one)
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., object],
+        types: tuple[type, ...],
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        """Run an operator."""
+        named = kwargs or {}
+        writes = traits_of(func).writes
+        if writes and not hidden.now:
+            for written in written_by(writes, args, named):
+                if written.layout is torch.strided and not is_wrapper(written):
+                    for one in self._watched.get(address_of(written.untyped_storage()), ()):
+                        self._copies.add(one)
+        return func(*args, **named)
+
+
+def _hooked(leaves: Iterable[Tensor]) -> list[Tensor]:
+    """Return the leaves with hooks of the user's in backward, and what these hooks reach that is like one of them."""
+    found: dict[int, Tensor] = {}
+    hooks: list[object] = []
+    for leaf in leaves:
+        own = hooks_of(leaf)
+        if own:
+            found[id(leaf)] = leaf
+            hooks += own
+    if hooks:
+        world = World()
+        world.reach(hooks, are_whole=True)
+        shapes = {one.shape for one in found.values()}
+        found.update((id(one), one) for one in world.tensors if one.shape in shapes)
+    return list(found.values())
+
+
+def hooks_of(leaf: Tensor) -> list[object]:
+    """Return the hooks of a leaf that run in backward; without those of torch and ours, and what only looks on."""
+    tables: list[object] = [leaf._backward_hooks, getattr(leaf, "_post_accumulate_grad_hooks", None)]
+    if _is_plain(leaf):
+        with hiding():  # its node is had through a view
+            node = torch.autograd.graph.get_gradient_edge(leaf).node
+        # Nothing else tells the hooks of a node, and this only while no graph has it.
+        tables += gc.get_referents(node)
+    hooks = [hook for own in tables if isinstance(own, dict) for hook in cast("dict[int, object]", own).values()]
+    return [hook for hook in hooks if not (only_looks_on(hook) or is_library(_module_of(hook)))]
+
+
+def _module_of(hook: object) -> str | None:
+    while isinstance(hook, functools.partial):
+        hook = cast("functools.partial[object]", hook).func
+    found = getattr(hook, "__module__", None) or getattr(type(hook), "__module__", None)
+    return found if isinstance(found, str) else None
