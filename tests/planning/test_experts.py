@@ -107,13 +107,13 @@ def test_experts_without_tokens_may_be_left_out(monkeypatch):
 
 def test_blocks_whose_experts_get_other_tokens_are_solved_once(planned, monkeypatch):
     _, planner = planned
-    profile = planner.solver.grains.fine  # of what is inside of the blocks
     solved = []
     monkeypatch.setattr(options, "choices", lambda flow, **given: solved.append(flow) or choices(flow, **given))
 
-    found = options.options_of(profile, "flops")
+    found = options.options_of(planner.profile, "flops")
 
-    blocks = [one for unit, one in zip(profile.units.units, found, strict=True) if unit.name.endswith(".mlp")]
+    units = planner.profile.units.units
+    blocks = [one for unit, one in zip(units, found, strict=True) if unit.name.startswith("blocks.")]
     assert len(blocks) == CONFIG.blocks
     assert len([flow for flow in solved if any(one.name == "aten.nonzero.default" for one in flow.operators)]) == 1
     # Of each its own bytes all the same: the tokens of the second block go elsewhere.
