@@ -112,7 +112,8 @@ def test_blocks_whose_experts_get_other_tokens_are_solved_once(planned, monkeypa
 
     found = options.options_of(planner.profile, "flops")
 
-    blocks = [one for unit, one in zip(planner.profile.units.units, found, strict=True) if unit.name.endswith(".mlp")]
+    units = planner.profile.units.units
+    blocks = [one for unit, one in zip(units, found, strict=True) if unit.name.startswith("blocks.")]
     assert len(blocks) == CONFIG.blocks
     assert len([flow for flow in solved if any(one.name == "aten.nonzero.default" for one in flow.operators)]) == 1
     # Of each its own bytes all the same: the tokens of the second block go elsewhere.
@@ -121,11 +122,12 @@ def test_blocks_whose_experts_get_other_tokens_are_solved_once(planned, monkeypa
 
 def test_no_more_is_held_than_spares_all_flops(planned):
     _, planner = planned
+    profile = planner.solver.grains.fine
     heavy = ("aten.mm.default", "aten._scaled_dot_product_flash_attention_for_cpu.default")
     seen = 0
 
-    for unit, own in enumerate(options.options_of(planner.profile, "flops")):
-        flow = flow_of(planner.profile, "flops", unit)
+    for unit, own in enumerate(options.options_of(profile, "flops")):
+        flow = flow_of(profile, "flops", unit)
         by_hand = evaluate(flow, [place for place, one in enumerate(flow.operators) if one.name in heavy])
         if own and not by_hand.cost:
             seen += 1

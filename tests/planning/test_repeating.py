@@ -19,7 +19,7 @@ from torchremat.planning.elsewhere.machines import Here
 from torchremat.planning.layout import calls_of, installed
 from torchremat.planning.plans import Plan
 from torchremat.planning.profiles import profiling
-from torchremat.planning.profiles.units import find_units
+from torchremat.planning.profiles.grain import find_units
 from torchremat.planning.profiles.unlike import told
 from torchremat.planning.profiles.watching import every_unit
 from torchremat.regions.region import Region

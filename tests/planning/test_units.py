@@ -10,8 +10,8 @@ from planning.kinds import KINDS, Loop, block, inputs, linear, square
 from planning.steps import differences, outcome, recomputed_flops
 from torchremat import Planner, plan
 from torchremat.errors import StepError
+from torchremat.planning.profiles.grain import find_units
 from torchremat.planning.profiles.tracing import trace
-from torchremat.planning.profiles.units import find_units
 
 
 def units_of(model, step):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Protocol, cast
@@ -150,18 +152,55 @@ def check_transform_inside(error: BaseException) -> None:
         ) from None
 
 
-def check_transform_traced(error: BaseException, where: str) -> None:
-    """Raise an UnsupportedError in the place of a transform's own, if it ran in a step that is traced for a plan.
+def check_transform_around(where: str) -> None:
+    """Raise an UnsupportedError if a reverse-mode transform runs, around a module in a step that is traced for a plan.
 
     Raises:
-        UnsupportedError: It did; the message names the module.
+        UnsupportedError: It does; the message names the module.
     """
-    if type(error) is RuntimeError and is_of_transform(str(error)):
+    if any(one.key() == REVERSE for one in running_transforms() or ()):
         raise UnsupportedError(
-            f"{where} runs a reverse-mode transform of torch.func (grad, vjp, jacrev, hessian). Torch shows nobody "
-            "what autograd saves inside of these, so no plan can be made. `wrap` the other modules by hand, or use "
-            "`jvp`, `jacfwd` or `vmap`, which can be planned."
-        ) from None
+            f"{where} is called inside of a reverse-mode transform of torch.func (grad, vjp, jacrev, hessian), which "
+            "runs its backward itself, out of a plan's reach. `wrap` the blocks by hand, and `verify`; or call it "
+            "outside, or inside of `jvp`, `jacfwd` or `vmap`, which can be planned."
+        )
+
+
+_HOOKS = sys.modules["torch._C._autograd"]
+
+
+@contextmanager
+def transforms_beside_hooks(seen: Callable[[], None]) -> Generator[None]:
+    """Let reverse-mode transforms run in this thread though saved-tensor hooks are set, which torch refuses.
+
+    These hooks are called inside of the transforms as well, and have to give each tensor back as it is there: see
+    `left_to_transform`.
+
+    Args:
+        seen: Called when one begins.
+    """
+    here, disable = threading.get_ident(), _HOOKS._saved_tensors_hooks_disable
+
+    def disabled(message: str, fail_if_non_empty: bool = True) -> None:
+        if threading.get_ident() == here and is_of_transform(message):
+            fail_if_non_empty = False
+            seen()
+        disable(message, fail_if_non_empty)
+
+    _HOOKS._saved_tensors_hooks_disable = disabled
+    try:
+        yield
+    finally:
+        _HOOKS._saved_tensors_hooks_disable = disable
+
+
+def left_to_transform(pack: Callable[[Tensor], object]) -> Callable[[Tensor], object]:
+    """Return a pack hook that leaves alone what a reverse-mode transform saves, which it will unpack itself."""
+
+    def packed(tensor: Tensor) -> object:
+        return tensor if is_of_transform(_why_no_hooks()) else pack(tensor)
+
+    return packed
 
 
 @contextmanager

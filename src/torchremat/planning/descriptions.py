@@ -10,7 +10,9 @@ from torchremat.planning.inputs import InputSizes
 from torchremat.planning.layout import HeldOperators, calls_of
 from torchremat.planning.plans import PlainSource, Plan, PlannedUnit, Point, claimed
 from torchremat.planning.profiles.reading import Profile
+from torchremat.planning.profiles.traces import named
 from torchremat.planning.profiles.unlike import told
+from torchremat.planning.searches.flows import operators_of
 from torchremat.planning.searches.solving import Candidate
 from torchremat.planning.walks.cargo import NO_LOADS, Loads
 from torchremat.planning.walks.moments import Live, Moment
@@ -174,9 +176,25 @@ def nothing_fits(planner: Planner, size: int, budget: str, reserved_bytes: int) 
             f"{format_bytes(optimizer_peak)}, which no recomputation lowers. Smallest budget that works: "
             f"{optimizer_peak + reserved_bytes} bytes. An optimizer with foreach=False or fused=True needs less."
         )
+    lowers = "a smaller batch lowers the rest."
+    if (whole := compiled_whole(floor.profile)) is not None:
+        lowers = (
+            f"the rest is mostly in {named(whole)}, compiled as one piece, of which all is kept or recomputed. "
+            "Compile its blocks instead (`block.compile()` for each of them), and a plan can choose among these; or "
+            "give the budget to the compiler, with `torchremat.compiled`."
+        )
     return (
         f"no plan fits the budget of {format_bytes(size)} ({budget}){reserved}. Smallest budget that works: "
         f"{floor_bytes} bytes ({format_bytes(floor_bytes)}), at {floor.slowdown:.2f} x the plain time. "
-        f"{format_bytes(planner.fixed_bytes)} of it lie there before a step; a smaller batch lowers the rest."
+        f"{format_bytes(planner.fixed_bytes)} of it lie there before a step; {lowers}"
         + (f" And {told(unlike)}" if (unlike := floor.profile.units.unlike) else "")
     )
+
+
+def compiled_whole(profile: Profile) -> str | None:
+    """Return the compiled unit in which more is saved than in all others, by its name; None if there is none."""
+    inside_bytes = [size.inside_bytes for size in profile.sizes]
+    largest = inside_bytes.index(max(inside_bytes))
+    runs = (profile.units.trace.operators.runs[index] for index in operators_of(profile, largest))
+    is_most = 2 * inside_bytes[largest] > sum(inside_bytes)
+    return profile.units.units[largest].name if is_most and any(run.is_compiled for run in runs) else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -193,16 +193,33 @@ def _sought(planner: Planner, points: int) -> tuple[Candidate, ...]:
         limits = [lowest + (plain - lowest) * place // (points - 1) for place in range(points)]
         with search.pace.part(_FLOOR_SHARE, 1.0):
             solved = [found for limit in search.pace.parts(limits) if (found := search.solve(limit)) is not None]
-    return _undominated(planner, [*solved, search.floor])
-
-
-def _undominated(planner: Planner, candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
     # First the plain step, even where a store lowers the peak at no cost.
-    chosen = [planner.solver.plain]
-    for found in sorted(candidates, key=lambda one: (one.cost, one.slowdown, planner.peak_of(one))):
-        if planner.peak_of(found) < planner.peak_of(chosen[-1]):
-            chosen.append(found)
-    return tuple(chosen)
+    return (search.plain, *undominated([*solved, search.floor], planner.peak_of, search.plain))
+
+
+def undominated(
+    candidates: Iterable[Candidate], peak_of: Callable[[Candidate], int], plain: Candidate
+) -> tuple[Candidate, ...]:
+    """Return candidates of which none is beaten: in peak and what was minimised, or in peak and time, both shown.
+
+    Args:
+        candidates: To choose from.
+        peak_of: Their peaks.
+        plain: What keeps everything; all of them have a lower peak.
+
+    Returns:
+        The highest peak first.
+    """
+    cheapest = [plain]
+    for found in sorted(candidates, key=lambda one: (one.cost, one.slowdown, peak_of(one))):
+        if peak_of(found) < peak_of(cheapest[-1]):
+            cheapest.append(found)
+    # Fewer flops may take more time.
+    fastest: list[Candidate] = []
+    for found in reversed(cheapest[1:]):
+        if not fastest or found.slowdown < fastest[-1].slowdown:
+            fastest.append(found)
+    return tuple(reversed(fastest))
 
 
 def _point(planner: Planner, found: Candidate) -> FrontierPoint:

@@ -258,7 +258,8 @@ class Snapshot:
         for own, now in ours:
             for key in _ours(own).keys() - now.keys():
                 del own[key]
-            own.update(now)
+            if now:
+                own.update(now)
         for one, before in self._rest:
             one.write(with_others(before, shown))
         flags, hooks = self._leaves

@@ -34,6 +34,8 @@ _UNTOLD = ("device", "pin_memory", "generator")
 
 def _described(value: object) -> str:
     if isinstance(value, Tensor):
+        if value.dtype is torch.uint8 and value.ndim == 1:
+            return "uint8[]"  # a buffer that a kernel has sized, and of which a fake has nothing
         layout = "" if value.is_contiguous() else "~" if value.layout is torch.strided else "?"
         return f"{_short(value.dtype)}{layout}[{','.join(map(str, value.shape))}]"
     if isinstance(value, list | tuple):

@@ -10,15 +10,17 @@ from torch import Tensor
 from torchremat._compat.autograd import pop_saved_tensor_hooks, push_saved_tensor_hooks
 from torchremat._compat.graphs import outside_graphs
 from torchremat._compat.modes import except_traced
+from torchremat._compat.transforms import left_to_transform, transforms_beside_hooks
 from torchremat.errors import StepError
 
 
 @contextmanager
 def nothing_kept() -> Generator[None]:
     """Drop whatever autograd saves in the block, so that a forward needs about the memory of one without grad."""
-    push_saved_tensor_hooks(except_traced(_dropped), never)
+    push_saved_tensor_hooks(left_to_transform(except_traced(_dropped)), never)
     try:
-        yield
+        with transforms_beside_hooks(lambda: None):
+            yield
     finally:
         pop_saved_tensor_hooks()
 

@@ -33,13 +33,15 @@ from torchremat.measuring.step import run_backward
 from torchremat.measuring.traces import AllocationTrace, Recorder
 from torchremat.planning.elsewhere.machines import Machine, has_room
 from torchremat.planning.layout import calls_of, check_bare, installed
+from torchremat.planning.profiles.grain import find_units, finest_units, grain_of
 from torchremat.planning.profiles.optimizers import OptimizerBytes, measure_optimizer
 from torchremat.planning.profiles.peers import Peers
 from torchremat.planning.profiles.reading import Profile, read_profile
 from torchremat.planning.profiles.repeating import Repeats, leave_out, tried
 from torchremat.planning.profiles.roots import by_shard
+from torchremat.planning.profiles.traces import Trace
 from torchremat.planning.profiles.tracing import trace
-from torchremat.planning.profiles.units import Units, find_units, splittable
+from torchremat.planning.profiles.units import Grain, Units
 from torchremat.planning.profiles.watching import Watcher, every_unit, halves
 from torchremat.regions.settings import Settings
 from torchremat.schedules.chain import Tree
@@ -120,16 +122,25 @@ class _Profiling:
         traced = self.peers.each(lambda: trace(self.model, lambda _: self.subject.run(), self.machine.record, aside))
         has_failed = False
         while True:
-            units = self.peers.each(lambda: find_units(traced, unlike=self.repeats.unlike))
+            grain = self.grain(traced)
+            units = self.peers.each(lambda own=grain: find_units(traced, unlike=self.repeats.unlike, grain=own))
             _check_same_calls(self.peers.all(lambda own=units: [unit.name for unit in own.units]))
-            split = splittable(units)
-            finest = find_units(traced, split, self.repeats.unlike) if split else units
+            finest = finest_units(units)
             if not (self.some_fail(units) or (fine and len(finest.units) <= _MOST_UNITS and self.some_fail(finest))):
                 break
             has_failed = True
         if has_failed:
             self.repeats.tell()
         return units, finest
+
+    def grain(self, traced: Trace) -> Grain:
+        """Return how far calls are taken apart: as they were in a step that made the same ones, and in each process."""
+        kind = tuple(call.name for call in traced.calls)
+        known = self.repeats.grains.get(kind)
+        if known is None:
+            found = self.peers.all(lambda: grain_of(traced, self.repeats.unlike))
+            known = self.repeats.grains[kind] = max(found, key=lambda grain: grain.need_bytes)
+        return known
 
     def some_fail(self, units: Units) -> bool:
         """Try the units unless all of them have been tried, and return whether some are to be none. See `repeating`."""

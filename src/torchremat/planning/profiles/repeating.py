@@ -5,7 +5,7 @@ A module may read what nobody passes to it: an attribute that the code around it
 a forward in which every unit is a region, and when it has ended each is run again, the last one first as in backward.
 What is saved and what is returned has to have the same bits. Where memory is short, a few units are tried at a time.
 
-A unit that fails is none: the calls inside of it may be, and what is left stays kept. See `find_units`.
+A unit that fails is none: the calls inside of it may be, and what is left stays kept. See `grain`.
 
 Missing on purpose: units of modules that FSDP2 has sharded, whose parameters are gathered in backward alone; and units
 in which nothing runs (`on="meta"`).
@@ -28,7 +28,7 @@ from torchremat.measuring.heap import free_unused
 from torchremat.measuring.modules import has_compiled
 from torchremat.measuring.runs import Subject
 from torchremat.planning.layout import calls_of, installed
-from torchremat.planning.profiles.units import Units, not_called
+from torchremat.planning.profiles.units import Grain, Units, not_called
 from torchremat.planning.profiles.unlike import told
 from torchremat.planning.profiles.watching import UnitObserver, every_unit
 from torchremat.regions.causes import seen_cause
@@ -60,10 +60,13 @@ class Repeats:
     Attributes:
         like: The names of those that passed.
         unlike: The names of those that did not, with the reasons.
+        grains: How far calls are taken apart, by the calls that a step makes: the same for batches of every shape, or
+            their profiles would not be of one form.
     """
 
     like: set[str] = field(default_factory=set[str])
     unlike: dict[str, str] = field(default_factory=dict[str, str])
+    grains: dict[tuple[str, ...], Grain] = field(default_factory=dict[tuple[str, ...], Grain])
 
     def know(self, units: Units) -> bool:
         """Return whether each of some units has been tried."""
@@ -73,6 +76,8 @@ class Repeats:
         """Take in what trying some units has told in each process, and return whether one of them failed."""
         new = {name: why for one in found for name, why in one.items()}
         self.unlike.update(new)
+        if new:
+            self.grains.clear()
         self.like.update(name for unit in units.units for name, _ in unit.keys if name not in self.unlike)
         return bool(new)
 

@@ -37,6 +37,7 @@ class Call:
         outputs: Those that it returned.
         mutated: Places in `inputs` whose tensors it wrote to in place.
         is_overwritten: Whether a parameter of its module was written in place after its entry, by itself or later.
+        is_transforming: Whether a reverse-mode transform of torch.func ran in it, which no region can have inside.
         saved: What autograd saved directly in it, not in the calls inside.
         entered: Time of entry: the number of entries and exits of calls before it.
         left: Time of exit.
@@ -60,6 +61,7 @@ class Call:
     outputs: list[Seen] = field(default_factory=list[Seen])
     mutated: list[int] = field(default_factory=list[int])
     is_overwritten: bool = False
+    is_transforming: bool = False
     saved: list[Saved] = field(default_factory=list[Saved])
     carried: tuple[int, ...] = ()
     entered: int

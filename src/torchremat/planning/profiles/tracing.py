@@ -28,7 +28,7 @@ from torchremat._compat.compiled_code import is_compiled
 from torchremat._compat.graphs import outside_graphs
 from torchremat._compat.modes import except_traced
 from torchremat._compat.sharding import is_sharded
-from torchremat._compat.transforms import check_transform_traced
+from torchremat._compat.transforms import check_transform_around, left_to_transform, transforms_beside_hooks
 from torchremat.errors import StepError, UnsupportedError
 from torchremat.measuring.flops import FlopCounter
 from torchremat.measuring.modules import has_compiled
@@ -119,6 +119,11 @@ class _Tracer:
         (calls[-1].saved if calls else self.step_saved).append(saved)
         return self.saves.note(saved, values, ((call, self.flops.total - call.flops) for call in calls))
 
+    def transforms(self) -> None:
+        """Note that a reverse-mode transform of torch.func begins."""
+        for index in self.open:
+            self.calls[index].is_transforming = True
+
     def carried(self, value: object) -> None:
         """Note a value where it is put, and where it is taken: calls that began between get it past their arguments."""
         storages = [one for tensor in tensors_in(value) for one in self.storages_of(tensor, new=True)]
@@ -142,6 +147,7 @@ class _Tracer:
         args: tuple[object, ...],
         kwargs: dict[str, object],
     ) -> object:
+        check_transform_around(named(name))
         hooks = top_saved_tensor_hooks(True)
         if hooks is None or hooks[0] is not self.hook:
             raise UnsupportedError(
@@ -184,9 +190,6 @@ class _Tracer:
         call.begins = log.mark()
         try:
             output = function(*args, **kwargs)
-        except RuntimeError as error:
-            check_transform_traced(error, named(name))
-            raise
         finally:
             self.open.pop()
             log.call = self.open[-1] if self.open else -1
@@ -239,8 +242,8 @@ def trace(
 def _run_traced(model: nn.Module, step: Step, flops: FlopCounter, log: OperatorLog) -> Trace:
     tracer = _Tracer(model, flops, log)
     try:
-        with intercepted(model, tracer.run):
-            tracer.hook = except_traced(tracer.save)
+        with intercepted(model, tracer.run), transforms_beside_hooks(tracer.transforms):
+            tracer.hook = left_to_transform(except_traced(tracer.save))
             push_saved_tensor_hooks(tracer.hook, never)
             thread.on_carried = tracer.carried
             try:

@@ -1,22 +1,20 @@
-"""The flat order of calls that a plan chooses among, found in a trace.
+"""The units of a trace: calls that a plan makes one choice for, in the order in which they were made.
 
-The calls of the root are taken apart into those that they make themselves as long as that loses nothing: a container
-or a wrapper model that saves next to nothing in its own code, and holds much of the whole. What is left, in order,
-are the
-units: a transformer's blocks, a U-Net's, encoder before decoder, whatever the types are called.
+Which calls they are is the matter of `grain`; here they get what a plan has to know of them.
 
     repeating         a call whose recompute would not be its forward is no unit; see `repeating`
     mutation          a call that writes to its input in place cannot start a region, for the recompute would find the
                       input changed: it is glued to the call that produced the input, and both are one unit; if that
                       is not the call just before, or if a later call writes to an input, the call is no unit at all;
                       neither is one whose parameters are written in it or later, as by `nn.Embedding(max_norm=...)`
+    torch.func        a call in which a reverse-mode transform runs (`grad`, `vjp`) is none, since no region could be
     barrier           regions do not span two calls of a root, of which each opens a scope of its own: also where a
                       root is called inside of another one, as by a step that calls a part of the model beside all of it
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
@@ -26,10 +24,20 @@ from torchremat.planning.profiles.saves import Saved
 from torchremat.planning.profiles.traces import Call, Trace, named
 from torchremat.planning.profiles.unlike import told
 
-# A call is taken apart if its own code saves at most this share of what is saved in all of it ...
-_MOST_GLUE = 0.1
-# ... and if it holds at least this share of what the whole forward saves.
-_LEAST_SHARE = 0.3
+
+@dataclass(frozen=True, kw_only=True)
+class Grain:
+    """How far calls are taken apart; see `grain`.
+
+    Attributes:
+        apart: The modules whose calls are.
+        inside: Those whose calls are inside of a unit that is split, beside its own.
+        need_bytes: The lowest need.
+    """
+
+    apart: frozenset[str] = frozenset()
+    inside: frozenset[str] = frozenset()
+    need_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +80,7 @@ class Units:
         others: Calls between the units that can be no units, with their keys: whoever counts calls has to count them.
         opened: Calls that were taken apart, with their keys; to be counted as well.
         unlike: The modules that are none since their recompute would not be their forward, with the reasons.
+        grain: How far calls were taken apart, and would be if units were split.
     """
 
     trace: Trace
@@ -80,6 +89,7 @@ class Units:
     others: tuple[tuple[int, tuple[str, int]], ...]
     opened: tuple[tuple[int, tuple[str, int]], ...] = ()
     unlike: Mapping[str, str] = field(default_factory=dict[str, str])
+    grain: Grain = field(default_factory=Grain)
 
     @cached_property
     def rows(self) -> tuple[range, ...]:
@@ -152,72 +162,19 @@ class Units:
         return any(self.trace.calls[inner].saved for inner in self.trace.descendants(call))
 
 
-def find_units(trace: Trace, split: frozenset[int] = frozenset(), unlike: Mapping[str, str] | None = None) -> Units:
-    """Return the units of a traced forward.
+def linked(trace: Trace, roots: Sequence[int], chosen: Sequence[int], unlike: Mapping[str, str]) -> Units:
+    """Return the units that some calls make.
 
     Args:
         trace: The forward.
-        split: Calls that would be units and are to be taken apart into the calls that they make.
+        roots: The calls that they lie in, or are.
+        chosen: The calls, in order; none lies in another one.
         unlike: Modules whose recompute would not be their forward, by name, with the reasons; see `repeating`.
 
     Raises:
-        StepError: The step calls no module of the model with grad mode on, or none that could be recomputed.
+        StepError: None of them could be recomputed.
     """
-    roots = [index for index in trace.children(None) if trace.calls[index].grad]
-    if not roots:
-        raise StepError(
-            "the step calls no module of the model with grad mode on; is it given another model than the one it uses?"
-        )
-    total = sum(_saved_bytes(trace, root) for root in roots)
-    opening = frozenset(trace.calls[root].name for root in roots)
-    own = dict(unlike or {})
-    names = set[str]().union(*(_expanded_names(trace, root, total, opening, own, is_root=True) for root in roots))
-    flat = [call for root in roots for call in _flat(trace, root, names)]
-    chosen = [inner for call in flat for inner in (_parts(trace, call) if call in split else [call])]
-    return _Linker(trace, roots, opening, chosen, own).units()
-
-
-def _saved_bytes(trace: Trace, call: int) -> int:
-    seen = {seen.storage for seen in trace.calls[call].inputs}
-    saves = (save for inner in trace.descendants(call) for save in trace.calls[inner].saved)
-    inside = {storage for save in saves for storage in save.storages}
-    return sum(trace.storage_bytes[storage] for storage in inside - seen - trace.fixed if storage >= 0)
-
-
-def _expanded_names(
-    trace: Trace, index: int, total: int, opening: frozenset[str], unlike: Collection[str], *, is_root: bool
-) -> set[str]:
-    children = [child for child in trace.children(index) if trace.calls[child].grad]
-    if not children:
-        return set()
-    # What opens a scope wherever it is called cannot be part of a unit.
-    is_root = is_root or any(trace.calls[inner].name in opening for inner in trace.descendants(index))
-    whole = _saved_bytes(trace, index)
-    between = {storage for save in trace.calls[index].saved for storage in save.storages} - trace.fixed
-    glue = sum(trace.storage_bytes[storage] for storage in between if storage >= 0)
-    is_whole = whole < _LEAST_SHARE * total or glue > _MOST_GLUE * whole
-    own = trace.calls[index]
-    if is_whole and not (is_root or own.is_overwritten or own.name in unlike):
-        return set()
-    names = {own.name}
-    for child in children:
-        names |= _expanded_names(trace, child, total, opening, unlike, is_root=False)
-    return names
-
-
-def _flat(trace: Trace, index: int, expanded: set[str]) -> list[int]:
-    call = trace.calls[index]
-    if not call.grad:
-        return []
-    if call.name in expanded:
-        flat = [unit for child in trace.children(index) for unit in _flat(trace, child, expanded)]
-        if flat:
-            return flat
-    return [index]
-
-
-def _parts(trace: Trace, call: int) -> list[int]:
-    return [child for child in trace.children(call) if trace.calls[child].grad]
+    return _Linker(trace, roots, chosen, unlike).units()
 
 
 def not_called(units: Units, unit: int) -> StepError:
@@ -228,22 +185,13 @@ def not_called(units: Units, unit: int) -> StepError:
     )
 
 
-def splittable(units: Units) -> frozenset[int]:
-    """Return the calls of units that make at least two calls themselves, so that there is something to choose among."""
-    calls = [unit.calls[0] for unit in units.units if len(unit.calls) == 1]
-    parts = {call: [units.trace.calls[part].name for part in _parts(units.trace, call)] for call in calls}
-    return frozenset(call for call, names in parts.items() if len(names) > 1 and not units.unlike.keys() >= {*names})
-
-
 class _Linker:
     """Makes units of the chosen calls: glues those that mutate, links the rest."""
 
-    def __init__(
-        self, trace: Trace, roots: list[int], opening: frozenset[str], chosen: list[int], unlike: Mapping[str, str]
-    ) -> None:
+    def __init__(self, trace: Trace, roots: Sequence[int], chosen: Sequence[int], unlike: Mapping[str, str]) -> None:
         self.trace = trace
         self.roots = roots
-        self.opening = opening
+        self.opening = frozenset(trace.calls[root].name for root in roots)
         self.chosen = chosen
         self.is_chosen = frozenset(chosen)
         self.unlike = unlike
@@ -254,7 +202,7 @@ class _Linker:
     def units(self) -> Units:
         for index in self.chosen:
             call, scope = self.trace.calls[index], self.scope(index)
-            if call.is_overwritten or call.name in self.unlike:
+            if call.is_overwritten or call.is_transforming or call.name in self.unlike:
                 continue  # it stays code between the units, as do the calls below
             if call.mutated and self.groups and self.scope_of[-1] == scope and self.produces(self.groups[-1], call):
                 self.groups[-1].append(index)
@@ -269,8 +217,8 @@ class _Linker:
                     f"no call of the model can be recomputed, so there is nothing to plan: {told(self.unlike)}"
                 )
             raise StepError(
-                "no call of the model can be recomputed: each writes in place to its inputs or to its parameters. "
-                "There is nothing to plan; write out of place."
+                "no call of the model can be recomputed: each writes in place to its inputs or to its parameters, or "
+                "runs a reverse-mode transform of torch.func. There is nothing to plan; write out of place."
             )
         keys = self.keys()
         rows = groupby(range(len(self.groups)), key=self.scope_of.__getitem__)

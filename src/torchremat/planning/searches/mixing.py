@@ -13,9 +13,10 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 
+from torchremat.planning.profiles.grain import find_units, splittable
 from torchremat.planning.profiles.profiling import Grains
 from torchremat.planning.profiles.reading import Profile
-from torchremat.planning.profiles.units import find_units, splittable
+from torchremat.planning.profiles.units import Units
 from torchremat.planning.profiles.watching import every_unit
 from torchremat.planning.searches.glue import glue_of
 from torchremat.planning.walks.memory import Walk
@@ -43,12 +44,28 @@ def divisible(grains: Grains) -> frozenset[int]:
     return frozenset(call for call in result if calls[call].name not in whole)
 
 
+def units_of(grains: Grains, split: frozenset[int]) -> Units | None:
+    """Return the units that there are if some calls are split; None if the profiles have not seen all of them.
+
+    Args:
+        grains: The profiles.
+        split: Calls among `divisible(grains)`.
+    """
+    seen = {unit.calls for profile in (grains.coarse, grains.fine) if profile for unit in profile.units.units}
+    units = _units(grains.coarse, split)
+    return units if all(unit.calls in seen for unit in units.units) else None
+
+
+def _units(coarse: Profile, split: frozenset[int]) -> Units:
+    return find_units(coarse.units.trace, split, coarse.units.unlike, coarse.units.grain)
+
+
 def mixed(grains: Grains, split: frozenset[int], *, stays: bool = False) -> Profile:
     """Return the profile in which the units of some calls are split.
 
     Args:
         grains: The profiles that it is made of.
-        split: Calls among `divisible(grains)`.
+        split: Calls among `divisible(grains)` of which `units_of` has the units.
         stays: Whether they are of a backward in two parts, in whose first one the graph stays.
     """
     grains = aligned(grains, stays=stays) if split else grains
@@ -92,7 +109,7 @@ class _Mixture:
         self.boundary = coarse.lifetimes.boundary
         self.coarse = coarse
         self.fine = fine
-        self.units = find_units(coarse.units.trace, split, coarse.units.unlike)
+        self.units = _units(coarse, split)
         self.coarse_index = {unit.calls: index for index, unit in enumerate(coarse.units.units)}
         self.fine_index = {unit.calls: index for index, unit in enumerate(fine.units.units)}
         trace = coarse.units.trace

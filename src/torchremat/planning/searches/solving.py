@@ -21,7 +21,7 @@ from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.profiles.roots import fitted
 from torchremat.planning.searches.chains import Cost, amount, chain_of
 from torchremat.planning.searches.heights import Heights
-from torchremat.planning.searches.mixing import aligned, divisible, mixed
+from torchremat.planning.searches.mixing import aligned, divisible, mixed, units_of
 from torchremat.planning.searches.options import options_of
 from torchremat.planning.searches.pace import Pace
 from torchremat.planning.searches.storing import Storing
@@ -54,6 +54,10 @@ _JUDGED_UNITS = 4000
 _MOST_UNIFORM = 120
 _MOST_SIMPLE = 12
 
+# The first ones, which recompute nothing, and everything, are judged in any case. The chain's scalars may say that no
+# tree fits anywhere; these are two, so there is a lowest one.
+_ALWAYS = 2
+
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
@@ -81,7 +85,8 @@ class Search:
     Blocks are mostly alike, so how many are taken apart matters more than which: the mixtures tried have a quarter, a
     half, three quarters and all of them split, evenly spread. The last ones are special, since all that is kept is live
     together with what they save: there are mixtures with the last one, the last two and all but the first as well. All
-    of this as long as the units stay few enough to plan in a second.
+    of this as long as the units stay few enough to plan in a second. One more has those split that are in the step
+    which needs the least, see `grain`, however many units that are.
 
     Args:
         grains: The profile.
@@ -107,8 +112,10 @@ class Search:
         self.storing = Storing(self.whole, offers)
         if operators:
             with pace.running(_OPTIONS_SHARE):
-                options = options_of(grains.coarse, cost, pace)
-            grains = replace(grains, coarse=replace(grains.coarse, options=options))
+                grains = Grains(
+                    coarse=replace(grains.coarse, options=options_of(grains.coarse, cost, pace)),
+                    fine=grains.fine and replace(grains.fine, options=options_of(grains.fine, cost, pace)),
+                )
         self.grains = grains
         self.cost_unit: Cost = cost
         self.coarse = Solver(grains.coarse, cost, pace=pace) if grains.coarse.options else self.whole
@@ -121,13 +128,14 @@ class Search:
     @cached_property
     def solvers(self) -> tuple[Solver, ...]:
         """One solver for each mixture."""
-        calls = self.grains.coarse.units.trace.calls
+        units = self.grains.coarse.units
         # A module is split in all of its calls or in none, as its calls are mostly alike.
         by_name: dict[str, set[int]] = {}
         for call in sorted(divisible(self.grains)):
-            by_name.setdefault(calls[call].name, set()).add(call)
+            by_name.setdefault(units.trace.calls[call].name, set()).add(call)
         whole = list(by_name.values())
-        splits: dict[frozenset[int], None] = {}
+        lowest = frozenset[int]().union(*(own for name, own in by_name.items() if name in units.grain.inside))
+        splits: dict[frozenset[int], None] = {lowest: None}
         for share in _SHARES:
             count = round(share * len(whole))
             chosen = [whole[(2 * i + 1) * len(whole) // (2 * count)] for i in range(count)]
@@ -135,9 +143,11 @@ class Search:
         for count in _AT_THE_END:
             splits[frozenset[int]().union(*whole[-count:])] = None
         splits.pop(frozenset(), None)
-        units, parts = self.grains.coarse.units, self.grains.coarse.units.trace.children
+        found = {split: units_of(self.grains, split) for split in splits}
         fitting = [
-            split for split in splits if len(units.units) + sum(len(parts(call)) - 1 for call in split) <= _MOST_UNITS
+            split
+            for split, own in found.items()
+            if own is not None and (split == lowest or len(own.units) <= _MOST_UNITS)
         ]
         grains = aligned(self.grains)
         mixtures = [mixed(grains, split) for split in fitting]
@@ -158,7 +168,8 @@ class Search:
             yield self.storing
             finest = max(self.solvers, key=lambda solver: len(solver.profile.units.units))
             if finest is not self.coarse:
-                yield Storing(finest, self.offers)
+                profile = replace(finest.profile, options=())
+                yield Storing(Solver(profile, self.cost_unit, hand_made=False, pace=self.pace), self.offers)
 
     def solve(self, limit_bytes: int) -> Candidate | None:
         """Return the cheapest tree found whose predicted peak is at most the limit; None if none fits."""
@@ -205,7 +216,7 @@ class Solver:
     Args:
         profile: The profile.
         cost: What to minimise.
-        hand_made: Whether uniform trees, as people write them by hand, are candidates. In mixtures they win nothing.
+        hand_made: Whether all uniform trees, as people write them by hand, are tried. In mixtures they win nothing.
         pace: How long it may take.
     """
 
@@ -257,11 +268,12 @@ class Solver:
     def uniform(self) -> tuple[Candidate, ...]:
         """The uniform trees, every one for few units, those with few regions or long strides for many."""
         is_long = sum(stage.recomputable for stage in self.chain.stages) > _MOST_UNIFORM
-        trees = candidates(self.chain, most=_MOST_SIMPLE if is_long else None) if self.hand_made else {}
+        trees = candidates(self.chain, most=_MOST_SIMPLE if is_long or not self.hand_made else None)
         chosen = [tree for name, tree in trees.items() if len(trees) <= _MOST_UNIFORM or _is_simple(name)]
+        chosen = chosen if self.hand_made else chosen[:_ALWAYS]
         self.pace.tell("judging")
-        # The first ones recompute nothing, and everything.
-        return tuple(self.judged(tree) for number, tree in enumerate(chosen) if number < 2 or not self.pace.is_over)
+        judged = (tree for number, tree in enumerate(chosen) if number < _ALWAYS or not self.pace.is_over)
+        return tuple(map(self.judged, judged))
 
     def judged(self, tree: Tree) -> Candidate:
         """Return a tree, made fit to run and for the roots, with its prediction."""
