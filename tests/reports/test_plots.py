@@ -74,7 +74,7 @@ def test_nothing_at_all_can_be_drawn(tmp_path):
 
 def test_a_measurement_draws_itself(tmp_path, figures):
     model, step = small()
-    measured = torchremat.measure(step, model)
+    measured = torchremat.measure(model, step)
     measured.plot(tmp_path / "p.png")
 
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
@@ -93,7 +93,7 @@ def test_a_plan_draws_plain_and_planned_side_by_side(tmp_path, figures):
 
 def test_measurements_are_drawn_with_their_budgets(tmp_path, figures):
     model, step = small()
-    measured = torchremat.measure(step, model)
+    measured = torchremat.measure(model, step)
     plot_measurements({"plain": measured, "half": measured}, tmp_path / "p.png", budgets={"half": 10**6})
 
     plain, half = figures[0].axes

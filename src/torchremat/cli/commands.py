@@ -6,14 +6,15 @@ command, 3 if a plan is within its budget and there was no plain step to compare
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 from rich.console import Console
 
@@ -61,6 +62,23 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 _out, _err = Console(), Console(stderr=True)
+
+
+def _say_version(asked: bool) -> None:
+    if asked:
+        _show(f"torchremat {version('torchremat')}, torch {torch.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def command(
+    *,
+    is_version: Annotated[
+        bool,
+        typer.Option("--version", callback=_say_version, is_eager=True, help="Print the version, and that of torch."),
+    ] = False,
+) -> None:
+    """Take what stands before a command."""
 
 
 @contextmanager
@@ -119,7 +137,7 @@ def measure_command(target: Target, plot: Plot = None, device: Device = None) ->
         _check_files(plot=plot)
         own, place = load(target), place_of(device)
         own.train_once()
-        found = measure(own.step, own.model, optimizer=own.optimizer, device=place)
+        found = measure(own.model, own.step, optimizer=own.optimizer, device=place)
     _show(found)
     with _working("drawing"):
         _write(plot, found.plot)
@@ -135,7 +153,7 @@ def saved_command(
     with _working("looking"):
         _check_files(out)
         own = load(target)
-        found = saved(own.step, own.model)
+        found = saved(own.model, own.step)
     _show(found.text(top))
     with _working("writing"):
         _write(out, found.save)
@@ -335,6 +353,4 @@ def _judge(plan: Plan, report: Report) -> None:
 
 def main() -> None:
     """Run the command line."""
-    # torch reports each start of its profiler, which measures the bytes, on stderr.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     app()

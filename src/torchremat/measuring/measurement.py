@@ -14,7 +14,6 @@ tracker's bytes are those of the eager code, all else is its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -23,6 +22,7 @@ import torch
 from torch import nn
 
 from torchremat._compat.accelerators import accelerator_of
+from torchremat.measuring.arguments import Step, model_and_step, model_first
 from torchremat.measuring.curves import curve_of, draw
 from torchremat.measuring.heap import heap_set_aside
 from torchremat.measuring.profiled import profiler_is_active
@@ -130,9 +130,10 @@ class Measurement:
         return ", ".join(f"{name} {format_bytes(size)}" for name, size in self._parts().items() if size)
 
 
+@model_first
 def measure(
-    step: Callable[..., object],
-    model: nn.Module | None = None,
+    model: nn.Module | Step,
+    step: Step | None = None,
     *,
     optimizer: torch.optim.Optimizer | None = None,
     device: torch.device | str | None = None,
@@ -144,9 +145,9 @@ def measure(
     On CUDA the peak counters of torch are reset.
 
     Args:
+        model: The model. Modules that the step itself holds count as well. Where those are all, give the step alone.
         step: Called as `step(model)`, or as `step()` if no model is given. Returns the loss: a scalar tensor, an
             object with a `.loss`, or a dict with a `"loss"`.
-        model: The model. Modules that the step itself holds count as well.
         optimizer: Its state is counted, and its parameters are.
         device: Whose bytes are measured; that of the first parameter or tensor found, if not given.
 
@@ -154,7 +155,7 @@ def measure(
         StepError: The step returns no loss, runs backward itself, or the model has parameters without values.
         UnsupportedError: The device is neither a CPU nor a CUDA device.
     """
-    subject = subject_of(step, model, optimizer)
+    subject = subject_of(*model_and_step(model, step), optimizer)
     place = subject.device(device)
     accelerator = accelerator_of(place)
     if accelerator.records is None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torchremat.planning.bounds.certificates import claim_of
+from torchremat.planning.budgets import shares_that_work
 from torchremat.planning.inputs import InputSizes
 from torchremat.planning.layout import HeldOperators, calls_of
 from torchremat.planning.plans import PlainSource, Plan, PlannedUnit, Point, claimed
@@ -156,16 +157,18 @@ def made_plan(
     return claimed(made, claim)
 
 
-def nothing_fits(planner: Planner, size: int, budget: str, reserved_bytes: int) -> str:
+def nothing_fits(planner: Planner, size: int, budget: str, reserved_bytes: int, *, plain_bytes: int) -> str:
     """Return the message for a budget that no plan fits.
 
     Args:
         planner: What was asked.
         size: The budget in bytes.
         budget: The same as it was given.
+        plain_bytes: The peak of a plain step, which shares are of.
         reserved_bytes: What of it has to stay free.
     """
     floor, floor_bytes = planner.solver.floor, planner.floor_bytes + reserved_bytes
+    shares = shares_that_work(floor_bytes, plain_bytes=plain_bytes, before_bytes=planner.fixed_bytes)
     reserved = f", of which {format_bytes(reserved_bytes)} are set aside" if reserved_bytes else ""
     optimizer_peak = planner.optimizer_peak_bytes or 0
     if optimizer_peak > planner.fixed_bytes + floor.prediction.peak_bytes:
@@ -178,5 +181,6 @@ def nothing_fits(planner: Planner, size: int, budget: str, reserved_bytes: int) 
         f"no plan fits the budget of {format_bytes(size)} ({budget}){reserved}. Smallest budget that works: "
         f"{floor_bytes} bytes ({format_bytes(floor_bytes)}), at {floor.slowdown:.2f} x the plain time. "
         f"{format_bytes(planner.fixed_bytes)} of it lie there before a step; a smaller batch lowers the rest."
+        + (f" {shares}" if shares else "")
         + (f" And {told(unlike)}" if (unlike := floor.profile.units.unlike) else "")
     )

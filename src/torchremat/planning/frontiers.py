@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from torchremat.errors import BudgetError, UnsupportedError
 from torchremat.measuring.heap import heap_set_aside
-from torchremat.planning.budgets import percentage_of
+from torchremat.planning.budgets import Relative, relative_of
 from torchremat.planning.plans import Plan
 from torchremat.planning.searches.chains import Cost
 from torchremat.planning.searches.pace import TIME_IS_OVER
@@ -92,9 +92,8 @@ class Frontier:
                 raise BudgetError("the point belongs to another frontier; give one of `points`.")
             size, name, place = budget.budget_bytes, str(budget.budget_bytes), self.points.index(budget)
         else:
-            percent = percentage_of(budget)
-            plain_bytes = self.points[0].peak_bytes
-            size = self._planner.bytes_of(budget) if percent is None else int(plain_bytes * percent / 100)
+            relative = relative_of(budget)
+            size = self._planner.bytes_of(budget) if relative is None else self._bytes_of(relative)
             name, place = str(budget), self._cheapest(size)
             if place is None:
                 lowest = self.points[-1]
@@ -104,6 +103,13 @@ class Frontier:
                     "the plain time."
                 )
         return self._planner.for_all(lambda: self._planner.plan_of(self._candidates[place], size, name))
+
+    def _bytes_of(self, budget: Relative) -> int:
+        return budget.bytes(
+            plain_bytes=self.points[0].peak_bytes,
+            before_bytes=self._planner.fixed_bytes,
+            smallest=lambda: self.points[-1].budget_bytes,
+        )
 
     def _cheapest(self, size: int) -> int | None:
         return next((place for place, point in enumerate(self.points) if point.budget_bytes <= size), None)
