@@ -46,6 +46,7 @@ class Curve:
         phases: Of each point: what runs from it on.
         before_bytes: What lay in memory before the step.
         budget_bytes: Drawn as a line; None if there is none.
+        peak: What is said of the peak below the heading; the highest of the points if nothing is.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Curve:
     phases: tuple[Phase, ...]
     before_bytes: int
     budget_bytes: int | None = None
+    peak: str = ""
 
 
 def curve_of(timeline: Timeline, *, name: str, before_bytes: int, budget_bytes: int | None = None) -> Curve:
@@ -126,8 +128,8 @@ def _draw_panel(panel: Axes, curve: Curve, size: int) -> None:
     panel.xaxis.set_major_formatter("{x:g}")
     panel.tick_params(colors=_INK, labelsize="small")
     panel.spines[["top", "right"]].set_visible(False)
-    peak = format_bytes(int(curve.live_bytes.max(initial=0)))
-    panel.set_title(f"{curve.name}\npeak {peak}", color=_INK, fontsize="medium", loc="left")
+    peak = curve.peak or f"peak {format_bytes(int(curve.live_bytes.max(initial=0)))}"
+    panel.set_title(f"{curve.name}\n{peak}", color=_INK, fontsize="medium", loc="left")
 
 
 def _runs(phases: tuple[Phase, ...]) -> Iterator[tuple[Phase, int, int]]:

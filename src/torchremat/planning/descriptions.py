@@ -59,8 +59,14 @@ def input_sizes(own: Profile) -> InputSizes:
     return InputSizes(elements=elements)
 
 
-def curve_of(own: Profile, tree: Tree, fixed_bytes: int, loads: Loads = NO_LOADS) -> tuple[Point, ...]:
-    """Return the predicted step under a tree: a point where each piece begins, and one at its peak."""
+def curve_of(
+    own: Profile, tree: Tree, fixed_bytes: int, loads: Loads = NO_LOADS, *, lasts_s: float
+) -> tuple[Point, ...]:
+    """Return the predicted step under a tree: a point where each piece begins, and one at its peak.
+
+    Units are timed in runs that watch them, and steps in others: what each takes is a share of `lasts_s`, the seconds
+    of the step that the plan tells.
+    """
     points: list[Point] = []
     now_s, running = 0.0, 0.0
     for state in walk_of(own, tree, loads):
@@ -80,7 +86,8 @@ def curve_of(own: Profile, tree: Tree, fixed_bytes: int, loads: Loads = NO_LOADS
         points.append(Point(seconds=now_s, live_bytes=live + min(0, over), what=state.what))
         points.append(Point(seconds=now_s + running / 2, live_bytes=live + over, what=state.what))
         now_s += running
-    return tuple(points)
+    scale = lasts_s / now_s if now_s else 1.0
+    return tuple(replace(point, seconds=point.seconds * scale) for point in points)
 
 
 def made_plan(
@@ -108,6 +115,7 @@ def made_plan(
     """
     own, before = found.profile, planner.profile.before
     state = own.optimizer.state_bytes if own.optimizer is not None else 0
+    lasts_s = own.seconds + found.prediction.seconds + found.prediction.moving_s
     made = Plan(
         budget_bytes=size,
         budget=budget,
@@ -135,8 +143,8 @@ def made_plan(
         floor_bytes=min(planner.floor_bytes, planner.budget_for(planner.peak_of(found))),
         parameters=parameters,
         inputs=input_sizes(own),
-        curve=curve_of(own, found.tree, planner.fixed_bytes, found.loads),
-        plain_curve=curve_of(planner.profile, planner.solver.plain.tree, planner.fixed_bytes),
+        curve=curve_of(own, found.tree, planner.fixed_bytes, found.loads, lasts_s=lasts_s),
+        plain_curve=curve_of(planner.profile, planner.solver.plain.tree, planner.fixed_bytes, lasts_s=own.seconds),
         moving_seconds=found.prediction.moving_s,
         stored=tuple(load.planned for load in found.loads.values()),
         stores=tuple(map(repr, stores)),

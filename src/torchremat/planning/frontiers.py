@@ -15,7 +15,7 @@ from torchremat.planning.plans import Plan
 from torchremat.planning.searches.chains import Cost
 from torchremat.planning.searches.pace import TIME_IS_OVER
 from torchremat.planning.searches.solving import Candidate
-from torchremat.planning.staircases import Staircase, draw
+from torchremat.planning.staircases import Staircase, draw, knee_of
 from torchremat.tensors.sizes import format_bytes
 
 if TYPE_CHECKING:
@@ -76,6 +76,17 @@ class Frontier:
         """Whether there is anything to choose."""
         return len(self.points) > 1
 
+    @property
+    def floor(self) -> FrontierPoint:
+        """The lowest peak that was found."""
+        return self.points[-1]
+
+    @property
+    def knee(self) -> FrontierPoint | None:
+        """The point beyond which each byte costs more time than before it; None if none stands out."""
+        place = knee_of([point.peak_bytes for point in self.points], [point.slowdown for point in self.points])
+        return None if place is None else self.points[place]
+
     def plan(self, budget: int | str | FrontierPoint) -> Plan:
         """Return the plan of a point, or of the fastest point that a budget allows; nothing is profiled again.
 
@@ -124,12 +135,12 @@ class Frontier:
         Path(path).write_text(json.dumps(content, indent=1) + "\n")
 
     def plot(self, path: str | Path) -> None:
-        """Draw peak against time into an image file; its ending says which kind.
+        """Draw peak against time into an image file, with floor and knee; its ending says which kind.
 
         Raises:
             UnsupportedError: matplotlib is not installed, or knows no pictures with such an ending.
         """
-        draw([self.staircase("")], path)
+        draw([self.staircase("")], path, title=f"peak against time on {self.device}, in {self.cost}")
 
     def staircase(self, name: str) -> Staircase:
         """Return the points ready to draw, under a name."""
@@ -137,6 +148,7 @@ class Frontier:
             name=name,
             peak_bytes=tuple(point.peak_bytes for point in self.points),
             slowdowns=tuple(point.slowdown for point in self.points),
+            knee=None if self.knee is None else self.points.index(self.knee),
         )
 
     def __str__(self) -> str:

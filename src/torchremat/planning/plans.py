@@ -305,13 +305,40 @@ class Plan:
     def plot(self, path: str | Path) -> None:
         """Draw the predicted step, plain and planned side by side, into an image file; its ending says which kind.
 
+        The peaks in the headings are those of `print(plan)`: that of the plain step is measured where it was.
+
         Raises:
             UnsupportedError: matplotlib is not installed.
         """
-        before, budget = sum(self.before_bytes.values()), self.budget_bytes
-        name = f"budget {format_bytes(budget)}, predicted"
-        plain = _drawn(self.plain_curve, name="plain, predicted", before_bytes=before, budget_bytes=budget)
-        draw([plain, _drawn(self.curve, name=name, before_bytes=before, budget_bytes=budget)], path)
+        draw(self.drawn, path)
+
+    @property
+    def drawn(self) -> tuple[Curve, Curve]:
+        """The predicted step ready to draw, plain and planned, with the numbers that `print` has."""
+        return (
+            self._drawn(
+                self.plain_curve,
+                name="plain",
+                peak=f"peak {format_bytes(self.plain_peak_bytes)} {self.plain_source}",
+            ),
+            self._drawn(
+                self.curve,
+                name=f"budget {format_bytes(self.budget_bytes)}, {self.slowdown:.2f} x plain",
+                peak=f"peak {format_bytes(self.peak_bytes)} predicted",
+            ),
+        )
+
+    def _drawn(self, points: tuple[Point, ...], *, name: str, peak: str) -> Curve:
+        first_words: dict[str, Phase] = {"recompute": "recompute", "backward": "backward"}
+        return Curve(
+            name=name,
+            seconds=np.array([point.seconds for point in points]),
+            live_bytes=np.array([point.live_bytes for point in points], dtype=np.int64),
+            phases=tuple(first_words.get(point.what.partition(" ")[0], "forward") for point in points),
+            before_bytes=sum(self.before_bytes.values()),
+            budget_bytes=self.budget_bytes,
+            peak=peak,
+        )
 
     def __str__(self) -> str:
         return text_of(self)
@@ -321,16 +348,3 @@ def claimed(plan: Plan, claim: Claim | None) -> Plan:
     """Return the plan, which from now on knows what its certificate is worked out from."""
     object.__setattr__(plan, "_claim", claim)
     return plan
-
-
-def _drawn(points: tuple[Point, ...], *, name: str, before_bytes: int, budget_bytes: int) -> Curve:
-    """Return a predicted step ready to draw."""
-    first_words: dict[str, Phase] = {"recompute": "recompute", "backward": "backward"}
-    return Curve(
-        name=name,
-        seconds=np.array([point.seconds for point in points]),
-        live_bytes=np.array([point.live_bytes for point in points], dtype=np.int64),
-        phases=tuple(first_words.get(point.what.partition(" ")[0], "forward") for point in points),
-        before_bytes=before_bytes,
-        budget_bytes=budget_bytes,
-    )
