@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Generator
-from types import FrameType
+from types import CodeType, FrameType
 
 import torch
 
@@ -38,6 +38,16 @@ def asked_by_us() -> bool:
 def _user_frame() -> FrameType | None:
     """Return the innermost frame that is neither torch's nor ours."""
     return next((frame for frame in _callers() if not frame.f_code.co_filename.startswith(_OURS)), None)
+
+
+def line_of_user(within: CodeType) -> tuple[str, int] | None:
+    """Return file and line of the innermost frame that is neither torch's nor ours, of those that some code called."""
+    for frame in _callers():
+        if frame.f_code is within:
+            return None
+        if not frame.f_code.co_filename.startswith(_OURS):
+            return frame.f_code.co_filename, frame.f_lineno
+    return None
 
 
 def place_of_user() -> str:

@@ -58,12 +58,19 @@ class Curve:
     peak: str = ""
 
 
+def phase_at(timeline: Timeline, event: int) -> Phase:
+    """Return what runs at an event, a recompute told from the backward that it is for."""
+    if not timeline.in_backward[event]:
+        return "forward"
+    return "recompute" if timeline.operator_at(event).recomputes else "backward"
+
+
 def curve_of(timeline: Timeline, *, name: str, before_bytes: int, budget_bytes: int | None = None) -> Curve:
     """Return a measured timeline as a curve: the bytes jump at each event and stay until the next.
 
-    A timeline does not tell a recompute from the backward that it is for.
+    A recompute is told from the backward that it is for where the operators are known.
     """
-    phases: list[Phase] = ["backward" if backward else "forward" for backward in timeline.in_backward]
+    phases = [phase_at(timeline, event) for event in range(len(timeline))]
     return Curve(
         name=name,
         seconds=np.concatenate([[0.0], np.repeat(timeline.seconds, 2)]),

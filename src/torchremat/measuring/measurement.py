@@ -25,6 +25,7 @@ from torchremat._compat.accelerators import accelerator_of
 from torchremat.measuring.arguments import Step, model_and_step, model_first
 from torchremat.measuring.curves import curve_of, draw
 from torchremat.measuring.heap import heap_set_aside
+from torchremat.measuring.lines import matched, noted
 from torchremat.measuring.profiled import profiler_is_active
 from torchremat.measuring.runs import run_counted, run_plain, run_traced, subject_of
 from torchremat.measuring.step import run_backward
@@ -167,11 +168,16 @@ def measure(
         # region holds has one of its outputs, as those of `transformers` do, that stays for ever.
         with subject.untouched():
             run_backward(subject.forward())
-        counted = run_counted(subject, place)
+        counted = run_counted(subject, place, lines=True)
         before = counted.before
         traced = None if foreign_profiler else run_traced(subject, place, before_bytes=before.total_bytes)
         plain = run_plain(subject, place)
     source: Source = "tracker" if traced is None else "allocator"
+    timeline = (
+        noted(counted.timeline, counted.ran)
+        if traced is None
+        else matched(traced.timeline, traced.changes, counted.timeline, counted.changes, counted.ran)
+    )
     slack_bytes = 0
     peak_bytes, kept_bytes = (traced or counted).peak_bytes, (traced or counted).kept_bytes
     if plain.peak_bytes is not None and plain.kept_bytes is not None:
@@ -192,7 +198,7 @@ def measure(
         seconds=plain.seconds,
         flops=counted.flops,
         recomputed_flops=counted.recomputed_flops,
-        timeline=(traced or counted).timeline,
+        timeline=timeline,
         resident_bytes=before.resident_bytes,
         slack_bytes=slack_bytes,
         reserved_bytes=plain.reserved_bytes,

@@ -1,0 +1,159 @@
+"""Which operator runs at each moment of a step, and at which line of the user's: beside the bytes, for people to read.
+
+`OperatorLines` notes them in the counted run, whose events are those of storages. The bytes that people look at are
+the allocator's, from another run, in which nobody may look at operators. `matched` brings both together: between two
+changes of the running module the same operators run, so allocations of the same size in the same order are the same
+ones. What the allocator has beside them (temporaries inside kernels) belongs to the operator before.
+"""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from difflib import SequenceMatcher
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from torchremat._compat.autograd import current_node
+from torchremat._compat.modes import EagerMode, sequence_number
+from torchremat.measuring.callers import line_of_user
+from torchremat.measuring.step import run_backward
+from torchremat.measuring.timeline import UNKNOWN, Change, OperatorLine, Timeline
+
+_SHOWN_PARTS = 3  # of a path outside the folder that Python runs in
+
+# An allocator of a device rounds sizes up to this.
+_ROUNDED_BYTES = 512
+
+# Between two changes of the module there are a handful of events. A step without modules has all of them in one
+# stretch, and to match takes the square of that.
+_MOST_EVENTS = 4000
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """From the event with this index on, an operator runs."""
+
+    position: int
+    what: OperatorLine
+
+
+class OperatorLines(EagerMode):
+    """Notes the operators that run while it is entered; enter it last, so that its events are counted in it.
+
+    Args:
+        position: Returns how many events there have been.
+        is_recomputing: Returns whether backward runs a piece of forward.
+
+    Attributes:
+        ran: The operators in order.
+    """
+
+    def __init__(self, position: Callable[[], int], is_recomputing: Callable[[], bool]) -> None:
+        super().__init__()
+        self.ran: list[Ran] = []
+        self._position = position
+        self._is_recomputing = is_recomputing
+        self._by_node: dict[int, str] = {}
+        self._shown: dict[tuple[str, int], str] = {}
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., object],
+        types: tuple[type, ...],
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        recomputes = self._is_recomputing()
+        self.ran.append(Ran(self._position(), OperatorLine(str(func), self._line(recomputes), recomputes)))
+        return func(*args, **(kwargs or {}))
+
+    def _line(self, recomputes: bool) -> str:
+        node = current_node()
+        of_node = "" if node is None else self._by_node.get(node._sequence_nr(), "")
+        if node is not None and not recomputes:
+            return of_node
+        found = line_of_user(run_backward.__code__)
+        if found is None:  # a recompute of torch's own modules has nobody's lines in it
+            return of_node
+        if found not in self._shown:
+            self._shown[found] = f"{_shown(found[0])}:{found[1]}"
+        line = self._shown[found]
+        if torch.is_grad_enabled():
+            # The node of an operator is made before the operator is seen, by its number.
+            self._by_node.setdefault(sequence_number() - 1, line)
+        return line
+
+
+def _shown(file: str) -> str:
+    path, here = Path(file), Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else os.sep.join(path.parts[-_SHOWN_PARTS:])
+
+
+def noted(timeline: Timeline, ran: Sequence[Ran]) -> Timeline:
+    """Return the timeline that the operators were noted beside, with them."""
+    starts = [one.position for one in ran]
+    return _with(timeline, [bisect_right(starts, event) - 1 for event in range(len(timeline))], ran)
+
+
+def matched(
+    timeline: Timeline,
+    changes: Sequence[Change],
+    other: Timeline,
+    other_changes: Sequence[Change],
+    ran: Sequence[Ran],
+) -> Timeline:
+    """Return a timeline with the operators that were noted beside that of another run of the same step.
+
+    Where modules were called otherwise in the two, as where compiled code ran, there are none.
+    """
+    if [one.module for one in changes] != [one.module for one in other_changes]:
+        return timeline
+    starts = [one.position for one in ran]
+    sizes, other_sizes = _deltas(timeline), _deltas(other)
+    found: list[int] = []
+    for (first, last), (other_first, other_last) in zip(
+        _stretches(changes, len(timeline)), _stretches(other_changes, len(other)), strict=True
+    ):
+        operators = [bisect_right(starts, event) - 1 for event in range(other_first, other_last)]
+        found += _matched(sizes[first:last], other_sizes[other_first:other_last], operators)
+    return _with(timeline, found, ran)
+
+
+def _stretches(changes: Sequence[Change], events: int) -> list[tuple[int, int]]:
+    return list(pairwise([0, *(min(one.position, events) for one in changes), events]))
+
+
+def _deltas(timeline: Timeline) -> list[int]:
+    # What was there before makes no difference: the first event is compared with nothing.
+    deltas = np.diff(timeline.live_bytes, prepend=timeline.live_bytes[:1]).tolist()
+    return [delta if delta <= 0 else -(-delta // _ROUNDED_BYTES) * _ROUNDED_BYTES for delta in deltas]
+
+
+def _matched(sizes: list[int], other_sizes: list[int], operators: list[int]) -> list[int]:
+    """Return an operator for each event of a stretch, -1 where there is none before it."""
+    mine = [place for place, size in enumerate(sizes) if size > 0]
+    theirs = [place for place, size in enumerate(other_sizes) if size > 0]
+    if len(mine) > _MOST_EVENTS or len(theirs) > _MOST_EVENTS:
+        return [-1] * len(sizes)
+    pairs = SequenceMatcher(
+        None, [sizes[place] for place in mine], [other_sizes[place] for place in theirs], autojunk=False
+    ).get_matching_blocks()
+    known = {mine[a + step]: operators[theirs[b + step]] for a, b, size in pairs for step in range(size)}
+    now = operators[0] if operators else -1
+    found: list[int] = []
+    for place in range(len(sizes)):
+        now = known.get(place, now)
+        found.append(now)
+    return found
+
+
+def _with(timeline: Timeline, ran_at: Sequence[int], ran: Sequence[Ran]) -> Timeline:
+    names = {UNKNOWN: 0}
+    numbers = [names.setdefault(ran[place].what if place >= 0 else UNKNOWN, len(names)) for place in ran_at]
+    return replace(timeline, operator=np.array(numbers, dtype=np.int64), operators=tuple(names))
