@@ -8,24 +8,20 @@ ones. What the allocator has beside them (temporaries inside kernels) belongs to
 
 from __future__ import annotations
 
-import os
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import torch
 
 from torchremat._compat.autograd import current_node
 from torchremat._compat.modes import EagerMode, sequence_number
-from torchremat.measuring.callers import line_of_user
+from torchremat.measuring.callers import line_of_user, shown_line
 from torchremat.measuring.step import run_backward
 from torchremat.measuring.timeline import UNKNOWN, Change, OperatorLine, Timeline
-
-_SHOWN_PARTS = 3  # of a path outside the folder that Python runs in
 
 # An allocator of a device rounds sizes up to this.
 _ROUNDED_BYTES = 512
@@ -69,7 +65,8 @@ class OperatorLines(EagerMode):
         args: tuple[object, ...] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
-        recomputes = self._is_recomputing()
+        # What `backward` does before its first node, to begin with, is no recompute.
+        recomputes = self._is_recomputing() and current_node() is not None
         self.ran.append(Ran(self._position(), OperatorLine(str(func), self._line(recomputes), recomputes)))
         return func(*args, **(kwargs or {}))
 
@@ -82,17 +79,12 @@ class OperatorLines(EagerMode):
         if found is None:  # a recompute of torch's own modules has nobody's lines in it
             return of_node
         if found not in self._shown:
-            self._shown[found] = f"{_shown(found[0])}:{found[1]}"
+            self._shown[found] = shown_line(*found)
         line = self._shown[found]
         if torch.is_grad_enabled():
             # The node of an operator is made before the operator is seen, by its number.
             self._by_node.setdefault(sequence_number() - 1, line)
         return line
-
-
-def _shown(file: str) -> str:
-    path, here = Path(file), Path.cwd()
-    return str(path.relative_to(here)) if path.is_relative_to(here) else os.sep.join(path.parts[-_SHOWN_PARTS:])
 
 
 def noted(timeline: Timeline, ran: Sequence[Ran]) -> Timeline:

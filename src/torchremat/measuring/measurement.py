@@ -26,11 +26,14 @@ from torchremat.measuring.arguments import Step, model_and_step, model_first
 from torchremat.measuring.curves import curve_of, draw
 from torchremat.measuring.heap import heap_set_aside
 from torchremat.measuring.lines import matched, noted
+from torchremat.measuring.measured_page import page_of, step_of
 from torchremat.measuring.profiled import profiler_is_active
 from torchremat.measuring.runs import run_counted, run_plain, run_traced, subject_of
 from torchremat.measuring.step import run_backward
 from torchremat.measuring.timeline import Timeline
 from torchremat.tensors.sizes import format_bytes
+from torchremat.views.html import fragment, write_page
+from torchremat.views.trace import write_trace
 
 Source = Literal["allocator", "tracker", "cuda"]
 
@@ -106,7 +109,38 @@ class Measurement:
         """
         draw([curve_of(self.timeline, name=f"measured on {self.device}", before_bytes=self.before_bytes)], path)
 
+    def html(self, path: str | Path) -> None:
+        """Write the step as a page for a browser, into one file that needs no network: the curve, and the modules.
+
+        Raises:
+            UnsupportedError: plotly is not installed.
+            OSError: The file cannot be written.
+        """
+        write_page(page_of(self), path)
+
+    def trace(self, path: str | Path) -> None:
+        """Write the step in the trace format that ui.perfetto.dev and chrome://tracing read, `.json` or `.json.gz`.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
+        write_trace([step_of(self)], path)
+
+    def _repr_html_(self) -> str:
+        return fragment(page_of(self))
+
+    def __repr__(self) -> str:
+        return (
+            f"<Measurement: peak {format_bytes(self.peak_bytes)} ({self.source}, {self.device}), "
+            f"{self.seconds * 1e3:.1f} ms>"
+        )
+
     def __str__(self) -> str:
+        return "\n".join(f"{name:<18}{value:>12}  {note}".rstrip() for name, value, note in self.rows)
+
+    @property
+    def rows(self) -> tuple[tuple[str, str, str], ...]:
+        """What `print` shows: names, numbers and notes."""
         rows = [
             ("peak", format_bytes(self.peak_bytes), self._peak_note()),
             ("  before the step", format_bytes(self.before_bytes), self._before_note()),
@@ -118,7 +152,7 @@ class Measurement:
         if self.reserved_bytes is not None:
             rows[3:3] = [("  slack", format_bytes(self.slack_bytes), "beyond what was asked for")]
             rows.insert(5, ("reserved", format_bytes(self.reserved_bytes), ""))
-        return "\n".join(f"{name:<18}{value:>12}  {note}".rstrip() for name, value, note in rows)
+        return tuple(rows)
 
     def _peak_note(self) -> str:
         if not len(self.timeline):

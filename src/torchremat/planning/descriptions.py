@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping
 from dataclasses import replace
+from types import CodeType
 from typing import TYPE_CHECKING
 
+from torch import nn
+
+from torchremat.measuring.callers import shown_line
 from torchremat.planning.bounds.certificates import claim_of
 from torchremat.planning.budgets import shares_that_work
 from torchremat.planning.inputs import InputSizes
@@ -24,8 +30,8 @@ if TYPE_CHECKING:
     from torchremat.planning.planner import Planner
 
 
-def planned_unit(own: Profile, unit: int) -> PlannedUnit:
-    """Return what a plan tells about a unit."""
+def planned_unit(own: Profile, unit: int, lines: Mapping[str, str]) -> PlannedUnit:
+    """Return what a plan tells about a unit, with the line where each module is written by its name."""
     found, size, trace = own.units.units[unit], own.sizes[unit], own.units.trace
     saved = (*(size.saved - set(found.inputs)), *size.left)
     return PlannedUnit(
@@ -35,7 +41,18 @@ def planned_unit(own: Profile, unit: int) -> PlannedUnit:
         input_bytes=sum(trace.storage_bytes[storage] for storage in found.inputs),
         seconds=own.costs[unit].seconds,
         flops=own.costs[unit].flops,
+        line=lines.get(trace.calls[found.calls[0]].name, ""),
     )
+
+
+def lines_of(model: nn.Module) -> dict[str, str]:
+    """Return file and line of the code of each module's forward, by the name of the module."""
+    found: dict[str, str] = {}
+    for name, module in model.named_modules():
+        code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+        if isinstance(code, CodeType):
+            found[name] = shown_line(code.co_filename, code.co_firstlineno)
+    return found
 
 
 def held_of(own: Profile, tree: Tree) -> tuple[HeldOperators, ...]:
@@ -99,6 +116,7 @@ def made_plan(
     plain: tuple[int, PlainSource],
     margin_bytes: int,
     parameters: dict[str, tuple[int, ...]],
+    lines: Mapping[str, str],
     stores: tuple[Store, ...],
 ) -> Plan:
     """Return a candidate as a plan.
@@ -111,6 +129,7 @@ def made_plan(
         plain: The peak of a plain step, and where it is known from.
         margin_bytes: What of the budget has to stay free.
         parameters: Shapes of the model's parameters, by name.
+        lines: Where the model's modules are written, by name.
         stores: Those that were offered.
     """
     own, before = found.profile, planner.profile.before
@@ -123,7 +142,7 @@ def made_plan(
         cost=planner.solver.cost_unit,
         tree=found.tree,
         held=held_of(own, found.tree),
-        units=tuple(planned_unit(own, unit) for unit in range(len(own.units.units))),
+        units=tuple(planned_unit(own, unit, lines) for unit in range(len(own.units.units))),
         calls=calls_of(own.units),
         peak_bytes=planner.peak_of(found),
         step_peak_bytes=planner.fixed_bytes + found.prediction.peak_bytes,

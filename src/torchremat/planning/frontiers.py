@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING
 from torchremat.errors import BudgetError, UnsupportedError
 from torchremat.measuring.heap import heap_set_aside
 from torchremat.planning.budgets import Relative, relative_of
+from torchremat.planning.frontier_page import page_of
 from torchremat.planning.plans import Plan
 from torchremat.planning.searches.chains import Cost
 from torchremat.planning.searches.pace import TIME_IS_OVER
 from torchremat.planning.searches.solving import Candidate
 from torchremat.planning.staircases import Staircase, draw, knee_of
 from torchremat.tensors.sizes import format_bytes
+from torchremat.views.html import fragment, write_page
 
 if TYPE_CHECKING:
     from torchremat.planning.planner import Planner
@@ -141,6 +143,22 @@ class Frontier:
             UnsupportedError: matplotlib is not installed, or knows no pictures with such an ending.
         """
         draw([self.staircase("")], path, title=f"peak against time on {self.device}, in {self.cost}")
+
+    def html(self, path: str | Path) -> None:
+        """Write the frontier as a page for a browser, into one file that needs no network: the picture, and the points.
+
+        Raises:
+            UnsupportedError: plotly is not installed.
+            OSError: The file cannot be written.
+        """
+        write_page(page_of(self), path)
+
+    def _repr_html_(self) -> str:
+        return fragment(page_of(self))
+
+    def __repr__(self) -> str:
+        lowest = f"{format_bytes(self.floor.peak_bytes)} at {self.floor.slowdown:.2f} x plain"
+        return f"<Frontier: {len(self.points)} points, {format_bytes(self.points[0].peak_bytes)} plain to {lowest}>"
 
     def staircase(self, name: str) -> Staircase:
         """Return the points ready to draw, under a name."""

@@ -17,7 +17,7 @@ from torchremat.measuring.runs import run_traced
 from torchremat.planning.bars import shown
 from torchremat.planning.bounds.pulls import PlainStep, Unseen, plain_step
 from torchremat.planning.budgets import Relative, bytes_of, margin_of, relative_of
-from torchremat.planning.descriptions import made_plan, nothing_fits
+from torchremat.planning.descriptions import lines_of, made_plan, nothing_fits
 from torchremat.planning.elsewhere.calibration import device_here
 from torchremat.planning.elsewhere.devices import Device
 from torchremat.planning.elsewhere.fakes import placed
@@ -299,6 +299,7 @@ class Planner:
             plain=plain or self._known_plain(),
             margin_bytes=margin_bytes,
             parameters=self._parameters,
+            lines=lines_of(self._model),
             stores=self._stores,
         )
 

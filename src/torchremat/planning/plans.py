@@ -12,7 +12,7 @@ import numpy as np
 from torch import nn
 
 from torchremat.errors import PlanError
-from torchremat.measuring.curves import Curve, Phase, draw
+from torchremat.measuring.curves import Curve, draw
 from torchremat.planning.bounds.certificates import Certificate, Claim
 from torchremat.planning.files import from_json, to_json
 from torchremat.planning.inputs import InputSizes
@@ -26,6 +26,7 @@ from torchremat.planning.layout import (
     put_on,
     uninstall,
 )
+from torchremat.planning.plan_page import page_of, phase_of, steps_of
 from torchremat.planning.printing import text_of
 from torchremat.planning.profiles.weighing import check_stores
 from torchremat.planning.requests import check_flags
@@ -37,6 +38,8 @@ from torchremat.schedules.chain import Tree
 from torchremat.schedules.depths import DEEPEST, depth
 from torchremat.tensors.handles import Store
 from torchremat.tensors.sizes import format_bytes
+from torchremat.views.html import fragment, write_page
+from torchremat.views.trace import write_trace
 
 PlainSource = Literal["measured", "predicted"]
 
@@ -52,6 +55,7 @@ class PlannedUnit:
         input_bytes: Its inputs.
         seconds: Of one forward.
         flops: Of one forward.
+        line: File and line of the code of its first module; a plan that was loaded has none.
     """
 
     name: str
@@ -60,6 +64,7 @@ class PlannedUnit:
     input_bytes: int
     seconds: float
     flops: int
+    line: str = field(default="", compare=False, metadata={"written": False})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -329,15 +334,43 @@ class Plan:
         )
 
     def _drawn(self, points: tuple[Point, ...], *, name: str, peak: str) -> Curve:
-        first_words: dict[str, Phase] = {"recompute": "recompute", "backward": "backward"}
         return Curve(
             name=name,
             seconds=np.array([point.seconds for point in points]),
             live_bytes=np.array([point.live_bytes for point in points], dtype=np.int64),
-            phases=tuple(first_words.get(point.what.partition(" ")[0], "forward") for point in points),
+            phases=tuple(map(phase_of, points)),
             before_bytes=sum(self.before_bytes.values()),
             budget_bytes=self.budget_bytes,
             peak=peak,
+        )
+
+    def html(self, path: str | Path) -> None:
+        """Write the plan as a page for a browser, into one file that needs no network: the step, and the units.
+
+        Raises:
+            UnsupportedError: plotly is not installed.
+            OSError: The file cannot be written.
+        """
+        write_page(page_of(self), path)
+
+    def trace(self, path: str | Path) -> None:
+        """Write the predicted step, plain and planned, as a trace for ui.perfetto.dev and chrome://tracing.
+
+        Args:
+            path: Of the file, `.json` or `.json.gz`.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
+        write_trace(steps_of(self), path)
+
+    def _repr_html_(self) -> str:
+        return fragment(page_of(self))
+
+    def __repr__(self) -> str:
+        return (
+            f"<Plan: budget {format_bytes(self.budget_bytes)} ({self.budget}) on {self.device}, peak "
+            f"{format_bytes(self.peak_bytes)} predicted, {self.slowdown:.2f} x plain, {len(self.units)} units>"
         )
 
     def __str__(self) -> str:
