@@ -41,6 +41,9 @@ Stores = Annotated[
 Out = Annotated[Path | None, typer.Option(help="File to write the plan to, as JSON.")]
 Plot = Annotated[Path | None, typer.Option(help="Image to draw: live bytes over the step. The ending says which kind.")]
 
+Html = Annotated[Path | None, typer.Option(help="Page to write, for a browser; it needs no network.")]
+Trace = Annotated[Path | None, typer.Option(help="Trace to write, for ui.perfetto.dev: .json or .json.gz.")]
+
 
 def budget_of(text: str) -> int | str:
     """Return a budget, which is checked before any work is done."""

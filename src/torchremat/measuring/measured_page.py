@@ -10,8 +10,8 @@ import numpy as np
 
 from torchremat.measuring.curves import Phase, phase_at
 from torchremat.tensors.sizes import format_bytes
-from torchremat.views.charts import step_chart
 from torchremat.views.page import Cell, Fact, Page, Row, Table, milliseconds_cell, size_cell
+from torchremat.views.step_chart import step_chart
 from torchremat.views.steps import Moment, Slice, Step, phases_of, runs
 
 if TYPE_CHECKING:

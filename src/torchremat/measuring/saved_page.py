@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from torchremat.measuring.measured_page import OUTSIDE
 from torchremat.measuring.saved_text import storage_rows, summary_rows
 from torchremat.tensors.sizes import format_bytes
-from torchremat.views.charts import tree_chart
 from torchremat.views.page import Cell, Fact, Page, Row, Table, size_cell
+from torchremat.views.tree_chart import tree_chart
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

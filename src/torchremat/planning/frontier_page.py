@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from torchremat.tensors.sizes import format_bytes
-from torchremat.views.charts import staircase_chart
 from torchremat.views.page import Cell, Fact, Page, Row, Table, size_cell
+from torchremat.views.staircase_chart import staircase_chart
 
 if TYPE_CHECKING:
     from torchremat.planning.frontiers import Frontier, FrontierPoint

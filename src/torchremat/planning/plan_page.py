@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Literal
 from torchremat.planning.printing import described, summary_rows
 from torchremat.schedules.chain import Region
 from torchremat.tensors.sizes import format_bytes
-from torchremat.views.charts import step_chart
 from torchremat.views.page import Cell, Fact, Page, Row, Table, milliseconds_cell, size_cell
+from torchremat.views.step_chart import step_chart
 from torchremat.views.steps import Moment, Slice, Step, phases_of, runs
 
 if TYPE_CHECKING:
@@ -114,25 +114,36 @@ def _times(plan: Plan) -> Iterator[tuple[Phase, str, float, float]]:
 
 
 def _regions(plan: Plan) -> Iterator[Slice]:
-    """Yield the outermost regions: when their forward runs, and each recompute in them."""
+    """Yield the outermost regions, and units that are kept in part: when their forward runs, and each recompute."""
     times = [*_times(plan)]
-    for node in plan.tree:
-        if not isinstance(node, Region):
-            continue
-        names = dict.fromkeys(unit.name for unit in plan.units[node.first : node.last + 1])
-        ends = [*names]
-        name = ends[0] if len(ends) == 1 else f"{ends[0]} .. {ends[-1]}"
-        forward = [(starts, ended) for phase, unit, starts, ended in times if phase == "forward" and unit in names]
+    for names, says in _recomputed(plan):
+        name = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
+        inside = [one for one in times if one[1] in names]
+        forward = [(starts, ended) for phase, _, starts, ended in inside if phase == "forward"]
         if forward:
-            says = (f"a region of {node.last - node.first + 1} units", "its forward saves its inputs alone")
-            yield _region(name, forward[0][0], forward[-1][1], "region", says, ends[0])
-        again = [
-            (starts, ended, unit) for phase, unit, starts, ended in times if phase == "recompute" and unit in names
-        ]
-        for group in _together(again):
+            yield _region(name, forward[0][0], forward[-1][1], "region", says, names[0])
+        for group in _together(
+            [(starts, ended, unit) for phase, unit, starts, ended in inside if phase == "recompute"]
+        ):
             units = [unit for _, _, unit in group]
             words = f"recompute of {', '.join(units[:3])}{', ...' if len(units) > 3 else ''}"
             yield _region(name, group[0][0], group[-1][1], "recompute", (words, f"in the region {name}"), units[0])
+
+
+def _recomputed(plan: Plan) -> Iterator[tuple[list[str], tuple[str, ...]]]:
+    """Yield the names of the units of each region, in order, with what is told of it."""
+    held = {unit: one for one in plan.held for unit in one.units}
+    for node in plan.tree:
+        names = [*dict.fromkeys(unit.name for unit in plan.units[node.first : node.last + 1])]
+        if isinstance(node, Region):
+            count = node.last - node.first + 1
+            yield (
+                names,
+                (f"a region of {count} {'unit' if count == 1 else 'units'}", "its forward saves its inputs alone"),
+            )
+        elif node.stage in held:
+            one = held[node.stage]
+            yield names, (f"a region that keeps {len(one.held)} of {len(one.operators)} operators",)
 
 
 def _together(times: Sequence[tuple[float, float, str]]) -> Iterator[list[tuple[float, float, str]]]:

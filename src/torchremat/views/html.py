@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -23,12 +23,7 @@ def write_page(page: Page, path: str | Path) -> None:
         UnsupportedError: plotly is not installed.
         OSError: The file cannot be written.
     """
-    try:
-        from plotly.offline import get_plotlyjs
-    except ImportError as error:
-        raise UnsupportedError(
-            "a page needs plotly, which is not installed. Install it with: pip install 'torchremat[html]'"
-        ) from error
+    library = _library()
     charts = [
         {"figure": one.figure, "spans": {key: [*spans] for key, spans in one.spans.items()}, "height": one.height}
         for one in page.charts
@@ -45,11 +40,27 @@ def write_page(page: Page, path: str | Path) -> None:
         "tables": "\n".join(map(_table, page.tables)),
         # In a script "</" would end it, and "<!--" hide what follows.
         "data": json.dumps(charts, allow_nan=False).replace("<", "\\u003c"),
-        "library": get_plotlyjs(),
+        "library": library(),
         "script": _resource("page.js"),
     }
     text = re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _resource("page.html"))
     Path(path).write_text(text, encoding="utf-8")
+
+
+def check_pages() -> None:
+    """Raise an UnsupportedError where no page could be written, before there is anything to write."""
+    _library()
+
+
+def _library() -> Callable[[], str]:
+    """Return what returns the code of plotly.js."""
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError as error:
+        raise UnsupportedError(
+            "a page needs plotly, which is not installed. Install it with: pip install 'torchremat[html]'"
+        ) from error
+    return get_plotlyjs
 
 
 def fragment(page: Page) -> str:
@@ -109,12 +120,15 @@ def _numbers(table: Table) -> list[bool]:
 
 
 def _plain_facts(facts: Sequence[Fact]) -> str:
-    rows = "".join(
-        f'<tr><td style="text-align:left">{escape(one.name)}</td><td style="text-align:right">{escape(one.value)}</td>'
-        f'<td style="text-align:left">{escape(one.note)}</td></tr>'
-        for one in facts
+    return f"<table>{''.join(map(_plain_fact, facts))}</table>"
+
+
+def _plain_fact(one: Fact) -> str:
+    value, note = (one.value, one.note) if len(one.value) <= _LONGEST_VALUE else ("", f"{one.value} {one.note}".strip())
+    return (
+        f'<tr><td style="text-align:left">{escape(one.name)}</td><td style="text-align:right">{escape(value)}</td>'
+        f'<td style="text-align:left">{escape(note)}</td></tr>'
     )
-    return f"<table>{rows}</table>"
 
 
 def _plain_table(table: Table) -> str:

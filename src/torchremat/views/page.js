@@ -38,7 +38,7 @@
       const figure = painted({ data: chart.figure.data, layout: { ...chart.figure.layout, shapes: marksOf(chart, shown) } });
       if (range) Object.assign(figure.layout.xaxis, { range, autorange: false });
       Plotly.react(place, figure.data, figure.layout, {
-        displaylogo: false, responsive: true,
+        displaylogo: false, responsive: true, displayModeBar: chart.figure.data[0].type !== "treemap",
         modeBarButtons: [["zoom2d", "pan2d", "zoomIn2d", "zoomOut2d", "resetScale2d", "toImage"]],
       });
     });
