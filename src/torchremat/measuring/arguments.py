@@ -29,10 +29,10 @@ def model_first(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> R:
-        first, *rest = (*args, None)
-        second = kwargs.get("model", rest[0])
+        first, second = (*args, None, None)[:2]
+        second = kwargs.get("model", second)
         # See NOTE [ The old order of arguments ]. What is no model where one has to be is for the function to say.
-        if isinstance(first, nn.Module) or not isinstance(second, nn.Module):
+        if not args or isinstance(first, nn.Module) or not isinstance(second, nn.Module):
             return function(*args, **kwargs)
         warn(
             f"{name}(step, model) is {name}(model, step) from 0.2 on, as with `plan`; the old order goes in 0.3.",

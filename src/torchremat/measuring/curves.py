@@ -70,7 +70,7 @@ def curve_of(timeline: Timeline, *, name: str, before_bytes: int, budget_bytes: 
 
     A recompute is told from the backward that it is for where the operators are known.
     """
-    phases = [phase_at(timeline, event) for event in range(len(timeline))]
+    phases: list[Phase] = [phase_at(timeline, event) for event in range(len(timeline))]
     return Curve(
         name=name,
         seconds=np.concatenate([[0.0], np.repeat(timeline.seconds, 2)]),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Literal
 
+from torchremat.measuring.curves import Phase
 from torchremat.planning.printing import described, summary_rows
 from torchremat.schedules.chain import Region
 from torchremat.tensors.sizes import format_bytes
@@ -16,8 +17,6 @@ if TYPE_CHECKING:
     from torchremat.planning.plans import Plan, Point
 
 _PAUSE_S = 1e-9
-
-Phase = Literal["forward", "recompute", "backward"]
 
 _FIRST_WORDS: dict[str, Phase] = {"recompute": "recompute", "backward": "backward"}
 _HEADINGS = ("module", "kind", "saves", "inputs", "forward", "GFLOP", "plan", "written at")

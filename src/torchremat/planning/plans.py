@@ -12,7 +12,7 @@ import numpy as np
 from torch import nn
 
 from torchremat.errors import PlanError
-from torchremat.measuring.curves import Curve, draw
+from torchremat.measuring.curves import Curve, Phase, draw
 from torchremat.planning.bounds.certificates import Certificate, Claim
 from torchremat.planning.files import from_json, to_json
 from torchremat.planning.inputs import InputSizes
@@ -334,11 +334,12 @@ class Plan:
         )
 
     def _drawn(self, points: tuple[Point, ...], *, name: str, peak: str) -> Curve:
+        phases: list[Phase] = [phase_of(point) for point in points]
         return Curve(
             name=name,
             seconds=np.array([point.seconds for point in points]),
             live_bytes=np.array([point.live_bytes for point in points], dtype=np.int64),
-            phases=tuple(map(phase_of, points)),
+            phases=tuple(phases),
             before_bytes=sum(self.before_bytes.values()),
             budget_bytes=self.budget_bytes,
             peak=peak,

@@ -46,16 +46,9 @@ def _events(step: Step, process: int) -> Iterator[_Event]:
             "dur": 1e6 * (one.ends_s - one.starts_s),
             "args": {"told": "\n".join(one.says)} if one.says else {},
         }
-    yield from (
-        {
-            "ph": "C",
-            "pid": process,
-            "name": "live bytes",
-            "ts": 1e6 * one.seconds,
-            "args": {"bytes": one.live_bytes},
-        }
-        for one in step.moments
-    )
+    for one in step.moments:
+        args: _Event = {"bytes": one.live_bytes}
+        yield {"ph": "C", "pid": process, "name": "live bytes", "ts": 1e6 * one.seconds, "args": args}
     if (peak := step.peak) is not None:
         args = {"bytes": peak.live_bytes, "told": "\n".join(peak.says)}
         yield {"ph": "i", "s": "p", "pid": process, "tid": 0, "name": "peak", "ts": 1e6 * peak.seconds, "args": args}
