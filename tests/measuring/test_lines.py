@@ -144,3 +144,14 @@ def test_sizes_are_matched_within_one_module_alone():
     found = matched(allocator, changes, tensors, changes, [Ran(0, line("m")), Ran(1, line("n"))])
 
     assert lines_of(found)[1:] == ["n", "n"]
+
+
+def test_where_compiled_code_ran_nothing_is_told():
+    # It runs eagerly where operators are noted, so sizes would be matched with operators that the step does not run.
+    compiled = torch.compile(Two(), backend="aot_eager")
+    inner = Two()
+    function = torch.compile(lambda x: torch.exp(inner(x)), backend="aot_eager")
+    x = torch.randn(32, 64)
+
+    assert told(measure(compiled, lambda model: model(x).sum()).timeline) == []
+    assert told(measure(lambda: function(x).sum()).timeline) == []

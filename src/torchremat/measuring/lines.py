@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from torchremat._compat.autograd import current_node
+from torchremat._compat.compiled_code import runs_compiled_code
 from torchremat._compat.modes import EagerMode, sequence_number
 from torchremat.measuring.callers import line_of_user, shown_line
 from torchremat.measuring.step import run_backward
@@ -48,11 +49,13 @@ class OperatorLines(EagerMode):
 
     Attributes:
         ran: The operators in order.
+        is_compiled: Whether compiled code was met, which runs eagerly here: its operators are not those of other runs.
     """
 
     def __init__(self, position: Callable[[], int], is_recomputing: Callable[[], bool]) -> None:
         super().__init__()
         self.ran: list[Ran] = []
+        self.is_compiled = False
         self._position = position
         self._is_recomputing = is_recomputing
         self._by_node: dict[int, str] = {}
@@ -80,6 +83,7 @@ class OperatorLines(EagerMode):
             return of_node
         if found not in self._shown:
             self._shown[found] = shown_line(*found)
+            self.is_compiled = self.is_compiled or runs_compiled_code()
         line = self._shown[found]
         if torch.is_grad_enabled():
             # The node of an operator is made before the operator is seen, by its number.
@@ -89,6 +93,8 @@ class OperatorLines(EagerMode):
 
 def noted(timeline: Timeline, ran: Sequence[Ran]) -> Timeline:
     """Return the timeline that the operators were noted beside, with them."""
+    if not ran:
+        return timeline
     starts = [one.position for one in ran]
     return _with(timeline, [bisect_right(starts, event) - 1 for event in range(len(timeline))], ran)
 
@@ -104,7 +110,7 @@ def matched(
 
     Where modules were called otherwise in the two, as where compiled code ran, there are none.
     """
-    if [one.module for one in changes] != [one.module for one in other_changes]:
+    if not ran or [one.module for one in changes] != [one.module for one in other_changes]:
         return timeline
     starts = [one.position for one in ran]
     sizes, other_sizes = _deltas(timeline), _deltas(other)

@@ -21,7 +21,7 @@ from torchremat.measuring.allocator import record_allocations
 from torchremat.measuring.before import BytesBefore, bytes_before
 from torchremat.measuring.flops import FlopCounter
 from torchremat.measuring.lines import OperatorLines, Ran
-from torchremat.measuring.modules import module_stack
+from torchremat.measuring.modules import has_compiled, module_stack
 from torchremat.measuring.step import (
     check_arguments,
     check_materialised,
@@ -246,7 +246,7 @@ def run_counted(subject: Subject, device: torch.device, *, lines: bool = False) 
         recomputed_flops=counter.recomputed,
         timeline=timeline,
         changes=tuple(changes),
-        ran=tuple(noting.ran),
+        ran=() if noting.is_compiled or any(map(has_compiled, subject.models)) else tuple(noting.ran),
     )
 
 

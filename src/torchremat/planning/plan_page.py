@@ -189,7 +189,7 @@ def _table(plan: Plan) -> Table:
     rows = tuple(
         Row(
             cells=(
-                Cell(unit.name),
+                Cell(unit.name or "(the model)"),
                 Cell(unit.kind),
                 size_cell(unit.saved_bytes),
                 size_cell(unit.input_bytes),
