@@ -146,6 +146,17 @@ def test_sizes_are_matched_within_one_module_alone():
     assert lines_of(found)[1:] == ["n", "n"]
 
 
+def test_long_stretches_are_matched_in_order():
+    sizes = [512 * (1 + place % 3) for place in range(3000)]
+    with_temporaries = [size for pair in zip(sizes, [8192] * 3000, strict=True) for size in pair]
+    ran = [Ran(place, line(str(place))) for place in range(3000)]
+
+    found = matched(a_timeline(with_temporaries), (), a_timeline(sizes), (), ran)
+
+    # Each of both belongs to its own operator; the very first event is compared with nothing.
+    assert lines_of(found)[2:] == [str(place) for place in range(1, 3000) for _ in range(2)]
+
+
 def test_where_compiled_code_ran_nothing_is_told():
     # It runs eagerly where operators are noted, so sizes would be matched with operators that the step does not run.
     compiled = torch.compile(Two(), backend="aot_eager")

@@ -87,6 +87,15 @@ def test_of_many_points_each_peak_is_drawn():
     assert [one.seconds for one in drawn] == sorted(one.seconds for one in drawn)
 
 
+def test_of_many_points_each_change_of_the_phase_is_drawn():
+    # A backward that began in the midst of a stretch was drawn as forward until the next one.
+    moments = [moment(place, 10, "forward" if place < 5_005 else "backward") for place in range(10_000)]
+
+    drawn = thinned(moments, 400)
+
+    assert next(one.seconds for one in drawn if one.phase == "backward") == 5_005
+
+
 @pytest.mark.parametrize("name", ["step.json", "step.json.gz"])
 def test_a_trace_has_counters_slices_and_the_peak(tmp_path, name):
     write_trace([STEP], tmp_path / name)

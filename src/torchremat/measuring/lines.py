@@ -9,7 +9,7 @@ ones. What the allocator has beside them (temporaries inside kernels) belongs to
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from itertools import pairwise
@@ -27,9 +27,10 @@ from torchremat.measuring.timeline import UNKNOWN, Change, OperatorLine, Timelin
 # An allocator of a device rounds sizes up to this.
 _ROUNDED_BYTES = 512
 
-# Between two changes of the module there are a handful of events. A step without modules has all of them in one
-# stretch, and to match takes the square of that.
-_MOST_EVENTS = 4000
+# Between two changes of the module there are a handful of events, which are compared each with each. A step without
+# modules has all of them in one stretch: of more than so many, each is sought among the next few alone.
+_MOST_EVENTS = 1000
+_NEXT_FEW = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,18 +138,30 @@ def _matched(sizes: list[int], other_sizes: list[int], operators: list[int]) -> 
     """Return an operator for each event of a stretch, -1 where there is none before it."""
     mine = [place for place, size in enumerate(sizes) if size > 0]
     theirs = [place for place, size in enumerate(other_sizes) if size > 0]
-    if len(mine) > _MOST_EVENTS or len(theirs) > _MOST_EVENTS:
-        return [-1] * len(sizes)
-    pairs = SequenceMatcher(
-        None, [sizes[place] for place in mine], [other_sizes[place] for place in theirs], autojunk=False
-    ).get_matching_blocks()
-    known = {mine[a + step]: operators[theirs[b + step]] for a, b, size in pairs for step in range(size)}
+    pairs = _pairs([sizes[place] for place in mine], [other_sizes[place] for place in theirs])
+    known = {mine[own]: operators[theirs[other]] for own, other in pairs}
     now = operators[0] if operators else -1
     found: list[int] = []
     for place in range(len(sizes)):
         now = known.get(place, now)
         found.append(now)
     return found
+
+
+def _pairs(sizes: list[int], others: list[int]) -> Iterator[tuple[int, int]]:
+    """Yield places of equal sizes in two lists, both in order."""
+    if max(len(sizes), len(others)) <= _MOST_EVENTS:
+        for own, other, length in SequenceMatcher(None, sizes, others, autojunk=False).get_matching_blocks():
+            yield from zip(range(own, own + length), range(other, other + length), strict=True)
+        return
+    begin = 0
+    for own, size in enumerate(sizes):
+        found = next(
+            (place for place in range(begin, min(begin + _NEXT_FEW, len(others))) if others[place] == size), -1
+        )
+        if found >= 0:
+            yield own, found
+            begin = found + 1
 
 
 def _with(timeline: Timeline, ran_at: Sequence[int], ran: Sequence[Ran]) -> Timeline:

@@ -129,7 +129,7 @@ def page_of(measurement: Measurement) -> Page:
 
 
 def _note(measurement: Measurement) -> str:
-    known = len(measurement.timeline.operator) > 0
+    known = bool(measurement.timeline.operator.any())
     lines = "Operators and lines are those of a second run, found by module, order and size." if known else ""
     size = format_bytes(measurement.slack_bytes)
     slack = f"The {size} beyond what was asked for are not in the curve." if measurement.slack_bytes else ""

@@ -12,6 +12,7 @@ from torchremat.views.page import Chart
 from torchremat.views.steps import Kind, Moment, Slice, Step
 
 _PHASES = ("forward", "recompute", "backward")
+_MOST_OUTLINED, _MOST_NAMED = 120, 400  # slices of a row: of more, outlines would be all there is to see
 _ROW_PIXELS, _CURVE_PIXELS, _MARGIN_PIXELS = 26, 360, 120
 
 # A browser draws so many points without a pause. Of more, the page keeps each one that is to be seen: of equal
@@ -79,7 +80,10 @@ def step_chart(step: Step, *, beside: Sequence[Step] = (), title: str, note: str
 
 
 def thinned(moments: Sequence[Moment], most: int = MOST_POINTS) -> list[Moment]:
-    """Return at most so many of the moments: of equal stretches the first, the lowest, the highest and the last."""
+    """Return about so many of the moments: of equal stretches the first, the lowest, the highest and the last.
+
+    Where the phase changes nothing is left out, so there may be a few more.
+    """
     if len(moments) <= most:
         return [*moments]
     length = -(-len(moments) * 4 // most)
@@ -88,7 +92,8 @@ def thinned(moments: Sequence[Moment], most: int = MOST_POINTS) -> list[Moment]:
         places = range(start, min(start + length, len(moments)))
         lowest = min(places, key=lambda place: moments[place].live_bytes)
         highest = max(places, key=lambda place: moments[place].live_bytes)
-        found += [moments[place] for place in sorted({places[0], lowest, highest, places[-1]})]
+        changes = {place for place in places if place and moments[place].phase != moments[place - 1].phase}
+        found += [moments[place] for place in sorted({places[0], lowest, highest, places[-1], *changes})]
     return found
 
 
@@ -238,11 +243,11 @@ def _bars(row: str, slices: Sequence[Slice], scale: float) -> Figure:
         "x": [(one.ends_s - one.starts_s) * scale for one in slices],
         "marker": {
             "color": [_colour(one.kind, place) for place, one in enumerate(slices)],
-            "line": {"width": 1, "color": "@panel"},
+            "line": {"width": 1 if len(slices) <= _MOST_OUTLINED else 0, "color": "@panel"},
         },
         "customdata": [[_told(one), one.key] for one in slices],
         "hovertemplate": "%{customdata[0]}<extra></extra>",
-        "text": [escape(one.name) for one in slices] if len(slices) <= 400 else None,
+        "text": [escape(one.name) for one in slices] if len(slices) <= _MOST_NAMED else None,
         "textposition": "inside",
         "insidetextanchor": "middle",
         "constraintext": "inside",
