@@ -41,7 +41,6 @@ class Slice:
         kind: Which colour it has.
         says: More of it, in lines.
         key: The row of the table that it belongs to.
-        inner: Whether it is one of the slices that nest in one row, which traces show and charts have no room for.
     """
 
     row: str
