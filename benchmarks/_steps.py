@@ -31,7 +31,7 @@ class Taken:
 
 
 def take(model: nn.Module, step: Step) -> Taken:
-    measured = torchremat.measure(step, model)
+    measured = torchremat.measure(model, step)
     return Taken(
         peak_bytes=measured.peak_bytes,
         before_bytes=measured.before_bytes,

@@ -13,7 +13,6 @@ compared. Plan files and the memory curves of one step go to `out/`. The exit co
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import sys
 import sysconfig
@@ -110,7 +109,7 @@ class Run:
     def finish(self, rows: Tensor) -> None:
         """Keep the parameters, then measure one step more: the optimizer has its state by now."""
         self.parameters = [p.detach().clone() for p in self.model.parameters()]
-        self.measured = torchremat.measure(partial(loss_of, rows), self.model, optimizer=self.optimizer)
+        self.measured = torchremat.measure(self.model, partial(loss_of, rows), optimizer=self.optimizer)
         with record_allocations(self.measured.device) as recorder:
             self.optimizer.step()
         self.optimizer_peak_bytes = self.measured.before_bytes + recorder.trace.peak_bytes
@@ -238,8 +237,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--smoke", action="store_true", help="a tiny model, within seconds; step times are not judged")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the plans and the picture")
     options = parser.parse_args(arguments)
-    # torch reports each start of its profiler, which measures the bytes, in the middle of the progress bar.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
     console = Console()
     found = demonstrate(SMOKE if options.smoke else Sizes(), options.out, console, judge_time=not options.smoke)

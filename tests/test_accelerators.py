@@ -26,7 +26,7 @@ def test_a_device_that_nobody_uses_is_asked_for_nothing():
     torch.manual_seed(0)
 
     assert torch.equal(*torch.autograd.grad(torchremat.checkpoint(model, x).sum(), x), *expected)
-    assert torchremat.measure(lambda model: model(x).sum(), model).device == torch.device("cpu")
+    assert torchremat.measure(model, lambda model: model(x).sum()).device == torch.device("cpu")
     assert Pipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), [1, 1]).devices == [torch.device("cpu")] * 2
 
 

@@ -11,6 +11,7 @@ import sys
 from dataclasses import replace
 
 import pytest
+import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -436,3 +437,41 @@ def test_plan_without_running_for_a_device_that_is_described(folder):
     assert "Is 'h100' meant?" in unknown_too.stderr
     assert re.search(r"peak +(\S+ \S+)", by_file.stdout)[1] == re.search(r"peak +(\S+ \S+)", described.stdout)[1]
     assert "Is 'h100' meant?" in unknown.stderr
+
+
+def test_the_version_is_printed(folder):
+    result = python("-m", "torchremat", "--version")
+
+    assert result.returncode == 0
+    assert result.stdout.startswith("torchremat ") and f"torch {torch.__version__}" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "begins"),
+    [
+        (["measure", "factories:build"], "--trace", '{"traceEvents"'),
+        (["plan", "factories:build", "--budget", "100% of activations"], "--trace", '{"traceEvents"'),
+        (["measure", "factories:build"], "--html", "<!doctype html>"),
+        (["saved", "factories:build"], "--html", "<!doctype html>"),
+        (["plan", "factories:build", "--budget", "min"], "--html", "<!doctype html>"),
+        (["fit", "factories:build", "--budget", "min"], "--html", "<!doctype html>"),
+        (["frontier", "factories:build", "--points", "2"], "--html", "<!doctype html>"),
+    ],
+    ids=lambda one: one[0] if isinstance(one, list) else None,
+)
+def test_pages_and_traces_are_written(folder, command, option, begins):
+    if option == "--html":
+        pytest.importorskip("plotly", reason="pages need plotly: pip install 'torchremat[html]'")
+
+    result = run(*command, option, "out.file")
+
+    assert (folder / "out.file").read_text().startswith(begins)
+    assert "wrote out.file" in result.stderr
+
+
+def test_a_page_that_cannot_be_written_is_said_before_the_step_runs(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+
+    result = run("plan", "factories:never", "--budget", "60%", "--html", "out.html", code=1)
+
+    assert "pip install 'torchremat[html]'" in result.stderr

@@ -28,6 +28,7 @@ LADDER = [
     "stores",
     "regions",
     "policies",
+    "views",
     "measuring",
     "schedules",
     "planning",

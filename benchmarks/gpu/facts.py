@@ -469,7 +469,7 @@ def planned() -> object:
 def measured() -> object:
     model = nn.Sequential(*(_Block(512) for _ in range(8))).to(DEVICE)
     x = torch.rand(1024, 512, device=DEVICE)
-    return str(torchremat.measure(lambda model: model(x).square().mean(), model))
+    return str(torchremat.measure(model, lambda model: model(x).square().mean()))
 
 
 def out_of_memory() -> object:

@@ -104,7 +104,7 @@ def steps(*, blocks: int, width: int, tokens: int, rounds: int) -> dict[str, obj
     rows: dict[str, object] = {}
     for name, way in all_ways.items():
         differs = differing(computed(models[name], way.step(x)), plain)
-        measured = torchremat.measure(way.step(x), models[name])
+        measured = torchremat.measure(models[name], way.step(x))
         rows[name] = {
             "peak_bytes": measured.tracker_peak_bytes - measured.before_bytes,
             "kept_bytes": measured.tracker_kept_bytes,

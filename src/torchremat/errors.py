@@ -19,6 +19,7 @@
     └── WrapError          (ValueError)    modules that cannot be wrapped, or a pattern that matches none
 
     BudgetWarning          (UserWarning)   a step above its budget, if that was asked to be a warning
+    DeprecatedWarning      (FutureWarning) a way of calling that works for one more version
     DeviceWarning          (UserWarning)   a described device of which a plan needs to know more
     CompileWarning         (UserWarning)   a compiler that cannot be told which peak to keep to
     ShapeWarning           (UserWarning)   a call larger than those planned for
@@ -129,6 +130,10 @@ class WrapError(TorchrematError, ValueError):
 
 class BudgetWarning(UserWarning):
     """A step above its budget, where that was asked to be a warning and no error."""
+
+
+class DeprecatedWarning(FutureWarning):
+    """A way of calling that works for one more version. Users see it, as they do not Python's DeprecationWarning."""
 
 
 class DeviceWarning(UserWarning):

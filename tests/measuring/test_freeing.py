@@ -46,7 +46,7 @@ def save_everything(ctx, op, *args, **kwargs):
 
 
 def test_blocks_as_regions_by_hand():
-    report = saved(a_step(an_input()), a_model())
+    report = saved(a_model(), a_step(an_input()))
 
     # Each block saves the results of tanh and sigmoid; the latter is the next block's input, and saved there as well.
     assert report.saved_bytes == 3 * 2 * TENSOR
@@ -64,11 +64,11 @@ def test_blocks_as_regions_by_hand():
 @pytest.mark.parametrize("blocks", [["0"], ["1"], ["0", "2"], ["0", "1", "2"], ["1.0", "1.1"], ["1", "1.1"]])
 def test_what_is_predicted_is_what_regions_keep(blocks):
     model, step = a_model(), a_step(an_input())
-    predicted = saved(step, model).freed_by(blocks=blocks)
+    predicted = saved(model, step).freed_by(blocks=blocks)
 
     for block in blocks:
         torchremat.wrap(model, block)
-    found = saved(step, model)
+    found = saved(model, step)
 
     assert found.saved_bytes == predicted.kept_bytes
     assert found.regions == len(blocks)
@@ -76,12 +76,12 @@ def test_what_is_predicted_is_what_regions_keep(blocks):
 
 def test_a_transformer_as_regions():
     model, step = gpt_step(blocks=3, width=32, context=16, heads=2)
-    report = saved(step, model)
+    report = saved(model, step)
 
     assert set(report.blocks) >= {"blocks.0", "blocks.1", "blocks.2"}
     predicted = report.freed_by(blocks=["blocks.0", "blocks.1", "blocks.2"])
     torchremat.wrap(model, "blocks.*")
-    found = saved(step, model)
+    found = saved(model, step)
     assert (found.saved_bytes, found.regions) == (predicted.kept_bytes, 3)
     assert predicted.freed_bytes > 0.7 * report.saved_bytes
 
@@ -95,11 +95,11 @@ def test_a_module_around_everything_is_taken_apart():
         def forward(self, x):
             return self.inner(x)
 
-    assert saved(a_step(an_input()), Shell()).blocks == ("inner.0", "inner.1", "inner.2")
+    assert saved(Shell(), a_step(an_input())).blocks == ("inner.0", "inner.1", "inner.2")
 
 
 def test_a_policy_by_hand():
-    report = saved(a_step(an_input()), a_model())
+    report = saved(a_model(), a_step(an_input()))
 
     found = report.freed_by(save_products, blocks=["1"])
 
@@ -112,7 +112,7 @@ def test_a_policy_by_hand():
 
 
 def test_a_policy_that_saves_nothing_is_a_plain_region():
-    report = saved(a_step(an_input()), a_model())
+    report = saved(a_model(), a_step(an_input()))
 
     nothing, plain = report.freed_by(save_nothing), report.freed_by()
 
@@ -121,14 +121,14 @@ def test_a_policy_that_saves_nothing_is_a_plain_region():
 
 
 def test_a_policy_that_saves_everything_frees_nothing_and_keeps_nothing_more():
-    report = saved(a_step(an_input()), a_model())
+    report = saved(a_model(), a_step(an_input()))
 
     # All that autograd saves is served, so that nothing is recomputed, and no other result is asked for.
     assert report.freed_by(save_everything).freed_bytes == 0
 
 
 def test_what_a_policy_offloads_is_apart():
-    report = saved(a_step(an_input()), a_model())
+    report = saved(a_model(), a_step(an_input()))
 
     def offload_tanh(ctx, op, *args, **kwargs):
         if op == torch.ops.aten.tanh.default:
@@ -160,7 +160,7 @@ def test_a_policy_is_predicted_as_the_regions_do_it(policy, name):
     else:
         model, step = gpt_step(blocks=2, width=32, context=16, heads=2)
         blocks = ["blocks.0", "blocks.1"]
-    predicted = saved(step, model).freed_by(policy, blocks=blocks)
+    predicted = saved(model, step).freed_by(policy, blocks=blocks)
     plain = bytes_after_forward(model, step)
 
     for block in blocks:
@@ -186,7 +186,7 @@ def test_a_policy_is_told_shapes_results_and_modules():
             seen.append((ctx.module, ctx.modules, tuple(args[1].shape), tuple(ctx.op_output.shape), args[1].stride()))
         return False
 
-    saved(a_step(an_input()), a_model()).freed_by(policy, blocks=["1"])
+    saved(a_model(), a_step(an_input())).freed_by(policy, blocks=["1"])
 
     assert seen == [
         ("1.0", ["1.0", "1", ""], (ROWS, WIDTH), (ROWS, WIDTH), (WIDTH, 1)),
@@ -206,7 +206,7 @@ def test_casts_of_weights_by_autocast_are_no_policys_business():
         asked.append(op)
         return False
 
-    saved(step, nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False))).freed_by(policy, blocks=["0"])
+    saved(nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False)), step).freed_by(policy, blocks=["0"])
 
     # x is a leaf that asks for a gradient as well.
     assert torch.ops.aten._to_copy.default not in asked and torch.ops.aten.mm.default in asked
@@ -220,7 +220,7 @@ def test_casts_of_weights_by_autocast_are_no_policys_business():
     ],
 )
 def test_what_cannot_be_answered_is_an_error(arguments, error, message):
-    report = saved(a_step(an_input()), a_model())
+    report = saved(a_model(), a_step(an_input()))
 
     with pytest.raises(error, match=message):
         report.freed_by(**arguments)
@@ -228,7 +228,7 @@ def test_what_cannot_be_answered_is_an_error(arguments, error, message):
 
 def test_names_of_tensors_are_not_logged():
     with pytest.raises(UnsupportedError, match="names of tensors"):
-        saved(a_step(an_input()), a_model()).freed_by(save_only_these_names("x"))
+        saved(a_model(), a_step(an_input())).freed_by(save_only_these_names("x"))
 
 
 def test_checkpoint_of_a_function_is_not_asked_again():
@@ -246,7 +246,7 @@ def test_checkpoint_of_a_function_is_not_asked_again():
 
 
 def test_the_policies_of_the_library_are_listed():
-    report = saved(a_step(an_input()), a_model())
+    report = saved(a_model(), a_step(an_input()))
     found = report.freed_by_policies()
 
     assert list(found) == [

@@ -48,7 +48,7 @@ def test_an_entry_says_where_it_was_saved():
     def step(model):
         return model(x).sum()
 
-    report = saved(step, model)
+    report = saved(model, step)
     entry = report.entries[-1]
 
     assert (entry.place, entry.operator, entry.function) == (
@@ -108,7 +108,7 @@ def test_casts_of_autocast_are_copies():
         with torch.autocast("cpu", torch.bfloat16):
             return model(x).float().square().mean()
 
-    report = saved(step, model)
+    report = saved(model, step)
 
     # x and the second weight, cast; the first weight is not saved, as x asks for no gradient.
     assert [(one.source_kind, one.freed_bytes) for one in report.copies] == [
@@ -188,7 +188,7 @@ def test_regions_keep_their_inputs_and_slots_of_no_bytes():
     model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)))
     torchremat.wrap(model, "[12]")
 
-    report = saved(lambda model: model(x).sum(), model)
+    report = saved(model, lambda model: model(x).sum())
 
     # The first block saves x and its tanh, which is the input of the first region; the other input is the tanh of that.
     assert [(one.operator, one.kind) for one in report.entries] == [
@@ -222,7 +222,7 @@ def test_torchs_own_checkpoint():
     x = a_batch()
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
 
-    report = saved(lambda model: checkpoint(model, x, use_reentrant=False).sum(), model)
+    report = saved(model, lambda model: checkpoint(model, x, use_reentrant=False).sum())
 
     expected = [("checkpoint", "input")]
     if hasattr(torchs, "_NoopSaveInputs"):  # torch 2.11 holds inputs in a node of its own, an empty tensor with them
@@ -322,7 +322,7 @@ def test_what_a_store_leaves_in_place():
             with torchremat.offload(torchremat.Host(limit=64), min_bytes=0):
                 return model(x).sin().sum()
 
-    report = saved(step, model)
+    report = saved(model, step)
 
     # The weight stays, as it is a parameter, and for the rest the store has no room.
     assert [(one.place, one.kind) for one in report.entries] == [
@@ -342,7 +342,7 @@ def test_inputs_of_regions_in_a_store():
         with torchremat.offload(torchremat.Host(), min_bytes=0):
             return model(x).sum()
 
-    report = saved(step, model)
+    report = saved(model, step)
 
     # The input of block 1 is the result of tanh in block 0, which is saved there as well.
     assert sorted((one.operator, one.kind) for one in report.entries) == [
@@ -374,7 +374,7 @@ def test_what_regions_keep_by_a_policy():
     policy = save_operators("aten.addmm", "aten.sigmoid")
     torchremat.wrap(model, "", policy=policy)
 
-    report = saved(lambda model: model(x).sum(), model)
+    report = saved(model, lambda model: model(x).sum())
 
     # The result of tanh is recomputed, from that of the second linear, which is kept for it. The results of the first
     # one and of sigmoid are kept too, and autograd saves the latter: one storage.
@@ -397,7 +397,7 @@ def compiled_report():
     def step(model):
         return compiled(x).square().sin().sum()
 
-    return saved(step, model)
+    return saved(model, step)
 
 
 def test_compiled_code_is_one_node(compiled_report):

@@ -48,7 +48,7 @@ def test_linear_relu_layer_norm():
     x = a_batch()
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH))
 
-    report = saved(lambda model: model(x).sum(), model)
+    report = saved(model, lambda model: model(x).sum())
 
     # The first linear saves x, a tensor of the step's (its weight needs no place: x asks for no gradient). ReLU saves
     # its result, which is the norm's input as well; the norm saves mean and deviation of each row, weight and bias; the
@@ -106,7 +106,7 @@ def test_a_transformer_block_has_18_saves_of_15_storages():
         h = h + F.dropout(block.attend(block.norm1(h)), 0.1)
         return (h + F.dropout(block.down(F.gelu(block.up(block.norm2(h)))), 0.1)).sum()
 
-    report = saved(step, block)
+    report = saved(block, step)
 
     # Norms 2 x 3, linears 4 x 1, gelu 1, dropouts 2 x 1, attention 5. Query, key and value are views of one storage,
     # and the result of attention is the input of the linear after it.
@@ -146,7 +146,7 @@ def test_views_of_a_parameter_are_recognised_by_their_storage():
     model = nn.Linear(WIDTH, WIDTH)
     x = a_batch().requires_grad_()
 
-    report = saved(lambda model: (model(x) * model.weight[0]).sum(), model)
+    report = saved(model, lambda model: (model(x) * model.weight[0]).sum())
 
     # `mat2` of a linear is `weight.t()`, neither a leaf nor a Parameter.
     assert places(report, "parameter") == ["AddmmBackward0.mat2", "MulBackward0.other"]
@@ -157,7 +157,7 @@ def test_buffers_are_recognised():
     model = nn.BatchNorm1d(WIDTH).eval()
     x = a_batch().requires_grad_()
 
-    report = saved(lambda model: model(x).sum(), model)
+    report = saved(model, lambda model: model(x).sum())
 
     assert {"running_mean", "running_var"} <= {one.slot for one in report.entries if one.kind == "buffer"}
     assert report.bytes_of("buffer") == 2 * WIDTH * 4
@@ -194,7 +194,7 @@ def test_the_hooks_and_the_graph_agree_on_what_is_kept(name):
     x = a_batch().requires_grad_()
     step = STEPS[name]
 
-    report = saved(lambda model: step(model, x), model)
+    report = saved(model, lambda model: step(model, x))
     loss = step(model, x)
 
     sizes = sorted(one.size for one in report.storages.values())
@@ -233,7 +233,7 @@ def test_what_autograd_has_dropped_again_is_not_kept():
 )
 def test_a_step_without_a_loss_is_an_error(step, message):
     with pytest.raises(StepError, match=message):
-        saved(step, nn.Linear(WIDTH, WIDTH))
+        saved(nn.Linear(WIDTH, WIDTH), step)
 
 
 def test_a_step_that_runs_backward_is_an_error():
@@ -277,7 +277,7 @@ def test_the_step_and_the_model_are_as_before():
     drawn = torch.get_rng_state()
     hooks = [(len(one._forward_hooks), len(one._forward_pre_hooks)) for one in model.modules()]
 
-    saved(step, model)
+    saved(model, step)
 
     assert all(torch.equal(one.grad, before) for one, before in zip(model.parameters(), gradients, strict=True))
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
@@ -292,7 +292,7 @@ def test_gradients_are_those_without_a_report():
     def gradients(*, looks):
         torch.manual_seed(1)
         if looks:
-            saved(lambda model: model(x).square().sum(), model)
+            saved(model, lambda model: model(x).square().sum())
         model.zero_grad()
         model(x).square().sum().backward()
         return [one.grad for one in model.parameters()]
@@ -324,7 +324,7 @@ def test_a_step_that_raises_leaves_no_hooks():
         raise KeyError("the user's own")
 
     with pytest.raises(KeyError, match="the user's own"):
-        saved(step, model)
+        saved(model, step)
 
     assert all(not one._forward_hooks and not one._forward_pre_hooks for one in model.modules())
     loss = model(x).sum()
@@ -344,7 +344,7 @@ def test_nothing_of_the_step_stays_in_memory():
     gc.collect()
     gc.disable()
     try:
-        report = saved(step, model)
+        report = saved(model, step)
         assert [one() for one in seen] == [None, None]
         model_alive = ref(model)
         del model

@@ -65,7 +65,7 @@ def test_six_linears_with_gelu_by_hand():
     model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(512, 512), nn.GELU())))
     x = torch.randn(1024, 512)
 
-    measured = measure(lambda model: model(x).sum(), model)
+    measured = measure(model, lambda model: model(x).sum())
 
     assert measured.source == "allocator"
     assert measured.parameter_bytes == measured.gradient_bytes == 6 * 1_050_624
@@ -89,7 +89,7 @@ def test_the_timeline_of_a_small_step():
     model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Tanh())
     x = torch.randn(4, 8)
 
-    measured = measure(lambda model: model(x).sum(), model)
+    measured = measure(model, lambda model: model(x).sum())
 
     line = measured.timeline
     step = (line.live_bytes - measured.before_bytes).tolist()
@@ -126,7 +126,7 @@ def test_bytes_before_the_step_by_storage(x_requires_grad: bool):
     step(model).backward()
     optimizer.step()
     optimizer.zero_grad()
-    measured = measure(step, model, optimizer=optimizer)
+    measured = measure(model, step, optimizer=optimizer)
 
     assert measured.parameter_bytes == 48 + 16 + 16
     assert measured.gradient_bytes == 48 + 16 + 16 + (600 if x_requires_grad else 0)
@@ -146,7 +146,7 @@ def test_recomputed_flops_of_torchs_checkpoint_by_hand(use_reentrant: bool, earl
     x = torch.randn(4, 8, requires_grad=True)
 
     with set_checkpoint_early_stop(early_stop):
-        measured = measure(lambda model: model(x).sum(), Checkpointed(inner, use_reentrant=use_reentrant))
+        measured = measure(Checkpointed(inner, use_reentrant=use_reentrant), lambda model: model(x).sum())
 
     assert measured.recomputed_flops == recomputed * 512
     assert measured.flops == (2 + 4 + recomputed) * 512
@@ -161,7 +161,7 @@ def test_recomputed_flops_of_nested_checkpoints_by_hand():
     model = Checkpointed(nn.Sequential(first, second), use_reentrant=False)
     x = torch.randn(4, 8, requires_grad=True)
 
-    measured = measure(lambda model: model(x).sum(), model)
+    measured = measure(model, lambda model: model(x).sum())
 
     assert measured.recomputed_flops == 512
     assert measured.flops == (2 + 4 + 1) * 512
@@ -172,7 +172,7 @@ def test_recomputed_flops_of_a_wrapped_module_by_hand():
     model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Tanh(), nn.Linear(8, 8, bias=False))
     x = torch.randn(4, 8, requires_grad=True)
 
-    measured = measure(lambda model: model(x).sum(), wrap(nn.Sequential(model), "0"))
+    measured = measure(wrap(nn.Sequential(model), "0"), lambda model: model(x).sum())
 
     assert measured.recomputed_flops == 512
     assert measured.flops == (2 + 4 + 1) * 512
@@ -183,7 +183,7 @@ def test_a_custom_function_in_a_recompute_counts_as_recomputed():
     model = Checkpointed(nn.Sequential(Custom(), nn.Tanh(), Custom(), nn.Tanh()), use_reentrant=False)
     x = torch.randn(4, 8, requires_grad=True)
 
-    measured = measure(lambda model: model(x).sum(), model)
+    measured = measure(model, lambda model: model(x).sum())
 
     assert measured.recomputed_flops == 2 * 512
     assert measured.flops == (2 + 4 + 2) * 512
@@ -194,7 +194,7 @@ def test_a_plain_step_recomputes_nothing():
     x = torch.randn(4, 8, requires_grad=True)
 
     with torch.autograd.graph.save_on_cpu():
-        measured = measure(lambda model: model(x).sum(), model)
+        measured = measure(model, lambda model: model(x).sum())
 
     assert measured.recomputed_flops == 0
 
@@ -235,7 +235,7 @@ def test_nothing_is_left_behind(accumulated: bool):
         losses.append(loss.item())
         return loss
 
-    measure(step, model)
+    measure(model, step)
 
     assert state_of(model) == before
     assert len(losses) == 4
@@ -264,7 +264,7 @@ def test_nothing_is_left_behind_when_the_step_raises(error: type[BaseException],
         return loss
 
     with pytest.raises(error):
-        measure(step, model)
+        measure(model, step)
 
     assert state_of(model) == before
     assert not profiler_is_active()
@@ -305,7 +305,7 @@ def test_bad_steps_are_named_and_leave_nothing(step, said: str):
     before = state_of(model)
 
     with pytest.raises(StepError, match=said):
-        measure(step, model)
+        measure(model, step)
 
     assert state_of(model) == before
 
@@ -319,14 +319,14 @@ def test_a_step_that_runs_backward_itself_is_named():
         return loss
 
     with pytest.raises(StepError, match="the step has run backward itself"):
-        measure(step, model)
+        measure(model, step)
 
 
 def test_models_without_values_and_other_devices_are_refused():
     with pytest.raises(StepError, match="on the meta device"):
-        measure(lambda model: model(torch.ones(2, 4)).sum(), nn.Linear(4, 1, device="meta"))
+        measure(nn.Linear(4, 1, device="meta"), lambda model: model(torch.ones(2, 4)).sum())
     with pytest.raises(UnsupportedError, match="not on meta"):
-        measure(lambda model: model(torch.ones(2, 4)).sum(), nn.Linear(4, 1), device="meta")
+        measure(nn.Linear(4, 1), lambda model: model(torch.ones(2, 4)).sum(), device="meta")
 
 
 def test_under_a_profiler_the_tracker_measures_alone_and_the_profiler_keeps_its_events():
@@ -335,10 +335,10 @@ def test_under_a_profiler_the_tracker_measures_alone_and_the_profiler_keeps_its_
     def step(model):
         return model(x).sum()
 
-    free = measure(step, model)
+    free = measure(model, step)
     with profile(activities=[ProfilerActivity.CPU]) as users:
         torch.ones(3)
-        measured = measure(step, model)
+        measured = measure(model, step)
 
     assert measured.source == "tracker"
     assert measured.peak_bytes == measured.tracker_peak_bytes == free.tracker_peak_bytes
@@ -380,13 +380,13 @@ def test_compiled_code_stays_compiled(compiled_before: bool, in_place: bool):
 
     if compiled_before:
         step(fast)
-    measured = measure(step, fast)
+    measured = measure(fast, step)
     ran.clear()
     step(fast)
 
     assert len(compiled) == 1
     assert len(ran) == 1
-    assert measured.flops == measure(step, model).flops
+    assert measured.flops == measure(model, step).flops
 
 
 def test_a_measurement_reads_as_a_table():
@@ -394,7 +394,7 @@ def test_a_measurement_reads_as_a_table():
     x = torch.randn(1024, 512)
 
     # 4 MiB before the step; in the GELU's backward its input, its gradient, and a copy of the gradient that arrives.
-    lines = str(measure(lambda model: model(x).sum(), model)).splitlines()
+    lines = str(measure(model, lambda model: model(x).sum())).splitlines()
 
     assert lines[0].split()[:3] == ["peak", "10.00", "MiB"]
     assert lines[0].endswith("(allocator, cpu)")
@@ -411,7 +411,7 @@ def test_cuda_peaks_are_those_of_torchs_counters():
     model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(512, 512), nn.GELU()))).cuda()
     x = torch.randn(1024, 512, device="cuda")
 
-    measured = measure(lambda model: model(x).sum(), model)
+    measured = measure(model, lambda model: model(x).sum())
 
     # As on the CPU, by storages. Blocks are multiples of 512 B, so the loss and its gradient take 512 B each. Kernels
     # may take workspace of their own on top.
@@ -433,7 +433,7 @@ def test_cuda_leaves_gradients_and_generators():
     model(torch.randn(8, 4, device="cuda")).sum().backward()
     before, state = state_of(model), torch.cuda.get_rng_state().tolist()
 
-    measure(lambda model: model(torch.randn(8, 4, device="cuda")).sum(), model)
+    measure(model, lambda model: model(torch.randn(8, 4, device="cuda")).sum())
 
     assert state_of(model) == before
     assert torch.cuda.get_rng_state().tolist() == state
@@ -456,6 +456,6 @@ def test_following_the_modules_changes_nothing_that_regions_copy():
         return model(x).sum()
 
     step(model)  # the first forward of a module is watched, all of its buffers copied
-    measured = measure(step, model)
+    measured = measure(model, step)
 
     assert measured.peak_bytes - measured.before_bytes < (1 << 20)

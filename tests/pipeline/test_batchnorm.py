@@ -251,7 +251,7 @@ def test_a_measured_step_leaves_no_statistics():
         commit_statistics(model)
         return loss
 
-    measure(step, model)
+    measure(model, step)
 
     assert equal(statistics(model[1]), before) and model[1].microbatches == 0
 

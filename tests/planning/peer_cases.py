@@ -211,11 +211,11 @@ def replicated_and_sharded():
 def a_forward_alone_leaves_nothing_gathered():
     # It left the root's parameters whole: they counted as there before the step, and were not gathered in it.
     model, other = sharded(), sharded()
-    expected = measure(step, model)
+    expected = measure(model, step)
     with torch.no_grad():
         other(X)
 
-    found = measure(step, other)
+    found = measure(other, step)
 
     assert (found.before_bytes, found.peak_bytes) == (expected.before_bytes, expected.peak_bytes)
     assert all(isinstance(one, DTensor) for one in other.parameters())

@@ -230,7 +230,7 @@ CALLS = {
     "plan": lambda model, own, **options: plan(model, own, budget="80%", **options),
     "fit": lambda model, own, **options: fit(model, own, budget="80%", **options),
     "verify": lambda model, own, **options: verify(model, own, **options),
-    "measure": lambda model, own, **options: measure(own, model, **options),
+    "measure": lambda model, own, **options: measure(model, own, **options),
 }
 
 

@@ -93,7 +93,7 @@ def test_what_own_code_saves_and_holds_counts_where_it_does(kinds):
         plan = planner.plan(int(floor + share * (plain - floor)))
         plan.apply(model)
         try:
-            off.append(torchremat.measure(step, model).peak_bytes - plan.peak_bytes)
+            off.append(torchremat.measure(model, step).peak_bytes - plan.peak_bytes)
         finally:
             plan.remove(model)
 

@@ -376,7 +376,7 @@ def test_a_frontier_with_a_store_begins_at_the_plain_step_all_the_same():
     found = torchremat.frontier(model, step, cost="flops", points=6, stores=[Counting()])
 
     plain, *others = found.points
-    peak_bytes = torchremat.measure(step, model).peak_bytes
+    peak_bytes = torchremat.measure(model, step).peak_bytes
     assert (plain.peak_bytes, plain.stored_bytes) == (peak_bytes, 0)
     assert any(one.stored_bytes > 0 == one.recomputed_flops for one in others)
     assert str(found).splitlines()[0].split()[-1] == "stored"

@@ -182,7 +182,7 @@ MIDDLES = {"cond": either, "scan": running, "while_loop": repeated}
 def test_measure_and_saved(middle):
     model, step = model_and_step(middle)
 
-    measured, kept = measure(step, model), saved(step, model)
+    measured, kept = measure(model, step), saved(model, step)
 
     assert measured.peak_bytes > 0
     assert "FakeTensor" not in str(kept)

@@ -399,11 +399,11 @@ def test_what_is_measured_leaves_nothing_behind(collecting, without_collector):
     wrap(model, "*")
     objects = alive()
 
-    measure(step, model)
+    measure(model, step)
     verify(model, step)
     unwrap(model)
     replace(made, tree=each(4)).apply(model)
-    measure(step, model)
+    measure(model, step)
     verify(model, step)
 
     assert alive() == objects
@@ -415,7 +415,7 @@ def test_a_report_leaves_nothing_behind(collecting, without_collector):
     wrap(model, "*")
     objects = alive()
 
-    assert saved(step, model).regions == 4
+    assert saved(model, step).regions == 4
 
     assert alive() == objects
 
@@ -452,7 +452,7 @@ def test_a_graph_that_a_report_has_left_cannot_go_backward(collecting):
         kept.append(model(torch.ones(4, 8)).sum())
         return kept[-1]
 
-    saved(step, model)
+    saved(model, step)
 
     with pytest.raises(CheckpointError, match="or which planning or a report ran without a backward; run that"):
         kept[0].backward()

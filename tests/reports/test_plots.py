@@ -11,9 +11,10 @@ from torch import nn
 import torchremat
 from torchremat.measuring.curves import Curve, curve_of, draw
 from torchremat.measuring.timeline import timeline_of
-from torchremat.planning.staircases import Staircase
+from torchremat.planning.staircases import Staircase, knee_of
 from torchremat.planning.staircases import draw as draw_staircases
 from torchremat.reports.plots import plot_frontiers, plot_measurements
+from torchremat.tensors.sizes import format_bytes
 
 
 def timeline(live_bytes, *, backward_at):
@@ -74,7 +75,7 @@ def test_nothing_at_all_can_be_drawn(tmp_path):
 
 def test_a_measurement_draws_itself(tmp_path, figures):
     model, step = small()
-    measured = torchremat.measure(step, model)
+    measured = torchremat.measure(model, step)
     measured.plot(tmp_path / "p.png")
 
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
@@ -87,13 +88,20 @@ def test_a_plan_draws_plain_and_planned_side_by_side(tmp_path, figures):
     plan.plot(str(tmp_path / "p.pdf"))
 
     assert (tmp_path / "p.pdf").read_bytes().startswith(b"%PDF")
-    assert [axes.get_title(loc="left").split("\n")[0].split(",")[-1] for axes in figures[0].axes] == 2 * [" predicted"]
+    plain, planned = (axes.get_title(loc="left") for axes in figures[0].axes)
+    assert plain == f"plain\npeak {format_bytes(plan.plain_peak_bytes)} measured"
+    assert planned == (
+        f"budget {format_bytes(plan.budget_bytes)}, {plan.slowdown:.2f} x plain\n"
+        f"peak {format_bytes(plan.peak_bytes)} predicted"
+    )
+    for number in (plan.plain_peak_bytes, plan.budget_bytes, plan.peak_bytes):
+        assert format_bytes(number) in str(plan)
     assert legend(figures[0]) == ["there before the step", "forward", "recompute", "backward", "budget"]
 
 
 def test_measurements_are_drawn_with_their_budgets(tmp_path, figures):
     model, step = small()
-    measured = torchremat.measure(step, model)
+    measured = torchremat.measure(model, step)
     plot_measurements({"plain": measured, "half": measured}, tmp_path / "p.png", budgets={"half": 10**6})
 
     plain, half = figures[0].axes
@@ -122,12 +130,58 @@ def test_a_plan_serves_every_budget_up_to_the_next(figures, tmp_path):
     draw_staircases([stairs], tmp_path / "stairs.png")
 
     (axes,) = figures[0].axes
-    line, marks = axes.lines
+    line, marks, floor = axes.lines
+    assert floor.get_xdata() == [1] and floor.get_ydata() == [1.5]
     assert line.get_drawstyle() == "steps-pre"
     assert line.get_xdata().tolist() == marks.get_xdata().tolist() == [4, 3, 1]
     assert line.get_ydata().tolist() == [1.0, 1.1, 1.5]
     assert "MiB" in axes.get_xlabel()
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["a"]
+
+
+def test_a_plan_and_its_picture_agree_on_the_seconds():
+    # The picture added up what units take by themselves, and the text compared whole steps: 0.124 s and 0.132 s.
+    plan = torchremat.plan(*small(), budget="60%")
+    plain, planned = plan.drawn
+
+    assert planned.seconds[-1] / plain.seconds[-1] == pytest.approx(plan.slowdown)
+    assert plain.seconds[-1] == pytest.approx(plan.plain_seconds)
+
+
+def test_floor_and_knee_are_marked(figures, tmp_path):
+    # A corner: three quarters of the bytes are nearly free, the last quarter costs all of the time.
+    stairs = Staircase(name="", peak_bytes=(4 * 2**20, 2 * 2**20, 2**20), slowdowns=(1.0, 1.1, 2.0), knee=1)
+
+    draw_staircases([stairs], tmp_path / "stairs.png", title="what it is")
+
+    (axes,) = figures[0].axes
+    assert axes.get_title(loc="left") == "what it is"
+    assert [text.get_text() for text in axes.texts] == ["floor: 1 MiB, 2.00 x", "knee: 2 MiB, 1.10 x"]
+
+
+@pytest.mark.parametrize(
+    ("peaks", "slowdowns", "knee"),
+    [
+        ((4, 2, 1), (1.0, 1.1, 2.0), 1),  # 2/3 of the bytes for 1/10 of the time
+        ((4, 3, 2, 1), (1.0, 1.1, 1.2, 1.3), None),  # a line
+        ((3, 2, 1), (1.0, 1.9, 2.0), None),  # dear at once, then cheap
+        ((3,), (1.0,), None),
+        ((3, 2), (1.0, 1.0), None),  # lower at no cost
+    ],
+)
+def test_the_knee_is_where_bytes_begin_to_cost(peaks, slowdowns, knee):
+    assert knee_of(peaks, slowdowns) == knee
+
+
+def test_a_frontier_knows_its_floor_and_says_what_it_is(figures, tmp_path):
+    frontier = torchremat.frontier(*small(), cost="flops", points=4)
+
+    frontier.plot(tmp_path / "frontier.png")
+
+    assert frontier.floor == frontier.points[-1]
+    (axes,) = figures[0].axes
+    assert axes.get_title(loc="left") == "peak against time on cpu, in flops"
+    assert axes.texts[0].get_text().startswith("floor: ")
 
 
 def test_frontiers_in_one_picture(figures, tmp_path):

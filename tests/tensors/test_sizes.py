@@ -20,6 +20,11 @@ from torchremat.tensors.sizes import format_bytes, parse_bytes
         ("3TB", 3_000_000_000_000),
         ("1TiB", 1_099_511_627_776),
         (".5KiB", 512),
+        ("6G", 6_000_000_000),  # what SI says, and the smaller of both
+        ("6gb", 6_000_000_000),
+        ("6Gi", 6_442_450_944),
+        ("6gib", 6_442_450_944),
+        ("800m", 800_000_000),
         ("0.1TiB", 109_951_162_777),  # 109951162777.6, and a budget does not grow
     ],
 )
@@ -29,7 +34,7 @@ def test_sizes(size: int | str, count: int):
 
 @pytest.mark.parametrize(
     "size",
-    [True, False, float("nan"), 6.0, -1, 0, "0B", "0.5 B", "-6GiB", "6GB/s", "", " ", "6", "6G", "6gib", "nan GiB",
+    [True, False, float("nan"), 6.0, -1, 0, "0B", "0.5 B", "-6GiB", "6GB/s", "", " ", "6", "6Gib it", "6b b", "nan GiB",
      "inf GB", "1e3 MB", "6 Gi B", "60%", "٦GiB", None, b"6GiB", [6]],
 )  # fmt: skip
 def test_what_is_no_size_is_named_with_what_is_allowed(size: object):

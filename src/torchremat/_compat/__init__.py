@@ -26,5 +26,6 @@ inductor.py      where compilers let others split a joint graph
 wrappers.py      the program that Inductor writes around its kernels
 sharding.py      what FSDP2 keeps to itself
 collectives.py   who frees what gloo has worked on
+profiler_lines.py  what the profiler and allocators write to stderr
 pipelining.py    what schedules of pipelines keep to themselves
 """

@@ -6,14 +6,15 @@ command, 3 if a plan is within its budget and there was no plain step to compare
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 from rich.console import Console
 
@@ -22,6 +23,7 @@ from torchremat.cli.options import (
     Costs,
     Described,
     Device,
+    Html,
     Margin,
     On,
     Operators,
@@ -30,6 +32,7 @@ from torchremat.cli.options import (
     SaveDevice,
     Stores,
     Target,
+    Trace,
     budget_of,
     described_of,
     number_of,
@@ -41,6 +44,7 @@ from torchremat.errors import DeviceWarning, TorchrematError
 from torchremat.measuring.keeping import saved
 from torchremat.measuring.measurement import measure
 from torchremat.measuring.pictures import check_picture
+from torchremat.planning.bars import progress_bar
 from torchremat.planning.budgets import margin_of
 from torchremat.planning.fitting import fit_with
 from torchremat.planning.frontiers import POINTS
@@ -50,9 +54,9 @@ from torchremat.planning.requests import check_request
 from torchremat.planning.searches.chains import Cost
 from torchremat.planning.searches.progress import Observer
 from torchremat.planning.verification import Report, verify
-from torchremat.reports.bars import progress_bar
 from torchremat.reports.tables import frontier_table
 from torchremat.tensors.sizes import format_bytes
+from torchremat.views.html import check_pages
 
 app = typer.Typer(
     help="Give a PyTorch model a memory budget.",
@@ -61,6 +65,23 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 _out, _err = Console(), Console(stderr=True)
+
+
+def _say_version(asked: bool) -> None:
+    if asked:
+        _show(f"torchremat {version('torchremat')}, torch {torch.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def command(
+    *,
+    is_version: Annotated[
+        bool,
+        typer.Option("--version", callback=_say_version, is_eager=True, help="Print the version, and that of torch."),
+    ] = False,
+) -> None:
+    """Take what stands before a command."""
 
 
 @contextmanager
@@ -113,16 +134,20 @@ def _show(found: object) -> None:
 
 
 @app.command("measure")
-def measure_command(target: Target, plot: Plot = None, device: Device = None) -> None:
+def measure_command(
+    target: Target, plot: Plot = None, html: Html = None, trace: Trace = None, device: Device = None
+) -> None:
     """Print what a training step takes: peak, seconds, flops."""
     with _working("measuring"):
-        _check_files(plot=plot)
+        _check_files(trace, plot=plot, html=html)
         own, place = load(target), place_of(device)
         own.train_once()
-        found = measure(own.step, own.model, optimizer=own.optimizer, device=place)
+        found = measure(own.model, own.step, optimizer=own.optimizer, device=place)
     _show(found)
     with _working("drawing"):
         _write(plot, found.plot)
+        _write(html, found.html)
+        _write(trace, found.trace)
 
 
 @app.command("saved")
@@ -130,15 +155,17 @@ def saved_command(
     target: Target,
     top: Annotated[int, typer.Option(min=1, help="How many rows of each table to print.")] = 10,
     out: Annotated[Path | None, typer.Option(help="File to write all of the report to, as JSON.")] = None,
+    html: Html = None,
 ) -> None:
     """Print what autograd keeps of a training step at the end of its forward: which bytes, saved where."""
     with _working("looking"):
-        _check_files(out)
+        _check_files(out, html=html)
         own = load(target)
-        found = saved(own.step, own.model)
+        found = saved(own.model, own.step)
     _show(found.text(top))
     with _working("writing"):
         _write(out, found.save)
+        _write(html, found.html)
 
 
 @app.command("plan")
@@ -147,6 +174,8 @@ def plan_command(
     budget: Budget,
     out: Out = None,
     plot: Plot = None,
+    html: Html = None,
+    trace: Trace = None,
     cost: Costs = "seconds",
     margin: Margin = "0",
     device: Described = None,
@@ -157,7 +186,7 @@ def plan_command(
 ) -> None:
     """Print the fastest plan found that is predicted to stay within a budget."""
     with _saying_errors(), progress_bar(_err) as progress:
-        _check_files(out, save_device, plot=plot)
+        _check_files(out, save_device, trace, plot=plot, html=html)
         if save_device is not None and on is not None:
             raise TargetError(f"--save-device describes the device that the step runs on: leave out --on {on}.")
         asked = _Asked(budget_of(budget), margin_of(number_of(margin)))
@@ -167,7 +196,7 @@ def plan_command(
         if save_device is not None:
             planner.save_device(save_device)
     _show(text)
-    _keep(found, out, plot)
+    _keep(found, out, plot, html, trace)
 
 
 @app.command("frontier")
@@ -176,6 +205,7 @@ def frontier_command(
     points: Annotated[int, typer.Option(min=2, help="For how many budgets plans are sought.")] = POINTS,
     out: Annotated[Path | None, typer.Option(help="File to write the points to, as JSON.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Image to draw: peak against time.")] = None,
+    html: Html = None,
     cost: Costs = "seconds",
     device: Described = None,
     on: On = None,
@@ -184,7 +214,7 @@ def frontier_command(
 ) -> None:
     """Print peak against time over all budgets, with the budget to pass for each point."""
     with _saying_errors(), progress_bar(_err) as progress:
-        _check_files(out, plot=plot)
+        _check_files(out, plot=plot, html=html)
         _, planner = _planner(target, device, progress, None, cost=cost, operators=operators, store=store, on=on)
         found = planner.frontier(points=points)
     _out.print(frontier_table(found))
@@ -193,6 +223,7 @@ def frontier_command(
     with _working("writing"):
         _write(out, found.save)
         _write(plot, found.plot)
+        _write(html, found.html)
 
 
 @app.command("verify")
@@ -222,6 +253,8 @@ def fit_command(
     budget: Budget,
     out: Out = None,
     plot: Plot = None,
+    html: Html = None,
+    trace: Trace = None,
     cost: Costs = "seconds",
     margin: Margin = "0",
     device: Device = None,
@@ -230,7 +263,7 @@ def fit_command(
 ) -> None:
     """Plan, and confirm the plan by real steps with and without it; exit codes as in verify."""
     with _saying_errors(), progress_bar(_err) as progress:
-        _check_files(out, plot=plot)
+        _check_files(out, trace, plot=plot, html=html)
         asked = _Asked(budget_of(budget), margin_of(number_of(margin)))
         own, planner = _planner(target, device, progress, asked, cost=cost, operators=operators, store=store)
         found = fit_with(
@@ -242,7 +275,7 @@ def fit_command(
     _show(text)
     _show("")
     _show(report)
-    _keep(found, out, plot)
+    _keep(found, out, plot, html, trace)
     _judge(found, report)
 
 
@@ -293,19 +326,23 @@ def _planner(
     return own, planner
 
 
-def _check_files(*paths: Path | None, plot: Path | None = None) -> None:
-    """Raise before any work is done if a file or a picture could not be written after it."""
-    for path in (*paths, plot):
+def _check_files(*paths: Path | None, plot: Path | None = None, html: Path | None = None) -> None:
+    """Raise before any work is done if a file, a picture or a page could not be written after it."""
+    for path in (*paths, plot, html):
         if path is not None and (path.is_dir() or not path.parent.is_dir()):
             raise TargetError(f"{path} cannot be written: {path.parent} is no folder, or it is one itself.")
     if plot is not None:
         check_picture(plot)
+    if html is not None:
+        check_pages()
 
 
-def _keep(found: Plan, out: Path | None, plot: Path | None) -> None:
+def _keep(found: Plan, out: Path | None, plot: Path | None, html: Path | None, trace: Path | None) -> None:
     with _working("writing"):
         _write(out, found.save)
         _write(plot, found.plot)
+        _write(html, found.html)
+        _write(trace, found.trace)
 
 
 def _write(path: Path | None, write: Callable[[Path], None]) -> None:
@@ -335,6 +372,4 @@ def _judge(plan: Plan, report: Report) -> None:
 
 def main() -> None:
     """Run the command line."""
-    # torch reports each start of its profiler, which measures the bytes, on stderr.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     app()

@@ -10,17 +10,18 @@ import torch
 import typer
 
 from torchremat.cli.targets import SHAPE, TargetError
-from torchremat.planning.budgets import percentage_of
+from torchremat.planning.budgets import checked_bytes, relative_of
 from torchremat.planning.elsewhere.devices import Device as DeviceDescription
 from torchremat.planning.elsewhere.devices import device_of, is_described
 from torchremat.planning.searches.chains import Cost
 from torchremat.stores.disk import Disk
 from torchremat.stores.host import Host
 from torchremat.tensors.handles import Store
-from torchremat.tensors.sizes import parse_bytes
 
 Target = Annotated[str, typer.Argument(metavar="MODULE:FACTORY", help=f"A function that returns {SHAPE}.")]
-Budget = Annotated[str, typer.Option(help="Peak of a training step: bytes, 6GiB, 800MB, or 60% of the plain peak.")]
+Budget = Annotated[
+    str, typer.Option(help="Peak of a step: bytes, 6GiB, 60% (of the plain peak), 40% of activations, or min.")
+]
 Margin = Annotated[str, typer.Option(help="Part of the budget to leave free, like 1GiB.")]
 Costs = Annotated[Cost, typer.Option(help="What to minimise.")]
 Operators = Annotated[bool, typer.Option(help="Whether parts of a module may be kept.")]
@@ -40,12 +41,15 @@ Stores = Annotated[
 Out = Annotated[Path | None, typer.Option(help="File to write the plan to, as JSON.")]
 Plot = Annotated[Path | None, typer.Option(help="Image to draw: live bytes over the step. The ending says which kind.")]
 
+Html = Annotated[Path | None, typer.Option(help="Page to write, for a browser; it needs no network.")]
+Trace = Annotated[Path | None, typer.Option(help="Trace to write, for ui.perfetto.dev: .json or .json.gz.")]
+
 
 def budget_of(text: str) -> int | str:
     """Return a budget, which is checked before any work is done."""
     budget = number_of(text)
-    if percentage_of(budget) is None:
-        parse_bytes(budget)
+    if relative_of(budget) is None:
+        checked_bytes(budget)
     return budget
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from torchremat._compat.binding import private
+from torchremat._compat.profiler_lines import profiler_silenced
 
 _MEASURING = "measuring live bytes"
 
@@ -90,14 +91,16 @@ def start_profiler() -> None:
     )
     # CUDA's allocator reports through the CPU activity as well; the CUDA activity is about kernels, and slow.
     activities = {_CPU}
-    _prepare_profiler(config, activities)
-    # Memory events come in any scope; this one keeps operators out, and `emit` in.
-    _enable_profiler(config, activities, {_USER_SCOPE})
+    with profiler_silenced():
+        _prepare_profiler(config, activities)
+        # Memory events come in any scope; this one keeps operators out, and `emit` in.
+        _enable_profiler(config, activities, {_USER_SCOPE})
 
 
 def stop_profiler() -> Iterable[ProfilerEvent]:
     """Stop torch's profiler and return the roots of its event trees; none if another one took its place."""
-    return _disable_profiler().experimental_event_tree()
+    with profiler_silenced():
+        return _disable_profiler().experimental_event_tree()
 
 
 def allocation_of(event: ProfilerEvent) -> Allocation | None:

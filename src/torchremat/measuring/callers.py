@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Generator
-from types import FrameType
+from pathlib import Path
+from types import CodeType, FrameType
 
 import torch
 
@@ -13,6 +14,7 @@ from torchremat.errors import PACKAGES
 
 _ATEN = torch.ops.aten
 _TORCH, _OURS = PACKAGES
+_SHOWN_PARTS = 3  # of a path outside the folder that Python runs in
 _SIMULATION = os.path.join(os.path.dirname(os.path.abspath(__file__)), "simulation.py")
 
 
@@ -38,6 +40,23 @@ def asked_by_us() -> bool:
 def _user_frame() -> FrameType | None:
     """Return the innermost frame that is neither torch's nor ours."""
     return next((frame for frame in _callers() if not frame.f_code.co_filename.startswith(_OURS)), None)
+
+
+def line_of_user(within: CodeType) -> tuple[str, int] | None:
+    """Return file and line of the innermost frame that is neither torch's nor ours, of those that some code called."""
+    for frame in _callers():
+        if frame.f_code is within:
+            return None
+        if not frame.f_code.co_filename.startswith(_OURS):
+            return frame.f_code.co_filename, frame.f_lineno
+    return None
+
+
+def shown_line(file: str, line: int) -> str:
+    """Return a line of code in short: from the folder that Python runs in, or by the end of its path."""
+    path, here = Path(file), Path.cwd()
+    short = path.relative_to(here) if path.is_relative_to(here) else Path(*path.parts[-_SHOWN_PARTS:])
+    return f"{short}:{line}"
 
 
 def place_of_user() -> str:

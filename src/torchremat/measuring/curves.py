@@ -46,6 +46,7 @@ class Curve:
         phases: Of each point: what runs from it on.
         before_bytes: What lay in memory before the step.
         budget_bytes: Drawn as a line; None if there is none.
+        peak: What is said of the peak below the heading; the highest of the points if nothing is.
     """
 
     name: str
@@ -54,14 +55,22 @@ class Curve:
     phases: tuple[Phase, ...]
     before_bytes: int
     budget_bytes: int | None = None
+    peak: str = ""
+
+
+def phase_at(timeline: Timeline, event: int) -> Phase:
+    """Return what runs at an event, a recompute told from the backward that it is for."""
+    if not timeline.in_backward[event]:
+        return "forward"
+    return "recompute" if timeline.operator_at(event).recomputes else "backward"
 
 
 def curve_of(timeline: Timeline, *, name: str, before_bytes: int, budget_bytes: int | None = None) -> Curve:
     """Return a measured timeline as a curve: the bytes jump at each event and stay until the next.
 
-    A timeline does not tell a recompute from the backward that it is for.
+    A recompute is told from the backward that it is for where the operators are known.
     """
-    phases: list[Phase] = ["backward" if backward else "forward" for backward in timeline.in_backward]
+    phases: list[Phase] = [phase_at(timeline, event) for event in range(len(timeline))]
     return Curve(
         name=name,
         seconds=np.concatenate([[0.0], np.repeat(timeline.seconds, 2)]),
@@ -126,8 +135,8 @@ def _draw_panel(panel: Axes, curve: Curve, size: int) -> None:
     panel.xaxis.set_major_formatter("{x:g}")
     panel.tick_params(colors=_INK, labelsize="small")
     panel.spines[["top", "right"]].set_visible(False)
-    peak = format_bytes(int(curve.live_bytes.max(initial=0)))
-    panel.set_title(f"{curve.name}\npeak {peak}", color=_INK, fontsize="medium", loc="left")
+    peak = curve.peak or f"peak {format_bytes(int(curve.live_bytes.max(initial=0)))}"
+    panel.set_title(f"{curve.name}\n{peak}", color=_INK, fontsize="medium", loc="left")
 
 
 def _runs(phases: tuple[Phase, ...]) -> Iterator[tuple[Phase, int, int]]:

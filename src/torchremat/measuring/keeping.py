@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 from torch import Tensor, nn
 
 from torchremat.errors import StepError
+from torchremat.measuring.arguments import Step, model_and_step, model_first
 from torchremat.measuring.inventory import Inventory
 from torchremat.measuring.runs import Subject, subject_of
 from torchremat.measuring.saved_report import SavedReport
@@ -21,7 +22,8 @@ from torchremat.tensors.metadata import Metadata
 
 
 @without_our_frames
-def saved(step: Callable[..., object], model: nn.Module | None = None) -> SavedReport:
+@model_first
+def saved(model: nn.Module | Step, step: Step | None = None) -> SavedReport:
     """Run the forward of a training step and return what autograd keeps at its end.
 
     The forward runs once, or three times if compiled code is in it; backward does not run. Gradients, buffers,
@@ -29,17 +31,17 @@ def saved(step: Callable[..., object], model: nn.Module | None = None) -> SavedR
     stays in memory.
 
     Args:
+        model: The model. Modules that the step itself holds count as well. Where those are all, give the step alone.
         step: Called as `step(model)`, or as `step()` if no model is given. Returns the loss: a scalar tensor, an
             object with a `.loss`, or a dict with a `"loss"`. If it does not require grad, the report is empty and
             says so.
-        model: The model. Modules that the step itself holds count as well.
 
     Raises:
         StepError: The step returns no loss, runs backward itself, saves other tensors when compiled code of it runs
             again, or the model has parameters without values.
         UnsupportedError: The step runs a transform of `torch.func` that refuses saved-tensor hooks.
     """
-    subject = subject_of(step, model, None)
+    subject = subject_of(*model_and_step(model, step), None)
     with watched(subject, operators=True) as run:
         if not run.log.is_compiled:
             return _report(run, run.log.savers)

@@ -14,7 +14,6 @@ tracker's bytes are those of the eager code, all else is its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -23,14 +22,19 @@ import torch
 from torch import nn
 
 from torchremat._compat.accelerators import accelerator_of
+from torchremat.measuring.arguments import Step, model_and_step, model_first
 from torchremat.measuring.curves import curve_of, draw
 from torchremat.measuring.heap import heap_set_aside
+from torchremat.measuring.lines import matched, noted
+from torchremat.measuring.measured_page import page_of, step_of
 from torchremat.measuring.profiled import profiler_is_active
 from torchremat.measuring.runs import run_counted, run_plain, run_traced, subject_of
 from torchremat.measuring.step import run_backward
 from torchremat.measuring.timeline import Timeline
 from torchremat.measuring.tracebacks import without_our_frames
 from torchremat.tensors.sizes import format_bytes
+from torchremat.views.html import fragment, write_page
+from torchremat.views.trace import write_trace
 
 Source = Literal["allocator", "tracker", "cuda"]
 
@@ -106,7 +110,38 @@ class Measurement:
         """
         draw([curve_of(self.timeline, name=f"measured on {self.device}", before_bytes=self.before_bytes)], path)
 
+    def html(self, path: str | Path) -> None:
+        """Write the step as a page for a browser, into one file that needs no network: the curve, and the modules.
+
+        Raises:
+            UnsupportedError: plotly is not installed.
+            OSError: The file cannot be written.
+        """
+        write_page(page_of(self), path)
+
+    def trace(self, path: str | Path) -> None:
+        """Write the step in the trace format that ui.perfetto.dev and chrome://tracing read, `.json` or `.json.gz`.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
+        write_trace([step_of(self)], path)
+
+    def _repr_html_(self) -> str:
+        return fragment(page_of(self))
+
+    def __repr__(self) -> str:
+        return (
+            f"<Measurement: peak {format_bytes(self.peak_bytes)} ({self.source}, {self.device}), "
+            f"{self.seconds * 1e3:.1f} ms>"
+        )
+
     def __str__(self) -> str:
+        return "\n".join(f"{name:<18}{value:>12}  {note}".rstrip() for name, value, note in self.rows)
+
+    @property
+    def rows(self) -> tuple[tuple[str, str, str], ...]:
+        """What `print` shows: names, numbers and notes."""
         rows = [
             ("peak", format_bytes(self.peak_bytes), self._peak_note()),
             ("  before the step", format_bytes(self.before_bytes), self._before_note()),
@@ -118,7 +153,7 @@ class Measurement:
         if self.reserved_bytes is not None:
             rows[3:3] = [("  slack", format_bytes(self.slack_bytes), "beyond what was asked for")]
             rows.insert(5, ("reserved", format_bytes(self.reserved_bytes), ""))
-        return "\n".join(f"{name:<18}{value:>12}  {note}".rstrip() for name, value, note in rows)
+        return tuple(rows)
 
     def _peak_note(self) -> str:
         if not len(self.timeline):
@@ -132,9 +167,10 @@ class Measurement:
 
 
 @without_our_frames
+@model_first
 def measure(
-    step: Callable[..., object],
-    model: nn.Module | None = None,
+    model: nn.Module | Step,
+    step: Step | None = None,
     *,
     optimizer: torch.optim.Optimizer | None = None,
     device: torch.device | str | None = None,
@@ -146,9 +182,9 @@ def measure(
     On CUDA the peak counters of torch are reset.
 
     Args:
+        model: The model. Modules that the step itself holds count as well. Where those are all, give the step alone.
         step: Called as `step(model)`, or as `step()` if no model is given. Returns the loss: a scalar tensor, an
             object with a `.loss`, or a dict with a `"loss"`.
-        model: The model. Modules that the step itself holds count as well.
         optimizer: Its state is counted, and its parameters are.
         device: Whose bytes are measured; that of the first parameter or tensor found, if not given.
 
@@ -156,7 +192,7 @@ def measure(
         StepError: The step returns no loss, runs backward itself, or the model has parameters without values.
         UnsupportedError: The device is neither a CPU nor a CUDA device.
     """
-    subject = subject_of(step, model, optimizer)
+    subject = subject_of(*model_and_step(model, step), optimizer)
     place = subject.device(device)
     accelerator = accelerator_of(place)
     if accelerator.records is None:
@@ -168,11 +204,16 @@ def measure(
         # region holds has one of its outputs, as those of `transformers` do, that stays for ever.
         with subject.untouched(looks=True):
             run_backward(subject.forward())
-        counted = run_counted(subject, place)
+        counted = run_counted(subject, place, lines=True)
         before = counted.before
         traced = None if foreign_profiler else run_traced(subject, place, before_bytes=before.total_bytes)
         plain = run_plain(subject, place)
     source: Source = "tracker" if traced is None else "allocator"
+    timeline = (
+        noted(counted.timeline, counted.ran)
+        if traced is None
+        else matched(traced.timeline, traced.changes, counted.timeline, counted.changes, counted.ran)
+    )
     slack_bytes = 0
     peak_bytes, kept_bytes = (traced or counted).peak_bytes, (traced or counted).kept_bytes
     if plain.peak_bytes is not None and plain.kept_bytes is not None:
@@ -193,7 +234,7 @@ def measure(
         seconds=plain.seconds,
         flops=counted.flops,
         recomputed_flops=counted.recomputed_flops,
-        timeline=(traced or counted).timeline,
+        timeline=timeline,
         resident_bytes=before.resident_bytes,
         slack_bytes=slack_bytes,
         reserved_bytes=plain.reserved_bytes,

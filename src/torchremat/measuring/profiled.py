@@ -6,8 +6,7 @@ no dispatch mode does. Only memory events and marks are recorded, no operators.
 Missing on purpose, since torch does not report it: what threads of the user's own allocate (autograd's threads are
 seen), and frees of memory that was allocated before the block.
 
-torch writes "profiler_start" and "profiler_stop" to stderr each time. Only KINETO_LOG_LEVEL=6 in the environment of
-the process stops it, and then real errors of later profilers are silent too; so whoever owns the process decides.
+What torch writes to stderr about it does not get there, see `_compat.profiler_lines`; errors do.
 """
 
 # NOTE [ Frees of foreign memory ]
@@ -37,6 +36,7 @@ import numpy as np
 import torch
 
 from torchremat._compat.collectives import settled_collectives
+from torchremat._compat.profiler_lines import errors_alone
 from torchremat.errors import UnsupportedError
 from torchremat.measuring.bindings import (
     MEMORY,
@@ -136,7 +136,7 @@ def _recorded(device: torch.device) -> Generator[ProfilerRecorder]:
         with uninterrupted():  # in the midst of it, nobody could say whether there is one to stop
             start_profiler()
         _emit(_BLOCK)
-        with settled_collectives(_call):
+        with errors_alone(), settled_collectives(_call):
             yield recorder
     finally:
         with uninterrupted():

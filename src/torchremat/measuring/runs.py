@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -22,6 +22,7 @@ from torchremat.measuring.allocator import record_allocations
 from torchremat.measuring.before import BytesBefore, bytes_before
 from torchremat.measuring.flops import FlopCounter
 from torchremat.measuring.holding import used_up
+from torchremat.measuring.lines import OperatorLines, Ran
 from torchremat.measuring.modules import has_compiled, module_stack
 from torchremat.measuring.optimizers import with_wrapped
 from torchremat.measuring.step import (
@@ -194,6 +195,8 @@ class Counted:
     flops: int
     recomputed_flops: int
     timeline: Timeline
+    changes: tuple[Change, ...]
+    ran: tuple[Ran, ...]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -204,6 +207,7 @@ class Traced:
     kept_bytes: int
     slack_bytes: int
     timeline: Timeline
+    changes: tuple[Change, ...]
 
     def peak_beyond(self, before: BytesBefore) -> int:
         """Return the peak with what of the slack is not in `before`."""
@@ -248,17 +252,18 @@ class _Phase:
         return torch.is_grad_enabled() or top_saved_tensor_hooks(False) != self._hooks
 
 
-def run_counted(subject: Subject, device: torch.device) -> Counted:
-    """Run the step under the storage tracker and the flop counter."""
+def run_counted(subject: Subject, device: torch.device, *, lines: bool = False) -> Counted:
+    """Run the step under the storage tracker and the flop counter; with `lines` operators are noted as well."""
     phase, tracker, changes = _Phase(), StorageTracker(device), list[Change]()
     counter = FlopCounter(phase.is_recomputing)
+    noting = OperatorLines(lambda: tracker.events, phase.is_recomputing)
 
     def changed(module: str) -> None:
         changes.append(Change(position=tracker.events, module=module))
 
     with subject.untouched():
         before = subject.before(device)
-        with module_stack(subject.models, changed), tracker, counter:
+        with module_stack(subject.models, changed), tracker, counter, noting if lines else nullcontext():
             start_ns = time.perf_counter_ns()
             loss = subject.forward()
             tracker.refresh()
@@ -281,6 +286,8 @@ def run_counted(subject: Subject, device: torch.device) -> Counted:
         flops=counter.total,
         recomputed_flops=counter.recomputed,
         timeline=timeline,
+        changes=tuple(changes),
+        ran=() if noting.is_compiled or any(map(has_compiled, subject.models)) else tuple(noting.ran),
     )
 
 
@@ -310,6 +317,7 @@ def run_traced(subject: Subject, device: torch.device, *, before_bytes: int) -> 
             backward_at=trace.marks[forward_end].position,
             changes=changes,
         ),
+        changes=tuple(changes),
     )
 
 

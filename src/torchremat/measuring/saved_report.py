@@ -14,6 +14,7 @@ from typing import Literal
 
 from torchremat.measuring.freeing import Freed, StepLog, freed
 from torchremat.measuring.needs import Need
+from torchremat.measuring.saved_page import page_of
 from torchremat.measuring.saved_text import described
 from torchremat.policies import (
     everything_saved,
@@ -23,6 +24,8 @@ from torchremat.policies import (
     save_matmuls,
     save_unbatched_matmuls,
 )
+from torchremat.tensors.sizes import format_bytes
+from torchremat.views.html import fragment, write_page
 
 Kind = Literal["saved", "parameter", "buffer", "input", "stored"]
 
@@ -261,6 +264,22 @@ class SavedReport:
     def text(self, top: int = 10) -> str:
         """Return the report with the `top` largest storages, modules and operators; `print(report)` shows 10."""
         return described(self, top)
+
+    def html(self, path: str | Path) -> None:
+        """Write the report as a page for a browser, into one file that needs no network: a tree and its tables.
+
+        Raises:
+            UnsupportedError: plotly is not installed.
+            OSError: The file cannot be written.
+        """
+        write_page(page_of(self), path)
+
+    def _repr_html_(self) -> str:
+        return fragment(page_of(self))
+
+    def __repr__(self) -> str:
+        storages = sum(one.kind == "saved" for one in self.storages.values())
+        return f"<SavedReport: {format_bytes(self.saved_bytes)} in {storages} storages>"
 
     def __str__(self) -> str:
         return self.text()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torchremat.tensors.sizes import format_bytes
 
 if TYPE_CHECKING:
-    from torchremat.measuring.saved_report import Kind, SavedReport
+    from torchremat.measuring.saved_report import KeptStorage, Kind, Saved, SavedReport
 
 _WIDEST = 44  # a cell; the end of a path says more than its beginning
 
@@ -21,7 +21,8 @@ def described(report: SavedReport, top: int) -> str:
     return "\n\n".join(parts)
 
 
-def _summary(report: SavedReport) -> list[str]:
+def summary_rows(report: SavedReport) -> list[tuple[str, str, str]]:
+    """Return the totals of a report: what each is, the bytes, and a note."""
     saved = [one for one in report.entries if one.kind == "saved"]
     count = sum(one.kind == "saved" for one in report.storages.values())
     rows = [
@@ -56,7 +57,11 @@ def _summary(report: SavedReport) -> list[str]:
         rows.append(("shape alone", format_bytes(needs["shape"]), "only the shape is needed"))
     if "mask" in needs:
         rows.append(("bits", format_bytes(needs["mask"]), "one bit for each element would do"))
-    lines = [f"{name:<18}{size:>12}  {note}".rstrip() for name, size, note in rows]
+    return rows
+
+
+def _summary(report: SavedReport) -> list[str]:
+    lines = [f"{name:<18}{size:>12}  {note}".rstrip() for name, size, note in summary_rows(report)]
     if report.is_compiled:
         lines.append("Compiled code ran; what it saves is one node for each graph.")
     return lines
@@ -83,13 +88,15 @@ def _tables(report: SavedReport, top: int) -> list[str]:
     return [one for one in found if one]
 
 
+def storage_rows(report: SavedReport) -> list[tuple[KeptStorage, Saved]]:
+    """Return each storage that is there for autograd's sake with its first save, the largest first."""
+    found = sorted(report.storages.values(), key=lambda one: -one.size)
+    return [(one, report.entries[one.saves[0]]) for one in found if one.kind in ("saved", "stored")]
+
+
 def _storage_rows(report: SavedReport) -> list[list[str]]:
-    """Return a row for each storage that is there for autograd's sake, the largest first."""
     rows: list[list[str]] = []
-    for one in sorted(report.storages.values(), key=lambda one: -one.size):
-        if one.kind not in ("saved", "stored"):
-            continue
-        first = report.entries[one.saves[0]]
+    for one, first in storage_rows(report):
         more = f" +{len(one.saves) - 1}" if len(one.saves) > 1 else ""
         function = f" of F.{first.function}" if first.function else ""
         rows.append(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,25 @@ class Change:
     module: str
 
 
+@dataclass(frozen=True, slots=True)
+class OperatorLine:
+    """An operator as torch has it, `aten.mul.Tensor`, and file and line of the code that called it; "" if unknown.
+
+    In backward the line is that of the forward that the operator is the backward of. `recomputes` says whether the
+    operator runs a piece of forward again.
+    """
+
+    operator: str
+    line: str
+    recomputes: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.operator} at {self.line}" if self.line else self.operator
+
+
+UNKNOWN = OperatorLine("", "")
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Timeline:
     """What the memory of a step was after each event (an allocation or a free): arrays of one length.
@@ -27,6 +46,8 @@ class Timeline:
         in_backward: False in forward, True in backward.
         module: Index into `names` of the module that ran.
         names: Names of modules. The first is empty and stands for the code outside all modules.
+        operator: Index into `operators` of the operator that ran, as far as it is known; empty if none are.
+        operators: Operators with the lines of the code that called them. The first stands for one that is not known.
     """
 
     seconds: NDArray[np.float64]
@@ -34,6 +55,8 @@ class Timeline:
     in_backward: NDArray[np.bool_]
     module: NDArray[np.int64]
     names: tuple[str, ...]
+    operator: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    operators: tuple[OperatorLine, ...] = (UNKNOWN,)
 
     def __len__(self) -> int:
         return len(self.live_bytes)
@@ -54,6 +77,10 @@ class Timeline:
     def module_at(self, index: int) -> str:
         """Return the name of the module that ran; empty outside all modules."""
         return self.names[self.module[index]]
+
+    def operator_at(self, index: int) -> OperatorLine:
+        """Return the operator that ran, as far as it is known."""
+        return self.operators[self.operator[index]] if len(self.operator) else UNKNOWN
 
 
 def timeline_of(

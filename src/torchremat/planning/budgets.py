@@ -1,9 +1,12 @@
-"""A budget: bytes, or a percentage of the plain step's peak."""
+"""A budget: bytes, or what depends on the step: a share of its plain peak or of its activations, or the smallest."""
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -12,26 +15,106 @@ from torchremat.errors import BudgetError
 from torchremat.planning.hosts import Host
 from torchremat.tensors.sizes import format_bytes, parse_bytes
 
-_PERCENT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*")
+_SHARE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*(?:of\s+(\w+)\s*)?", re.IGNORECASE)
+_SMALLEST = "min"
+# No training step fits into less, so who asks for it has left out what the number is of.
+_LEAST_BYTES = 1000
 
 
-def percentage_of(budget: int | str) -> float | None:
-    """Return the number in a budget like `"60%"`, or None if it is no percentage.
+@dataclass(frozen=True, kw_only=True)
+class Relative:
+    """A budget that is known only when the step is.
+
+    Attributes:
+        percent: How much; of the smallest always all.
+        of: `"peak"`: the plain step's peak. `"activations"`: what of that does not lie there before the step, and only
+            that can be recomputed. `"smallest"`: the smallest budget that a plan was found for.
+    """
+
+    percent: float
+    of: Literal["peak", "activations", "smallest"]
+
+    def bytes(self, *, plain_bytes: int, before_bytes: int, smallest: Callable[[], int]) -> int:
+        """Return the budget in bytes.
+
+        Args:
+            plain_bytes: The peak of the plain step.
+            before_bytes: What lies there before it.
+            smallest: Returns the smallest budget that works; it may have to be sought.
+        """
+        match self.of:
+            case "peak":
+                return int(plain_bytes * self.percent / 100)
+            case "activations":
+                return before_bytes + int((plain_bytes - before_bytes) * self.percent / 100)
+            case "smallest":
+                return smallest()
+
+
+def relative_of(budget: int | str) -> Relative | None:
+    """Return a budget like `"60%"`, `"40% of activations"` or `"min"`; None for one that is not of these.
 
     Raises:
-        BudgetError: The percentage is 0 or not finite.
+        BudgetError: The percentage is 0 or not finite, or of something else.
     """
-    matched = _PERCENT.fullmatch(budget) if isinstance(budget, str) else None
+    if not isinstance(budget, str):
+        return None
+    if budget.strip().lower() == _SMALLEST:
+        return Relative(percent=100.0, of="smallest")
+    matched = _SHARE.fullmatch(budget)
     if matched is None:
         return None
-    percent = float(matched[1])
+    percent, of = float(matched[1]), (matched[2] or "peak").lower()
     if not 0 < percent < math.inf:
         raise BudgetError(f"budget={budget!r}: a percentage above 0 is needed.")
-    return percent
+    if of not in ("peak", "activations"):
+        raise BudgetError(
+            f'budget={budget!r}: a percentage is of the plain step\'s peak, "60%", or of what of it does not lie there '
+            'before the step, "40% of activations".'
+        )
+    return Relative(percent=percent, of=of)
+
+
+def shares_that_work(size: int, *, plain_bytes: int, before_bytes: int) -> str:
+    """Return a sentence with the shares that a budget is, rounded up; empty if that is as much as the plain step."""
+    if size > plain_bytes or plain_bytes <= before_bytes:
+        return ""
+    of_peak = math.ceil(100 * size / plain_bytes)
+    of_activations = math.ceil(100 * (size - before_bytes) / (plain_bytes - before_bytes))
+    return f'As shares: "{of_peak}%", or "{of_activations}% of activations"; budget="min" asks for the smallest.'
+
+
+def checked_bytes(budget: int | str) -> int:
+    """Return the bytes of a budget that is a size.
+
+    Raises:
+        BudgetError: It is none, or one that nobody means: `60` and `0.6`.
+    """
+    number = _number_of(budget)
+    if number is not None and 0 < number < _LEAST_BYTES and budget is not True:
+        unit = "GiB" if number <= 100 else "MiB"
+        shares = [f'"{100 * number:g}%"'] if number < 1 else [f'"{number:g}%"'] if number <= 100 else []
+        meant = " or ".join([*shares, f'"{number:g}{unit}"'])
+        what = f"{budget} bytes" if isinstance(budget, int) else "no size: it has no unit"
+        raise BudgetError(f"budget={budget!r} is {what}. Did you mean {meant}?")
+    return parse_bytes(budget)
+
+
+def _number_of(budget: object) -> float | None:
+    """Return a budget that is a bare number, or text that is one."""
+    if isinstance(budget, int | float):
+        return float(budget) if abs(budget) < _LEAST_BYTES else None
+    if (
+        isinstance(budget, str)
+        and re.fullmatch(r"\s*([0-9]+\.?[0-9]*|\.[0-9]+)\s*", budget, re.ASCII)
+        and len(budget) < 20
+    ):
+        return float(budget)
+    return None
 
 
 def bytes_of(budget: int | str, device: torch.device | str, capacity: int | None = None) -> int:
-    """Return the bytes of a budget that is no percentage.
+    """Return the bytes of a budget that does not depend on the step.
 
     Args:
         budget: Bytes, or a size like `"6GiB"`.
@@ -41,7 +124,7 @@ def bytes_of(budget: int | str, device: torch.device | str, capacity: int | None
     Raises:
         BudgetError: It is no size, or more than the device has.
     """
-    size = parse_bytes(budget)
+    size = checked_bytes(budget)
     if isinstance(device, torch.device):
         capacity = capacity_of(device)
     if capacity is not None and size > capacity:
@@ -57,11 +140,11 @@ def check_budget(
     """Raise where a budget cannot be met on a device, or a margin leaves nothing of it, before any work is done.
 
     Raises:
-        BudgetError: It is no size and no percentage, or more than the device has; or the margin is no size, or as large
+        BudgetError: It is no budget, or more than the device has; or the margin is no size, or as large
             as the budget.
     """
     reserved = margin_of(margin)
-    size = bytes_of(budget, device, capacity) if percentage_of(budget) is None else None
+    size = bytes_of(budget, device, capacity) if relative_of(budget) is None else None
     if size is not None and reserved >= size:
         raise BudgetError(
             f"margin={margin!r} is {format_bytes(reserved)}, which leaves nothing of the budget of "

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping
 from dataclasses import replace
+from types import CodeType
 from typing import TYPE_CHECKING
 
+from torch import nn
+
+from torchremat.measuring.callers import shown_line
 from torchremat.planning.bounds.certificates import claim_of
+from torchremat.planning.budgets import shares_that_work
 from torchremat.planning.inputs import InputSizes
 from torchremat.planning.layout import HeldOperators, calls_of
 from torchremat.planning.plans import PlainSource, Plan, PlannedUnit, Point, claimed
@@ -25,8 +32,8 @@ if TYPE_CHECKING:
     from torchremat.planning.planner import Planner
 
 
-def planned_unit(own: Profile, unit: int) -> PlannedUnit:
-    """Return what a plan tells about a unit."""
+def planned_unit(own: Profile, unit: int, lines: Mapping[str, str]) -> PlannedUnit:
+    """Return what a plan tells about a unit, with the line where each module is written by its name."""
     found, size, trace = own.units.units[unit], own.sizes[unit], own.units.trace
     saved = (*(size.saved - set(found.inputs)), *size.left)
     return PlannedUnit(
@@ -36,7 +43,18 @@ def planned_unit(own: Profile, unit: int) -> PlannedUnit:
         input_bytes=sum(trace.storage_bytes[storage] for storage in found.inputs),
         seconds=own.costs[unit].seconds,
         flops=own.costs[unit].flops,
+        line=lines.get(trace.calls[found.calls[0]].name, ""),
     )
+
+
+def lines_of(model: nn.Module) -> dict[str, str]:
+    """Return file and line of the code of each module's forward, by the name of the module."""
+    found: dict[str, str] = {}
+    for name, module in model.named_modules():
+        code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+        if isinstance(code, CodeType):
+            found[name] = shown_line(code.co_filename, code.co_firstlineno)
+    return found
 
 
 def held_of(own: Profile, tree: Tree) -> tuple[HeldOperators, ...]:
@@ -60,8 +78,14 @@ def input_sizes(own: Profile) -> InputSizes:
     return InputSizes(elements=elements)
 
 
-def curve_of(own: Profile, tree: Tree, fixed_bytes: int, loads: Loads = NO_LOADS) -> tuple[Point, ...]:
-    """Return the predicted step under a tree: a point where each piece begins, and one at its peak."""
+def curve_of(
+    own: Profile, tree: Tree, fixed_bytes: int, loads: Loads = NO_LOADS, *, lasts_s: float
+) -> tuple[Point, ...]:
+    """Return the predicted step under a tree: a point where each piece begins, and one at its peak.
+
+    Units are timed in runs that watch them, and steps in others: what each takes is a share of `lasts_s`, the seconds
+    of the step that the plan tells.
+    """
     points: list[Point] = []
     now_s, running = 0.0, 0.0
     for state in walk_of(own, tree, loads):
@@ -81,7 +105,8 @@ def curve_of(own: Profile, tree: Tree, fixed_bytes: int, loads: Loads = NO_LOADS
         points.append(Point(seconds=now_s, live_bytes=live + min(0, over), what=state.what))
         points.append(Point(seconds=now_s + running / 2, live_bytes=live + over, what=state.what))
         now_s += running
-    return tuple(points)
+    scale = lasts_s / now_s if now_s else 1.0
+    return tuple(replace(point, seconds=point.seconds * scale) for point in points)
 
 
 def made_plan(
@@ -93,6 +118,7 @@ def made_plan(
     plain: tuple[int, PlainSource],
     margin_bytes: int,
     parameters: dict[str, tuple[int, ...]],
+    lines: Mapping[str, str],
     stores: tuple[Store, ...],
 ) -> Plan:
     """Return a candidate as a plan.
@@ -105,10 +131,12 @@ def made_plan(
         plain: The peak of a plain step, and where it is known from.
         margin_bytes: What of the budget has to stay free.
         parameters: Shapes of the model's parameters, by name.
+        lines: Where the model's modules are written, by name.
         stores: Those that were offered.
     """
     own, before = found.profile, planner.profile.before
     state = own.optimizer.state_bytes if own.optimizer is not None else 0
+    lasts_s = own.seconds + found.prediction.seconds + found.prediction.moving_s
     made = Plan(
         budget_bytes=size,
         budget=budget,
@@ -116,7 +144,7 @@ def made_plan(
         cost=planner.solver.cost_unit,
         tree=found.tree,
         held=held_of(own, found.tree),
-        units=tuple(planned_unit(own, unit) for unit in range(len(own.units.units))),
+        units=tuple(planned_unit(own, unit, lines) for unit in range(len(own.units.units))),
         calls=calls_of(own.units),
         peak_bytes=planner.peak_of(found),
         step_peak_bytes=planner.fixed_bytes + found.prediction.peak_bytes,
@@ -136,8 +164,8 @@ def made_plan(
         floor_bytes=min(planner.floor_bytes, planner.budget_for(planner.peak_of(found))),
         parameters=parameters,
         inputs=input_sizes(own),
-        curve=curve_of(own, found.tree, planner.fixed_bytes, found.loads),
-        plain_curve=curve_of(planner.profile, planner.solver.plain.tree, planner.fixed_bytes),
+        curve=curve_of(own, found.tree, planner.fixed_bytes, found.loads, lasts_s=lasts_s),
+        plain_curve=curve_of(planner.profile, planner.solver.plain.tree, planner.fixed_bytes, lasts_s=own.seconds),
         moving_seconds=found.prediction.moving_s,
         stored=tuple(load.planned for load in found.loads.values()),
         stores=tuple(map(repr, stores)),
@@ -158,16 +186,18 @@ def made_plan(
     return claimed(made, claim)
 
 
-def nothing_fits(planner: Planner, size: int, budget: str, reserved_bytes: int) -> str:
+def nothing_fits(planner: Planner, size: int, budget: str, reserved_bytes: int, *, plain_bytes: int) -> str:
     """Return the message for a budget that no plan fits.
 
     Args:
         planner: What was asked.
         size: The budget in bytes.
         budget: The same as it was given.
+        plain_bytes: The peak of a plain step, which shares are of.
         reserved_bytes: What of it has to stay free.
     """
     floor, floor_bytes = planner.solver.floor, planner.floor_bytes + reserved_bytes
+    shares = shares_that_work(floor_bytes, plain_bytes=plain_bytes, before_bytes=planner.fixed_bytes)
     reserved = f", of which {format_bytes(reserved_bytes)} are set aside" if reserved_bytes else ""
     optimizer_peak = planner.optimizer_peak_bytes or 0
     if optimizer_peak > planner.fixed_bytes + floor.prediction.peak_bytes:
@@ -187,6 +217,7 @@ def nothing_fits(planner: Planner, size: int, budget: str, reserved_bytes: int) 
         f"no plan fits the budget of {format_bytes(size)} ({budget}){reserved}. Smallest budget that works: "
         f"{floor_bytes} bytes ({format_bytes(floor_bytes)}), at {floor.slowdown:.2f} x the plain time. "
         f"{format_bytes(planner.fixed_bytes)} of it lie there before a step; {lowers}"
+        + (f" {shares}" if shares else "")
         + (f" And {told(unlike)}" if (unlike := floor.profile.units.unlike) else "")
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 from torch import nn
@@ -11,6 +11,7 @@ from torch import nn
 from torchremat.errors import BudgetError
 from torchremat.measuring.runs import run_traced
 from torchremat.measuring.tracebacks import without_our_frames
+from torchremat.planning.bars import shown
 from torchremat.planning.budgets import margin_of
 from torchremat.planning.planner import Planner
 from torchremat.planning.plans import Plan
@@ -40,7 +41,7 @@ def fit(
     operators: bool = True,
     stores: Sequence[Store] = (),
     allow_lossy: bool = False,
-    progress: Callable[[Progress], None] | None = None,
+    progress: Callable[[Progress], None] | Literal[False] | None = None,
 ) -> M:
     """Return the model with a plan applied under which one real step was within the budget.
 
@@ -67,18 +68,19 @@ def fit(
         UnsupportedError: See `plan`.
     """
     check_request(model, step, budget, margin=margin, optimizer=optimizer, device=device)
-    planner = Planner(
-        model,
-        step,
-        optimizer=optimizer,
-        device=device,
-        cost=cost,
-        operators=operators,
-        stores=stores,
-        allow_lossy=allow_lossy,
-        progress=progress,
-    )
-    fit_with(planner, model, step, budget=budget, optimizer=optimizer, margin=margin)
+    with shown(progress) as observer:
+        planner = Planner(
+            model,
+            step,
+            optimizer=optimizer,
+            device=device,
+            cost=cost,
+            operators=operators,
+            stores=stores,
+            allow_lossy=allow_lossy,
+            progress=observer,
+        )
+        fit_with(planner, model, step, budget=budget, optimizer=optimizer, margin=margin)
     return model
 
 

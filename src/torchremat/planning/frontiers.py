@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING
 
 from torchremat.errors import BudgetError, UnsupportedError
 from torchremat.measuring.heap import heap_set_aside
-from torchremat.planning.budgets import percentage_of
+from torchremat.planning.budgets import Relative, relative_of
+from torchremat.planning.frontier_page import page_of
 from torchremat.planning.plans import Plan
 from torchremat.planning.searches.chains import Cost
 from torchremat.planning.searches.pace import TIME_IS_OVER
 from torchremat.planning.searches.solving import Candidate
-from torchremat.planning.staircases import Staircase, draw
+from torchremat.planning.staircases import Staircase, draw, knee_of
 from torchremat.tensors.sizes import format_bytes
+from torchremat.views.html import fragment, write_page
 
 if TYPE_CHECKING:
     from torchremat.planning.planner import Planner
@@ -76,6 +78,17 @@ class Frontier:
         """Whether there is anything to choose."""
         return len(self.points) > 1
 
+    @property
+    def floor(self) -> FrontierPoint:
+        """The lowest peak that was found."""
+        return self.points[-1]
+
+    @property
+    def knee(self) -> FrontierPoint | None:
+        """The point beyond which each byte costs more time than before it; None if none stands out."""
+        place = knee_of([point.peak_bytes for point in self.points], [point.slowdown for point in self.points])
+        return None if place is None else self.points[place]
+
     def plan(self, budget: int | str | FrontierPoint) -> Plan:
         """Return the plan of a point, or of the fastest point that a budget allows; nothing is profiled again.
 
@@ -92,9 +105,8 @@ class Frontier:
                 raise BudgetError("the point belongs to another frontier; give one of `points`.")
             size, name, place = budget.budget_bytes, str(budget.budget_bytes), self.points.index(budget)
         else:
-            percent = percentage_of(budget)
-            plain_bytes = self.points[0].peak_bytes
-            size = self._planner.bytes_of(budget) if percent is None else int(plain_bytes * percent / 100)
+            relative = relative_of(budget)
+            size = self._planner.bytes_of(budget) if relative is None else self._bytes_of(relative)
             name, place = str(budget), self._cheapest(size)
             if place is None:
                 lowest = self.points[-1]
@@ -104,6 +116,13 @@ class Frontier:
                     "the plain time."
                 )
         return self._planner.for_all(lambda: self._planner.plan_of(self._candidates[place], size, name))
+
+    def _bytes_of(self, budget: Relative) -> int:
+        return budget.bytes(
+            plain_bytes=self.points[0].peak_bytes,
+            before_bytes=self._planner.fixed_bytes,
+            smallest=lambda: self.points[-1].budget_bytes,
+        )
 
     def _cheapest(self, size: int) -> int | None:
         return next((place for place, point in enumerate(self.points) if point.budget_bytes <= size), None)
@@ -118,12 +137,28 @@ class Frontier:
         Path(path).write_text(json.dumps(content, indent=1) + "\n")
 
     def plot(self, path: str | Path) -> None:
-        """Draw peak against time into an image file; its ending says which kind.
+        """Draw peak against time into an image file, with floor and knee; its ending says which kind.
 
         Raises:
             UnsupportedError: matplotlib is not installed, or knows no pictures with such an ending.
         """
-        draw([self.staircase("")], path)
+        draw([self.staircase("")], path, title=f"peak against time on {self.device}, in {self.cost}")
+
+    def html(self, path: str | Path) -> None:
+        """Write the frontier as a page for a browser, into one file that needs no network: the picture, and the points.
+
+        Raises:
+            UnsupportedError: plotly is not installed.
+            OSError: The file cannot be written.
+        """
+        write_page(page_of(self), path)
+
+    def _repr_html_(self) -> str:
+        return fragment(page_of(self))
+
+    def __repr__(self) -> str:
+        lowest = f"{format_bytes(self.floor.peak_bytes)} at {self.floor.slowdown:.2f} x plain"
+        return f"<Frontier: {len(self.points)} points, {format_bytes(self.points[0].peak_bytes)} plain to {lowest}>"
 
     def staircase(self, name: str) -> Staircase:
         """Return the points ready to draw, under a name."""
@@ -131,6 +166,7 @@ class Frontier:
             name=name,
             peak_bytes=tuple(point.peak_bytes for point in self.points),
             slowdowns=tuple(point.slowdown for point in self.points),
+            knee=None if self.knee is None else self.points.index(self.knee),
         )
 
     def __str__(self) -> str:

@@ -15,9 +15,10 @@ from torchremat.measuring.exhaustion import is_out_of_memory
 from torchremat.measuring.heap import heap_set_aside
 from torchremat.measuring.runs import run_traced
 from torchremat.measuring.tracebacks import without_our_frames
+from torchremat.planning.bars import shown
 from torchremat.planning.bounds.pulls import PlainStep, Unseen, plain_step
-from torchremat.planning.budgets import bytes_of, margin_of, percentage_of
-from torchremat.planning.descriptions import made_plan, nothing_fits
+from torchremat.planning.budgets import Relative, bytes_of, margin_of, relative_of
+from torchremat.planning.descriptions import lines_of, made_plan, nothing_fits
 from torchremat.planning.elsewhere.calibration import device_here
 from torchremat.planning.elsewhere.devices import Device
 from torchremat.planning.elsewhere.fakes import placed
@@ -62,8 +63,8 @@ class Planner:
         allow_lossy: Whether stores may lose digits.
         on: `"meta"` to run nothing: the step is profiled on tensors without data, for a device that need not be here.
             Model and batch may be real, on the meta device, or fakes.
-        progress: Called with how far planning is, here and later; what it raises ends planning. `progress_bar` of
-            `torchremat.reports.bars` makes one.
+        progress: Called with how far planning is, here and later; what it raises ends planning. Nobody is told by
+            itself here; `progress_bar` of `torchremat.reports.bars` makes one who shows a bar.
 
     Attributes:
         profile: What each unit of the step takes, by which it is planned; its fields may change without notice.
@@ -91,7 +92,7 @@ class Planner:
         stores: Sequence[Store] = (),
         allow_lossy: bool = False,
         on: Literal["meta"] | None = None,
-        progress: Callable[[Progress], None] | None = None,
+        progress: Callable[[Progress], None] | Literal[False] | None = None,
     ) -> None:
         check_cost(cost)
         check_flags(operators=operators, allow_lossy=allow_lossy)
@@ -140,7 +141,9 @@ class Planner:
     @property
     def floor_bytes(self) -> int:
         """The smallest budget for which there is a plan, with a little room for what a prediction can be off."""
-        return self.budget_for(self.peak_of(self.solver.floor))
+        lowest_bytes = self.peak_of(self.solver.floor)
+        is_plain = self.peak_of(self.solver.plain) <= lowest_bytes  # which needs no room
+        return lowest_bytes if is_plain else self.budget_for(lowest_bytes)
 
     def budget_for(self, peak_bytes: int) -> int:
         """Return the smallest budget for which a plan with a predicted peak is made."""
@@ -195,21 +198,26 @@ class Planner:
         """Return the fastest plan found whose predicted peak is within the budget.
 
         Args:
-            budget: Bytes as an int or like `"6GiB"`, or a percentage of the plain step's peak like `"60%"`.
+            budget: Bytes as an int or like `"6GiB"`; a share of the plain step's peak like `"60%"`, or of what of it
+                does not lie there before the step like `"40% of activations"`; or `"min"`, the smallest that works.
             margin: Bytes of the budget to leave free, for what an allocator needs beside the tensors.
             tighten_bytes: Bytes by which an earlier plan for this budget was too high when it was measured.
 
         Raises:
             BudgetError: The budget or the margin is no size, or no plan fits; the message says which budget works.
         """
-        percent, margin_bytes = percentage_of(budget), margin_of(margin)
-        if percent is not None:
+        relative, margin_bytes = relative_of(budget), margin_of(margin)
+        if relative is not None:
             self.plain_peak()
-        return self.for_all(lambda: self._planned(budget, percent, margin_bytes, tighten_bytes))
+        return self.for_all(lambda: self._planned(budget, relative, margin_bytes, tighten_bytes))
 
-    def _planned(self, budget: int | str, percent: float | None, margin_bytes: int, tighten_bytes: int) -> Plan:
+    def _planned(self, budget: int | str, relative: Relative | None, margin_bytes: int, tighten_bytes: int) -> Plan:
         plain_bytes, source = self._known_plain()
-        size = int(plain_bytes * percent / 100) if percent is not None else self.bytes_of(budget)
+        size = (
+            self.bytes_of(budget)
+            if relative is None
+            else self.bytes_of_relative(relative, margin_bytes + tighten_bytes)
+        )
         target = size - margin_bytes - tighten_bytes
         optimizer_peak = self.optimizer_peak_bytes or 0
         if self.peak_of(self.solver.plain) > target:
@@ -222,7 +230,8 @@ class Planner:
                 with pace.part(_SOLVING_SHARE, 1.0):
                     _ = self.solver.floor  # which the plan tells, and the error
             if found is None:
-                raise BudgetError(nothing_fits(self, size, str(budget), margin_bytes + tighten_bytes))
+                reserved_bytes = margin_bytes + tighten_bytes
+                raise BudgetError(nothing_fits(self, size, str(budget), reserved_bytes, plain_bytes=plain_bytes))
             return self.plan_of(found, size, str(budget), plain=(plain_bytes, source), margin_bytes=margin_bytes)
 
     @without_our_frames
@@ -242,8 +251,18 @@ class Planner:
         """Whose bytes count, by name."""
         return self._machine.name
 
+    def bytes_of_relative(self, budget: Relative, reserved_bytes: int = 0) -> int:
+        """Return a budget that depends on the step in bytes; what is reserved comes on top of the smallest."""
+
+        def smallest() -> int:
+            with heap_set_aside(), self.solver.pace.running(1 - _SOLVING_SHARE):
+                return self.floor_bytes + reserved_bytes
+
+        plain_bytes, _ = self._known_plain()
+        return budget.bytes(plain_bytes=plain_bytes, before_bytes=self.fixed_bytes, smallest=smallest)
+
     def bytes_of(self, budget: int | str) -> int:
-        """Return a budget that is no percentage in bytes.
+        """Return a budget that does not depend on the step in bytes.
 
         Raises:
             BudgetError: It is no size, or more than the device has.
@@ -285,6 +304,7 @@ class Planner:
             plain=plain or self._known_plain(),
             margin_bytes=margin_bytes,
             parameters=self._parameters,
+            lines=lines_of(self._model),
             stores=self._stores,
         )
 
@@ -303,7 +323,7 @@ def plan(
     stores: Sequence[Store] = (),
     allow_lossy: bool = False,
     on: Literal["meta"] | None = None,
-    progress: Callable[[Progress], None] | None = None,
+    progress: Callable[[Progress], None] | Literal[False] | None = None,
 ) -> Plan:
     """Return the fastest plan found under which a training step stays within a budget; nothing is applied.
 
@@ -313,7 +333,9 @@ def plan(
     Args:
         model: The model.
         step: Called as `step(model)`; runs the forward on a sample batch and returns the loss.
-        budget: Peak bytes of a whole training step: an int, `"6GiB"`, `"800MB"`, or `"60%"` of the plain step's peak.
+        budget: Peak bytes of a whole training step: an int, `"6GiB"`, `"800MB"`; `"60%"` of the plain step's peak;
+            `"40% of activations"`, of what of that does not lie there before the step; or `"min"`, the smallest that
+            works.
         optimizer: If given, its state and the peak of its step count.
         device: Whose bytes count; that of the first parameter if not given. With `on="meta"` see `Planner`.
         cost: What to minimise, `"seconds"` or `"flops"`.
@@ -323,7 +345,8 @@ def plan(
             is gets measured. Without any, nothing is stored.
         allow_lossy: Whether stores may lose digits, so that gradients are not those of the plain run.
         on: `"meta"` to plan without running anything, for a device that need not be here; see `Planner`.
-        progress: Called with how far planning is; see `Planner`.
+        progress: Called with how far planning is; what it raises ends planning. If not given, a bar is shown in a
+            terminal beyond two seconds, where rich is installed. False for neither.
 
     Raises:
         BudgetError: The budget or the margin is no size, or no plan fits it.
@@ -334,19 +357,20 @@ def plan(
             given for a step that calls several modules.
     """
     check_request(model, step, budget, margin=margin, optimizer=optimizer, device=device, on=on)
-    planner = Planner(
-        model,
-        step,
-        optimizer=optimizer,
-        device=device,
-        cost=cost,
-        operators=operators,
-        stores=stores,
-        allow_lossy=allow_lossy,
-        on=on,
-        progress=progress,
-    )
-    return planner.plan(budget, margin=margin)
+    with shown(progress) as observer:
+        planner = Planner(
+            model,
+            step,
+            optimizer=optimizer,
+            device=device,
+            cost=cost,
+            operators=operators,
+            stores=stores,
+            allow_lossy=allow_lossy,
+            on=on,
+            progress=observer,
+        )
+        return planner.plan(budget, margin=margin)
 
 
 @without_our_frames
@@ -362,7 +386,7 @@ def frontier(
     stores: Sequence[Store] = (),
     allow_lossy: bool = False,
     on: Literal["meta"] | None = None,
-    progress: Callable[[Progress], None] | None = None,
+    progress: Callable[[Progress], None] | Literal[False] | None = None,
 ) -> Frontier:
     """Return what a step takes under the best plan for each budget, from the plain step to the lowest peak.
 
@@ -388,16 +412,17 @@ def frontier(
         UnsupportedError: See `plan`; or `points` is below 2.
     """
     check_points(points)
-    planner = Planner(
-        model,
-        step,
-        optimizer=optimizer,
-        device=device,
-        cost=cost,
-        operators=operators,
-        stores=stores,
-        allow_lossy=allow_lossy,
-        on=on,
-        progress=progress,
-    )
-    return planner.frontier(points=points)
+    with shown(progress) as observer:
+        planner = Planner(
+            model,
+            step,
+            optimizer=optimizer,
+            device=device,
+            cost=cost,
+            operators=operators,
+            stores=stores,
+            allow_lossy=allow_lossy,
+            on=on,
+            progress=observer,
+        )
+        return planner.frontier(points=points)

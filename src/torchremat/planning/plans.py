@@ -26,6 +26,7 @@ from torchremat.planning.layout import (
     put_on,
     uninstall,
 )
+from torchremat.planning.plan_page import page_of, phase_of, steps_of
 from torchremat.planning.printing import text_of
 from torchremat.planning.profiles.weighing import check_stores
 from torchremat.planning.requests import check_flags
@@ -37,6 +38,8 @@ from torchremat.schedules.chain import Tree
 from torchremat.schedules.depths import DEEPEST, depth
 from torchremat.tensors.handles import Store
 from torchremat.tensors.sizes import format_bytes
+from torchremat.views.html import fragment, write_page
+from torchremat.views.trace import write_trace
 
 PlainSource = Literal["measured", "predicted"]
 
@@ -52,6 +55,7 @@ class PlannedUnit:
         input_bytes: Its inputs.
         seconds: Of one forward.
         flops: Of one forward.
+        line: File and line of the code of its first module; a plan that was loaded has none.
     """
 
     name: str
@@ -60,6 +64,7 @@ class PlannedUnit:
     input_bytes: int
     seconds: float
     flops: int
+    line: str = field(default="", compare=False, metadata={"written": False})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -305,13 +310,69 @@ class Plan:
     def plot(self, path: str | Path) -> None:
         """Draw the predicted step, plain and planned side by side, into an image file; its ending says which kind.
 
+        The peaks in the headings are those of `print(plan)`: that of the plain step is measured where it was.
+
         Raises:
             UnsupportedError: matplotlib is not installed.
         """
-        before, budget = sum(self.before_bytes.values()), self.budget_bytes
-        name = f"budget {format_bytes(budget)}, predicted"
-        plain = _drawn(self.plain_curve, name="plain, predicted", before_bytes=before, budget_bytes=budget)
-        draw([plain, _drawn(self.curve, name=name, before_bytes=before, budget_bytes=budget)], path)
+        draw(self.drawn, path)
+
+    @property
+    def drawn(self) -> tuple[Curve, Curve]:
+        """The predicted step ready to draw, plain and planned, with the numbers that `print` has."""
+        return (
+            self._drawn(
+                self.plain_curve,
+                name="plain",
+                peak=f"peak {format_bytes(self.plain_peak_bytes)} {self.plain_source}",
+            ),
+            self._drawn(
+                self.curve,
+                name=f"budget {format_bytes(self.budget_bytes)}, {self.slowdown:.2f} x plain",
+                peak=f"peak {format_bytes(self.peak_bytes)} predicted",
+            ),
+        )
+
+    def _drawn(self, points: tuple[Point, ...], *, name: str, peak: str) -> Curve:
+        phases: list[Phase] = [phase_of(point) for point in points]
+        return Curve(
+            name=name,
+            seconds=np.array([point.seconds for point in points]),
+            live_bytes=np.array([point.live_bytes for point in points], dtype=np.int64),
+            phases=tuple(phases),
+            before_bytes=sum(self.before_bytes.values()),
+            budget_bytes=self.budget_bytes,
+            peak=peak,
+        )
+
+    def html(self, path: str | Path) -> None:
+        """Write the plan as a page for a browser, into one file that needs no network: the step, and the units.
+
+        Raises:
+            UnsupportedError: plotly is not installed.
+            OSError: The file cannot be written.
+        """
+        write_page(page_of(self), path)
+
+    def trace(self, path: str | Path) -> None:
+        """Write the predicted step, plain and planned, as a trace for ui.perfetto.dev and chrome://tracing.
+
+        Args:
+            path: Of the file, `.json` or `.json.gz`.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
+        write_trace(steps_of(self), path)
+
+    def _repr_html_(self) -> str:
+        return fragment(page_of(self))
+
+    def __repr__(self) -> str:
+        return (
+            f"<Plan: budget {format_bytes(self.budget_bytes)} ({self.budget}) on {self.device}, peak "
+            f"{format_bytes(self.peak_bytes)} predicted, {self.slowdown:.2f} x plain, {len(self.units)} units>"
+        )
 
     def __str__(self) -> str:
         return text_of(self)
@@ -321,16 +382,3 @@ def claimed(plan: Plan, claim: Claim | None) -> Plan:
     """Return the plan, which from now on knows what its certificate is worked out from."""
     object.__setattr__(plan, "_claim", claim)
     return plan
-
-
-def _drawn(points: tuple[Point, ...], *, name: str, before_bytes: int, budget_bytes: int) -> Curve:
-    """Return a predicted step ready to draw."""
-    first_words: dict[str, Phase] = {"recompute": "recompute", "backward": "backward"}
-    return Curve(
-        name=name,
-        seconds=np.array([point.seconds for point in points]),
-        live_bytes=np.array([point.live_bytes for point in points], dtype=np.int64),
-        phases=tuple(first_words.get(point.what.partition(" ")[0], "forward") for point in points),
-        before_bytes=before_bytes,
-        budget_bytes=budget_bytes,
-    )

@@ -19,39 +19,47 @@ def text_of(plan: Plan) -> str:
 
 
 def _summary(plan: Plan) -> list[str]:
+    return [f"{name:<10} {value} {note}".rstrip() for name, value, note in summary_rows(plan)]
+
+
+def summary_rows(plan: Plan) -> list[tuple[str, str, str]]:
+    """Return what a plan needs: what each line is about, the number, and what is said of it."""
     share = f"{100 * plan.peak_bytes / max(1, plan.plain_peak_bytes):.0f}% of plain"
-    lines = [
-        f"budget     {format_bytes(plan.budget_bytes)} ({plan.budget}) on {plan.device}",
-        f"peak       {format_bytes(plan.peak_bytes)} predicted, {share} "
-        f"({format_bytes(plan.plain_peak_bytes)}, {plan.plain_source}); "
-        f"highest during {plan.where}",
-        f"time       {plan.slowdown:.2f} x plain predicted; {plan.recomputed_flops / 1e9:.2f} GFLOP recomputed in "
-        f"{plan.recomputed_calls} calls, {100 * plan.recomputed_flops / max(1, plan.flops):.0f}% of a forward",
-        f"floor      {format_bytes(plan.floor_bytes)} is the smallest budget found to work",
+    plain = f"({format_bytes(plan.plain_peak_bytes)}, {plan.plain_source})"
+    again = f"{100 * plan.recomputed_flops / max(1, plan.flops):.0f}% of a forward"
+    rows = [
+        ("budget", format_bytes(plan.budget_bytes), f"({plan.budget}) on {plan.device}"),
+        ("peak", format_bytes(plan.peak_bytes), f"predicted, {share} {plain}; highest during {plan.where}"),
+        (
+            "time",
+            f"{plan.slowdown:.2f} x plain",
+            f"predicted; {plan.recomputed_flops / 1e9:.2f} GFLOP recomputed in {plan.recomputed_calls} calls, {again}",
+        ),
+        ("floor", format_bytes(plan.floor_bytes), "is the smallest budget found to work"),
     ]
     if plan.ran_out:
-        lines.append(f"search     {TIME_IS_OVER}")
+        rows.append(("search", TIME_IS_OVER, ""))
     if plan.unlike:
-        lines.append(f"not whole  {shortened(list(plan.unlike))}: see `unlike`")
+        rows.append(("not whole", f"{shortened(list(plan.unlike))}:", "see `unlike`"))
     if plan.certificate is not None:
-        lines.append(f"optimal    {plan.certificate.claim}")
+        rows.append(("optimal", plan.certificate.claim, ""))
     if plan.stored:
         places = sorted({one.store for one in plan.stored})
-        lines.append(
-            f"stored     {format_bytes(plan.stored_bytes)} of {len(plan.stored)} units in "
-            f"{', '.join(plan.stores[place] for place in places)}, {1e3 * plan.moving_seconds:.1f} ms added"
-        )
-        lines += [f"speed      {plan.stores[place]}: {plan.speeds[place]}" for place in places if plan.speeds]
+        names = ", ".join(plan.stores[place] for place in places)
+        note = f"of {len(plan.stored)} units in {names}, {1e3 * plan.moving_seconds:.1f} ms added"
+        rows.append(("stored", format_bytes(plan.stored_bytes), note))
+        rows += [("speed", f"{plan.stores[place]}:", str(plan.speeds[place])) for place in places if plan.speeds]
     parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in plan.before_bytes.items() if size)
-    lines.append(f"before     {format_bytes(sum(plan.before_bytes.values()))} lie there before a step: {parts}")
+    there = f"lie there before a step: {parts}"
+    rows.append(("before", format_bytes(sum(plan.before_bytes.values())), there))
     if plan.optimizer_peak_bytes is None:
-        lines.append("optimizer  not counted")
+        rows.append(("optimizer", "not counted", ""))
     else:
-        lines.append(
-            f"optimizer  {format_bytes(plan.optimizer_state_bytes)} of state to come; its step peaks at "
-            f"{format_bytes(plan.optimizer_peak_bytes)}"
+        peak = format_bytes(plan.optimizer_peak_bytes)
+        rows.append(
+            ("optimizer", format_bytes(plan.optimizer_state_bytes), f"of state to come; its step peaks at {peak}")
         )
-    return lines
+    return rows
 
 
 def _rows(plan: Plan) -> list[str]:

@@ -8,14 +8,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torchremat.measuring.pictures import new_figure
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 # After Okabe and Ito's palette, which the colour-blind can tell apart.
 _COLOURS = ("#3D85B8", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9")
 _INK = "#333333"
 _FAINT = "#DDDDDD"
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
+_MARK_POINTS = 8  # from a point to what is written beside it
+_LEAST_TURN = 0.02  # of the square: less is a line
 _WIDTH_INCHES, _HEIGHT_INCHES = 6.4, 3.9
 
 
@@ -27,15 +33,45 @@ class Staircase:
         name: Of the line; nothing if there is only one.
         peak_bytes: Of each point.
         slowdowns: Of each point: seconds of a step over those of a plain one.
+        knee: Which of them is the knee; None if there is none.
     """
 
     name: str
     peak_bytes: tuple[int, ...]
     slowdowns: tuple[float, ...]
+    knee: int | None = None
 
 
-def draw(staircases: Sequence[Staircase], path: str | Path) -> None:
-    """Draw staircases into one image file; its ending says which kind.
+def knee_of(peak_bytes: Sequence[int], slowdowns: Sequence[float]) -> int | None:
+    """Return the point where a staircase turns: beyond it, each byte costs more than before it.
+
+    Of the points, scaled to a square, that farthest below the line from the first to the last; None where all lie on
+    it, or above.
+
+    Source: V. Satopää et al., "Finding a 'Kneedle' in a Haystack", ICDCS Workshops 2011, for points and not a curve.
+
+    Args:
+        peak_bytes: Of the points, from the highest to the lowest.
+        slowdowns: Of the points, from the lowest to the highest.
+    """
+    saved, cost = peak_bytes[0] - peak_bytes[-1], slowdowns[-1] - slowdowns[0]
+    if saved <= 0 or cost <= 0:
+        return None
+    below = [
+        (peak_bytes[0] - peak) / saved - (slowdown - slowdowns[0]) / cost
+        for peak, slowdown in zip(peak_bytes, slowdowns, strict=True)
+    ]
+    place = max(range(len(below)), key=below.__getitem__)
+    return place if below[place] > _LEAST_TURN else None
+
+
+def draw(staircases: Sequence[Staircase], path: str | Path, *, title: str = "") -> None:
+    """Draw staircases into one image file, with floor and knee of a single one; its ending says which kind.
+
+    Args:
+        staircases: At least one.
+        path: Of the file.
+        title: Of the picture.
 
     Raises:
         UnsupportedError: matplotlib is not installed, or knows no pictures with such an ending.
@@ -57,6 +93,27 @@ def draw(staircases: Sequence[Staircase], path: str | Path) -> None:
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     axes.tick_params(colors=_INK)
+    if len(staircases) == 1:
+        _mark(axes, staircases[0], scale, unit)
+    if title:
+        axes.set_title(title, color=_INK, fontsize="medium", loc="left")
     if any(one.name for one in staircases):
         axes.legend(frameon=False)
     figure.savefig(path)
+
+
+def _mark(axes: Axes, one: Staircase, scale: int, unit: str) -> None:
+    """Write floor and knee beside their points."""
+    marks = {len(one.peak_bytes) - 1: "floor"} | ({} if one.knee is None else {one.knee: "knee"})
+    for place, word in marks.items():
+        peak, slowdown = one.peak_bytes[place] / scale, one.slowdowns[place]
+        axes.plot([peak], [slowdown], "o", color=_INK, markersize=7, fillstyle="none")
+        axes.annotate(
+            f"{word}: {peak:.3g} {unit}, {slowdown:.2f} x",
+            (peak, slowdown),
+            xytext=(_MARK_POINTS, _MARK_POINTS),
+            textcoords="offset points",
+            color=_INK,
+            fontsize="small",
+        )
+    axes.margins(x=0.05, y=0.12)

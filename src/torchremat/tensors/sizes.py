@@ -1,7 +1,8 @@
 """Bytes as people write them: "6GiB" in, "6.00 GiB" out.
 
-Decimal units (kB, MB, GB, TB) are powers of 1000, binary ones (KiB, MiB, GiB, TiB) powers of 1024. Missing on purpose:
-bits, and units without the B, since "6G" means either.
+Decimal units (kB, MB, GB, TB) are powers of 1000, binary ones (KiB, MiB, GiB, TiB) powers of 1024. Capitals do not
+matter, and the B may be left out: "6G" is 6GB, the smaller of what it can mean, since a budget must not be exceeded.
+Missing on purpose: bits.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from torchremat.errors import BudgetError
 _UNITS = {
     "B": 1,
     "kB": 10**3,
-    "KB": 10**3,
     "MB": 10**6,
     "GB": 10**9,
     "TB": 10**12,
@@ -24,6 +24,8 @@ _UNITS = {
     "GiB": 2**30,
     "TiB": 2**40,
 }
+# As they are read: in small letters, with the B or without.
+_READ = {name: size for unit, size in _UNITS.items() for name in (unit.lower(), unit.lower().removesuffix("b")) if name}
 # Beyond this nothing is a size, and Python refuses to print or read numbers that are much longer.
 _MOST_BITS = 128
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([A-Za-z]+)\s*", re.ASCII)
@@ -54,10 +56,10 @@ def parse_bytes(size: int | str, *, least: int = 1) -> int:
         if len(size) > _MOST_BITS:
             raise BudgetError(f"{size[:20]!r}..., {len(size)} characters long, is not a size. {_ALLOWED}")
         match = _SIZE.fullmatch(size)
-        if match is None or match[2] not in _UNITS:
+        if match is None or match[2].lower() not in _READ:
             raise BudgetError(f"{size!r} is not a size. {_ALLOWED}")
         # Fractions, since 0.1 * 2**40 in floats is not what was written.
-        count = math.floor(Fraction(match[1]) * _UNITS[match[2]])
+        count = math.floor(Fraction(match[1]) * _READ[match[2].lower()])
     if count < least:
         raise BudgetError(f"a size must be at least {least} B, but {size!r} is {count} B. {_ALLOWED}")
     return count

@@ -48,7 +48,7 @@ def test_layers_add_up_to_the_model():
 
     found = balance_by_size(1, model, images, param_scale=0)
 
-    whole = saved(lambda model: model(images).exp().sum(), model)
+    whole = saved(model, lambda model: model(images).exp().sum())
     # The exp saves its own output, of 2*8*4 = 64 B.
     assert sum(found.costs) == whole.saved_bytes + whole.bytes_of("input") - 64
     assert found.costs[0] == 2 * 3 * 16 * 16 * 4

@@ -25,7 +25,7 @@ from torchremat.pipeline.budgets.samples import Sample, Site
 from torchremat.pipeline.budgets.schedules import site_of_schedule
 from torchremat.pipeline.budgets.sums import Sums
 from torchremat.pipeline.pipe import Pipe
-from torchremat.planning.budgets import bytes_of, check_budget, margin_of, percentage_of
+from torchremat.planning.budgets import bytes_of, check_budget, margin_of, relative_of
 from torchremat.planning.layout import check_bare
 from torchremat.planning.planner import Planner
 from torchremat.planning.profiles.peers import gathered
@@ -199,12 +199,15 @@ class _Planned:
     def plan(self, budget: int | str, margin: int | str) -> tuple[DevicePlan, list[StagePlan]]:
         """Return what the device needs, and the plans of its stages."""
         plain, floor = self._choices.plain, self._choices.floor
-        percent = percentage_of(budget)
-        if percent is not None:
-            size = int(self._peak_bytes(plain) * percent / 100)
+        relative, reserved = relative_of(budget), margin_of(margin)
+        if relative is not None:
+            size = relative.bytes(
+                plain_bytes=self._peak_bytes(plain),
+                before_bytes=self._fixed_bytes,
+                smallest=lambda: self._peak_bytes(floor) + reserved,
+            )
         else:
             size = bytes_of(budget, self.site.device)
-        reserved = margin_of(margin)
         chosen = self._choices.cheapest(size - reserved - self._fixed_bytes)
         if chosen is None or self._peak_bytes(chosen) > size - reserved:
             raise BudgetError(self._nothing_fits(size, str(budget), reserved))
@@ -351,8 +354,8 @@ def plan_stages(
             call this.
         step: Called with the pipeline. For a pipe it returns the loss of a batch, as for `plan`; for a schedule it runs
             a step: `lambda schedule: schedule.step(x, target=y)`.
-        budget: Peak bytes of a device, or of a process, in a step: an int, `"6GiB"`, or `"60%"` of the plain peak that
-            is predicted for it; one for all, or one for each.
+        budget: Peak bytes of a device, or of a process, in a step: an int, `"6GiB"`; `"60%"` of the plain peak that is
+            predicted for it, `"40% of activations"`, or `"min"`, as for `plan`; one for all, or one for each.
         optimizer: Of the stages of a pipe, or of those that this process runs of a schedule. If given, the peak of its
             step counts, and its state, also before its first step has made it.
         lookahead: Whether schedules run with the look-ahead of `attach`, as they do by default. What it recomputes

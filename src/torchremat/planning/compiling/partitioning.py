@@ -32,7 +32,7 @@ from torchremat._compat.inductor import (
     torch_partition_of_share,
 )
 from torchremat.errors import BudgetError, CompileWarning, warn
-from torchremat.planning.budgets import bytes_of, check_budget, margin_of, percentage_of
+from torchremat.planning.budgets import bytes_of, check_budget, margin_of, relative_of
 from torchremat.planning.compiling.aiming import aimed
 from torchremat.planning.compiling.graphs import Reading, read_graph
 from torchremat.planning.compiling.halves import Halver, Halves
@@ -115,6 +115,12 @@ class PeakPartitioner:
     """
 
     def __init__(self, budget: int | str, *, margin: int | str = 0, cost: Cost = "seconds") -> None:
+        relative = relative_of(budget)
+        if relative is not None and relative.of == "smallest":
+            raise BudgetError(
+                f"budget={budget!r}: of a compiled graph the smallest is not sought. Give a size, or a share of the "
+                'plain peak: "60%", "40% of activations".'
+            )
         check_budget(budget, "the device", margin=margin)  # how large it is shows when a graph is split
         check_cost(cost)
         self.budget = budget
@@ -176,8 +182,12 @@ class PeakPartitioner:
         return f"torchremat {code} {self.budget} {self.margin_bytes} {self.cost}"
 
     def _bytes(self, reading: Reading, plain_bytes: int) -> int:
-        percent = percentage_of(self.budget)
-        return bytes_of(self.budget, reading.device) if percent is None else int(plain_bytes * percent / 100)
+        relative = relative_of(self.budget)
+        if relative is None:
+            return bytes_of(self.budget, reading.device)
+        before_bytes = reading.joint.fixed_bytes
+        # `__init__` has refused the smallest.
+        return relative.bytes(plain_bytes=plain_bytes, before_bytes=before_bytes, smallest=lambda: plain_bytes)
 
     def _nothing_fits(self, budget: int, floor: int, fixed: int) -> str:
         least = floor + self.margin_bytes

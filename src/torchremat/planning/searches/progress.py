@@ -33,15 +33,17 @@ class Progress:
 Observer: TypeAlias = Callable[[Progress], None]
 
 
-def checked(observer: Observer | None) -> Observer | None:
-    """Return what was given as `progress`.
+def checked(observer: Observer | Literal[False] | None) -> Observer | None:
+    """Return what was given as `progress`; None if nobody is to be told.
 
     Raises:
         UnsupportedError: It is no function.
     """
+    if observer is False:
+        return None
     if observer is not None and not callable(observer):  # pyright: ignore[reportUnnecessaryComparison]: users are not type-checked
         raise UnsupportedError(
-            f"progress={observer!r}: a function is needed that takes a Progress. For a bar: `with "
-            "torchremat.reports.bars.progress_bar() as progress:`."
+            f"progress={observer!r}: a function is needed that takes a Progress, or False for nobody. A bar is there "
+            "by itself in a terminal, beyond two seconds, if rich is installed: pip install 'torchremat[cli]'."
         )
     return observer

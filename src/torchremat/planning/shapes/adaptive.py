@@ -30,7 +30,7 @@ from torchremat.measuring.profiled import profiler_is_active
 from torchremat.measuring.runs import subject_of
 from torchremat.measuring.step import check_takes, holdings_of, loss_of, run_backward
 from torchremat.measuring.tracebacks import without_our_frames
-from torchremat.planning.budgets import bytes_of, check_budget, margin_of, percentage_of
+from torchremat.planning.budgets import bytes_of, check_budget, margin_of, relative_of
 from torchremat.planning.elsewhere.machines import Here
 from torchremat.planning.layout import check_bare, installed
 from torchremat.planning.profiles.profiling import profile_subject
@@ -106,8 +106,8 @@ class Adaptive(Generic[B]):
             raise StepError(f"step: it is called as `step(model, batch)`, and a {type(step).__name__} is no function.")
         check_takes(step, "step(model, batch)", model, None)
         self._device = subject_of(_bound(step), model, optimizer, needs_model=True).device(device)
-        if percentage_of(budget) is not None:
-            raise BudgetError(f"budget={budget!r}: the plain peak is another for each shape; give the budget in bytes.")
+        if relative_of(budget) is not None:
+            raise BudgetError(f"budget={budget!r} is another for each shape; give the budget in bytes.")
         check_cost(cost)
         check_flags(operators=operators)
         if over not in ("raise", "warn"):

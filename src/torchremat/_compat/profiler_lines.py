@@ -1,0 +1,80 @@
+"""What torch's profiler and its allocators write to stderr while bytes are recorded, and what of it users need not see.
+
+Two kinds of lines, each stopped where it is made, so that everything else gets through:
+
+    USDT:... profiler_start       at each start and each stop, above the level of errors: only a level that stops errors
+                                  too would stop it. So what is written during these two calls is looked through.
+    W... CPUAllocator.cpp:...     a warning for frees of memory from before; whoever records drops these by itself. The
+                                  level of torch's own log is at errors meanwhile.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import tempfile
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+import torch
+
+_NOISE = re.compile(rb"USDT:.*\bprofiler_(start|stop)\s*")
+_STDERR = 2
+_ERRORS = 2  # of torch's log: 0 is information, 1 a warning
+
+
+def _level_of_log() -> ctypes.c_int | None:
+    """Return the variable with the lowest level that torch's log writes; None where it cannot be had."""
+    for path in sorted(Path(torch.__file__).parent.glob("lib/*c10.*")):
+        with suppress(OSError, ValueError):
+            return ctypes.c_int.in_dll(ctypes.CDLL(str(path)), "FLAGS_caffe2_log_level")
+    return None
+
+
+_level = _level_of_log()
+
+
+@contextmanager
+def errors_alone() -> Generator[None]:
+    """Keep warnings of torch's C++ log from stderr during a block; its errors are written."""
+    if _level is None:
+        yield
+        return
+    before = _level.value
+    _level.value = max(before, _ERRORS)
+    try:
+        yield
+    finally:
+        _level.value = before
+
+
+@contextmanager
+def profiler_silenced() -> Generator[None]:
+    """Keep the profiler's own lines from stderr during a block, which has to be short.
+
+    Whatever else is written meanwhile, by other threads too, comes when it ends.
+    """
+    try:
+        real, caught = os.dup(_STDERR), tempfile.TemporaryFile()  # noqa: SIM115  closed below
+    except OSError:  # there is no stderr, or no room for a file
+        yield
+        return
+    with caught:
+        os.dup2(caught.fileno(), _STDERR)
+        try:
+            yield
+        finally:
+            os.dup2(real, _STDERR)
+            os.close(real)
+            _pass_on(caught)
+
+
+def _pass_on(caught: IO[bytes]) -> None:
+    caught.seek(0)
+    lines = [line for line in caught.read().splitlines(keepends=True) if not _NOISE.fullmatch(line)]
+    if lines:
+        with suppress(OSError):
+            os.write(_STDERR, b"".join(lines))

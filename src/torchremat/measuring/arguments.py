@@ -1,0 +1,51 @@
+"""Which of two arguments is the model, and which the step: `(model, step)`, as everywhere in the library.
+
+`measure` and `saved` had them the other way round up to 0.1. What calls them so is told the new order, and works.
+"""
+
+# NOTE [ The old order of arguments ]
+#
+# `(step, model)` works in 0.2 and goes in 0.3: then `model_first` and `DeprecatedWarning`'s only use go with it.
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec, TypeAlias, TypeVar, cast
+
+from torch import nn
+
+from torchremat.errors import DeprecatedWarning, warn
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+Step: TypeAlias = Callable[..., object]
+
+
+def model_first(function: Callable[P, R]) -> Callable[P, R]:
+    """Return a function of `(model, step)` that takes them in the old order as well, with one warning that says so."""
+    name = getattr(function, "__name__", "")
+
+    @wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        first, second = (*args, None, None)[:2]
+        second = kwargs.get("model", second)
+        # See NOTE [ The old order of arguments ]. What is no model where one has to be is for the function to say.
+        if not args or isinstance(first, nn.Module) or not isinstance(second, nn.Module):
+            return function(*args, **kwargs)
+        warn(
+            f"{name}(step, model) is {name}(model, step) from 0.2 on, as with `plan`; the old order goes in 0.3.",
+            DeprecatedWarning,
+        )
+        named = {key: value for key, value in kwargs.items() if key != "model"}
+        return cast("Callable[..., R]", function)(second, first, *args[2:], **named)
+
+    return called
+
+
+def model_and_step(model: nn.Module | Step, step: Step | None) -> tuple[Step, nn.Module | None]:
+    """Return the step and the model; a single function is a step that needs no model."""
+    if step is None and not isinstance(model, nn.Module):
+        return model, None
+    return cast("Step", step), cast("nn.Module", model)

@@ -1,0 +1,170 @@
+"""Which operator runs at each moment of a step, and at which line of the user's: beside the bytes, for people to read.
+
+`OperatorLines` notes them in the counted run, whose events are those of storages. The bytes that people look at are
+the allocator's, from another run, in which nobody may look at operators. `matched` brings both together: between two
+changes of the running module the same operators run, so allocations of the same size in the same order are the same
+ones. What the allocator has beside them (temporaries inside kernels) belongs to the operator before.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from difflib import SequenceMatcher
+from itertools import pairwise
+
+import numpy as np
+import torch
+
+from torchremat._compat.autograd import current_node
+from torchremat._compat.compiled_code import runs_compiled_code
+from torchremat._compat.modes import EagerMode, sequence_number
+from torchremat.measuring.callers import line_of_user, shown_line
+from torchremat.measuring.step import run_backward
+from torchremat.measuring.timeline import UNKNOWN, Change, OperatorLine, Timeline
+
+# An allocator of a device rounds sizes up to this.
+_ROUNDED_BYTES = 512
+
+# Between two changes of the module there are a handful of events, which are compared each with each. A step without
+# modules has all of them in one stretch: of more than so many, each is sought among the next few alone.
+_MOST_EVENTS = 1000
+_NEXT_FEW = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """From the event with this index on, an operator runs."""
+
+    position: int
+    what: OperatorLine
+
+
+class OperatorLines(EagerMode):
+    """Notes the operators that run while it is entered; enter it last, so that its events are counted in it.
+
+    Args:
+        position: Returns how many events there have been.
+        is_recomputing: Returns whether backward runs a piece of forward.
+
+    Attributes:
+        ran: The operators in order.
+        is_compiled: Whether compiled code was met, which runs eagerly here: its operators are not those of other runs.
+    """
+
+    def __init__(self, position: Callable[[], int], is_recomputing: Callable[[], bool]) -> None:
+        super().__init__()
+        self.ran: list[Ran] = []
+        self.is_compiled = False
+        self._position = position
+        self._is_recomputing = is_recomputing
+        self._by_node: dict[int, str] = {}
+        self._shown: dict[tuple[str, int], str] = {}
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., object],
+        types: tuple[type, ...],
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        # What `backward` does before its first node, to begin with, is no recompute.
+        recomputes = self._is_recomputing() and current_node() is not None
+        self.ran.append(Ran(self._position(), OperatorLine(str(func), self._line(recomputes), recomputes)))
+        return func(*args, **(kwargs or {}))
+
+    def _line(self, recomputes: bool) -> str:
+        node = current_node()
+        of_node = "" if node is None else self._by_node.get(node._sequence_nr(), "")
+        if node is not None and not recomputes:
+            return of_node
+        found = line_of_user(run_backward.__code__)
+        if found is None:  # a recompute of torch's own modules has nobody's lines in it
+            return of_node
+        if found not in self._shown:
+            self._shown[found] = shown_line(*found)
+            self.is_compiled = self.is_compiled or runs_compiled_code()
+        line = self._shown[found]
+        if torch.is_grad_enabled():
+            # The node of an operator is made before the operator is seen, by its number.
+            self._by_node.setdefault(sequence_number() - 1, line)
+        return line
+
+
+def noted(timeline: Timeline, ran: Sequence[Ran]) -> Timeline:
+    """Return the timeline that the operators were noted beside, with them."""
+    if not ran:
+        return timeline
+    starts = [one.position for one in ran]
+    return _with(timeline, [bisect_right(starts, event) - 1 for event in range(len(timeline))], ran)
+
+
+def matched(
+    timeline: Timeline,
+    changes: Sequence[Change],
+    other: Timeline,
+    other_changes: Sequence[Change],
+    ran: Sequence[Ran],
+) -> Timeline:
+    """Return a timeline with the operators that were noted beside that of another run of the same step.
+
+    Where modules were called otherwise in the two, as where compiled code ran, there are none.
+    """
+    if not ran or [one.module for one in changes] != [one.module for one in other_changes]:
+        return timeline
+    starts = [one.position for one in ran]
+    sizes, other_sizes = _deltas(timeline), _deltas(other)
+    found: list[int] = []
+    for (first, last), (other_first, other_last) in zip(
+        _stretches(changes, len(timeline)), _stretches(other_changes, len(other)), strict=True
+    ):
+        operators = [bisect_right(starts, event) - 1 for event in range(other_first, other_last)]
+        found += _matched(sizes[first:last], other_sizes[other_first:other_last], operators)
+    return _with(timeline, found, ran)
+
+
+def _stretches(changes: Sequence[Change], events: int) -> list[tuple[int, int]]:
+    return list(pairwise([0, *(min(one.position, events) for one in changes), events]))
+
+
+def _deltas(timeline: Timeline) -> list[int]:
+    # What was there before makes no difference: the first event is compared with nothing.
+    deltas = np.diff(timeline.live_bytes, prepend=timeline.live_bytes[:1]).tolist()
+    return [delta if delta <= 0 else -(-delta // _ROUNDED_BYTES) * _ROUNDED_BYTES for delta in deltas]
+
+
+def _matched(sizes: list[int], other_sizes: list[int], operators: list[int]) -> list[int]:
+    """Return an operator for each event of a stretch, -1 where there is none before it."""
+    mine = [place for place, size in enumerate(sizes) if size > 0]
+    theirs = [place for place, size in enumerate(other_sizes) if size > 0]
+    pairs = _pairs([sizes[place] for place in mine], [other_sizes[place] for place in theirs])
+    known = {mine[own]: operators[theirs[other]] for own, other in pairs}
+    now = operators[0] if operators else -1
+    found: list[int] = []
+    for place in range(len(sizes)):
+        now = known.get(place, now)
+        found.append(now)
+    return found
+
+
+def _pairs(sizes: list[int], others: list[int]) -> Iterator[tuple[int, int]]:
+    """Yield places of equal sizes in two lists, both in order."""
+    if max(len(sizes), len(others)) <= _MOST_EVENTS:
+        for own, other, length in SequenceMatcher(None, sizes, others, autojunk=False).get_matching_blocks():
+            yield from zip(range(own, own + length), range(other, other + length), strict=True)
+        return
+    begin = 0
+    for own, size in enumerate(sizes):
+        found = next(
+            (place for place in range(begin, min(begin + _NEXT_FEW, len(others))) if others[place] == size), -1
+        )
+        if found >= 0:
+            yield own, found
+            begin = found + 1
+
+
+def _with(timeline: Timeline, ran_at: Sequence[int], ran: Sequence[Ran]) -> Timeline:
+    names = {UNKNOWN: 0}
+    numbers = [names.setdefault(ran[place].what if place >= 0 else UNKNOWN, len(names)) for place in ran_at]
+    return replace(timeline, operator=np.array(numbers, dtype=np.int64), operators=tuple(names))

@@ -1,0 +1,211 @@
+"""A plan as a page, and as a trace: the predicted step, plain and planned, and what becomes of each unit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Literal
+
+from torchremat.measuring.curves import Phase
+from torchremat.planning.printing import described, summary_rows
+from torchremat.schedules.chain import Region
+from torchremat.tensors.sizes import format_bytes
+from torchremat.views.page import Cell, Fact, Page, Row, Table, milliseconds_cell, size_cell
+from torchremat.views.step_chart import step_chart
+from torchremat.views.steps import Moment, Slice, Step, phases_of, runs
+
+if TYPE_CHECKING:
+    from torchremat.planning.plans import Plan, Point
+
+_PAUSE_S = 1e-9
+
+_FIRST_WORDS: dict[str, Phase] = {"recompute": "recompute", "backward": "backward"}
+_HEADINGS = ("module", "kind", "saves", "inputs", "forward", "GFLOP", "plan", "written at")
+
+
+def phase_of(point: Point) -> Phase:
+    """Return what runs at a point of a predicted step."""
+    return _FIRST_WORDS.get(point.what.partition(" ")[0], "forward")
+
+
+def steps_of(plan: Plan) -> tuple[Step, Step]:
+    """Return the predicted step as there is to see of it: plain, and under the plan."""
+    said = _said(plan)
+    before_bytes = sum(plan.before_bytes.values())
+    plain, planned = (_moments(curve, said) for curve in (plan.plain_curve, plan.curve))
+    return (
+        Step(
+            name=f"plain, peak {format_bytes(plan.plain_peak_bytes)} {plan.plain_source}",
+            moments=plain,
+            slices=(*phases_of(plain), *_units(plan.plain_curve)),
+            before_bytes=before_bytes,
+        ),
+        Step(
+            name=f"planned, {plan.slowdown:.2f} x plain",
+            moments=planned,
+            slices=(*phases_of(planned), *_units(plan.curve), *_regions(plan), *_stores(plan)),
+            before_bytes=before_bytes,
+            budget_bytes=plan.budget_bytes,
+        ),
+    )
+
+
+def page_of(plan: Plan) -> Page:
+    """Return the page of a plan."""
+    plain, planned = steps_of(plan)
+    return Page(
+        title=f"A plan for {format_bytes(plan.budget_bytes)} on {plan.device}",
+        facts=tuple(Fact(name=name, value=value, note=note) for name, value, note in summary_rows(plan)),
+        charts=(
+            step_chart(
+                planned,
+                beside=[plain],
+                title="Memory over the step, predicted",
+                note="Under the plan, and without it as a dotted line; each is the time of its own step.",
+            ),
+        ),
+        tables=(_table(plan),),
+    )
+
+
+def _said(plan: Plan) -> dict[str, tuple[str, ...]]:
+    """Return what is told of each unit, by its name."""
+    held = {unit: one for one in plan.held for unit in one.units}
+    said: dict[str, tuple[str, ...]] = {}
+    for place, unit in enumerate(plan.units):
+        lines = [unit.kind]
+        if place in held:
+            names = [held[place].operators[number] for number in held[place].held]
+            lines.append(f"keeps {', '.join(dict.fromkeys(names))}")
+        said.setdefault(unit.name, (*lines, *([unit.line] if unit.line else [])))
+    return said
+
+
+def _unit_of(what: str) -> str:
+    """Return the unit in "forward of it", "forward after it" and the like; empty where there is none."""
+    words = what.split(" ", 2)
+    return words[2] if len(words) == 3 and words[0] in ("forward", "recompute", "backward") else ""
+
+
+def _moments(curve: Sequence[Point], said: dict[str, tuple[str, ...]]) -> tuple[Moment, ...]:
+    return tuple(
+        Moment(
+            seconds=point.seconds,
+            live_bytes=point.live_bytes,
+            phase=phase_of(point),
+            says=(point.what, *said.get(_unit_of(point.what), ())),
+            key=_unit_of(point.what),
+        )
+        for point in curve
+    )
+
+
+def _units(curve: Sequence[Point]) -> tuple[Slice, ...]:
+    names = (_unit_of(point.what) for point in curve)
+    return runs(((point.seconds, name, "module", name) for point, name in zip(curve, names, strict=True)), row="module")
+
+
+def _times(plan: Plan) -> Iterator[tuple[Phase, str, float, float]]:
+    """Yield each stretch of the planned step in which one unit runs: its phase, its name, from when to when."""
+    for one in runs((point.seconds, point.what, "other", _unit_of(point.what)) for point in plan.curve):
+        first = one.name.partition(" ")[0]
+        if one.key:
+            yield _FIRST_WORDS.get(first, "forward"), one.key, one.starts_s, one.ends_s
+
+
+def _regions(plan: Plan) -> Iterator[Slice]:
+    """Yield the outermost regions, and units that are kept in part: when their forward runs, and each recompute."""
+    times = [*_times(plan)]
+    for names, says in _recomputed(plan):
+        name = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
+        inside = [one for one in times if one[1] in names]
+        forward = [(starts, ended) for phase, _, starts, ended in inside if phase == "forward"]
+        if forward:
+            yield _region(name, forward[0][0], forward[-1][1], "region", says, names[0])
+        for group in _together(
+            [(starts, ended, unit) for phase, unit, starts, ended in inside if phase == "recompute"]
+        ):
+            units = [unit for _, _, unit in group]
+            words = f"recompute of {', '.join(units[:3])}{', ...' if len(units) > 3 else ''}"
+            yield _region(name, group[0][0], group[-1][1], "recompute", (words, f"in the region {name}"), units[0])
+
+
+def _recomputed(plan: Plan) -> Iterator[tuple[list[str], tuple[str, ...]]]:
+    """Yield the names of the units of each region, in order, with what is told of it."""
+    held = {unit: one for one in plan.held for unit in one.units}
+    for node in plan.tree:
+        names = [*dict.fromkeys(unit.name for unit in plan.units[node.first : node.last + 1])]
+        if isinstance(node, Region):
+            count = node.last - node.first + 1
+            yield (
+                names,
+                (f"a region of {count} {'unit' if count == 1 else 'units'}", "its forward saves its inputs alone"),
+            )
+        elif node.stage in held:
+            one = held[node.stage]
+            yield names, (f"a region that keeps {len(one.held)} of {len(one.operators)} operators",)
+
+
+def _together(times: Sequence[tuple[float, float, str]]) -> Iterator[list[tuple[float, float, str]]]:
+    """Yield the stretches that follow each other without a pause, together."""
+    group: list[tuple[float, float, str]] = []
+    for one in times:
+        if group and one[0] - group[-1][1] > _PAUSE_S:
+            yield group
+            group = []
+        group.append(one)
+    if group:
+        yield group
+
+
+def _region(
+    name: str, starts_s: float, ends_s: float, kind: Literal["region", "recompute"], says: tuple[str, ...], key: str
+) -> Slice:
+    return Slice(row="region", name=name, starts_s=starts_s, ends_s=ends_s, kind=kind, says=says, key=key)
+
+
+def _stores(plan: Plan) -> Iterator[Slice]:
+    """Yield when what a unit saves is away: from the end of its forward to its backward, a row for each store."""
+    times = [*_times(plan)]
+    for one in plan.stored:
+        name = plan.units[one.unit].name
+        left = [ended for phase, unit, _, ended in times if phase == "forward" and unit == name]
+        needed = [starts for phase, unit, starts, _ in times if phase == "backward" and unit == name]
+        if left and needed:
+            yield Slice(
+                row=f"store {one.store}",
+                name=name,
+                starts_s=left[-1],
+                ends_s=needed[0],
+                kind="store",
+                says=(f"{format_bytes(one.stored_bytes)} in {plan.stores[one.store]}",),
+                key=name,
+            )
+
+
+def _table(plan: Plan) -> Table:
+    most = max((unit.saved_bytes for unit in plan.units), default=0)
+    parts = {unit: f" {len(one.held)} of {len(one.operators)} operators" for one in plan.held for unit in one.units}
+    stored = {one.unit: f"store {one.store}" for one in plan.stored}
+    rows = tuple(
+        Row(
+            cells=(
+                Cell(unit.name or "(the model)"),
+                Cell(unit.kind),
+                size_cell(unit.saved_bytes),
+                size_cell(unit.input_bytes),
+                milliseconds_cell(unit.seconds),
+                Cell(f"{unit.flops / 1e9:.2f}", unit.flops),
+                Cell(f"{stored.get(place, words)}{parts.get(place, '')}"),
+                Cell(unit.line),
+            ),
+            key=unit.name,
+            share=unit.saved_bytes / most if most else None,
+        )
+        for place, (unit, words) in enumerate(zip(plan.units, described(plan.tree), strict=True))
+    )
+    return Table(
+        title="Units",
+        columns=_HEADINGS,
+        rows=rows,
+        note="In the order in which they run. Brackets are regions; what a kept unit saves stays until its backward.",
+    )

@@ -1,0 +1,265 @@
+"""A step as a figure: the curve of its bytes in the colours of what runs, and rows of slices below."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from itertools import groupby
+
+from torchremat.tensors.sizes import format_bytes
+from torchremat.views.charts import Figure, layout_of, unit_of
+from torchremat.views.page import Chart
+from torchremat.views.steps import Kind, Moment, Slice, Step
+
+_PHASES = ("forward", "recompute", "backward")
+_MOST_OUTLINED, _MOST_NAMED = 120, 400  # slices of a row: of more, outlines would be all there is to see
+_ROW_PIXELS, _CURVE_PIXELS, _MARGIN_PIXELS = 26, 360, 120
+
+# A browser draws so many points without a pause. Of more, the page keeps each one that is to be seen: of equal
+# stretches of the curve the first, the lowest, the highest and the last.
+MOST_POINTS = 24_000
+
+
+def step_chart(step: Step, *, beside: Sequence[Step] = (), title: str, note: str = "") -> Chart:
+    """Return the curve of a step with its slices below, and the lines of other steps beside it.
+
+    Args:
+        step: The step.
+        beside: Others, on the same axes.
+        title: Of the chart.
+        note: Of the chart.
+    """
+    steps = (step, *beside)
+    highest = max([one.live_bytes for each in steps for one in each.moments] + [step.budget_bytes or 0, 1])
+    unit, size = unit_of(highest)
+    time_unit, scale = ("s", 1.0) if max(each.ends_s for each in steps) >= 2 else ("ms", 1e3)
+    moments = thinned(step.moments)
+    if len(moments) < len(step.moments):
+        note = f"{note} {len(moments):,} of {len(step.moments):,} points are drawn, with each peak.".strip()
+    data = [
+        *_before(step, scale, size),
+        *(_area(step, moments, phase, scale, size) for phase in _PHASES if any(one.phase == phase for one in moments)),
+        *(_line(one, thinned(one.moments), scale, size, is_beside=True) for one in beside),
+        _line(step, moments, scale, size, is_beside=False),
+        *_budget(step, max(each.ends_s for each in steps), scale, size),
+        *_peak(step, scale, size),
+    ]
+    rows = [*dict.fromkeys(one.row for one in step.slices)]
+    data += [_bars(row, [one for one in step.slices if one.row == row], scale) for row in rows]
+    height = _CURVE_PIXELS + _MARGIN_PIXELS + _ROW_PIXELS * len(rows)
+    share = _ROW_PIXELS * len(rows) / (height - _MARGIN_PIXELS)
+    layout = layout_of(
+        xaxis={
+            "title": {"text": f"time in the step ({time_unit})"},
+            "anchor": "y2" if rows else "y",
+            "range": [0, max(each.ends_s for each in steps) * scale],
+            "autorange": False,
+            "zeroline": False,
+        },
+        yaxis={
+            "title": {"text": f"live memory ({unit})"},
+            "domain": [share + 0.03 if rows else 0, 1],
+            "rangemode": "tozero",
+            "fixedrange": True,
+        },
+        yaxis2={
+            "domain": [0, share],
+            "autorange": "reversed",
+            "fixedrange": True,
+            "categoryorder": "array",
+            "categoryarray": rows,
+            "showgrid": False,
+        },
+        annotations=_peak_notes(step, scale, size),
+    )
+    spans: dict[str, list[tuple[float, float]]] = {}
+    for one in step.slices:
+        if one.key:
+            spans.setdefault(one.key, []).append((one.starts_s * scale, one.ends_s * scale))
+    return Chart(title=title, figure={"data": data, "layout": layout}, spans=spans, note=note, height=height)
+
+
+def thinned(moments: Sequence[Moment], most: int = MOST_POINTS) -> list[Moment]:
+    """Return about so many of the moments: of equal stretches the first, the lowest, the highest and the last.
+
+    Where the phase changes nothing is left out, so there may be a few more.
+    """
+    if len(moments) <= most:
+        return [*moments]
+    length = -(-len(moments) * 4 // most)
+    found: list[Moment] = []
+    for start in range(0, len(moments), length):
+        places = range(start, min(start + length, len(moments)))
+        lowest = min(places, key=lambda place: moments[place].live_bytes)
+        highest = max(places, key=lambda place: moments[place].live_bytes)
+        changes = {place for place in places if place and moments[place].phase != moments[place - 1].phase}
+        found += [moments[place] for place in sorted({places[0], lowest, highest, places[-1], *changes})]
+    return found
+
+
+def _before(step: Step, scale: float, size: int) -> list[Figure]:
+    if not step.before_bytes:
+        return []
+    height, ends = step.before_bytes / size, step.ends_s * scale
+    return [
+        {
+            **_AREA,
+            "name": "there before the step",
+            "x": [0, 0, ends, ends],
+            "y": [0, height, height, 0],
+            "fillcolor": "@before",
+        }
+    ]
+
+
+_AREA: Figure = {
+    "type": "scatter",
+    "mode": "lines",
+    "fill": "toself",
+    "line": {"width": 0},
+    "hoverinfo": "skip",
+}
+
+
+def _area(step: Step, moments: Sequence[Moment], phase: str, scale: float, size: int) -> Figure:
+    """Return the area of one phase: a closed shape for each stretch of it, with gaps between."""
+    base = step.before_bytes / size
+    xs: list[float | None] = []
+    ys: list[float | None] = []
+    for is_phase, group in groupby(range(len(moments)), key=lambda place: moments[place].phase == phase):
+        places = [*group]
+        if not is_phase:
+            continue
+        reach = [*places, places[-1] + 1] if places[-1] + 1 < len(moments) else places
+        x, y = _points(step, [moments[place] for place in reach], scale, size)
+        if xs:
+            xs.append(None)
+            ys.append(None)
+        xs += [x[0], *x, x[-1], x[0]]
+        ys += [base, *y, base, base]
+    return {**_AREA, "name": phase, "x": xs, "y": ys, "fillcolor": f"@{phase}"}
+
+
+def _points(step: Step, moments: Sequence[Moment], scale: float, size: int) -> tuple[list[float], list[float]]:
+    """Return the corners of the curve."""
+    xs = [one.seconds * scale for one in moments]
+    ys = [one.live_bytes / size for one in moments]
+    if not step.jumps:
+        return xs, ys
+    corners = [(xs[0], ys[0])]
+    for place in range(1, len(xs)):
+        corners += [(xs[place], ys[place - 1]), (xs[place], ys[place])]
+    return [x for x, _ in corners], [y for _, y in corners]
+
+
+def _line(step: Step, moments: Sequence[Moment], scale: float, size: int, *, is_beside: bool) -> Figure:
+    line: Figure = {"shape": "hv" if step.jumps else "linear", "width": 1.5, "color": "@ink"}
+    if is_beside:
+        line |= {"color": "@plain", "dash": "dot"}
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "name": step.name,
+        "x": [one.seconds * scale for one in moments],
+        "y": [one.live_bytes / size for one in moments],
+        "line": line,
+        "customdata": [[_hover(one, step.name if is_beside else ""), one.key] for one in moments],
+        "hovertemplate": "%{customdata[0]}<extra></extra>",
+    }
+
+
+def _hover(moment: Moment, name: str) -> str:
+    lines = [f"<b>{format_bytes(moment.live_bytes)}</b> at {1e3 * moment.seconds:.2f} ms", *map(escape, moment.says)]
+    return "<br>".join([f"<i>{escape(name)}</i>", *lines] if name else lines)
+
+
+def _budget(step: Step, ends_s: float, scale: float, size: int) -> list[Figure]:
+    if step.budget_bytes is None:
+        return []
+    height = step.budget_bytes / size
+    return [
+        {
+            "type": "scatter",
+            "mode": "lines",
+            "name": f"budget {format_bytes(step.budget_bytes)}",
+            "x": [0, ends_s * scale],
+            "y": [height, height],
+            "line": {"color": "@budget", "width": 1.5, "dash": "dash"},
+            "hoverinfo": "skip",
+        }
+    ]
+
+
+def _peak(step: Step, scale: float, size: int) -> list[Figure]:
+    peak = step.peak
+    if peak is None:
+        return []
+    return [
+        {
+            "type": "scatter",
+            "mode": "markers",
+            "name": f"peak {format_bytes(peak.live_bytes)}",
+            "x": [peak.seconds * scale],
+            "y": [peak.live_bytes / size],
+            "marker": {"size": 10, "color": "@page", "line": {"color": "@budget", "width": 2.5}},
+            "customdata": [[_hover(peak, "peak"), peak.key]],
+            "hovertemplate": "%{customdata[0]}<extra></extra>",
+            "cliponaxis": False,
+        }
+    ]
+
+
+def _peak_notes(step: Step, scale: float, size: int) -> list[Figure]:
+    peak = step.peak
+    if peak is None:
+        return []
+    place = peak.seconds / max(step.ends_s, 1e-12)
+    return [
+        {
+            "x": peak.seconds * scale,
+            "y": peak.live_bytes / size,
+            "text": f"peak {format_bytes(peak.live_bytes)}",
+            "showarrow": False,
+            "yshift": 18,
+            "xanchor": "left" if place < 0.1 else "right" if place > 0.9 else "center",
+            "bgcolor": "@panel",
+            "opacity": 0.92,
+            "borderpad": 2,
+            "font": {"size": 12, "color": "@ink"},
+        }
+    ]
+
+
+def _bars(row: str, slices: Sequence[Slice], scale: float) -> Figure:
+    """Return one row of slices below the curve; of neighbours that would have one colour, each second is paler."""
+    return {
+        "type": "bar",
+        "orientation": "h",
+        "yaxis": "y2",
+        "name": row,
+        "showlegend": False,
+        "y": [row] * len(slices),
+        "base": [one.starts_s * scale for one in slices],
+        "x": [(one.ends_s - one.starts_s) * scale for one in slices],
+        "marker": {
+            "color": [_colour(one.kind, place) for place, one in enumerate(slices)],
+            "line": {"width": 1 if len(slices) <= _MOST_OUTLINED else 0, "color": "@panel"},
+        },
+        "customdata": [[_told(one), one.key] for one in slices],
+        "hovertemplate": "%{customdata[0]}<extra></extra>",
+        "text": [escape(one.name) for one in slices] if len(slices) <= _MOST_NAMED else None,
+        "textposition": "inside",
+        "insidetextanchor": "middle",
+        "constraintext": "inside",
+        "textangle": 0,
+        "textfont": {"size": 11},
+    }
+
+
+def _colour(kind: Kind, place: int) -> str:
+    return f"@{kind}{place % 2}" if kind in ("module", "other") else f"@{kind}"
+
+
+def _told(one: Slice) -> str:
+    length = f"{1e3 * one.starts_s:.2f} to {1e3 * one.ends_s:.2f} ms"
+    return "<br>".join([f"<b>{escape(one.name)}</b>", length, *map(escape, one.says)])

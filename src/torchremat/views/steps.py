@@ -1,0 +1,105 @@
+"""A step over time, as charts and traces show it: the bytes at each moment, and slices of what runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+Kind = Literal["forward", "recompute", "backward", "module", "other", "region", "store"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moment:
+    """A point of the curve.
+
+    Attributes:
+        seconds: Since the start of the step.
+        live_bytes: What lay there before the step included.
+        phase: What runs from here on.
+        says: What is told of it, in lines.
+        key: The row of the table that it belongs to.
+    """
+
+    seconds: float
+    live_bytes: int
+    phase: Literal["forward", "recompute", "backward"]
+    says: tuple[str, ...] = ()
+    key: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slice:
+    """A stretch of time in which something runs, or waits.
+
+    Attributes:
+        row: The row that it is drawn in.
+        name: What it is.
+        starts_s: Since the start of the step.
+        ends_s: The same.
+        kind: Which colour it has.
+        says: More of it, in lines.
+        key: The row of the table that it belongs to.
+    """
+
+    row: str
+    name: str
+    starts_s: float
+    ends_s: float
+    kind: Kind
+    says: tuple[str, ...] = ()
+    key: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """A step, measured or predicted.
+
+    Attributes:
+        name: What it is called.
+        moments: In order of time.
+        slices: Those of one row do not overlap.
+        jumps: Whether the bytes stay until the next moment, as they do where each change was seen.
+        before_bytes: What lay there before the step.
+        budget_bytes: None if there is none.
+    """
+
+    name: str
+    moments: tuple[Moment, ...]
+    slices: tuple[Slice, ...] = ()
+    jumps: bool = False
+    before_bytes: int = 0
+    budget_bytes: int | None = None
+
+    @property
+    def peak(self) -> Moment | None:
+        """The first of the highest moments."""
+        return max(self.moments, key=lambda one: one.live_bytes, default=None)
+
+    @property
+    def ends_s(self) -> float:
+        """When the last moment is."""
+        return self.moments[-1].seconds if self.moments else 0.0
+
+
+def phases_of(moments: Sequence[Moment]) -> tuple[Slice, ...]:
+    """Return the slices of the phases."""
+    return runs((one.seconds, one.phase, one.phase, "") for one in moments) if moments else ()
+
+
+def runs(told: Iterable[tuple[float, str, Kind, str]], *, row: str = "phase") -> tuple[Slice, ...]:
+    """Return a slice for each stretch of moments with the same name and kind.
+
+    Args:
+        told: Of each moment its seconds, name, kind and key; what has no name makes no slice.
+        row: The row of the slices.
+    """
+    found: list[Slice] = []
+    moments = [*told]
+    starts = [place for place, one in enumerate(moments) if not place or one[1:] != moments[place - 1][1:]]
+    for first, after in pairwise([*starts, len(moments) - 1]):
+        seconds, name, kind, key = moments[first]
+        if name and moments[after][0] > seconds:
+            found.append(Slice(row=row, name=name, starts_s=seconds, ends_s=moments[after][0], kind=kind, key=key))
+    return tuple(found)
