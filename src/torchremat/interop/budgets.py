@@ -25,10 +25,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchremat.errors import TorchrematError, UnsupportedError, bug
+from torchremat.errors import BudgetError, UnsupportedError, bug
 from torchremat.measuring.communication import is_data_parallel
 from torchremat.measuring.runs import run_traced, subject_of
-from torchremat.planning.budgets import check_budget
+from torchremat.planning.budgets import check_budget, percentage_of
 from torchremat.planning.fitting import Fitted, fit_with
 from torchremat.planning.planner import Planner
 from torchremat.planning.requests import check_flags, check_request
@@ -68,6 +68,11 @@ class Wishes:
         check_budget(self.budget, "meta", margin=self.margin)
         check_cost(self.cost)
         check_flags(operators=self.operators, shapes=self.shapes)
+        if self.shapes and percentage_of(self.budget) is not None:
+            raise BudgetError(
+                f"budget={self.budget!r}: with shapes=True the plain peak is another for each shape; give the budget in "
+                'bytes, like "20GiB".'
+            )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -78,15 +83,15 @@ class Training:
         model: The model as the framework calls it, wrapped for data parallelism if it is.
         optimizer: torch's, without what the framework has put around it.
         log: Puts numbers, by name, where the framework puts those of the training.
+        advice: What the framework's user can do where no plan fits, in the framework's words.
         holders: Objects of the framework that a step may change.
-        advice: What the framework's user can do where no plan fits.
     """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer | None
     log: Callable[[dict[str, float]], None]
+    advice: str
     holders: Sequence[object] = ()
-    advice: str = ""
 
 
 class Budgeted:
@@ -232,9 +237,8 @@ class Budgeted:
     def _advised(self) -> Generator[None]:
         try:
             yield
-        except TorchrematError as error:
-            if self._training.advice and self._training.advice not in getattr(error, "__notes__", ()):
-                error.add_note(self._training.advice)
+        except BudgetError as error:
+            error.add_note(self._training.advice)
             raise
 
 

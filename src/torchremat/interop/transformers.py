@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from types import FrameType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
