@@ -30,6 +30,7 @@ from torchremat.measuring.communication import is_data_parallel
 from torchremat.measuring.runs import run_traced, subject_of
 from torchremat.planning.budgets import check_budget, percentage_of
 from torchremat.planning.fitting import Fitted, fit_with
+from torchremat.planning.layout import expect_larger
 from torchremat.planning.planner import Planner
 from torchremat.planning.requests import check_flags, check_request
 from torchremat.planning.searches.chains import Cost, check_cost
@@ -70,8 +71,8 @@ class Wishes:
         check_flags(operators=self.operators, shapes=self.shapes)
         if self.shapes and percentage_of(self.budget) is not None:
             raise BudgetError(
-                f"budget={self.budget!r}: with shapes=True the plain peak is another for each shape; give the budget in "
-                'bytes, like "20GiB".'
+                f"budget={self.budget!r}: with shapes=True the plain peak is another for each shape; give the budget "
+                'in bytes, like "20GiB".'
             )
 
 
@@ -114,7 +115,7 @@ class Budgeted:
         self._known: list[Sizes] = []
         self._adaptive: Adaptive[object] | None = None
         self._loss: Loss = _no_loss
-        with self._advised():
+        with _advised(training):
             if wishes.shapes:
                 self._adaptive = Adaptive(
                     training.model,
@@ -141,11 +142,10 @@ class Budgeted:
         self._loss = loss
         try:
             if self._adaptive is None:
-                with self._advised():
-                    self._prepare(batch)
+                self._prepare(batch)
                 yield
             else:
-                with self._advised(), self._adaptive.under(batch):
+                with _advised(self._training), self._adaptive.under(batch):
                     yield
         finally:
             self._loss = _no_loss  # it holds what the framework has made of the batch
@@ -168,27 +168,22 @@ class Budgeted:
             return
         if self._fitted is not None and _are_several():
             return
-        with _reducing(self._training.model):
-            self._fit(batch, sizes)
+        self._fit(batch, sizes)
 
     def _fit(self, batch: object, sizes: Sizes) -> None:
-        model, wishes = self._training.model, self._wishes
         step = self._step_of(batch)
         if self._fitted is not None:
             if self._still_fits(self._fitted, step):
                 self._known.append(sizes)
                 return
-            self._fitted.plan.remove(model)
+            # A plan for a larger batch may be above the budget for one that is longer in another dimension, so that
+            # what was known is not known of it.
+            self._fitted.plan.remove(self._training.model)
             self._fitted = None
-        optimizer = self._training.optimizer
-        check_request(model, step, wishes.budget, margin=wishes.margin, optimizer=optimizer, device=None)
-        planner = Planner(model, step, optimizer=optimizer, cost=wishes.cost, operators=wishes.operators)
-        self._fitted = fit_with(
-            planner, model, step, budget=wishes.budget, optimizer=optimizer, margin=wishes.margin
-        )
+        self._fitted = fitted(self._wishes, self._training, step)
+        if not _are_several():
+            expect_larger(self._training.model)
         self._known = [sizes]
-        plan = self._fitted.plan
-        self._log(plan.budget_bytes, plan.peak_bytes, self._fitted.peak_bytes, plan.slowdown)
 
     def _still_fits(self, fitted: Fitted, step: Callable[[nn.Module], object]) -> bool:
         subject = subject_of(step, self._training.model, self._training.optimizer)
@@ -213,33 +208,44 @@ class Budgeted:
         with _kept(self._training.holders):
             return self._loss(model, _again(batch))
 
-    # ----------------------------------------------------------------------------------------------------- telling
-
-    def _log(self, budget: int, predicted: int, measured: int, slowdown: float) -> None:
-        self._training.log(
-            {
-                "memory_budget_bytes": float(budget),
-                "memory_predicted_bytes": float(predicted),
-                "memory_measured_bytes": float(measured),
-                "memory_slowdown": round(slowdown, 4),
-            }
-        )
-
     def _log_shapes(self, adaptive: Adaptive[object]) -> None:
         plans = adaptive.plans
         if plans:
             largest = max(plans, key=lambda one: one.measured_bytes or one.peak_bytes)
             measured = largest.measured_bytes or largest.peak_bytes
             slowest = max(one.slowdown for one in plans)
-            self._log(adaptive.budget_bytes, largest.peak_bytes, measured, slowest)
+            _log(self._training, adaptive.budget_bytes, largest.peak_bytes, measured, slowest)
 
-    @contextmanager
-    def _advised(self) -> Generator[None]:
-        try:
-            yield
-        except BudgetError as error:
-            error.add_note(self._training.advice)
-            raise
+
+def fitted(wishes: Wishes, training: Training, step: Callable[[nn.Module], object]) -> Fitted:
+    """Plan for a step, put the plan on the model, confirm it by a real step, and log what came of it.
+
+    Raises:
+        BudgetError: No plan fits; the model is as it was.
+        StepError: The step returns no loss.
+    """
+    model, optimizer = training.model, training.optimizer
+    with _advised(training), _reducing(model):
+        check_request(model, step, wishes.budget, margin=wishes.margin, optimizer=optimizer, device=None)
+        planner = Planner(model, step, optimizer=optimizer, cost=wishes.cost, operators=wishes.operators)
+        found = fit_with(planner, model, step, budget=wishes.budget, optimizer=optimizer, margin=wishes.margin)
+    plan = found.plan
+    _log(training, plan.budget_bytes, plan.peak_bytes, found.peak_bytes, plan.slowdown)
+    return found
+
+
+def check_recomputes_nothing(model: nn.Module, owner: str) -> None:
+    """Raise where a model of transformers, or one like it, recomputes its layers by itself.
+
+    Raises:
+        UnsupportedError: It does.
+    """
+    if any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules()):
+        raise UnsupportedError(
+            f"{owner}: the model recomputes its layers already, since `model.gradient_checkpointing_enable()` was "
+            "called, and a budget would recompute on top of that. Call `model.gradient_checkpointing_disable()`: the "
+            "budget recomputes as much as has to be, and no more."
+        )
 
 
 def raw_optimizer(optimizer: object) -> torch.optim.Optimizer | None:
@@ -255,6 +261,26 @@ def raw_optimizer(optimizer: object) -> torch.optim.Optimizer | None:
     if found is not None and not isinstance(found, torch.optim.Optimizer):
         raise UnsupportedError(f"optimizer: a torch.optim.Optimizer is needed, got {type(found).__name__}.")
     return found
+
+
+def _log(training: Training, budget: int, predicted: int, measured: int, slowdown: float) -> None:
+    training.log(
+        {
+            "memory_budget_bytes": float(budget),
+            "memory_predicted_bytes": float(predicted),
+            "memory_measured_bytes": float(measured),
+            "memory_slowdown": round(slowdown, 4),
+        }
+    )
+
+
+@contextmanager
+def _advised(training: Training) -> Generator[None]:
+    try:
+        yield
+    except BudgetError as error:
+        error.add_note(training.advice)
+        raise
 
 
 def _no_loss(model: nn.Module, batch: object) -> object:

@@ -1,8 +1,8 @@
 """A budget as a callback of Lightning's Trainer.
 
-    on_train_batch_start     the batch is on its device, and what the strategy and the precision do is done: here the
-                             step is planned, by the strategy's own `training_step`
-    on_after_backward        the block that runs within the budget ends
+on_train_batch_start     the batch is on its device, and what the strategy and the precision do is done: here the
+                         step is planned, by the strategy's own `training_step`
+on_after_backward        the block that runs within the budget ends
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, cast
 from torch import nn
 
 from torchremat.errors import UnsupportedError
-from torchremat.interop.budgets import Budgeted, Training, Wishes, raw_optimizer
+from torchremat.interop.budgets import Budgeted, Training, Wishes, check_recomputes_nothing, raw_optimizer
 from torchremat.planning.searches.chains import Cost
 
 try:
@@ -43,7 +43,7 @@ class MemoryBudget(pl.Callback):
     model is as it was.
 
     Args:
-        budget: Peak bytes of a training step on each device: an int, `"20GiB"`, or `"60%"` of what a step takes plainly.
+        budget: Peak bytes of a training step on each device: an int, `"20GiB"`, or `"60%"` of a plain step's.
         margin: Bytes of the budget to leave free, for what an allocator needs beside the tensors.
         cost: What to minimise, `"seconds"` or `"flops"`.
         operators: Whether parts of a module may be kept: the outputs of some of its operators.
@@ -156,6 +156,7 @@ def _check(trainer: pl.Trainer, module: pl.LightningModule) -> None:
         )
     if not trainer.optimizers:
         raise UnsupportedError("MemoryBudget: `configure_optimizers` returns no optimizer, so nothing is trained.")
+    check_recomputes_nothing(module, "MemoryBudget")
     name = type(trainer.strategy).__name__
     if "DeepSpeed" in name or name == "FSDPStrategy":
         raise UnsupportedError(

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from torchremat.errors import UnsupportedError
-from torchremat.interop.budgets import Budgeted, Training, Wishes, raw_optimizer
+from torchremat.interop.budgets import Budgeted, Training, Wishes, check_recomputes_nothing, raw_optimizer
 from torchremat.planning.searches.chains import Cost
 
 try:
@@ -48,7 +48,7 @@ class MemoryBudget(transformers.TrainerCallback):
     `memory_predicted_bytes`, `memory_measured_bytes`, `memory_slowdown`. After the training the model is as it was.
 
     Args:
-        budget: Peak bytes of a training step on each device: an int, `"20GiB"`, or `"60%"` of what a step takes plainly.
+        budget: Peak bytes of a training step on each device: an int, `"20GiB"`, or `"60%"` of a plain step's.
         margin: Bytes of the budget to leave free, for what an allocator needs beside the tensors.
         cost: What to minimise, `"seconds"` or `"flops"`.
         operators: Whether parts of a module may be kept: the outputs of some of its operators.
@@ -199,11 +199,7 @@ def _check(trainer: transformers.Trainer, args: transformers.TrainingArguments) 
                 f"top of that. Say `{own}(gradient_checkpointing=False)` (TRL's configs have it on by default): the "
                 "budget recomputes as much as has to be, and no more."
             )
-    if any(getattr(module, "gradient_checkpointing", False) is True for module in trainer.model.modules()):
-        raise UnsupportedError(
-            "MemoryBudget: the model recomputes its layers already, since `model.gradient_checkpointing_enable()` was "
-            "called, and a budget would recompute on top of that. Call `model.gradient_checkpointing_disable()`."
-        )
+    check_recomputes_nothing(trainer.model, "MemoryBudget")
     if trainer.is_deepspeed_enabled:
         raise UnsupportedError(
             "MemoryBudget: DeepSpeed runs backward and optimizer in an engine of its own, where no step can be "

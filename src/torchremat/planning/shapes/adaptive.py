@@ -297,9 +297,9 @@ class Adaptive(Generic[B]):
         before_bytes = self._before_bytes(look) if wanted or accelerator_of(self._device).counts else 0
         planned = installed(self._model, chosen.calls, chosen.tree, Settings(), chosen.held)
         plan = planned if chosen.has_regions else nullcontext()
-        with plan, gauge(self._device, wanted=wanted) as measured:
-            with calls_noted(self._model) if is_unlike else nullcontext() as names:
-                yield
+        noted = calls_noted(self._model) if is_unlike else nullcontext()
+        with plan, gauge(self._device, wanted=wanted) as measured, noted as names:
+            yield
         chosen.steps += 1
         self.step_seconds += time.perf_counter() - start_s
         if names is not None and not chosen.family.takes(names) and not profiler_is_active():
