@@ -32,6 +32,7 @@ from torchremat.measuring.step import (
 from torchremat.measuring.timeline import Change, Timeline, timeline_of
 from torchremat.measuring.tracker import StorageTracker
 from torchremat.measuring.untouched import gradient_leaves, untouched
+from torchremat.regions.rehearsals import rehearsing
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -50,7 +51,7 @@ class Subject:
         """Keep what the step touches, for one run."""
         # Before anything is set aside: that is on the device as well, and not in a step of the user's.
         self._resident.update(self._resident_now())
-        with untouched(self.models, self.optimizer, tensors=self.inputs):
+        with rehearsing(), untouched(self.models, self.optimizer, tensors=self.inputs):
             yield
 
     def _resident_now(self) -> Iterator[tuple[torch.device, int]]:

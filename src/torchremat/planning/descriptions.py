@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torchremat.planning.bounds.certificates import claim_of
+from torchremat.planning.conditions import Conditions
 from torchremat.planning.inputs import InputSizes
 from torchremat.planning.layout import HeldOperators, calls_of
 from torchremat.planning.plans import PlainSource, Plan, PlannedUnit, Point, claimed
@@ -56,6 +57,12 @@ def input_sizes(own: Profile) -> InputSizes:
         call = own.units.trace.calls[root]
         elements[call.name] = max(elements.get(call.name, 0), call.input_elements)
     return InputSizes(elements=elements)
+
+
+def conditions_by_root(own: Profile) -> dict[str, Conditions]:
+    """Return how the first call of each root found things."""
+    calls = (own.units.trace.calls[root] for root in reversed(own.units.roots))
+    return {call.name: call.conditions for call in calls if call.conditions is not None}
 
 
 def curve_of(own: Profile, tree: Tree, fixed_bytes: int, loads: Loads = NO_LOADS) -> tuple[Point, ...]:
@@ -134,6 +141,7 @@ def made_plan(
         floor_bytes=min(planner.floor_bytes, planner.budget_for(planner.peak_of(found))),
         parameters=parameters,
         inputs=input_sizes(own),
+        conditions=conditions_by_root(own),
         curve=curve_of(own, found.tree, planner.fixed_bytes, found.loads),
         plain_curve=curve_of(planner.profile, planner.solver.plain.tree, planner.fixed_bytes),
         moving_seconds=found.prediction.moving_s,
