@@ -23,6 +23,7 @@
     DeviceWarning          (UserWarning)   a described device of which a plan needs to know more
     CompileWarning         (UserWarning)   a compiler that cannot be told which peak to keep to
     ShapeWarning           (UserWarning)   a call larger than those planned for
+    PlanWarning            (UserWarning)   a model that trains under other conditions than it was planned under
     OrderWarning           (UserWarning)   a model that called its modules in another order than planned
     RepeatWarning          (UserWarning)   modules that are not recomputed, as that would not be their forward
     StoreWarning           (UserWarning)   a store without room, or one that takes more than it might
@@ -146,6 +147,10 @@ class CompileWarning(UserWarning):
 
 class ShapeWarning(UserWarning):
     """A call whose inputs are larger than those that were planned for."""
+
+
+class PlanWarning(UserWarning):
+    """A model that trains in another mode, precision or sharding than a plan was made for, or recomputes by itself."""
 
 
 class OrderWarning(UserWarning):

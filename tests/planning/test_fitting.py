@@ -69,9 +69,11 @@ def test_a_measured_peak_above_the_budget_tightens_the_plan(monkeypatch):
     extra = budget - loose.step_peak_bytes + 200_000
     attempts = measured_with(monkeypatch, lambda attempt: extra)
 
-    made = fit_with(planner, model, step, budget=budget)
+    fitted = fit_with(planner, model, step, budget=budget)
 
+    made = fitted.plan
     assert len(attempts) >= 2
+    assert fitted.peak_bytes <= fitted.limit_bytes == budget
     assert made.step_peak_bytes + extra <= budget
     assert made.budget_bytes == budget
     assert made.step_peak_bytes < loose.step_peak_bytes

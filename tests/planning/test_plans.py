@@ -293,6 +293,7 @@ def test_gradient_accumulation():
     assert differences(accumulated(*planned_loop()), accumulated(*KINDS["loop"]())) == []
 
 
+@pytest.mark.filterwarnings("ignore::torchremat.PlanWarning")  # it was planned without autocast
 def test_grad_scaler():
     def scaled(model, step):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

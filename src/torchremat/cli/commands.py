@@ -268,7 +268,7 @@ def fit_command(
         own, planner = _planner(target, device, progress, asked, cost=cost, operators=operators, store=store)
         found = fit_with(
             planner, own.model, own.step, budget=asked.budget, optimizer=own.optimizer, margin=asked.margin_bytes
-        )
+        ).plan
         text = str(found)  # works the certificate out
     with _working("verifying"):
         report = verify(own.model, own.step, optimizer=own.optimizer, device=place_of(device))

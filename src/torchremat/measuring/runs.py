@@ -37,6 +37,7 @@ from torchremat.measuring.timeline import Change, Timeline, timeline_of
 from torchremat.measuring.tracker import StorageTracker
 from torchremat.measuring.untouched import gradient_leaves, untouched
 from torchremat.measuring.writes import Known
+from torchremat.regions.rehearsals import rehearsing
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -67,14 +68,17 @@ class Subject:
         """
         # Before anything is set aside: that is on the device as well, and not in a step of the user's.
         self._resident.update(self._resident_now())
-        with untouched(
-            self.models,
-            self.optimizer,
-            tensors=self.inputs,
-            step=self.step,
-            known=self._known,
-            looks=looks and not any(map(has_compiled, self.models)),
-            steps=steps,
+        with (
+            rehearsing(),
+            untouched(
+                self.models,
+                self.optimizer,
+                tensors=self.inputs,
+                step=self.step,
+                known=self._known,
+                looks=looks and not any(map(has_compiled, self.models)),
+                steps=steps,
+            ),
         ):
             yield
 

@@ -13,6 +13,7 @@ from torch import nn
 from torchremat.measuring.callers import shown_line
 from torchremat.planning.bounds.certificates import claim_of
 from torchremat.planning.budgets import shares_that_work
+from torchremat.planning.conditions import Conditions
 from torchremat.planning.inputs import InputSizes
 from torchremat.planning.layout import HeldOperators, calls_of
 from torchremat.planning.plans import PlainSource, Plan, PlannedUnit, Point, claimed
@@ -76,6 +77,12 @@ def input_sizes(own: Profile) -> InputSizes:
         call = own.units.trace.calls[root]
         elements[call.name] = max(elements.get(call.name, 0), call.input_elements)
     return InputSizes(elements=elements)
+
+
+def conditions_by_root(own: Profile) -> dict[str, Conditions]:
+    """Return how the first call of each root found things."""
+    calls = (own.units.trace.calls[root] for root in reversed(own.units.roots))
+    return {call.name: call.conditions for call in calls if call.conditions is not None}
 
 
 def curve_of(
@@ -164,6 +171,7 @@ def made_plan(
         floor_bytes=min(planner.floor_bytes, planner.budget_for(planner.peak_of(found))),
         parameters=parameters,
         inputs=input_sizes(own),
+        conditions=conditions_by_root(own),
         curve=curve_of(own, found.tree, planner.fixed_bytes, found.loads, lasts_s=lasts_s),
         plain_curve=curve_of(planner.profile, planner.solver.plain.tree, planner.fixed_bytes, lasts_s=own.seconds),
         moving_seconds=found.prediction.moving_s,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 import torch
@@ -26,6 +27,21 @@ from torchremat.tensors.sizes import format_bytes
 M = TypeVar("M", bound=nn.Module)
 
 _MOST_ATTEMPTS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fitted:
+    """A plan that is on a model, and what a real step under it has needed.
+
+    Attributes:
+        plan: The plan.
+        peak_bytes: The measured peak of a training step.
+        limit_bytes: The budget without its margin.
+    """
+
+    plan: Plan
+    peak_bytes: int
+    limit_bytes: int
 
 
 @without_our_frames
@@ -92,8 +108,8 @@ def fit_with(
     budget: int | str,
     optimizer: torch.optim.Optimizer | None = None,
     margin: int | str = 0,
-) -> Plan:
-    """Apply a plan of a planner that is there already, see `fit`, and return it."""
+) -> Fitted:
+    """Apply a plan of a planner that is there already, see `fit`, and return what came of it."""
     subject = planner.subject  # what it has written is known
     device = planner.profile.device
     margin_bytes, peers = margin_of(margin), peers_of(model)
@@ -111,7 +127,7 @@ def fit_with(
         measured = max(planner.fixed_bytes + risen, planner.optimizer_peak_bytes or 0)
         limit = plan.budget_bytes - margin_bytes
         if measured <= limit:
-            return plan
+            return Fitted(plan=plan, peak_bytes=measured, limit_bytes=limit)
         plan.remove(model)
         over += measured - limit
         if attempt == _MOST_ATTEMPTS:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from torch import nn
 
-from torchremat.errors import PlanError, ShapeWarning, warn
+from torchremat.errors import OrderWarning, PlanError, PlanWarning, ShapeWarning, warn
 from torchremat.measuring.interrupts import uninterrupted
+from torchremat.planning.conditions import Conditions, conditions_of
 from torchremat.planning.inputs import InputSizes
 from torchremat.planning.profiles.units import Units
 from torchremat.policies.ordinals import save_ordinals
 from torchremat.regions.calls import Body
 from torchremat.regions.decisions import Policy
 from torchremat.regions.journeys import Itinerary, Stop, Trip
+from torchremat.regions.rehearsals import is_rehearsing
 from torchremat.regions.runs import Choice, Place, Scope
 from torchremat.regions.settings import Settings
 from torchremat.regions.wrapping import (
@@ -169,6 +172,9 @@ class PlannedScope(Scope):
     rise_bytes: int | None = None
     slowdown: float | None = None
     told: list[str] = field(default_factory=list[str])  # once for each time that a plan is applied
+    conditions: Conditions | None = None
+    # What the first step was compared with. See NOTE [ The first step under a plan ]
+    seen: list[object] = field(default_factory=list[object])
 
     def run(self, body: Body, /, *args: object, **kwargs: object) -> object:
         """Run `body` with the scope open."""
@@ -179,6 +185,42 @@ class PlannedScope(Scope):
                 warn(said, ShapeWarning)
         return super().run(body, *args, **kwargs)
 
+    def begun(self, module: nn.Module) -> None:
+        """Compare, in the first step, how the call finds things with how the one that was planned did."""
+        if self.seen or self.conditions is None or is_rehearsing():
+            return
+        now = conditions_of(module)
+        self.seen.append(now)
+        for said in self.conditions.differences(now):
+            warn(f"{_named(self.root)} has a plan that was made under other conditions: {said}.", PlanWarning)
+
+    def ended(self, counts: Mapping[str, int]) -> None:
+        """Compare, in the first step, how often modules were called with how often it was planned."""
+        if len(self.seen) != 1:
+            return
+        self.seen.append(counts)
+        planned = Counter(name for name, _ in self.choices)
+        fewer = [name for name, times in planned.items() if counts.get(name, 0) < times]
+        if fewer:
+            name = fewer[0]
+            more = f", and {len(fewer) - 1} others were called less often too" if fewer[1:] else ""
+            warn(
+                f"`{name}` was called {counts.get(name, 0)} times in one forward, and planned for {planned[name]}"
+                f"{more}: the step that was planned is not the one that trains, and its peak may be elsewhere. Plan "
+                "the step that trains.",
+                OrderWarning,
+            )
+
+
+# NOTE [ The first step under a plan ]
+# A plan is for a step as it was when it was planned: mode, precision, sharding and calls. The first step after it was
+# applied is compared with that, once, and each difference is one warning that names it; later steps are not looked at.
+# What the library runs to measure is no step of anybody's, and is not compared: `rehearsing` marks it.
+
+
+def _named(root: str) -> str:
+    return f"`{root}`" if root else "the model"
+
 
 def install(
     model: nn.Module,
@@ -188,6 +230,7 @@ def install(
     *,
     held: Iterable[HeldOperators] = (),
     inputs: InputSizes | None = None,
+    conditions: Mapping[str, Conditions] | None = None,
     rise_bytes: int | None = None,
     itinerary: Itinerary | None = None,
     slowdown: float | None = None,
@@ -209,7 +252,16 @@ def install(
             scope = (
                 None
                 if name in names
-                else PlannedScope(choices, settings, name, inputs, rise_bytes, slowdown, itinerary=itinerary)
+                else PlannedScope(
+                    choices,
+                    settings,
+                    name,
+                    inputs,
+                    rise_bytes,
+                    slowdown,
+                    itinerary=itinerary,
+                    conditions=(conditions or {}).get(name),
+                )
             )
             set_forward(module, name, own, scope, called_attribute(module), applied)
             done.append(module)
@@ -255,6 +307,12 @@ def applied_scopes(model: nn.Module) -> list[PlannedScope]:
     """Return the scopes that `install` has put on a model."""
     forwards = [found for module in model.modules() if (found := forward_under(module)) is not None]
     return [forward.scope for forward in forwards if isinstance(forward.scope, PlannedScope)]
+
+
+def expect_larger(model: nn.Module) -> None:
+    """Let the plan on a model say nothing of larger inputs: who has put it on looks after these."""
+    for scope in applied_scopes(model):
+        scope.told.append("")
 
 
 def modules_under(model: nn.Module, applied: Application) -> list[nn.Module]:

@@ -14,6 +14,7 @@ from torch import nn
 from torchremat.errors import PlanError
 from torchremat.measuring.curves import Curve, Phase, draw
 from torchremat.planning.bounds.certificates import Certificate, Claim
+from torchremat.planning.conditions import Conditions
 from torchremat.planning.files import from_json, to_json
 from torchremat.planning.inputs import InputSizes
 from torchremat.planning.layout import (
@@ -119,6 +120,8 @@ class Plan:
         given_stores: The stores themselves, for `apply`; a plan that was loaded has none.
         ran_out: Whether the search ended because its time was over, so that a better plan may have been left out.
         unlike: Modules that are not recomputed as a whole since that would not be their forward, with the reasons.
+        conditions: How the first call of each module that the step calls itself found things; others are warned of in
+            the first step.
     """
 
     budget_bytes: int
@@ -158,6 +161,7 @@ class Plan:
     given_stores: tuple[Store, ...] = field(default=(), compare=False, repr=False, metadata={"written": False})
     ran_out: bool = field(default=False, compare=False)
     unlike: dict[str, str] = field(default_factory=dict[str, str])
+    conditions: dict[str, Conditions] = field(default_factory=dict[str, Conditions])
 
     @property
     def slowdown(self) -> float:
@@ -209,6 +213,7 @@ class Plan:
             Settings(),
             held=self.held,
             inputs=self.inputs,
+            conditions=self.conditions,
             rise_bytes=self.step_peak_bytes - sum(self.before_bytes.values()),
             itinerary=itinerary,
             # Stores are measured where they are, while the seconds of recomputes may be those of a device elsewhere.

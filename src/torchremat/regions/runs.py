@@ -89,7 +89,16 @@ class Scope:
 
     def run(self, body: Body, /, *args: object, **kwargs: object) -> object:
         """Run `body` with the scope open: the calls that it makes are counted from zero, and no region is open yet."""
-        return _Opened(self).run(body, *args, **kwargs)
+        opened = _Opened(self)
+        output = opened.run(body, *args, **kwargs)
+        self.ended(opened.counts)
+        return output
+
+    def begun(self, module: nn.Module) -> None:
+        """Take note that a module whose call opens the scope is called."""
+
+    def ended(self, counts: Mapping[str, int]) -> None:
+        """Take note of how often each module that the scope has choices for was called in a run that has ended."""
 
 
 class _Opened:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from torchremat.measuring.traces import AllocationTrace
+from torchremat.planning.conditions import Conditions
 from torchremat.planning.profiles.operators import OperatorTrace
 from torchremat.planning.profiles.saves import Saved
 
@@ -47,6 +48,7 @@ class Call:
         flops_saved: Flops of its forward up to its last save that has a graph at the end.
         grad: Whether grad mode was on.
         input_elements: Elements in its inputs.
+        conditions: How it found things, if it is of no other call.
         signature: Its type, whether it trains, and the shapes of its parameters and inputs; see `Units.signature`.
         operators: The operators that ran in it, as a range.
         begins: The mark at its entry; -1 if no allocations were recorded.
@@ -70,6 +72,7 @@ class Call:
     flops_saved: int = 0
     grad: bool = True
     input_elements: int = 0
+    conditions: Conditions | None = None
     signature: tuple[object, ...] = ()
     operators: range = range(0)
     begins: int = -1

@@ -36,6 +36,7 @@ from torchremat.measuring.step import loss_of
 from torchremat.measuring.traces import AllocationTrace, Recorder
 from torchremat.measuring.tracker import address_of
 from torchremat.measuring.untouched import untouched
+from torchremat.planning.conditions import conditions_of
 from torchremat.planning.profiles.dropping import never, nothing_kept
 from torchremat.planning.profiles.interception import intercepted
 from torchremat.planning.profiles.operators import OperatorLog
@@ -179,6 +180,7 @@ class _Tracer:
             flops=self.flops.total,
             grad=torch.is_grad_enabled(),
             input_elements=sum(tensor.numel() for tensor in tensors),
+            conditions=None if self.open else conditions_of(module),
             signature=_signature(module, tensors),
         )
         self.calls.append(call)

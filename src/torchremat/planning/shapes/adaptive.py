@@ -158,12 +158,33 @@ class Adaptive(Generic[B]):
             StepError: The batch has no shape, or the step returns no loss.
             UnsupportedError: Another step is running, or this is closed.
         """
+        with self.under(batch):
+            loss = loss_of(self._step(self._model, batch))
+            result = loss.detach()
+            run_backward(loss)
+        return result
+
+    @contextmanager
+    def under(self, batch: B) -> Generator[None]:
+        """Let the block run forward and backward of a batch within the budget, in the place of a call.
+
+        For a loop that is somebody else's, such as that of a trainer. The block does with the batch what `step` does,
+        and runs backward once.
+
+        Args:
+            batch: The batch that the block trains on.
+
+        Raises:
+            BudgetError: As for a call.
+            StepError: As for a call.
+            UnsupportedError: As for a call.
+        """
         with self._alone():
             look = self._look(batch)
             chosen = self._chosen(look, batch)
             if not chosen.fits and self._over == "raise":
                 raise BudgetError(self._nothing_fits(chosen, look))
-            return self._run(chosen, look, batch)
+            yield from self._run(chosen, look, batch)
 
     @without_our_frames
     def learn(self, *batches: B) -> None:
@@ -283,7 +304,7 @@ class Adaptive(Generic[B]):
 
     # ----------------------------------------------------------------------------------------------------- running
 
-    def _run(self, chosen: ShapeClass, look: Look, batch: B) -> Tensor:
+    def _run(self, chosen: ShapeClass, look: Look, batch: B) -> Generator[None]:
         if not chosen.fits and not chosen.steps:
             warn(self._nothing_fits(chosen, look), BudgetWarning)
         start_s = time.perf_counter()
@@ -292,12 +313,9 @@ class Adaptive(Generic[B]):
         before_bytes = self._before_bytes(look) if wanted or accelerator_of(self._device).counts else 0
         planned = installed(self._model, chosen.calls, chosen.tree, Settings(), chosen.held)
         plan = planned if chosen.has_regions else nullcontext()
-        with plan, gauge(self._device, wanted=wanted) as measured:
-            with calls_noted(self._model) if is_unlike else nullcontext() as names:
-                loss = loss_of(self._step(self._model, batch))
-            result = loss.detach()
-            run_backward(loss)
-        del loss
+        noted = calls_noted(self._model) if is_unlike else nullcontext()
+        with plan, gauge(self._device, wanted=wanted) as measured, noted as names:
+            yield
         chosen.steps += 1
         self.step_seconds += time.perf_counter() - start_s
         if names is not None and not chosen.family.takes(names) and not profiler_is_active():
@@ -306,7 +324,6 @@ class Adaptive(Generic[B]):
             chosen.family.has_told_calls = not chosen.family.knows(look.shape)
         if measured.rise_bytes is not None:
             self._compare(chosen, look, batch, before_bytes + measured.rise_bytes)
-        return result
 
     def _before_bytes(self, look: Look) -> int:
         subject = subject_of(_bound(self._step, tensors=look.tensors), self._model, self._optimizer)

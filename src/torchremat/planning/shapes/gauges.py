@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from torchremat._compat.accelerators import accelerator_of
+from torchremat._compat.autograd import current_graph_task
 from torchremat.measuring.allocator import record_allocations
 from torchremat.measuring.interrupts import uninterrupted
 from torchremat.measuring.modules import visible_modules
@@ -52,11 +53,11 @@ def gauge(device: torch.device, *, wanted: bool) -> Generator[Gauge]:
 
 @contextmanager
 def calls_noted(model: nn.Module) -> Generator[list[str]]:
-    """Note the names of the modules that are called in a block, in order."""
+    """Note the names of the modules that are called in a block, in order; not those that its backward calls."""
     names: list[str] = []
 
     def note(name: str) -> Callable[[nn.Module, object], None]:
-        return lambda module, args: names.append(name)
+        return lambda module, args: names.append(name) if current_graph_task() == -1 else None
 
     handles = [module.register_forward_pre_hook(note(name)) for name, module in visible_modules(model)]
     try:

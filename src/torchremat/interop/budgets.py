@@ -1,0 +1,351 @@
+"""A budget for a training that a framework runs.
+
+A framework supplies what only it knows, and when: model and optimizer as they are once precision, sharding and
+checkpoints have been dealt with, the loss of one batch, and a logger.
+
+    a batch comes          what is done before its forward
+    the first              plan, apply, confirm by one real step
+    as large as one known  nothing
+    larger, one process    one real step under the plan; if that is above the budget, plan anew for this batch
+    larger, several        nothing, as the others do not know of it; the plan warns (ShapeWarning)
+    with `shapes=True`     `Adaptive`: a plan for each shape
+
+Missing on purpose: to look for the largest batch in the data. Whoever asks a data set draws random numbers from it and
+moves it on, and the training would not be the same any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from torchremat.errors import BudgetError, UnsupportedError, bug
+from torchremat.measuring.communication import is_data_parallel
+from torchremat.measuring.runs import run_traced, subject_of
+from torchremat.planning.budgets import check_budget, percentage_of
+from torchremat.planning.fitting import Fitted, fit_with
+from torchremat.planning.layout import expect_larger
+from torchremat.planning.planner import Planner
+from torchremat.planning.requests import check_flags, check_request
+from torchremat.planning.searches.chains import Cost, check_cost
+from torchremat.planning.shapes.adaptive import Adaptive
+from torchremat.state.snapshot import Snapshot
+from torchremat.state.world import World
+from torchremat.tensors.structure import tensors_in
+
+Sizes = tuple[tuple[int, ...], ...]
+Loss = Callable[[nn.Module, object], object]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wishes:
+    """What the user has asked for.
+
+    Attributes:
+        budget: As for `fit`.
+        margin: As for `fit`.
+        cost: As for `fit`.
+        operators: As for `fit`.
+        shapes: Whether lengths vary so that each shape is to have a plan of its own.
+
+    Raises:
+        BudgetError: Budget or margin is no size.
+        UnsupportedError: Another option is something else than it can be.
+    """
+
+    budget: int | str
+    margin: int | str = 0
+    cost: Cost = "seconds"
+    operators: bool = True
+    shapes: bool = False
+
+    def __post_init__(self) -> None:
+        check_budget(self.budget, "meta", margin=self.margin)
+        check_cost(self.cost)
+        check_flags(operators=self.operators, shapes=self.shapes)
+        if self.shapes and percentage_of(self.budget) is not None:
+            raise BudgetError(
+                f"budget={self.budget!r}: with shapes=True the plain peak is another for each shape; give the budget "
+                'in bytes, like "20GiB".'
+            )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Training:
+    """What a framework supplies.
+
+    Attributes:
+        model: The model as the framework calls it, wrapped for data parallelism if it is.
+        optimizer: torch's, without what the framework has put around it.
+        log: Puts numbers, by name, where the framework puts those of the training.
+        advice: What the framework's user can do where no plan fits, in the framework's words.
+        holders: Objects of the framework that a step may change.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer | None
+    log: Callable[[dict[str, float]], None]
+    advice: str
+    holders: Sequence[object] = ()
+
+
+class Budgeted:
+    """A training within a budget: `with budgeted.step(loss, batch): ...` around forward and backward of each batch.
+
+    Args:
+        wishes: What the user has asked for.
+        training: What the framework supplies.
+
+    Raises:
+        BudgetError: The budget is more than the device has; or a percentage, where each shape is to have a plan.
+        StepError: The optimizer has none of the model's parameters.
+        UnsupportedError: `shapes=True`, and several processes train together.
+    """
+
+    def __init__(self, wishes: Wishes, training: Training) -> None:
+        self._wishes = wishes
+        self._training = training
+        self._fitted: Fitted | None = None
+        self._known: list[Sizes] = []
+        self._adaptive: Adaptive[object] | None = None
+        self._loss: Loss = _no_loss
+        with _advised(training):
+            if wishes.shapes:
+                self._adaptive = Adaptive(
+                    training.model,
+                    self._bound,
+                    budget=wishes.budget,
+                    optimizer=training.optimizer,
+                    cost=wishes.cost,
+                    margin=wishes.margin,
+                    operators=wishes.operators,
+                )
+
+    @contextmanager
+    def step(self, loss: Loss, batch: object) -> Generator[None]:
+        """Let forward and backward of a batch in the block run within the budget.
+
+        Args:
+            loss: Called as `loss(model, batch)`; returns the loss that the framework runs backward from.
+            batch: The batch.
+
+        Raises:
+            BudgetError: No plan fits; nothing of the step has run.
+            StepError: The step returns no loss.
+        """
+        self._loss = loss
+        try:
+            if self._adaptive is None:
+                self._prepare(batch)
+                yield
+            else:
+                with _advised(self._training), self._adaptive.under(batch):
+                    yield
+        finally:
+            self._loss = _no_loss  # it holds what the framework has made of the batch
+
+    def end(self) -> None:
+        """Take off what was put on the model. May be called twice."""
+        adaptive, self._adaptive = self._adaptive, None
+        if adaptive is not None:
+            self._log_shapes(adaptive)
+            adaptive.close()
+        fitted, self._fitted = self._fitted, None
+        if fitted is not None and fitted.plan.is_on(self._training.model):
+            fitted.plan.remove(self._training.model)
+
+    # ---------------------------------------------------------------------------------------------------- one plan
+
+    def _prepare(self, batch: object) -> None:
+        sizes = _sizes_of(batch)
+        if any(_covers(known, sizes) for known in self._known):
+            return
+        if self._fitted is not None and _are_several():
+            return
+        self._fit(batch, sizes)
+
+    def _fit(self, batch: object, sizes: Sizes) -> None:
+        step = self._step_of(batch)
+        if self._fitted is not None:
+            if self._still_fits(self._fitted, step):
+                self._known.append(sizes)
+                return
+            # A plan for a larger batch may be above the budget for one that is longer in another dimension, so that
+            # what was known is not known of it.
+            self._fitted.plan.remove(self._training.model)
+            self._fitted = None
+        self._fitted = fitted(self._wishes, self._training, step)
+        if not _are_several():
+            expect_larger(self._training.model)
+        self._known = [sizes]
+
+    def _still_fits(self, fitted: Fitted, step: Callable[[nn.Module], object]) -> bool:
+        subject = subject_of(step, self._training.model, self._training.optimizer)
+        device = subject.device()
+        with subject.untouched():
+            before = subject.before(device)
+        risen = run_traced(subject, device, before_bytes=0).peak_beyond(before)
+        # The state that the optimizer will have after its first step may not be there yet.
+        to_come = max(0, fitted.plan.before_bytes["optimizer"] - before.optimizer_bytes)
+        return before.total_bytes + to_come + risen <= fitted.limit_bytes
+
+    def _step_of(self, batch: object) -> Callable[[nn.Module], object]:
+        held = _tensors_of(batch)
+
+        def step(model: nn.Module, _held: object = held) -> object:
+            return self._bound(model, batch)
+
+        return step
+
+    def _bound(self, model: nn.Module, batch: object) -> object:
+        """Return the loss of a batch, and leave batch and framework as they were."""
+        with _kept(self._training.holders):
+            return self._loss(model, _again(batch))
+
+    def _log_shapes(self, adaptive: Adaptive[object]) -> None:
+        plans = adaptive.plans
+        if plans:
+            largest = max(plans, key=lambda one: one.measured_bytes or one.peak_bytes)
+            measured = largest.measured_bytes or largest.peak_bytes
+            slowest = max(one.slowdown for one in plans)
+            _log(self._training, adaptive.budget_bytes, largest.peak_bytes, measured, slowest)
+
+
+def fitted(wishes: Wishes, training: Training, step: Callable[[nn.Module], object]) -> Fitted:
+    """Plan for a step, put the plan on the model, confirm it by a real step, and log what came of it.
+
+    Raises:
+        BudgetError: No plan fits; the model is as it was.
+        StepError: The step returns no loss.
+    """
+    model, optimizer = training.model, training.optimizer
+    with _advised(training), _reducing(model):
+        check_request(model, step, wishes.budget, margin=wishes.margin, optimizer=optimizer, device=None)
+        planner = Planner(model, step, optimizer=optimizer, cost=wishes.cost, operators=wishes.operators)
+        found = fit_with(planner, model, step, budget=wishes.budget, optimizer=optimizer, margin=wishes.margin)
+    plan = found.plan
+    _log(training, plan.budget_bytes, plan.peak_bytes, found.peak_bytes, plan.slowdown)
+    return found
+
+
+def check_recomputes_nothing(model: nn.Module, owner: str) -> None:
+    """Raise where a model of transformers, or one like it, recomputes its layers by itself.
+
+    Raises:
+        UnsupportedError: It does.
+    """
+    if any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules()):
+        raise UnsupportedError(
+            f"{owner}: the model recomputes its layers already, since `model.gradient_checkpointing_enable()` was "
+            "called, and a budget would recompute on top of that. Call `model.gradient_checkpointing_disable()`: the "
+            "budget recomputes as much as has to be, and no more."
+        )
+
+
+def raw_optimizer(optimizer: object) -> torch.optim.Optimizer | None:
+    """Return torch's optimizer in what a framework has put around it; None if there is none.
+
+    Raises:
+        UnsupportedError: It is no optimizer, and there is none in it.
+    """
+    found = optimizer
+    # A wrapper may say that it is an optimizer itself, and hold nothing of what one holds.
+    while isinstance(inner := getattr(found, "optimizer", None), torch.optim.Optimizer):
+        found = inner
+    if found is not None and not isinstance(found, torch.optim.Optimizer):
+        raise UnsupportedError(f"optimizer: a torch.optim.Optimizer is needed, got {type(found).__name__}.")
+    return found
+
+
+def _log(training: Training, budget: int, predicted: int, measured: int, slowdown: float) -> None:
+    training.log(
+        {
+            "memory_budget_bytes": float(budget),
+            "memory_predicted_bytes": float(predicted),
+            "memory_measured_bytes": float(measured),
+            "memory_slowdown": round(slowdown, 4),
+        }
+    )
+
+
+@contextmanager
+def _advised(training: Training) -> Generator[None]:
+    try:
+        yield
+    except BudgetError as error:
+        error.add_note(training.advice)
+        raise
+
+
+def _no_loss(model: nn.Module, batch: object) -> object:
+    raise bug("a step is run that is not under way")
+
+
+def _sizes_of(batch: object) -> Sizes:
+    return tuple(tuple(tensor.shape) for tensor in _tensors_of(batch))
+
+
+def _tensors_of(batch: object) -> list[Tensor]:
+    opened = dict(cast("Mapping[object, object]", batch)) if isinstance(batch, Mapping) else batch
+    return tensors_in(opened)
+
+
+def _covers(known: Sizes, sizes: Sizes) -> bool:
+    """Return whether no tensor is larger in any dimension than that in the same place."""
+    return len(known) == len(sizes) and all(
+        len(mine) == len(theirs) and all(a >= b for a, b in zip(mine, theirs, strict=True))
+        for mine, theirs in zip(known, sizes, strict=True)
+    )
+
+
+def _again(batch: object) -> object:
+    """Return a batch that a step may take entries from; the tensors are the same."""
+    if type(batch) in (dict, list):
+        return cast("dict[object, object] | list[object]", batch).copy()
+    if isinstance(batch, Mapping) and hasattr(batch, "copy"):
+        return cast("dict[object, object]", batch).copy()
+    return batch
+
+
+def _are_several() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+@contextmanager
+def _kept(holders: Sequence[object]) -> Generator[None]:
+    """Put what objects of the framework hold back after the block; models and tensors are looked after elsewhere."""
+    owned = [vars(holder) for holder in holders]
+    world = World()
+    for own in owned:
+        for value in own.values():
+            if isinstance(value, nn.Module | Tensor | torch.optim.Optimizer):
+                world.skip(value)
+    world.reach(owned)
+    before = Snapshot(world, backs_up=False)
+    states = [(one, one.get_state()) for one in world.generators]
+    try:
+        yield
+    finally:
+        before.put_back()
+        for generator, state in states:
+            generator.set_state(state)
+
+
+@contextmanager
+def _reducing(model: nn.Module) -> Generator[None]:
+    """Let DistributedDataParallel reduce gradients in the block, even where the framework adds them up just now."""
+    parallel = [one for one in model.modules() if is_data_parallel(one)]
+    before = [cast("bool", one.require_backward_grad_sync) for one in parallel]
+    for one in parallel:
+        one.require_backward_grad_sync = True
+    try:
+        yield
+    finally:
+        for one, flag in zip(parallel, before, strict=True):
+            one.require_backward_grad_sync = flag

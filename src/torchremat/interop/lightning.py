@@ -1,0 +1,165 @@
+"""A budget as a callback of Lightning's Trainer.
+
+on_train_batch_start     the batch is on its device, and what the strategy and the precision do is done: here the
+                         step is planned, by the strategy's own `training_step`
+on_after_backward        the block that runs within the budget ends
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, cast
+
+from torch import nn
+
+from torchremat.errors import UnsupportedError
+from torchremat.interop.budgets import Budgeted, Training, Wishes, check_recomputes_nothing, raw_optimizer
+from torchremat.planning.searches.chains import Cost
+
+try:
+    import lightning.pytorch as pl
+    from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "torchremat.interop.lightning needs lightning, which is not installed. Install it with: "
+        "pip install 'torchremat[lightning]'",
+        name="lightning",
+    ) from error
+
+_ADVICE = (
+    "In your data module: a smaller `batch_size`, with more `accumulate_grad_batches` in the Trainer, takes less for "
+    "the same training. Or give `MemoryBudget` the budget that works."
+)
+
+
+class MemoryBudget(pl.Callback):
+    """Trains within a budget: `Trainer(..., callbacks=[MemoryBudget("20GiB")])`.
+
+    The first batch is planned for, and any that is larger than those before it. Parameters are bit for bit those of a
+    training without this. What was planned and measured is logged once to the trainer's loggers:
+    `memory_budget_bytes`, `memory_predicted_bytes`, `memory_measured_bytes`, `memory_slowdown`. After the training the
+    model is as it was.
+
+    Args:
+        budget: Peak bytes of a training step on each device: an int, `"20GiB"`, or `"60%"` of a plain step's.
+        margin: Bytes of the budget to leave free, for what an allocator needs beside the tensors.
+        cost: What to minimise, `"seconds"` or `"flops"`.
+        operators: Whether parts of a module may be kept: the outputs of some of its operators.
+        shapes: Whether each shape of a batch has a plan of its own, where lengths vary much. One process only.
+
+    Raises:
+        BudgetError: Budget or margin is no size.
+        UnsupportedError: Another argument is something else than it can be.
+    """
+
+    def __init__(
+        self,
+        budget: int | str,
+        *,
+        margin: int | str = 0,
+        cost: Cost = "seconds",
+        operators: bool = True,
+        shapes: bool = False,
+    ) -> None:
+        self._wishes = Wishes(budget=budget, margin=margin, cost=cost, operators=operators, shapes=shapes)
+        self._budgeted: Budgeted | None = None
+        self._open = ExitStack()
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Take note of the training.
+
+        Raises:
+            UnsupportedError: The module runs backward by itself, or the strategy does.
+        """
+        self._end()  # what a training that failed has left
+        _check(trainer, pl_module)
+        training = Training(
+            model=cast("nn.Module", trainer.strategy.model),
+            optimizer=raw_optimizer(next(iter(trainer.optimizers), None)),
+            log=partial(_log, trainer),
+            advice=_ADVICE,
+        )
+        self._budgeted = Budgeted(self._wishes, training)
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Plan if the batch is larger than those before."""
+        self._open.close()
+        if self._budgeted is not None:
+            self._open.enter_context(self._budgeted.step(partial(_loss, trainer, batch_idx), batch))
+
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """End the step."""
+        self._open.close()
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """End the step of a batch that had no loss."""
+        self._open.close()
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Leave the model as it was."""
+        self._end()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Leave the model as it was."""
+        self._end()
+
+    def _end(self) -> None:
+        self._open.close()
+        budgeted, self._budgeted = self._budgeted, None
+        if budgeted is not None:
+            budgeted.end()
+
+
+def _loss(trainer: pl.Trainer, batch_idx: int, model: nn.Module, batch: object) -> object:
+    """Return what the training step returns, by which no logger is told anything."""
+    module = trainer.lightning_module
+    takes_place = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+    with _mute(module):
+        return trainer.strategy.training_step(batch, *([batch_idx] if takes_place else []))
+
+
+@contextmanager
+def _mute(module: pl.LightningModule) -> Generator[None]:
+    own = vars(module)
+    before = own.get("log")
+    own["log"] = _say_nothing  # `log_dict` calls it as well
+    try:
+        yield
+    finally:
+        if before is None:
+            del own["log"]
+        else:
+            own["log"] = before
+
+
+def _say_nothing(*args: object, **kwargs: object) -> None:
+    """Stands for `log` while the step is planned."""
+
+
+def _log(trainer: pl.Trainer, numbers: dict[str, float]) -> None:
+    for logger in trainer.loggers:
+        logger.log_metrics(numbers, step=trainer.global_step)
+
+
+def _check(trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    if not module.automatic_optimization:
+        raise UnsupportedError(
+            f"MemoryBudget: {type(module).__name__} has `automatic_optimization = False`: its `training_step` runs "
+            "backward and optimizers itself, and there is no loss that a plan could begin from. Plan in the module, in "
+            "`on_train_start`: torchremat.fit(self.generator, step, budget=...), for each part that has a loss."
+        )
+    if not trainer.optimizers:
+        raise UnsupportedError("MemoryBudget: `configure_optimizers` returns no optimizer, so nothing is trained.")
+    check_recomputes_nothing(module, "MemoryBudget")
+    name = type(trainer.strategy).__name__
+    if "DeepSpeed" in name or name == "FSDPStrategy":
+        raise UnsupportedError(
+            f"MemoryBudget: {name} runs forward and backward in an engine of its own, where no step can be planned. "
+            "Shard with FSDP2 instead: `Trainer(strategy=ModelParallelStrategy())`."
+        )

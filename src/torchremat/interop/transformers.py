@@ -1,0 +1,213 @@
+"""A budget as a callback of transformers' `Trainer`, and of the trainers that are made from it, such as TRL's.
+
+A callback is not given the trainer, whose loss it is that counts; the trainer calls it, though, and so is found among
+the callers. From `on_train_begin` to `on_train_end` two methods of that one trainer have something around them:
+
+    training_step    forward and backward of one batch: the block that runs within the budget
+    compute_loss     is where the batch has been prepared, the mode is that of training, and precision, sharding,
+                     adapters and what was resumed from are as they will be: here the step is planned
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchremat.errors import UnsupportedError
+from torchremat.interop.budgets import Budgeted, Training, Wishes, check_recomputes_nothing, raw_optimizer
+from torchremat.planning.searches.chains import Cost
+
+try:
+    import transformers
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "torchremat.interop.transformers needs transformers, which is not installed. Install it with: "
+        "pip install 'torchremat[transformers]'",
+        name="transformers",
+    ) from error
+
+_ADVICE = (
+    "In TrainingArguments: a smaller `per_device_train_batch_size` with more `gradient_accumulation_steps` takes less "
+    "for the same training. Or give `MemoryBudget` the budget that works."
+)
+_STEPS = ("training_step", "compute_loss")
+
+
+class MemoryBudget(transformers.TrainerCallback):
+    """Trains within a budget: `Trainer(..., callbacks=[MemoryBudget("20GiB")])`.
+
+    The first batch is planned for, and any that is larger than those before it. Parameters are bit for bit those of a
+    training without this. What was planned and measured is logged once: `memory_budget_bytes`,
+    `memory_predicted_bytes`, `memory_measured_bytes`, `memory_slowdown`. After the training the model is as it was.
+
+    Args:
+        budget: Peak bytes of a training step on each device: an int, `"20GiB"`, or `"60%"` of a plain step's.
+        margin: Bytes of the budget to leave free, for what an allocator needs beside the tensors.
+        cost: What to minimise, `"seconds"` or `"flops"`.
+        operators: Whether parts of a module may be kept: the outputs of some of its operators.
+        shapes: Whether each shape of a batch has a plan of its own, where lengths vary much. One process only.
+
+    Raises:
+        BudgetError: Budget or margin is no size.
+        UnsupportedError: Another argument is something else than it can be.
+    """
+
+    def __init__(
+        self,
+        budget: int | str,
+        *,
+        margin: int | str = 0,
+        cost: Cost = "seconds",
+        operators: bool = True,
+        shapes: bool = False,
+    ) -> None:
+        self._wishes = Wishes(budget=budget, margin=margin, cost=cost, operators=operators, shapes=shapes)
+        self._watch: _Watch | None = None
+
+    def on_train_begin(
+        self,
+        args: transformers.TrainingArguments,
+        state: transformers.TrainerState,
+        control: transformers.TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        """Begin to look after the trainer's steps.
+
+        Raises:
+            UnsupportedError: The trainer recomputes by itself, has an engine that runs backward, or is not found.
+        """
+        self._end()  # what a training that failed has left
+        trainer = _trainer_of(self, sys._getframe(1))
+        _check(trainer, args)
+        self._watch = _Watch(trainer, self._wishes)
+
+    def on_step_end(
+        self,
+        args: transformers.TrainingArguments,
+        state: transformers.TrainerState,
+        control: transformers.TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        """Raise where a step has gone by that was not planned.
+
+        Raises:
+            UnsupportedError: It has.
+        """
+        if self._watch is not None:
+            self._watch.check()
+
+    def on_train_end(
+        self,
+        args: transformers.TrainingArguments,
+        state: transformers.TrainerState,
+        control: transformers.TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        """Leave model and trainer as they were."""
+        self._end()
+
+    def _end(self) -> None:
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.end()
+
+
+class _Watch:
+    """One training of one trainer."""
+
+    def __init__(self, trainer: transformers.Trainer, wishes: Wishes) -> None:
+        self._trainer = trainer
+        self._wishes = wishes
+        self._budgeted: Budgeted | None = None
+        self._open: ExitStack | None = None
+        self._plain: dict[str, Callable[..., Any]] = {name: getattr(trainer, name) for name in _STEPS}
+        self._own = {name: vars(trainer)[name] for name in _STEPS if name in vars(trainer)}
+        vars(trainer).update(training_step=self._training_step, compute_loss=self._compute_loss)
+
+    def check(self) -> None:
+        if self._budgeted is None:
+            raise UnsupportedError(
+                f"MemoryBudget: {type(self._trainer).__name__} has trained without calling `compute_loss`, which is "
+                "where a step is planned. Leave MemoryBudget out and plan by hand before `trainer.train()`: "
+                "torchremat.fit(model, step, budget=...), where `step` computes the loss that the trainer does."
+            )
+
+    def end(self) -> None:
+        for name in _STEPS:
+            vars(self._trainer).pop(name, None)
+        vars(self._trainer).update(self._own)
+        if self._budgeted is not None:
+            self._budgeted.end()
+
+    def _training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with ExitStack() as stack:
+            self._open = stack
+            try:
+                return self._plain["training_step"](*args, **kwargs)
+            finally:
+                self._open = None
+
+    def _compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        stack, self._open = self._open, None
+        # Evaluation computes losses as well, and a trainer may compute several in one step.
+        if stack is not None and torch.is_grad_enabled():
+            if self._budgeted is None:
+                self._budgeted = Budgeted(self._wishes, self._training(model))
+            stack.enter_context(self._budgeted.step(partial(self._loss, args, kwargs), inputs))
+        return self._plain["compute_loss"](model, inputs, *args, **kwargs)
+
+    def _loss(self, args: tuple[Any, ...], kwargs: dict[str, Any], model: nn.Module, inputs: object) -> object:
+        loss = self._plain["compute_loss"](model, inputs, *args, **kwargs)
+        return loss[0] if isinstance(loss, tuple) else loss
+
+    def _training(self, model: nn.Module) -> Training:
+        trainer = self._trainer
+        return Training(
+            model=model,
+            optimizer=raw_optimizer(trainer.optimizer),
+            log=partial(transformers.Trainer.log, trainer),  # a trainer's own may tell what it has gathered so far
+            holders=(trainer, trainer.state, trainer.control),
+            advice=_ADVICE,
+        )
+
+
+def _trainer_of(callback: MemoryBudget, frame: FrameType | None) -> transformers.Trainer:
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, transformers.Trainer) and callback in owner.callback_handler.callbacks:
+            return owner
+        frame = frame.f_back
+    raise UnsupportedError(
+        "MemoryBudget: no trainer has called this callback. Give it to a trainer, "
+        "`Trainer(..., callbacks=[MemoryBudget(...)])`, and let `trainer.train()` call it."
+    )
+
+
+def _check(trainer: transformers.Trainer, args: transformers.TrainingArguments) -> None:
+    own = type(args).__name__
+    for flag in ("activation_checkpointing", "gradient_checkpointing"):
+        if getattr(args, flag, False):
+            raise UnsupportedError(
+                f"MemoryBudget: `{own}({flag}=True)` recomputes every layer already, and a budget would recompute on "
+                f"top of that. Say `{own}(gradient_checkpointing=False)` (TRL's configs have it on by default): the "
+                "budget recomputes as much as has to be, and no more."
+            )
+    check_recomputes_nothing(trainer.model, "MemoryBudget")
+    if trainer.is_deepspeed_enabled:
+        raise UnsupportedError(
+            "MemoryBudget: DeepSpeed runs backward and optimizer in an engine of its own, where no step can be "
+            "planned. Shard with FSDP2 instead: `TrainingArguments(fsdp=True, fsdp_config={'version': 2})`."
+        )
+    if args.n_gpu > 1:
+        raise UnsupportedError(
+            f"MemoryBudget: this one process trains on {args.n_gpu} GPUs with nn.DataParallel, which copies the model "
+            "in each step. Start one process for each GPU, `torchrun --nproc-per-node=gpu train.py`, or show it one: "
+            "`CUDA_VISIBLE_DEVICES=0`."
+        )

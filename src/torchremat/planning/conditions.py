@@ -1,0 +1,99 @@
+"""Under which conditions a plan was made: what beside the shapes decides which tensors a step saves, and how large."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from torchremat._compat.sharding import is_managed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conditions:
+    """How one call of a module found things.
+
+    Attributes:
+        resting: The modules that are in the mode of evaluation with all that is in them, outermost first.
+        autocast: By type of device what autocast casts to, "" where it is off; devices of the parameters alone.
+        dtypes: Of the parameters.
+        is_sharded: Whether FSDP2 has sharded some of it.
+        is_checkpointed: Whether some of it recomputes by itself, as `gradient_checkpointing_enable` makes it.
+    """
+
+    resting: tuple[str, ...]
+    autocast: dict[str, str]
+    dtypes: tuple[str, ...]
+    is_sharded: bool
+    is_checkpointed: bool
+
+    def differences(self, now: Conditions) -> list[str]:
+        """Return in words how a call finds things otherwise than this one did."""
+        told: list[str] = []
+        if now.resting != self.resting:
+            told.append(
+                f"{_modes(self.resting)} when it was planned, {_modes(now.resting)} now: dropout and normalisation "
+                "save something else. Plan in the mode of training, after `model.train()`"
+            )
+        for kind in self.autocast.keys() & now.autocast.keys():
+            if now.autocast[kind] != self.autocast[kind]:
+                told.append(
+                    f"autocast on {kind} was {self.autocast[kind] or 'off'} when it was planned, and is "
+                    f"{now.autocast[kind] or 'off'} now. Let the step that is planned enter autocast, as the training "
+                    "does"
+                )
+        if now.dtypes != self.dtypes:
+            told.append(
+                f"the parameters were {', '.join(self.dtypes)} when it was planned, and are {', '.join(now.dtypes)} "
+                "now. Plan after the model is cast"
+            )
+        if now.is_sharded != self.is_sharded:
+            words = "sharded since" if now.is_sharded else "not sharded any more"
+            told.append(f"the model is {words}. Plan after `fully_shard`")
+        if now.is_checkpointed != self.is_checkpointed:
+            words = (
+                "has been made to recompute by itself since, by `gradient_checkpointing_enable()` or the like, and "
+                "does both now. Disable that"
+                if now.is_checkpointed
+                else "does not recompute by itself any more. Plan again"
+            )
+            told.append(f"the model {words}")
+        return told
+
+
+def conditions_of(module: nn.Module) -> Conditions:
+    """Return how a call of a module finds things now."""
+    parameters = list(module.parameters())
+    kinds = sorted({one.device.type for one in parameters})
+    return Conditions(
+        resting=tuple(_resting(module, "")),
+        autocast={kind: _autocast(kind) for kind in kinds if torch.amp.is_autocast_available(kind)},
+        dtypes=tuple(sorted({str(one.dtype).removeprefix("torch.") for one in parameters})),
+        is_sharded=any(map(is_managed, module.modules())),
+        is_checkpointed=any(getattr(one, "gradient_checkpointing", False) is True for one in module.modules()),
+    )
+
+
+def _autocast(kind: str) -> str:
+    if not torch.is_autocast_enabled(kind):
+        return ""
+    return str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
+
+
+def _resting(module: nn.Module, name: str) -> Generator[str]:
+    if not any(one.training for one in module.modules()):
+        yield name
+        return
+    for child, inner in module.named_children():
+        yield from _resting(inner, f"{name}.{child}" if name else child)
+
+
+def _modes(resting: tuple[str, ...]) -> str:
+    if not resting:
+        return "all in the mode of training"
+    if resting == ("",):
+        return "all in the mode of evaluation"
+    shown = ", ".join(f"`{name}`" for name in resting[:3])
+    return f"{shown}{', ...' if len(resting) > 3 else ''} in the mode of evaluation"

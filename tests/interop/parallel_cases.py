@@ -1,0 +1,141 @@
+"""Trainings of two processes with a budget, beside the same without."""
+
+import os
+import tempfile
+import warnings
+from contextlib import contextmanager
+from pathlib import Path
+
+import accelerate
+import torch
+import torch.distributed as dist
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from lightning.pytorch.strategies import DDPStrategy
+from torch.distributed.fsdp import fully_shard
+
+import torchremat
+from interop.trainers import Small, fit, layers, train
+from torchremat.interop.budgets import Budgeted, Training, Wishes
+
+QUICK = {"cost": "flops", "operators": False}
+
+
+@contextmanager
+def launched():
+    """What a launcher says to each process, and no more warnings of others than it takes."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    told = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500, "TORCHELASTIC_RUN_ID": 1, "ACCELERATE_USE_CPU": "true"}
+    os.environ.update({name: str(value) for name, value in told.items()})
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+    with warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder:
+        warnings.simplefilter("ignore")
+        warnings.filterwarnings("error", category=torchremat.ShapeWarning)
+        warnings.filterwarnings("error", category=torchremat.OrderWarning)
+        yield Path(folder)
+    for name in told:
+        os.environ.pop(name, None)
+
+
+def check(ours, plain):
+    assert ours == plain
+    assert ours.is_bare
+    (row,) = ours.logged
+    check_row(row)
+
+
+def check_row(row):
+    assert row["memory_measured_bytes"] <= row["memory_budget_bytes"]
+    assert row["memory_slowdown"] > 1
+
+
+def transformers_trainer():
+    options = {"gradient_accumulation_steps": 2, "ddp_find_unused_parameters": False, "bf16": True}
+    with launched() as folder:
+        plain = train(folder, **options)
+        ours = train(folder, [torchremat.interop.transformers.MemoryBudget("80%", **QUICK)], **options)
+
+        assert type(ours.trainer.model_wrapped).__name__ == "DistributedDataParallel"
+        check(ours, plain)
+
+
+def lightning_trainer():
+    options = {"accumulate_grad_batches": 2, "devices": 2}
+    with launched() as folder:
+        plain = fit(folder, strategy=DDPStrategy(process_group_backend="gloo"), **options)
+        callback = torchremat.interop.lightning.MemoryBudget("80%", **QUICK)
+        ours = fit(folder, [callback], strategy=DDPStrategy(process_group_backend="gloo"), **options)
+
+        check(ours, plain)
+
+
+def with_accelerate():
+    def trained(size):
+        accelerator = accelerate.Accelerator(cpu=True)
+        model = layers()
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        torch.manual_seed(dist.get_rank())
+        batches = [torch.randn(4, 64, 16) for _ in range(3)]
+        if size is None:
+            model, optimizer = accelerator.prepare(model, optimizer)
+        else:
+            model, optimizer = torchremat.interop.accelerate.prepare(
+                accelerator, model, optimizer, lambda model: model(batches[0]).square().mean(), budget=size, **QUICK
+            )
+        for batch in batches:
+            optimizer.zero_grad()
+            accelerator.backward(model(batch).square().mean())
+            optimizer.step()
+        return model
+
+    with launched():
+        plain, ours = trained(None), trained("80%")
+
+        assert all(map(torch.equal, ours.parameters(), plain.parameters()))
+        assert any("forward" in vars(module) for module in ours.modules())
+
+
+def sharded_by_fsdp2():
+    logged = []
+
+    def trained(size):
+        model = Small()
+        for block in model.net:
+            fully_shard(block)
+        fully_shard(model)
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        torch.manual_seed(dist.get_rank())
+        batches = [torch.randint(0, 64, (4, 64)) for _ in range(3)]
+        budgeted = None
+        if size is not None:
+            training = Training(model=model, optimizer=optimizer, log=logged.append, advice="")
+            budgeted = Budgeted(Wishes(budget=size, **QUICK), training)
+
+        def loss_of(model, batch):
+            return model(batch, batch)["loss"]
+
+        for batch in batches:
+            optimizer.zero_grad()
+            if budgeted is None:
+                loss_of(model, batch).backward()
+            else:
+                with budgeted.step(loss_of, batch):
+                    loss_of(model, batch).backward()
+            optimizer.step()
+        return [one.full_tensor() for one in model.parameters()]
+
+    with launched():
+        plain, ours = trained(None), trained("80%")
+
+    assert all(map(torch.equal, ours, plain))
+    (row,) = logged
+    check_row(row)
+
+
+CASES = {
+    "transformers": transformers_trainer,
+    "lightning": lightning_trainer,
+    "accelerate": with_accelerate,
+    "fsdp2": sharded_by_fsdp2,
+}

@@ -1,0 +1,106 @@
+"""A budget in Lightning's Trainer."""
+
+import pytest
+import torch
+from torch import nn
+
+import torchremat
+from interop.trainers import Lit, fit
+
+MemoryBudget = torchremat.interop.lightning.MemoryBudget
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The '\\w+_dataloader' does not have many workers",
+    "ignore:.*does not have a `val_dataloader`",
+    "ignore:`isinstance\\(treespec, LeafSpec\\)` is deprecated",
+    "ignore:.*batch_size.* from an ambiguous collection",
+)
+
+
+def budget(size, **options):
+    """A callback that is quick to plan."""
+    return MemoryBudget(size, **{"cost": "flops", "operators": False, **options})
+
+
+@pytest.mark.parametrize(
+    "options", [{"accumulate_grad_batches": 2}, {"precision": "bf16-mixed", "gradient_clip_val": 0.1}], ids=str
+)
+def test_the_training_is_the_same_within_the_budget(tmp_path, options):
+    plain = fit(tmp_path, **options)
+    ours = fit(tmp_path, [budget("75%")], **options)
+
+    assert ours == plain  # with all that the module logs
+    assert ours.model.seen == plain.model.seen
+    (row,) = ours.logged
+    assert row["memory_measured_bytes"] <= row["memory_budget_bytes"]
+    assert row["memory_predicted_bytes"] == pytest.approx(row["memory_measured_bytes"], rel=0.01)
+    assert row["memory_slowdown"] > 1  # something is recomputed
+    assert ours.is_bare
+
+
+def test_a_larger_batch_is_planned_for_before_its_step(tmp_path):
+    needed = fit(tmp_path, [budget("100%")], sizes=(32, 128), max_steps=8).logged[-1]["memory_measured_bytes"]
+    plain = fit(tmp_path, sizes=(32, 128), max_steps=8)
+    ours = fit(tmp_path, [budget(int(0.75 * needed))], sizes=(32, 128), max_steps=8)
+
+    assert ours == plain
+    assert [row["step"] for row in ours.logged] == [0, 4]
+    assert ours.logged[0]["memory_slowdown"] == 1 < ours.logged[1]["memory_slowdown"]
+
+
+def test_each_shape_has_a_plan(tmp_path):
+    plain = fit(tmp_path, sizes=(32, 128, 64, 96))
+    ours = fit(tmp_path, [budget("1.5MB", shapes=True)], sizes=(32, 128, 64, 96))
+
+    assert ours == plain
+    (row,) = ours.logged
+    assert row["memory_measured_bytes"] <= row["memory_budget_bytes"]
+    assert row["memory_slowdown"] > 1
+    assert ours.is_bare
+
+
+class Adversarial(Lit):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+
+def test_a_module_that_runs_backward_itself_is_refused(tmp_path):
+    with pytest.raises(torchremat.UnsupportedError, match="`automatic_optimization = False`"):
+        fit(tmp_path, [budget("75%")], module=Adversarial())
+
+
+class Recomputing(Lit):
+    def __init__(self):
+        super().__init__()
+        self.net.gradient_checkpointing = True
+
+
+def test_a_module_that_recomputes_is_refused(tmp_path):
+    with pytest.raises(torchremat.UnsupportedError, match=r"model.gradient_checkpointing_disable\(\)"):
+        fit(tmp_path, [budget("75%")], module=Recomputing())
+
+
+def test_a_budget_that_is_too_small_is_told_in_the_trainers_words(tmp_path):
+    module = Lit()
+    before = [one.clone() for one in module.parameters()]
+
+    with pytest.raises(torchremat.BudgetError, match=r"Smallest budget that works: \d+ bytes") as told:
+        fit(tmp_path, [budget(100_000)], module=module)
+
+    assert "`accumulate_grad_batches`" in told.value.__notes__[0]
+    assert all(map(torch.equal, module.parameters(), before))
+
+
+class Failing(Lit):
+    def on_train_batch_end(self, *_):
+        raise ValueError("on purpose")
+
+
+def test_a_training_that_fails_leaves_the_model_bare(tmp_path):
+    module = Failing()
+
+    with pytest.raises(ValueError, match="on purpose"):
+        fit(tmp_path, [budget("75%")], module=module)
+
+    assert not any("forward" in vars(one) for one in module.modules() if isinstance(one, nn.Module))

@@ -1,0 +1,184 @@
+"""A budget in transformers' Trainer."""
+
+import peft
+import pytest
+import torch
+from transformers import Trainer
+
+import torchremat
+from interop.trainers import Small, Tokens, llama, train
+
+MemoryBudget = torchremat.interop.transformers.MemoryBudget
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+
+
+def budget(size, **options):
+    """A callback that is quick to plan."""
+    return MemoryBudget(size, **{"cost": "flops", "operators": False, **options})
+
+
+def lora():
+    torch.manual_seed(1)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.1)
+    return peft.get_peft_model(llama(), config)
+
+
+@pytest.mark.parametrize(
+    ("options", "model"),
+    [
+        (
+            {
+                "eval_strategy": "steps",
+                "eval_steps": 1,
+                "gradient_accumulation_steps": 2,
+                "label_smoothing_factor": 0.1,
+            },
+            llama,
+        ),
+        ({"bf16": True}, lora),
+    ],
+    ids=["evaluation and accumulation", "bf16 and lora"],
+)
+def test_the_training_is_the_same_within_the_budget(tmp_path, options, model):
+    plain = train(tmp_path, model=model(), **options)
+    ours = train(tmp_path, [budget("75%")], model=model(), **options)
+
+    assert ours == plain
+    (row,) = ours.logged
+    assert row["step"] == 0
+    assert row["memory_measured_bytes"] <= row["memory_budget_bytes"]
+    assert row["memory_predicted_bytes"] == pytest.approx(row["memory_measured_bytes"], rel=0.01)
+    assert row["memory_slowdown"] > 1  # something is recomputed
+    assert ours.is_bare
+    assert not {"training_step", "compute_loss"} & vars(ours.trainer).keys()
+    for one, name in ((plain, "plain"), (ours, "ours")):
+        one.model.save_pretrained(tmp_path / name)
+    assert folder(tmp_path / "ours") == folder(tmp_path / "plain")
+
+
+class Unshuffled(Trainer):
+    """Rows as they come, the short ones first."""
+
+    def _get_train_sampler(self, *_):
+        return None
+
+
+def test_a_larger_batch_is_planned_for_before_its_step(tmp_path):
+    data = {"data": Tokens(24, 64, 40, count=12), "kind": Unshuffled, "max_steps": 3}
+    plain = train(tmp_path, **data)
+    needed = train(tmp_path, [budget("100%")], **data).logged[-1]["memory_measured_bytes"]
+    ours = train(tmp_path, [budget(int(0.8 * needed))], **data)
+
+    assert ours == plain
+    assert [row["step"] for row in ours.logged] == [0, 1]  # the first plan keeps everything
+    first, second = ours.logged
+    assert first["memory_slowdown"] == 1 < second["memory_slowdown"]
+    assert first["memory_measured_bytes"] < second["memory_measured_bytes"] <= second["memory_budget_bytes"]
+
+
+def test_each_shape_has_a_plan(tmp_path):
+    data = {"data": Tokens(24, 64, 40, count=12), "kind": Unshuffled, "max_steps": 3}
+    plain = train(tmp_path, **data)
+    ours = train(tmp_path, [budget("1.2MB", shapes=True)], **data)
+
+    assert ours == plain
+    (row,) = ours.logged
+    assert row["memory_measured_bytes"] <= row["memory_budget_bytes"] == 1_200_000
+    assert row["memory_slowdown"] > 1
+    assert ours.is_bare
+
+
+def test_checkpoints_are_those_of_the_plain_training_and_are_resumed(tmp_path):
+    options = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    plain = train(tmp_path / "plain", **options)
+    resumed = train(tmp_path / "ours", [budget("75%")], resume=str(tmp_path / "plain/checkpoint-2"), **options)
+
+    assert resumed.logged[0]["step"] == 2
+    assert all(map(torch.equal, resumed.model.parameters(), plain.model.parameters()))
+    expected, saved = (folder(tmp_path / name / "checkpoint-4") for name in ("plain", "ours"))
+    assert saved.keys() == expected.keys()
+    assert saved["model.safetensors"] == expected["model.safetensors"]
+    assert saved["rng_state.pth"] == expected["rng_state.pth"]
+
+
+def folder(path):
+    return {one.name: one.read_bytes() for one in path.iterdir()}
+
+
+class Counting(Trainer):
+    """A loss of its own, with a state beside the model."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.losses, self.told, self.shuffled = 0, {"train": []}, torch.Generator().manual_seed(2)
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        labels = inputs.pop("labels")
+        logits = model(**inputs)["logits"]
+        order = torch.randperm(len(labels), generator=self.shuffled)
+        self.losses += 1
+        self.told["train"].append(len(labels))
+        return torch.nn.functional.cross_entropy(logits[order].flatten(0, 1), labels[order].flatten())
+
+
+def test_a_loss_of_the_trainers_own_is_planned_for_and_leaves_no_sign(tmp_path):
+    plain = train(tmp_path, kind=Counting)
+    ours = train(tmp_path, [budget("75%")], kind=Counting)
+
+    assert ours == plain
+    assert ours.logged[0]["memory_slowdown"] > 1
+    assert (ours.trainer.losses, ours.trainer.told) == (3, {"train": [4, 4, 4]})
+
+
+class Other(Trainer):
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        loss = model(**inputs)["loss"]
+        loss.backward()
+        return loss.detach()
+
+
+def test_a_trainer_that_computes_its_loss_elsewhere_is_told(tmp_path):
+    with pytest.raises(torchremat.UnsupportedError, match=r"Other has trained without calling `compute_loss`"):
+        train(tmp_path, [budget("75%")], kind=Other)
+
+
+@pytest.mark.parametrize("flag", ["gradient_checkpointing", "activation_checkpointing"])
+def test_a_trainer_that_recomputes_is_refused(tmp_path, flag):
+    with pytest.raises(torchremat.UnsupportedError, match=r"Say `TrainingArguments\(gradient_checkpointing=False\)`"):
+        train(tmp_path, [budget("75%")], model=llama(), **{flag: True})
+
+
+def test_a_model_that_recomputes_is_refused(tmp_path):
+    model = llama()
+    model.gradient_checkpointing_enable()
+
+    with pytest.raises(torchremat.UnsupportedError, match=r"Call `model.gradient_checkpointing_disable\(\)`"):
+        train(tmp_path, [budget("75%")], model=model)
+
+
+def test_a_budget_that_is_too_small_is_told_in_the_trainers_words(tmp_path):
+    model = Small()
+    before = {name: one.clone() for name, one in model.state_dict().items()}
+
+    with pytest.raises(torchremat.BudgetError, match=r"Smallest budget that works: \d+ bytes") as told:
+        train(tmp_path, [budget(100_000)], model=model)
+
+    assert "`per_device_train_batch_size`" in told.value.__notes__[0]
+    assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "kind", "words"),
+    [
+        (("20Gigs",), {}, torchremat.BudgetError, "'20Gigs' is not a size"),
+        (("0%",), {}, torchremat.BudgetError, "a percentage above 0"),
+        (("20GiB",), {"margin": "a bit"}, torchremat.BudgetError, "not a size"),
+        (("70%",), {"shapes": True}, torchremat.BudgetError, "give the budget in bytes"),
+        (("20GiB",), {"shapes": "yes"}, torchremat.UnsupportedError, "shapes='yes'"),
+        (("20GiB",), {"cost": "time"}, torchremat.UnsupportedError, "cost"),
+    ],
+)
+def test_mistakes_are_told_where_the_callback_is_made(arguments, options, kind, words):
+    with pytest.raises(kind, match=words):
+        MemoryBudget(*arguments, **options)

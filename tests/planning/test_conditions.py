@@ -1,0 +1,167 @@
+"""What the first step under a plan is compared with."""
+
+import warnings
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+
+import torchremat
+from torchremat.planning.plans import Plan
+
+
+class Block(nn.Module):
+    gradient_checkpointing = False
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 16))
+
+    def forward(self, x):
+        return x + self.net(x)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.used = 4
+
+    def forward(self, x):
+        for block in self.blocks[: self.used]:
+            x = block(x)
+        return x
+
+
+X = torch.randn(8, 16, 16)
+
+
+def step(model):
+    parameter = next(model.parameters())
+    return model(X.to(parameter.dtype)).square().mean()
+
+
+def planned(model):
+    plan = torchremat.plan(model, step, budget="60%", cost="flops", operators=False)
+    plan.apply(model)
+    return plan
+
+
+def told(model, surroundings=nullcontext, steps=3):
+    """The words of all warnings of some steps, and their categories."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for _ in range(steps):
+            with surroundings():
+                loss = step(model)
+            loss.backward()
+    return [(one.category.__name__, str(one.message)) for one in found]
+
+
+def train(model):
+    model.train()
+
+
+def rest_in_part(model):
+    model.blocks[1].eval()
+
+
+def cast(model):
+    model.double()
+
+
+def recompute(model):
+    model.blocks[2].gradient_checkpointing = True
+
+
+def leave_out(model):
+    model.used = 2
+
+
+@pytest.mark.parametrize(
+    ("change", "category", "words"),
+    [
+        (train, "PlanWarning", "all in the mode of evaluation when it was planned, all in the mode of training now"),
+        (cast, "PlanWarning", "the parameters were float32 when it was planned, and are float64 now"),
+        (recompute, "PlanWarning", "`gradient_checkpointing_enable()` or the like, and does both now"),
+        (leave_out, "OrderWarning", "was called 0 times in one forward, and planned for 1"),
+    ],
+)
+def test_each_difference_is_told_once(change, category, words):
+    model = Net().train(change is not train)
+    planned(model)
+
+    change(model)
+    ((kind, said),) = told(model)
+
+    assert kind == category
+    assert words in said
+
+
+def test_what_is_in_another_mode_is_named():
+    model = Net()
+    planned(model)
+    rest_in_part(model)
+
+    ((_, said),) = told(model)
+
+    assert "`blocks.1` in the mode of evaluation now" in said
+
+
+def test_autocast_that_was_not_planned_is_told():
+    model = Net()
+    planned(model)
+
+    ((kind, said),) = told(model, lambda: torch.autocast("cpu", torch.bfloat16))
+
+    assert kind == "PlanWarning"
+    assert "autocast on cpu was off when it was planned, and is bfloat16 now" in said
+
+
+@pytest.mark.parametrize("is_fitted", [False, True])
+def test_a_step_as_it_was_planned_is_told_nothing(is_fitted):
+    model = Net()
+    if is_fitted:
+        torchremat.fit(model, step, budget="60%", cost="flops", operators=False)
+    else:
+        planned(model)
+    model.eval()
+    with torch.no_grad():
+        step(model)
+    model.train()
+
+    assert told(model) == []
+
+
+def test_runs_that_measure_are_no_first_step():
+    model = Net().eval()
+    planned(model)
+    torchremat.verify(model, step)
+    torchremat.measure(step, model)
+    model.train()
+
+    assert len(told(model)) == 1
+
+
+def test_a_plan_in_a_file_knows_its_conditions(tmp_path):
+    model = Net().eval()
+    plan = planned(model)
+    plan.remove(model)
+    plan.save(tmp_path / "plan.json")
+
+    read = Plan.load(tmp_path / "plan.json")
+    read.apply(model.train())
+
+    assert read == plan
+    assert read.conditions[""].resting == ("",)
+    assert len(told(model)) == 1
+
+
+def test_later_steps_are_not_looked_at():
+    model = Net()
+    planned(model)
+
+    assert told(model, steps=1) == []
+    model.used = 2
+    assert told(model, steps=1) == []
