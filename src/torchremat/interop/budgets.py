@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torchremat.errors import BudgetError, UnsupportedError, bug
 from torchremat.measuring.communication import is_data_parallel
 from torchremat.measuring.runs import run_traced, subject_of
-from torchremat.planning.budgets import check_budget, percentage_of
+from torchremat.planning.budgets import check_budget, relative_of
 from torchremat.planning.fitting import Fitted, fit_with
 from torchremat.planning.layout import expect_larger
 from torchremat.planning.planner import Planner
@@ -69,7 +69,7 @@ class Wishes:
         check_budget(self.budget, "meta", margin=self.margin)
         check_cost(self.cost)
         check_flags(operators=self.operators, shapes=self.shapes)
-        if self.shapes and percentage_of(self.budget) is not None:
+        if self.shapes and relative_of(self.budget) is not None:
             raise BudgetError(
                 f"budget={self.budget!r}: with shapes=True the plain peak is another for each shape; give the budget "
                 'in bytes, like "20GiB".'
@@ -228,7 +228,7 @@ def fitted(wishes: Wishes, training: Training, step: Callable[[nn.Module], objec
     with _advised(training), _reducing(model):
         check_request(model, step, wishes.budget, margin=wishes.margin, optimizer=optimizer, device=None)
         planner = Planner(model, step, optimizer=optimizer, cost=wishes.cost, operators=wishes.operators)
-        found = fit_with(planner, model, step, budget=wishes.budget, optimizer=optimizer, margin=wishes.margin)
+        found = fit_with(planner, model, budget=wishes.budget, margin=wishes.margin)
     plan = found.plan
     _log(training, plan.budget_bytes, plan.peak_bytes, found.peak_bytes, plan.slowdown)
     return found

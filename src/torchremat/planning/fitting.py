@@ -96,19 +96,11 @@ def fit(
             allow_lossy=allow_lossy,
             progress=observer,
         )
-        fit_with(planner, model, step, budget=budget, optimizer=optimizer, margin=margin)
+        fit_with(planner, model, budget=budget, margin=margin)
     return model
 
 
-def fit_with(
-    planner: Planner,
-    model: nn.Module,
-    step: Step,
-    *,
-    budget: int | str,
-    optimizer: torch.optim.Optimizer | None = None,
-    margin: int | str = 0,
-) -> Fitted:
+def fit_with(planner: Planner, model: nn.Module, *, budget: int | str, margin: int | str = 0) -> Fitted:
     """Apply a plan of a planner that is there already, see `fit`, and return what came of it."""
     subject = planner.subject  # what it has written is known
     device = planner.profile.device
