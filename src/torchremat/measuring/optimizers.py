@@ -88,8 +88,12 @@ def without_hooks(optimizers: Sequence[Optimizer]) -> Callable[[], object]:
 
 
 @contextmanager
-def refusing_steps(tensors: Iterable[Tensor]) -> Generator[None]:
+def refusing_steps(tensors: Iterable[Tensor], but: Sequence[Optimizer] = ()) -> Generator[None]:
     """Refuse, for the block, each step of an optimizer in this thread, and in others those on some tensors.
+
+    Args:
+        tensors: What nobody else may step on.
+        but: The optimizers that may step.
 
     Raises:
         UnsupportedError: In the optimizer's step. See NOTE [ Nobody steps while we run the step ]
@@ -97,6 +101,8 @@ def refusing_steps(tensors: Iterable[Tensor]) -> Generator[None]:
     own, thread = {id(one) for one in tensors}, get_ident()
 
     def refuse(optimizer: Optimizer, *_: object) -> None:
+        if any(optimizer is one for one in but):
+            return
         steps_on = parameters_of([optimizer])
         # Of CUDA's, the backward runs in threads of autograd's. Other threads may train other models meanwhile.
         if get_ident() != thread and own.isdisjoint(map(id, steps_on)):
