@@ -123,6 +123,21 @@ def test_one_that_cannot_step_alone_is_refused_with_the_name_of_the_inner_one(ca
     assert changes(before, insides(optimizer)) == []
 
 
+class Accumulating(Forwarding):
+    """As accelerate's between two steps, in which it does nothing."""
+
+    def step(self, closure=None):
+        pass
+
+
+@pytest.mark.parametrize("call", ["plan", "verify"])
+def test_one_that_steps_nothing_now_is_refused_for_its_bytes_would_be_too_few(call):
+    model = net()
+
+    with pytest.raises(UnsupportedError, match=r"now it steps nothing.* Hand over the AdamW that it wraps"):
+        CALLS[call](model, Accumulating(plain(model.parameters())))
+
+
 def test_what_is_no_optimizer_and_has_one_is_told_which():
     class Engine:
         def __init__(self, optimizer):

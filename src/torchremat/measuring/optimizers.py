@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
+from functools import partial
 from threading import get_ident
 from types import MethodType
 from typing import Any, cast
@@ -20,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torchremat._compat.autograd import current_graph_task
 from torchremat.errors import UnsupportedError
 from torchremat.state.world import World
+from torchremat.tensors.metadata import version_of
 
 Optimizer = torch.optim.Optimizer
 
@@ -70,14 +72,39 @@ def bare_step(optimizer: Optimizer) -> Callable[..., object]:
     return MethodType(cast("Any", step).__wrapped__ if is_hooked else step, optimizer)
 
 
-def without_hooks(optimizers: Sequence[Optimizer]) -> Callable[[], object]:
-    """Return the step of the first of some optimizers, for which the others run no hooks.
+@contextmanager
+def without_hooks(optimizers: Sequence[Optimizer]) -> Generator[Callable[[], None]]:
+    """Give the step of the first of some optimizers, for which the others run no hooks: they have another in the block.
 
-    They get it as an attribute of the instance, to be taken away by whoever puts their attributes back.
+    The step raises a RuntimeError if none of the others steps in it, as where gradients are still being accumulated.
     """
-    for one in optimizers[1:]:
-        vars(one)["step"] = bare_step(one)
-    return bare_step(optimizers[0])
+    had = [(one, vars(one).get("step")) for one in optimizers[1:]]
+    outer, ran = bare_step(optimizers[0]), list[Optimizer]()
+
+    def step() -> None:
+        parameters = parameters_of(optimizers)
+        before = list(map(version_of, parameters))
+        outer()
+        # Whoever has kept the step of one from before calls it past the attribute.
+        if had and not ran and list(map(version_of, parameters)) == before:
+            raise RuntimeError("now it steps nothing, as where gradients are accumulated over several steps")
+
+    try:
+        for one, _ in had:
+            vars(one)["step"] = partial(_noted, ran, one, bare_step(one))
+        yield step
+    finally:
+        for one, own in had:
+            vars(one).pop("step", None)
+            if own is not None:
+                vars(one)["step"] = own
+
+
+def _noted(
+    ran: list[Optimizer], one: Optimizer, step: Callable[..., object], *args: object, **kwargs: object
+) -> object:
+    ran.append(one)
+    return step(*args, **kwargs)
 
 
 # NOTE [ Nobody steps while we run the step ]
@@ -88,8 +115,12 @@ def without_hooks(optimizers: Sequence[Optimizer]) -> Callable[[], object]:
 
 
 @contextmanager
-def refusing_steps(tensors: Iterable[Tensor]) -> Generator[None]:
+def refusing_steps(tensors: Iterable[Tensor], but: Sequence[Optimizer] = ()) -> Generator[None]:
     """Refuse, for the block, each step of an optimizer in this thread, and in others those on some tensors.
+
+    Args:
+        tensors: What nobody else may step on.
+        but: The optimizers that may step.
 
     Raises:
         UnsupportedError: In the optimizer's step. See NOTE [ Nobody steps while we run the step ]
@@ -97,6 +128,8 @@ def refusing_steps(tensors: Iterable[Tensor]) -> Generator[None]:
     own, thread = {id(one) for one in tensors}, get_ident()
 
     def refuse(optimizer: Optimizer, *_: object) -> None:
+        if any(optimizer is one for one in but):
+            return
         steps_on = parameters_of([optimizer])
         # Of CUDA's, the backward runs in threads of autograd's. Other threads may train other models meanwhile.
         if get_ident() != thread and own.isdisjoint(map(id, steps_on)):

@@ -77,7 +77,7 @@ class Subject:
                 step=self.step,
                 known=self._known,
                 looks=looks and not any(map(has_compiled, self.models)),
-                steps=steps,
+                but=self.optimizers if steps else (),
             ),
         ):
             yield

@@ -53,7 +53,7 @@ def untouched(
     step: Callable[..., object] | None = None,
     known: Known | None = None,
     looks: bool = False,
-    steps: bool = False,
+    but: Sequence[torch.optim.Optimizer] = (),
 ) -> Generator[None]:
     """Set gradients aside for the block, and afterwards put back all that the step may have changed; see above.
 
@@ -67,7 +67,7 @@ def untouched(
         step: The step, if there is one: what it reaches and takes from is given back.
         known: What is known of what the step writes, from runs before.
         looks: Whether the operators of the block may be looked at, to learn what the step writes.
-        steps: Whether an optimizer may step in the block.
+        but: The optimizers that may step in the block.
 
     Raises:
         UnsupportedError: In the step of an optimizer.
@@ -95,8 +95,7 @@ def untouched(
         stack.enter_context(_buffers(modules))
         stack.enter_context(unreduced_gradients_aside(modules))
         stack.enter_context(_gradients(leaves, others))
-        if not steps:
-            stack.enter_context(refusing_steps([*leaves, *others]))
+        stack.enter_context(refusing_steps([*leaves, *others], but))
         names = partial(_name_of, models)
         writes = Writes([world, beside], buffers, leaves, known=known or Known(), names=names, looks=looks)
         stack.enter_context(writes.undone())

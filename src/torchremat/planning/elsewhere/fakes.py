@@ -13,7 +13,8 @@ from __future__ import annotations
 import copy
 import functools
 import traceback
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from types import CellType, FunctionType, MethodType
@@ -27,6 +28,7 @@ from torchremat._compat.fakes import autocast_of_cuda, fake_mode
 from torchremat.errors import PACKAGES, DeviceError, StepError, UnsupportedError
 from torchremat.measuring.callers import reads_data
 from torchremat.measuring.modules import has_compiled
+from torchremat.measuring.optimizers import optimizers_in, parameters_of, with_wrapped
 from torchremat.measuring.runs import Subject, subject_of
 from torchremat.measuring.simulation import SimulatedRecorder, Simulation
 from torchremat.measuring.step import global_names
@@ -111,16 +113,27 @@ class Fakes:
         return self._copied(module, [*module.parameters(), *module.buffers()])
 
     def optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Return a copy of an optimizer of the fakes."""
-        groups = cast("list[dict[str, list[Tensor]]]", optimizer.param_groups)
-        return self._copied(optimizer, [one for group in groups for one in group["params"]])
+        """Return a copy of an optimizer of the fakes, and of what it wraps."""
+        return self._copied(
+            optimizer, parameters_of(with_wrapped(optimizer)), whole=[optimizer, *optimizers_in(optimizer)]
+        )
 
-    def _copied(self, value: T, tensors: Iterable[Tensor]) -> T:
+    def _copied(self, value: T, tensors: Iterable[Tensor], whole: Sequence[torch.optim.Optimizer] = ()) -> T:
         for tensor in tensors:
             self.tensor(tensor)
+        memo = cast("dict[int, Any]", self._memo)
         try:
             with _Copying(self):
-                return copy.deepcopy(value, cast("dict[int, Any]", self._memo))
+                # An optimizer's own way keeps its state and its options alone, and puts torch's hooks on its class.
+                whole = [one for one in whole if not hasattr(one, "__deepcopy__") and id(one) not in memo]
+                memo.update((id(one), object.__new__(type(one))) for one in whole)
+                self._kept += whole
+                for one in whole:
+                    # Functions are not copied: those that others have put there know the user's own optimizer.
+                    own = {key: held for key, held in vars(one).items() if key != "step" and not key.endswith("_hooks")}
+                    empty = {key: OrderedDict[int, object]() for key in vars(one) if key.endswith("_hooks")}
+                    vars(memo[id(one)]).update(copy.deepcopy(own, memo) | empty)
+                return copy.deepcopy(value, memo)
         except UnsupportedError:
             raise
         except Exception as error:

@@ -71,8 +71,7 @@ def stepped_and_undone(subject: Subject, optimizer: torch.optim.Optimizer) -> Ge
     world.reach([optimizer], are_whole=True)
     # Parameters that do not require grad may be an optimizer's as well: a slow copy, an average.
     held = {id(one): one for one in (*leaves, *world.tensors)}
-    with subject.untouched(steps=True), written_back(held.values()):
-        step = without_hooks(optimizers)
+    with subject.untouched(steps=True), written_back(held.values()), without_hooks(optimizers) as step:
         yield lambda: step_alone(optimizer, step)
 
 
@@ -87,9 +86,10 @@ def step_alone(optimizer: torch.optim.Optimizer, step: Callable[[], object]) -> 
     except Exception as error:
         if is_out_of_memory(error):
             raise
+        why = str(error).rstrip(".") or repr(error)
         inner = words_for_wrapped(with_wrapped(optimizer))
         advice = f"Hand over {inner} in its place, or leave" if inner else "Leave"
         raise UnsupportedError(
             f"{type(optimizer).__name__}.step() has to run by itself for its bytes to be counted, and it cannot: "
-            f"{str(error) or repr(error)}. {advice} the optimizer out, and leave room for its bytes in the budget."
+            f"{why}. {advice} the optimizer out, and leave room for its bytes in the budget."
         ) from error
