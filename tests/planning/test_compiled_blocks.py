@@ -6,7 +6,7 @@ from torch import nn
 
 from compiled import MARKS, Block, fresh, graph_breaks, graphs
 from torchremat import Planner, plan, verify, wrap
-from torchremat.errors import UnsupportedError, WrapError
+from torchremat.errors import BudgetError, UnsupportedError, WrapError
 from torchremat.measuring.modules import has_compiled
 from torchremat.regions.wrapping import is_wrapped
 
@@ -118,6 +118,30 @@ def test_a_planned_block_is_not_wrapped_again():
 
     with pytest.raises(WrapError, match="is wrapped already"):
         wrap(model, "blocks.*")
+
+
+@pytest.mark.parametrize("way", ["in place", "from outside", "inside"])
+def test_a_model_that_is_compiled_as_a_whole_is_told_to_compile_its_blocks(way):
+    # It was told to take a smaller batch.
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block(32, 0.1) for _ in range(4)))
+    if way == "in place":
+        model = Net("in place")
+        model.blocks = nn.ModuleList(Block(32, 0.1) for _ in range(4))
+        model.compile(backend="aot_eager")
+    else:
+        model = torch.compile(model, backend="aot_eager")
+    model = nn.Sequential(model, nn.Linear(32, 1)) if way == "inside" else model
+    name = {"inside": "`0`"}.get(way, "the model")
+
+    fresh()
+    with pytest.raises(BudgetError, match=rf"mostly in {name}, compiled as one piece.*Compile its blocks"):
+        plan(model, lambda model: model(X).mean(), budget="1kB", cost="flops")
+
+
+def test_blocks_that_are_compiled_are_told_nothing_of_the_kind():
+    with pytest.raises(BudgetError, match="a smaller batch lowers the rest"):
+        plan(Net("in place"), step, budget="1kB", cost="flops")
 
 
 def test_a_model_without_compiled_modules():

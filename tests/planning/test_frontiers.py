@@ -1,6 +1,7 @@
 """Peak against time: the points, and the plans that they stand for."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import models
 import torchremat
 from planning.steps import differences, outcome, traced_peak
 from torchremat.planning import planner as planners
+from torchremat.planning.frontiers import FrontierPoint
 
 
 def tiny():
@@ -77,6 +79,31 @@ def test_measured_peak_and_gradients(planner, frontier, place):
     assert planner.fixed_bytes + traced_peak(model, step) <= plan.budget_bytes
 
 
+def test_no_row_is_shown_that_another_beats_in_peak_and_time(frontier):
+    # Of fewest flops, some take longer than others with a lower peak: such rows were there.
+    seconds = [0.0, 0.3, 0.2, 0.2, 0.5, 0.4, 0.9, 0.8]
+    points = tuple(
+        FrontierPoint(
+            budget_bytes=100 - place,
+            peak_bytes=100 - place,
+            step_bytes=0,
+            recompute_seconds=added_s,
+            recomputed_flops=place,
+            stored_bytes=0,
+            slowdown=1 + added_s,
+        )
+        for place, added_s in enumerate(seconds)
+    )
+
+    found = replace(frontier, points=points)
+
+    assert [point.recomputed_flops for point in found.shown] == [0, 3, 5, 7]
+    assert len(str(found).splitlines()) == 1 + 4 + 1
+    assert str(found).endswith("4 of `points`, with fewer flops than the row below them, and more in peak and time")
+    assert found.staircase("").peak_bytes == (100, 97, 95, 93)
+    assert [point.peak_bytes for point in replace(frontier, points=points[:1]).shown] == [100]
+
+
 def test_budgets_that_are_none(frontier):
     lowest = frontier.points[-1].budget_bytes
 
@@ -102,7 +129,7 @@ def test_it_is_printed_saved_and_drawn(frontier, tmp_path):
     frontier.plot(tmp_path / "points.png")
 
     lines = str(frontier).splitlines()
-    assert len(lines) == len(frontier.points) + 1
+    assert len(lines) == 1 + len(frontier.shown) + len(frontier.remarks)
     assert "1.00 x" in lines[1] and "100%" in lines[1]
     content = json.loads((tmp_path / "points.json").read_text())
     assert [point["budget_bytes"] for point in content["points"]] == [one.budget_bytes for one in frontier.points]

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def page_of(frontier: Frontier) -> Page:
     """Return the page of a frontier."""
-    points, plain, floor, knee = frontier.points, frontier.points[0], frontier.floor, frontier.knee
+    points, plain, floor, knee = frontier.shown, frontier.points[0], frontier.floor, frontier.knee
     facts = [
         Fact(name="plain", value=format_bytes(plain.peak_bytes), note="the peak of a step that recomputes nothing"),
         Fact(
@@ -46,10 +46,10 @@ def page_of(frontier: Frontier) -> Page:
 
 
 def _table(frontier: Frontier) -> Table:
-    whole = max(1, frontier.points[0].peak_bytes)
-    stores = any(point.stored_bytes for point in frontier.points)
+    whole = max(1, frontier.shown[0].peak_bytes)
+    stores = any(point.stored_bytes for point in frontier.shown)
     columns = ("budget", "to pass", "peak", "of plain", "time", "GFLOP recomputed", *(["stored"] if stores else []))
-    rows = tuple(_row(point, place, whole, stores=stores) for place, point in enumerate(frontier.points))
+    rows = tuple(_row(point, place, whole, stores=stores) for place, point in enumerate(frontier.shown))
     return Table(title="Points", columns=columns, rows=rows)
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -73,6 +74,16 @@ class Frontier:
     _planner: Planner = field(repr=False)
     _candidates: tuple[Candidate, ...] = field(repr=False)  # by point, in the process that plans for all
 
+    @cached_property
+    def shown(self) -> tuple[FrontierPoint, ...]:
+        """The points of which none has both a higher peak and more time than another: of fewest flops, not all have."""
+        plain, *others = self.points
+        shown: list[FrontierPoint] = []
+        for point in reversed(others):
+            if not shown or point.slowdown < shown[-1].slowdown:
+                shown.append(point)
+        return plain, *reversed(shown)
+
     @property
     def is_choice(self) -> bool:
         """Whether there is anything to choose."""
@@ -86,8 +97,8 @@ class Frontier:
     @property
     def knee(self) -> FrontierPoint | None:
         """The point beyond which each byte costs more time than before it; None if none stands out."""
-        place = knee_of([point.peak_bytes for point in self.points], [point.slowdown for point in self.points])
-        return None if place is None else self.points[place]
+        place = knee_of([point.peak_bytes for point in self.shown], [point.slowdown for point in self.shown])
+        return None if place is None else self.shown[place]
 
     def plan(self, budget: int | str | FrontierPoint) -> Plan:
         """Return the plan of a point, or of the fastest point that a budget allows; nothing is profiled again.
@@ -161,19 +172,19 @@ class Frontier:
         return f"<Frontier: {len(self.points)} points, {format_bytes(self.points[0].peak_bytes)} plain to {lowest}>"
 
     def staircase(self, name: str) -> Staircase:
-        """Return the points ready to draw, under a name."""
+        """Return the points that are shown, ready to draw, under a name."""
         return Staircase(
             name=name,
-            peak_bytes=tuple(point.peak_bytes for point in self.points),
-            slowdowns=tuple(point.slowdown for point in self.points),
-            knee=None if self.knee is None else self.points.index(self.knee),
+            peak_bytes=tuple(point.peak_bytes for point in self.shown),
+            slowdowns=tuple(point.slowdown for point in self.shown),
+            knee=None if self.knee is None else self.shown.index(self.knee),
         )
 
     def __str__(self) -> str:
         stores = any(point.stored_bytes for point in self.points)
         heading = f"{'budget':>11} {'peak':>11} {'of plain':>9} {'time':>7} {'recomputed':>14}"
         rows = [f"{heading} {'stored':>11}" if stores else heading]
-        for point in self.points:
+        for point in self.shown:
             share = f"{100 * point.peak_bytes / max(1, self.points[0].peak_bytes):.0f}%"
             stored = f" {format_bytes(point.stored_bytes):>11}" if stores else ""
             rows.append(
@@ -185,8 +196,12 @@ class Frontier:
     @property
     def remarks(self) -> tuple[str, ...]:
         """What is to be said beside the points: that there is only one, or that the time did not suffice."""
-        found = () if self.is_choice else (self.no_choice,)
-        return (*found, TIME_IS_OVER) if self.ran_out else found
+        found = [] if self.is_choice else [self.no_choice]
+        if hidden := len(self.points) - len(self.shown):
+            found.append(
+                f"not shown: {hidden} of `points`, with fewer flops than the row below them, and more in peak and time"
+            )
+        return (*found, TIME_IS_OVER) if self.ran_out else tuple(found)
 
     @property
     def no_choice(self) -> str:
@@ -229,33 +244,16 @@ def _sought(planner: Planner, points: int) -> tuple[Candidate, ...]:
         limits = [lowest + (plain - lowest) * place // (points - 1) for place in range(points)]
         with search.pace.part(_FLOOR_SHARE, 1.0):
             solved = [found for limit in search.pace.parts(limits) if (found := search.solve(limit)) is not None]
+    return _undominated(planner, [*solved, search.floor])
+
+
+def _undominated(planner: Planner, candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
     # First the plain step, even where a store lowers the peak at no cost.
-    return (search.plain, *undominated([*solved, search.floor], planner.peak_of, search.plain))
-
-
-def undominated(
-    candidates: Iterable[Candidate], peak_of: Callable[[Candidate], int], plain: Candidate
-) -> tuple[Candidate, ...]:
-    """Return candidates of which none is beaten: in peak and what was minimised, or in peak and time, both shown.
-
-    Args:
-        candidates: To choose from.
-        peak_of: Their peaks.
-        plain: What keeps everything; all of them have a lower peak.
-
-    Returns:
-        The highest peak first.
-    """
-    cheapest = [plain]
-    for found in sorted(candidates, key=lambda one: (one.cost, one.slowdown, peak_of(one))):
-        if peak_of(found) < peak_of(cheapest[-1]):
-            cheapest.append(found)
-    # Fewer flops may take more time.
-    fastest: list[Candidate] = []
-    for found in reversed(cheapest[1:]):
-        if not fastest or found.slowdown < fastest[-1].slowdown:
-            fastest.append(found)
-    return tuple(reversed(fastest))
+    chosen = [planner.solver.plain]
+    for found in sorted(candidates, key=lambda one: (one.cost, one.slowdown, planner.peak_of(one))):
+        if planner.peak_of(found) < planner.peak_of(chosen[-1]):
+            chosen.append(found)
+    return tuple(chosen)
 
 
 def _point(planner: Planner, found: Candidate) -> FrontierPoint:

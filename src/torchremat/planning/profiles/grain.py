@@ -14,8 +14,9 @@ threshold, above which calls are taken apart by what is saved in them, goes a nu
     split       a unit that is taken apart becomes the calls that it makes, and those what the lowest has them be. So
                 with some units split, a plan has what the lowest has
 
-The calls that the step makes itself are taken apart in any case, and so is what one of those lies in; calls that cannot
-be units are as well, since parts of them may be. See `repeating`.
+The calls that the step makes itself are taken apart in any case, as one unit is no choice: so is the only call that one
+of them makes, and what one of them lies in. Calls that cannot be units are as well, since parts of them may be; see
+`repeating`.
 """
 
 from __future__ import annotations
@@ -149,7 +150,12 @@ class _Calls:
         """The modules whose calls are taken apart in any case."""
         calls = self.trace.calls
         opening = {calls[root].name for root in self.roots}
-        forced = {call.name for call in calls if call.is_overwritten or call.is_transforming}.union(self.unlike)
+        inner = list(self.roots)
+        for call in inner:
+            inner += made if len(made := self.made.get(call, [])) == 1 else []
+        forced = {call.name for call in calls if call.is_overwritten or call.is_transforming}.union(
+            self.unlike, (calls[call].name for call in inner)
+        )
         # What opens a scope wherever it is called cannot be part of a unit.
         for index, call in enumerate(calls):
             outer = index if call.name in opening else None

@@ -37,7 +37,7 @@ def divisible(grains: Grains) -> frozenset[int]:
     for call in splittable(grains.coarse.units):
         inside = set(trace.descendants(call))
         touching = [part for part in parts if part & inside]
-        if touching and all(part <= inside for part in touching):
+        if touching and {call} not in touching and all(part <= inside for part in touching):
             result.add(call)
     calls = trace.calls
     whole = {calls[call].name for unit in grains.coarse.units.units for call in unit.calls if call not in result}
