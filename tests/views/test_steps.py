@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -71,7 +72,10 @@ def test_a_phase_that_comes_twice_is_two_shapes():
 
 
 def test_rows_of_a_table_know_where_their_slices_are():
+    region = Slice(row="region", name="a .. b", starts_s=0.0, ends_s=3.0, kind="region", key="a")
+
     assert step_chart(STEP, title="memory").spans == {"a": [(0.0, 2.0)]}
+    assert step_chart(replace(STEP, slices=(*STEP.slices, region)), title="memory").spans == {"a": [(0.0, 2.0)]}
 
 
 def test_of_many_points_each_peak_is_drawn():

@@ -74,7 +74,7 @@ def step_chart(step: Step, *, beside: Sequence[Step] = (), title: str, note: str
     )
     spans: dict[str, list[tuple[float, float]]] = {}
     for one in step.slices:
-        if one.key:
+        if one.key and one.kind == "module":  # a region is more than the row that it is found by
             spans.setdefault(one.key, []).append((one.starts_s * scale, one.ends_s * scale))
     return Chart(title=title, figure={"data": data, "layout": layout}, spans=spans, note=note, height=height)
 
