@@ -100,7 +100,7 @@ def test_what_an_error_came_from_is_shortened_too():
     batches = iter([torch.zeros(2, 8)])
 
     with pytest.raises(StepError, match="ended") as found:
-        measure(lambda model: model(next(batches)).sum(), Net())
+        measure(Net(), lambda model: model(next(batches)).sum())
 
     assert isinstance(found.value.__cause__, StopIteration)
     assert ours(found.value.__cause__) == []
@@ -110,7 +110,7 @@ def test_all_frames_are_there_if_the_environment_says_so(monkeypatch):
     monkeypatch.setenv("TORCHREMAT_FULL_TRACEBACKS", "1")
 
     with pytest.raises(StepError) as found:
-        measure(lambda model: None, Net())
+        measure(Net(), lambda model: None)
 
     assert len(ours(found.value)) > 2
 

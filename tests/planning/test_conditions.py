@@ -138,7 +138,7 @@ def test_runs_that_measure_are_no_first_step():
     model = Net().eval()
     planned(model)
     torchremat.verify(model, step)
-    torchremat.measure(step, model)
+    torchremat.measure(model, step)
     model.train()
 
     assert len(told(model)) == 1

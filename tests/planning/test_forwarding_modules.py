@@ -145,7 +145,7 @@ def test_a_plan_is_put_on_and_taken_off_and_its_gradients_are_those_of_the_plain
     made.apply(model)
 
     assert made.is_on(model)
-    assert measure(loss_of, model).recomputed_flops > 0
+    assert measure(model, loss_of).recomputed_flops > 0
     assert all(map(torch.equal, gradients(model), expected))
     assert verify(model, loss_of).is_exact
     made.remove(model)
@@ -161,7 +161,7 @@ def test_what_is_wrapped_is_a_region_and_is_unwrapped(kind, name):
     wrap(model, name)
 
     model.zero_grad()
-    assert measure(loss_of, model).recomputed_flops > 0
+    assert measure(model, loss_of).recomputed_flops > 0
     assert all(map(torch.equal, gradients(model), expected))
     unwrap(model)
     assert attributes(model) == before
@@ -173,7 +173,7 @@ def test_what_is_wrapped_is_a_region_and_is_unwrapped(kind, name):
     [
         lambda model: fit(model, loss_of, budget="90%", cost="flops", operators=False),
         lambda model: frontier(model, loss_of, cost="flops", operators=False, points=3),
-        lambda model: saved(loss_of, model),
+        lambda model: saved(model, loss_of),
         lambda model: Adaptive(model, lambda model, _: loss_of(model), budget="1GiB").learn(BATCH),
     ],
     ids=["fit", "frontier", "saved", "learn"],
@@ -195,5 +195,5 @@ def test_a_plan_of_a_wrapper_is_loaded_for_another(tmp_path):
 
     Plan.load(tmp_path / "plan.json").apply(other)
 
-    assert measure(loss_of, other).recomputed_flops > 0
+    assert measure(other, loss_of).recomputed_flops > 0
     assert all(map(torch.equal, gradients(other), gradients(model)))

@@ -34,7 +34,7 @@ CALLS = {
     "fit": fitted,
     "verify": lambda m, o: verify(m, loss_of, optimizer=o),
     "frontier": lambda m, o: frontier(m, loss_of, optimizer=o, cost="flops", operators=False, points=3),
-    "measure": lambda m, o: measure(loss_of, m, optimizer=o),
+    "measure": lambda m, o: measure(m, loss_of, optimizer=o),
     "learn": lambda m, o: Adaptive(m, loss_of, budget="1GiB", optimizer=o).learn(BATCH),
     "meta": planned_on_meta,
     "save_device": lambda m, o: Planner(m, loss_of, optimizer=o, operators=False).save_device("/dev/null"),
@@ -92,7 +92,7 @@ def test_the_state_of_what_is_wrapped_counts(kind, state):
     else:
         assert own.state_bytes == state * parameters + slow + 4 * 12
     train(model, optimizer := kind(model.parameters()), 1)
-    assert measure(loss_of, model, optimizer=optimizer).optimizer_bytes == own.state_bytes
+    assert measure(model, loss_of, optimizer=optimizer).optimizer_bytes == own.state_bytes
 
 
 def test_no_hook_of_what_is_wrapped_runs():
@@ -146,7 +146,7 @@ def test_what_is_no_optimizer_and_has_one_is_told_which():
     model = net()
 
     with pytest.raises(StepError, match=r"got Engine, which holds an optimizer: hand over that, the AdamW"):
-        measure(loss_of, model, optimizer=Engine(plain(model.parameters())))
+        measure(model, loss_of, optimizer=Engine(plain(model.parameters())))
 
 
 def test_what_one_wraps_is_what_has_its_parameters():

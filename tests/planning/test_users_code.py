@@ -1,5 +1,6 @@
 """What users write around a plan: each is exact and within its budget, or gets an error that names it."""
 
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,7 @@ from torch import nn
 import torchremat
 from planning.kinds import KINDS, Loop, block, inputs, linear, square
 from planning.steps import differences, each, outcome, profile, recomputed_flops
-from torchremat import Planner, StepError, UnsupportedError, plan, verify
+from torchremat import OrderWarning, Planner, StepError, UnsupportedError, plan, verify
 from torchremat.planning.layout import calls_of, installed
 from torchremat.planning.searches.mixing import divisible, mixed
 from torchremat.regions.settings import Settings
@@ -290,3 +291,55 @@ def test_a_planned_model_is_exported_as_the_plain_one():
 def test_the_points_of_a_frontier(points):
     with pytest.raises(UnsupportedError, match=r"points=.*an int of at least 2"):
         torchremat.frontier(Loop(), lambda model: square(model(inputs())), points=points)
+
+
+class LayerDrop(nn.Module):
+    """Leaves layers out at random, as Wav2Vec2 does."""
+
+    def __init__(self, share):
+        super().__init__()
+        self.share = share
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(6))
+
+    def forward(self, x):
+        for layer in self.layers:
+            if torch.rand(()) >= self.share:
+                x = x + layer(x)
+        return x
+
+
+def test_layers_that_planning_did_not_meet_are_told_and_do_not_exceed_the_budget():
+    torch.manual_seed(0)
+    model, x = LayerDrop(0.5), torch.randn(64, 32)
+    torch.manual_seed(1)
+
+    def step(model):
+        return model(x).square().mean()
+
+    plan = torchremat.plan(model, step, budget="min", cost="flops")
+    plan.apply(model)
+    called = {name.split(".")[1] for unit in plan.calls.units for name in (call.name for call in unit)}
+    assert 0 < len(called) < 6
+    model.share = 0.0  # none is left out
+
+    with pytest.warns(OrderWarning, match=r"`layers\.\d` was called, and was not when the model was planned"):
+        loss = step(model)
+    loss.backward()
+    gradients = [one.grad.clone() for one in model.parameters()]
+    plan.remove(model)
+    assert all(not hasattr(vars(one), "forward") for one in model.modules())
+
+    model.zero_grad()
+    step(model).backward()
+    assert all(torch.equal(one, other.grad) for one, other in zip(gradients, model.parameters(), strict=True))
+
+
+def test_what_is_called_in_evaluation_alone_is_not_told():
+    torch.manual_seed(0)
+    model, x = LayerDrop(0.5), torch.randn(64, 32)
+    torchremat.plan(model, lambda model: model(x).square().mean(), budget="min", cost="flops").apply(model)
+    model.share = 0.0
+
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(x)

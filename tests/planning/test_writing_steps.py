@@ -300,7 +300,7 @@ def test_other_threads_may_train_other_models_meanwhile():
         thread.join()
         return loss_of(model)
 
-    measure(step, net())
+    measure(net(), step)
 
     assert moved == [True] * 4
 
@@ -318,7 +318,7 @@ def test_what_nobody_could_copy_is_told_by_name():
         return loss
 
     with pytest.raises(StepError, match=r"has written in place to `0\.0\.weight`, which was not copied"):
-        measure(step, model)
+        measure(model, step)
 
 
 @pytest.mark.parametrize("call", CALLS.keys() - FORWARDS)
@@ -353,6 +353,6 @@ def test_a_log_that_a_step_writes_stays():
         losses.append(loss_of(model))
         return losses[-1]
 
-    measure(step, net())
+    measure(net(), step)
 
     assert len(losses) == 5

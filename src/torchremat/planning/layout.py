@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from torch import nn
 
-from torchremat.errors import OrderWarning, PlanError, PlanWarning, ShapeWarning, warn
+from torchremat.errors import PlanError
 from torchremat.measuring.interrupts import uninterrupted
-from torchremat.planning.conditions import Conditions, conditions_of
+from torchremat.measuring.modules import visible_modules
+from torchremat.planning.conditions import Conditions
 from torchremat.planning.inputs import InputSizes
 from torchremat.planning.profiles.units import Units
+from torchremat.planning.scopes import PlannedScope
 from torchremat.policies.ordinals import save_ordinals
-from torchremat.regions.calls import Body
 from torchremat.regions.decisions import Policy
 from torchremat.regions.journeys import Itinerary, Stop, Trip
-from torchremat.regions.rehearsals import is_rehearsing
-from torchremat.regions.runs import Choice, Place, Scope
+from torchremat.regions.runs import Choice, Place
 from torchremat.regions.settings import Settings
 from torchremat.regions.wrapping import (
     called_attribute,
+    can_be_wrapped,
     check_uncovered,
     forward_under,
     is_wrapped,
@@ -50,12 +50,21 @@ class PlannedCall:
 
 @dataclass(frozen=True, kw_only=True)
 class Calls:
-    """The calls of all units, those between the units, the names of the roots, and the calls that units lie in."""
+    """The calls that were planned.
+
+    Attributes:
+        units: Those of all units.
+        others: Those between the units.
+        roots: The names of the roots.
+        opened: The calls that units lie in.
+        met: The names of all modules that were called; none in plans that are older than this.
+    """
 
     units: tuple[tuple[PlannedCall, ...], ...]
     others: tuple[PlannedCall, ...]
     roots: tuple[str, ...]
     opened: tuple[PlannedCall, ...] = ()
+    met: frozenset[str] = frozenset()
 
 
 def calls_of(units: Units) -> Calls:
@@ -73,7 +82,25 @@ def calls_of(units: Units) -> Calls:
         others=tuple(planned(call, key) for call, key in units.others),
         roots=tuple(dict.fromkeys(trace.calls[root].name for root in units.roots)),
         opened=tuple(planned(call, key) for call, key in units.opened if key[0] in whole),
+        met=frozenset(call.name for call in trace.calls),
     )
+
+
+def unmet_modules(model: nn.Module, calls: Calls) -> dict[str, str]:
+    """Return the modules of which no call was met, the outermost of each root alone, by name: the name of the root."""
+    found: dict[str, str] = {}
+    for name, module in visible_modules(model) if calls.met else ():
+        root = next((one for one in calls.roots if is_part_of(name, one)), None)
+        if root is None or name in calls.met or any(is_part_of(name, other) for other in found):
+            continue
+        if can_be_wrapped(module):  # lists of modules are not called, and what is in them may be
+            found[name] = root
+    return found
+
+
+def is_part_of(name: str, owner: str) -> bool:
+    """Return whether a module is in another one, or that one, by their names."""
+    return f"{name}.".startswith(f"{owner}." if owner else "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,65 +190,6 @@ def _choose(
             yield node.stage
 
 
-@dataclass(frozen=True, eq=False)
-class PlannedScope(Scope):
-    """The scope of a root, which also watches how large the root's inputs are."""
-
-    root: str = ""
-    inputs: InputSizes | None = None
-    rise_bytes: int | None = None
-    slowdown: float | None = None
-    told: list[str] = field(default_factory=list[str])  # once for each time that a plan is applied
-    conditions: Conditions | None = None
-    # What the first step was compared with. See NOTE [ The first step under a plan ]
-    seen: list[object] = field(default_factory=list[object])
-
-    def run(self, body: Body, /, *args: object, **kwargs: object) -> object:
-        """Run `body` with the scope open."""
-        if self.inputs is not None and not self.told:
-            said = self.inputs.are_exceeded(self.root, (args, kwargs))
-            if said is not None:
-                self.told.append(said)
-                warn(said, ShapeWarning)
-        return super().run(body, *args, **kwargs)
-
-    def begun(self, module: nn.Module) -> None:
-        """Compare, in the first step, how the call finds things with how the one that was planned did."""
-        if self.seen or self.conditions is None or is_rehearsing():
-            return
-        now = conditions_of(module)
-        self.seen.append(now)
-        for said in self.conditions.differences(now):
-            warn(f"{_named(self.root)} has a plan that was made under other conditions: {said}.", PlanWarning)
-
-    def ended(self, counts: Mapping[str, int]) -> None:
-        """Compare, in the first step, how often modules were called with how often it was planned."""
-        if len(self.seen) != 1:
-            return
-        self.seen.append(counts)
-        planned = Counter(name for name, _ in self.choices)
-        fewer = [name for name, times in planned.items() if counts.get(name, 0) < times]
-        if fewer:
-            name = fewer[0]
-            more = f", and {len(fewer) - 1} others were called less often too" if fewer[1:] else ""
-            warn(
-                f"`{name}` was called {counts.get(name, 0)} times in one forward, and planned for {planned[name]}"
-                f"{more}: the step that was planned is not the one that trains, and its peak may be elsewhere. Plan "
-                "the step that trains.",
-                OrderWarning,
-            )
-
-
-# NOTE [ The first step under a plan ]
-# A plan is for a step as it was when it was planned: mode, precision, sharding and calls. The first step after it was
-# applied is compared with that, once, and each difference is one warning that names it; later steps are not looked at.
-# What the library runs to measure is no step of anybody's, and is not compared: `rehearsing` marks it.
-
-
-def _named(root: str) -> str:
-    return f"`{root}`" if root else "the model"
-
-
 def install(
     model: nn.Module,
     calls: Calls,
@@ -234,15 +202,20 @@ def install(
     rise_bytes: int | None = None,
     itinerary: Itinerary | None = None,
     slowdown: float | None = None,
+    unmet: Mapping[str, str] | None = None,
 ) -> Application:
-    """Make the calls of a model regions as a tree says, and return what is on it now; on an error nothing changes."""
+    """Make the calls of a model regions as a tree says, and return what is on it now; on an error nothing changes.
+
+    Calls of `unmet` modules, by name with the root of each, are told and are regions of their own.
+    """
     held, trips = tuple(held), {} if itinerary is None else dict(itinerary.trips)
     applied = Application(calls=calls, tree=tree, held=held, trips=trips)
     choices = choices_of(calls, tree, settings, held, frozenset() if itinerary is None else itinerary.stops)
     names = {name for name, _ in choices}
+    watched = {name: root for name, root in (unmet or {}).items() if root not in names}
     done: list[nn.Module] = []
     try:
-        for name in sorted(names | set(calls.roots)):
+        for name in sorted(names.union(calls.roots, watched)):
             module = model.get_submodule(name)
             # A root that is itself the unit has nobody to open a scope for it: each of its calls is a region.
             if name in names and name in calls.roots:
@@ -251,7 +224,7 @@ def install(
                 own = None
             scope = (
                 None
-                if name in names
+                if name in names or name in watched
                 else PlannedScope(
                     choices,
                     settings,
@@ -261,6 +234,7 @@ def install(
                     slowdown,
                     itinerary=itinerary,
                     conditions=(conditions or {}).get(name),
+                    unmet=frozenset(one for one, root in watched.items() if root == name),
                 )
             )
             set_forward(module, name, own, scope, called_attribute(module), applied)

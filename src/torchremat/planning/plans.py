@@ -26,6 +26,7 @@ from torchremat.planning.layout import (
     modules_under,
     put_on,
     uninstall,
+    unmet_modules,
 )
 from torchremat.planning.plan_page import page_of, phase_of, steps_of
 from torchremat.planning.printing import text_of
@@ -218,6 +219,7 @@ class Plan:
             itinerary=itinerary,
             # Stores are measured where they are, while the seconds of recomputes may be those of a device elsewhere.
             slowdown=self.slowdown if self.stored else None,
+            unmet=unmet_modules(model, self.calls),
         )
 
     def _check_count(self, given: tuple[Store, ...]) -> None:

@@ -77,15 +77,17 @@ class Scope:
         choices: By name of the module and the number of times that it was called before in the scope.
         settings: How the regions behave.
         itinerary: What moves into stores and back, at the calls that have a stop.
+        unmet: The names of modules of which no call was expected.
     """
 
     choices: Mapping[tuple[str, int], Choice]
     settings: Settings
     itinerary: Itinerary | None = field(default=None, kw_only=True)
+    unmet: frozenset[str] = field(default=frozenset(), kw_only=True)
     names: frozenset[str] = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "names", frozenset(name for name, _ in self.choices))
+        object.__setattr__(self, "names", self.unmet.union(name for name, _ in self.choices))
 
     def run(self, body: Body, /, *args: object, **kwargs: object) -> object:
         """Run `body` with the scope open: the calls that it makes are counted from zero, and no region is open yet."""
@@ -121,11 +123,14 @@ class _Opened:
         self.counts[name] = count + 1
         found = self.scope.choices.get((name, count))
         if found is None:
-            warn(
-                f"`{name}` was called {count + 1} times in one forward, more often than planned for; the additional "
-                "calls are recomputed one by one. Plan again if the model has changed.",
-                OrderWarning,
+            said = (
+                f"`{name}` was called, and was not when the model was planned; it is recomputed by itself. Plan a step "
+                "that calls all that can be called: with layers that are left out at random, one that leaves out none."
+                if name in self.scope.unmet
+                else f"`{name}` was called {count + 1} times in one forward, more often than planned for; the "
+                "additional calls are recomputed one by one. Plan again if the model has changed."
             )
+            warn(said, OrderWarning)
             found = Choice((Place(1, name),))
         return _PLAINLY if self.is_overruled() else found
 

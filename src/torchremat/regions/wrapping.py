@@ -421,6 +421,17 @@ def _check(module: nn.Module, name: str) -> None:
         )
 
 
+def can_be_wrapped(module: nn.Module) -> bool:
+    """Return whether a module has a forward of its own that `set_forward` can replace."""
+    if _of_class(module) is _UNIMPLEMENTED and _FORWARD not in module.__dict__:
+        return False
+    try:
+        _check(module, "")
+    except WrapError:
+        return False
+    return True
+
+
 def is_replaceable(module: nn.Module) -> bool:
     """Return whether an attribute of a module is its forward; a property of its class is found before that."""
     kind = type(_of_class(module))

@@ -1,0 +1,74 @@
+"""What a plan watches on a model that trains: whether the step is the one that was planned."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from torchremat.errors import OrderWarning, PlanWarning, ShapeWarning, warn
+from torchremat.planning.conditions import Conditions, conditions_of
+from torchremat.planning.inputs import InputSizes
+from torchremat.regions.calls import Body
+from torchremat.regions.rehearsals import is_rehearsing
+from torchremat.regions.runs import Scope
+
+# NOTE [ The first step under a plan ]
+# A plan is for a step as it was when it was planned: mode, precision, sharding and calls. The first step after it was
+# applied is compared with that, once, and each difference is one warning that names it; later steps are not looked at.
+# What the library runs to measure is no step of anybody's, and is not compared: `rehearsing` marks it.
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedScope(Scope):
+    """The scope of a root, which also watches how large the root's inputs are."""
+
+    root: str = ""
+    inputs: InputSizes | None = None
+    rise_bytes: int | None = None
+    slowdown: float | None = None
+    told: list[str] = field(default_factory=list[str])  # once for each time that a plan is applied
+    conditions: Conditions | None = None
+    # What the first step was compared with. See NOTE [ The first step under a plan ]
+    seen: list[object] = field(default_factory=list[object])
+
+    def run(self, body: Body, /, *args: object, **kwargs: object) -> object:
+        """Run `body` with the scope open."""
+        if self.inputs is not None and not self.told:
+            said = self.inputs.are_exceeded(self.root, (args, kwargs))
+            if said is not None:
+                self.told.append(said)
+                warn(said, ShapeWarning)
+        return super().run(body, *args, **kwargs)
+
+    def begun(self, module: nn.Module) -> None:
+        """Compare, in the first step, how the call finds things with how the one that was planned did."""
+        if self.seen or self.conditions is None or is_rehearsing():
+            return
+        now = conditions_of(module)
+        self.seen.append(now)
+        for said in self.conditions.differences(now):
+            warn(f"{_named(self.root)} has a plan that was made under other conditions: {said}.", PlanWarning)
+
+    def ended(self, counts: Mapping[str, int]) -> None:
+        """Compare, in the first step, how often modules were called with how often it was planned."""
+        if len(self.seen) != 1:
+            return
+        self.seen.append(counts)
+        planned = Counter(name for name, _ in self.choices)
+        fewer = [name for name, times in planned.items() if counts.get(name, 0) < times]
+        if fewer:
+            name = fewer[0]
+            more = f", and {len(fewer) - 1} others were called less often too" if fewer[1:] else ""
+            warn(
+                f"`{name}` was called {counts.get(name, 0)} times in one forward, and planned for {planned[name]}"
+                f"{more}: the step that was planned is not the one that trains, and its peak may be elsewhere. Plan "
+                "the step that trains.",
+                OrderWarning,
+            )
+
+
+def _named(root: str) -> str:
+    return f"`{root}`" if root else "the model"
