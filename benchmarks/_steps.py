@@ -46,7 +46,7 @@ def computed(model: nn.Module, step: Step) -> dict[str, Tensor]:
     loss = step(model)
     loss.backward()
     found = {"loss": loss.detach()}
-    found |= {f"gradient of {name}": p.grad for name, p in model.named_parameters()}
+    found |= {f"gradient of {name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
     found |= {f"buffer {name}": buffer.clone() for name, buffer in model.named_buffers()}
     model.zero_grad(set_to_none=True)
     return found

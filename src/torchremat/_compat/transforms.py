@@ -6,7 +6,7 @@ import sys
 import threading
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from torch.autograd import forward_ad
 
@@ -166,7 +166,7 @@ def check_transform_around(where: str) -> None:
         )
 
 
-_HOOKS = sys.modules["torch._C._autograd"]
+_HOOKS: Any = sys.modules["torch._C._autograd"]
 
 
 @contextmanager
