@@ -44,10 +44,16 @@ NEEDS = {
     "docs/saved-tensors.md": NEEDS_SAVED_TENSORS,
     "docs/many-machines.md": NEEDS_OWN_SENDS,
     "docs/recipes/diffusion.md": needs_package("diffusers"),
-    "docs/recipes/graphs.md": needs_package("torch_geometric"),
+    "docs/recipes/graphs.md": (
+        needs_package("torch_geometric"),
+        pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated"),
+    ),
     "docs/recipes/images.md": needs_package("timm"),
     "docs/recipes/lora.md": pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"),
-    "docs/recipes/trl.md": needs_package("trl"),
+    "docs/recipes/trl.md": (
+        needs_package("trl"),
+        pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated"),
+    ),
     "docs/recipes/lightning.md": (
         pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers"),
         pytest.mark.filterwarnings("ignore:`isinstance\\(treespec, LeafSpec\\)` is deprecated"),
@@ -77,6 +83,9 @@ def test_code_runs_and_prints_what_the_page_says(page, tmp_path, monkeypatch, ca
 # Modules as a whole, and names without a door.
 ELSEWHERE = {
     "errors",
+    "interop.accelerate.prepare",
+    "interop.lightning.MemoryBudget",
+    "interop.transformers.MemoryBudget",
     "interop.torch_checkpoint",
     "interop.torchgpipe",
     "pipeline.batchnorm.DeferredBatchNorm",

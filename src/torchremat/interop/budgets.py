@@ -42,6 +42,8 @@ from torchremat.tensors.structure import tensors_in
 Sizes = tuple[tuple[int, ...], ...]
 Loss = Callable[[nn.Module, object], object]
 
+_REDUCES = "require_backward_grad_sync"  # of DistributedDataParallel
+
 
 @dataclass(frozen=True, kw_only=True)
 class Wishes:
@@ -341,11 +343,11 @@ def _kept(holders: Sequence[object]) -> Generator[None]:
 def _reducing(model: nn.Module) -> Generator[None]:
     """Let DistributedDataParallel reduce gradients in the block, even where the framework adds them up just now."""
     parallel = [one for one in model.modules() if is_data_parallel(one)]
-    before = [cast("bool", one.require_backward_grad_sync) for one in parallel]
+    before = [cast("bool", vars(one)[_REDUCES]) for one in parallel]
     for one in parallel:
-        one.require_backward_grad_sync = True
+        vars(one)[_REDUCES] = True
     try:
         yield
     finally:
         for one, flag in zip(parallel, before, strict=True):
-            one.require_backward_grad_sync = flag
+            vars(one)[_REDUCES] = flag
