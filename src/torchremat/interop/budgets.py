@@ -16,8 +16,9 @@ moves it on, and the training would not be the same any more.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import cast
 
@@ -97,6 +98,10 @@ class Training:
     holders: Sequence[object] = ()
 
 
+class NoLossError(Exception):
+    """Raised by a loss for a batch that has none, and that the framework leaves out: nothing is planned for it."""
+
+
 class Budgeted:
     """A training within a budget: `with budgeted.step(loss, batch): ...` around forward and backward of each batch.
 
@@ -117,6 +122,7 @@ class Budgeted:
         self._known: list[Sizes] = []
         self._adaptive: Adaptive[object] | None = None
         self._loss: Loss = _no_loss
+        _check_steps_alone(training.optimizer)
         with _advised(training):
             if wishes.shapes:
                 self._adaptive = Adaptive(
@@ -143,12 +149,13 @@ class Budgeted:
         """
         self._loss = loss
         try:
-            if self._adaptive is None:
-                self._prepare(batch)
+            with ExitStack() as stack, _advised(self._training):
+                with suppress(NoLossError):
+                    if self._adaptive is None:
+                        self._prepare(batch)
+                    else:
+                        stack.enter_context(self._adaptive.under(batch))
                 yield
-            else:
-                with _advised(self._training), self._adaptive.under(batch):
-                    yield
         finally:
             self._loss = _no_loss  # it holds what the framework has made of the batch
 
@@ -227,6 +234,7 @@ def fitted(wishes: Wishes, training: Training, step: Callable[[nn.Module], objec
         StepError: The step returns no loss.
     """
     model, optimizer = training.model, training.optimizer
+    _check_steps_alone(optimizer)
     with _advised(training), _reducing(model):
         check_request(model, step, wishes.budget, margin=wishes.margin, optimizer=optimizer, device=None)
         planner = Planner(model, step, optimizer=optimizer, cost=wishes.cost, operators=wishes.operators)
@@ -263,6 +271,19 @@ def raw_optimizer(optimizer: object) -> torch.optim.Optimizer | None:
     if found is not None and not isinstance(found, torch.optim.Optimizer):
         raise UnsupportedError(f"optimizer: a torch.optim.Optimizer is needed, got {type(found).__name__}.")
     return found
+
+
+def _check_steps_alone(optimizer: torch.optim.Optimizer | None) -> None:
+    if optimizer is None:
+        return
+    try:
+        inspect.signature(optimizer.step).bind()
+    except TypeError as error:
+        raise UnsupportedError(
+            f"{type(optimizer).__name__} runs the training step itself, and several times, so its bytes cannot be "
+            "known beforehand. Train with another optimizer, or plan by hand and leave room for its bytes: "
+            "torchremat.fit(model, step, budget=..., margin=...), without `optimizer=`."
+        ) from error
 
 
 def _log(training: Training, budget: int, predicted: int, measured: int, slowdown: float) -> None:
