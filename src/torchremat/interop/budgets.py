@@ -149,7 +149,7 @@ class Budgeted:
         """
         self._loss = loss
         try:
-            with ExitStack() as stack, _advised(self._training):
+            with _advised(self._training), ExitStack() as stack:
                 with suppress(NoLossError):
                     if self._adaptive is None:
                         self._prepare(batch)
@@ -302,7 +302,8 @@ def _advised(training: Training) -> Generator[None]:
     try:
         yield
     except BudgetError as error:
-        error.add_note(training.advice)
+        if training.advice not in getattr(error, "__notes__", ()):
+            error.add_note(training.advice)
         raise
 
 
