@@ -13,6 +13,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:The '\\w+_dataloader' does not have many workers",
     "ignore:.*does not have a `val_dataloader`",
     "ignore:`isinstance\\(treespec, LeafSpec\\)` is deprecated",
+    "ignore:`training_step` returned `None`",
     "ignore:.*batch_size.* from an ambiguous collection",
 )
 
@@ -90,6 +91,31 @@ def test_a_budget_that_is_too_small_is_told_in_the_trainers_words(tmp_path):
 
     assert "`accumulate_grad_batches`" in told.value.__notes__[0]
     assert all(map(torch.equal, module.parameters(), before))
+
+
+class Skipping(Lit):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) if batch_idx else None
+
+
+@pytest.mark.parametrize(("size", "shapes"), [("75%", False), ("1.5MB", True)])
+def test_a_batch_without_a_loss_is_left_out(tmp_path, size, shapes):
+    plain = fit(tmp_path, module=Skipping())
+    ours = fit(tmp_path, [budget(size, shapes=shapes)], module=Skipping())
+
+    assert ours == plain
+    assert ours.model.seen == plain.model.seen
+    assert len(ours.logged) == 1
+
+
+class Searching(Lit):
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters())
+
+
+def test_an_optimizer_that_runs_the_step_itself_is_refused(tmp_path):
+    with pytest.raises(torchremat.UnsupportedError, match="LBFGS runs the training step itself"):
+        fit(tmp_path, [budget("75%")], module=Searching())
 
 
 class Failing(Lit):

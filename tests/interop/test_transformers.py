@@ -164,7 +164,8 @@ def test_a_budget_that_is_too_small_is_told_in_the_trainers_words(tmp_path):
     with pytest.raises(torchremat.BudgetError, match=r"Smallest budget that works: \d+ bytes") as told:
         train(tmp_path, [budget(100_000)], model=model)
 
-    assert "`per_device_train_batch_size`" in told.value.__notes__[0]
+    (note,) = told.value.__notes__
+    assert "`per_device_train_batch_size`" in note
     assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
 
 

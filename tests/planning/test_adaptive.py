@@ -862,3 +862,26 @@ def test_several_processes_are_refused(monkeypatch):
 
     with pytest.raises(UnsupportedError, match="2 train together here"):
         Adaptive(gpt(blocks=2, width=16), step, budget="1GiB")
+
+
+def test_a_block_that_runs_forward_and_backward_itself_is_under_a_plan():
+    batch = tokens(96)
+    plain = gpt()
+    (step(plain, batch) / 4).backward()
+    expected = gradients(plain)
+    model = gpt()
+    budget = fixed_bytes(model) + (plain_bytes(model, step, batch) - fixed_bytes(model)) * 3 // 5
+
+    with Adaptive(model, step, budget=budget, cost="flops") as adaptive:
+        with adaptive.under(batch):
+            (step(model, batch) / 4).backward()
+        with pytest.raises(UnsupportedError, match="another step of this Adaptive is running"), adaptive.under(batch):
+            adaptive(batch)
+        with pytest.raises(ZeroDivisionError), adaptive.under(batch):
+            raise ZeroDivisionError
+
+        assert all(map(torch.equal, gradients(model), expected))
+        (planned,) = adaptive.plans
+        assert (planned.steps, planned.recomputed_calls > 0) == (1, True)
+        assert planned.measured_bytes <= budget
+    assert not any("forward" in vars(module) for module in model.modules())

@@ -27,8 +27,8 @@ CALLS = {
     "fit": lambda m, s: fit(m, s, budget="95%", cost="flops", operators=False),
     "verify": verify,
     "frontier": lambda m, s: frontier(m, s, cost="flops", operators=False, points=3),
-    "measure": lambda m, s: measure(s, m),
-    "saved": lambda m, s: saved(s, m),
+    "measure": lambda m, s: measure(m, s),
+    "saved": lambda m, s: saved(m, s),
     "learn": lambda m, s: Adaptive(m, lambda m, _: s(m), budget="1GiB").learn(BATCH),
 }
 # What runs no backward is not refused for what happens in one.

@@ -20,6 +20,7 @@ from torchremat.planning.searches.chains import Cost
 
 try:
     import accelerate
+    from accelerate.optimizer import AcceleratedOptimizer
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
         "torchremat.interop.accelerate needs accelerate, which is not installed. Install it with: "
@@ -45,7 +46,7 @@ def prepare(
     margin: int | str = 0,
     cost: Cost = "seconds",
     operators: bool = True,
-) -> tuple[M, accelerate.optimizer.AcceleratedOptimizer]:
+) -> tuple[M, AcceleratedOptimizer]:
     """Return what `accelerator.prepare(model, optimizer)` does, with a plan on the model that a real step confirmed.
 
     The plan is made under the accelerator's precision and sharding, in the mode of training. What was planned and
@@ -70,9 +71,7 @@ def prepare(
     """
     wishes = Wishes(budget=budget, margin=margin, cost=cost, operators=operators)
     _check(accelerator, model)
-    prepared, wrapped = cast(
-        "tuple[M, accelerate.optimizer.AcceleratedOptimizer]", accelerator.prepare(model, optimizer)
-    )
+    prepared, wrapped = cast("tuple[M, AcceleratedOptimizer]", accelerator.prepare(model, optimizer))
     training = Training(
         model=prepared,
         optimizer=raw_optimizer(wrapped),

@@ -16,8 +16,9 @@ moves it on, and the training would not be the same any more.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import cast
 
@@ -41,6 +42,8 @@ from torchremat.tensors.structure import tensors_in
 
 Sizes = tuple[tuple[int, ...], ...]
 Loss = Callable[[nn.Module, object], object]
+
+_REDUCES = "require_backward_grad_sync"  # of DistributedDataParallel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +98,10 @@ class Training:
     holders: Sequence[object] = ()
 
 
+class NoLossError(Exception):
+    """Raised by a loss for a batch that has none, and that the framework leaves out: nothing is planned for it."""
+
+
 class Budgeted:
     """A training within a budget: `with budgeted.step(loss, batch): ...` around forward and backward of each batch.
 
@@ -115,6 +122,7 @@ class Budgeted:
         self._known: list[Sizes] = []
         self._adaptive: Adaptive[object] | None = None
         self._loss: Loss = _no_loss
+        _check_steps_alone(training.optimizer)
         with _advised(training):
             if wishes.shapes:
                 self._adaptive = Adaptive(
@@ -141,12 +149,13 @@ class Budgeted:
         """
         self._loss = loss
         try:
-            if self._adaptive is None:
-                self._prepare(batch)
+            with _advised(self._training), ExitStack() as stack:
+                with suppress(NoLossError):
+                    if self._adaptive is None:
+                        self._prepare(batch)
+                    else:
+                        stack.enter_context(self._adaptive.under(batch))
                 yield
-            else:
-                with _advised(self._training), self._adaptive.under(batch):
-                    yield
         finally:
             self._loss = _no_loss  # it holds what the framework has made of the batch
 
@@ -225,6 +234,7 @@ def fitted(wishes: Wishes, training: Training, step: Callable[[nn.Module], objec
         StepError: The step returns no loss.
     """
     model, optimizer = training.model, training.optimizer
+    _check_steps_alone(optimizer)
     with _advised(training), _reducing(model):
         check_request(model, step, wishes.budget, margin=wishes.margin, optimizer=optimizer, device=None)
         planner = Planner(model, step, optimizer=optimizer, cost=wishes.cost, operators=wishes.operators)
@@ -263,6 +273,19 @@ def raw_optimizer(optimizer: object) -> torch.optim.Optimizer | None:
     return found
 
 
+def _check_steps_alone(optimizer: torch.optim.Optimizer | None) -> None:
+    if optimizer is None:
+        return
+    try:
+        inspect.signature(optimizer.step).bind()
+    except TypeError as error:
+        raise UnsupportedError(
+            f"{type(optimizer).__name__} runs the training step itself, and several times, so its bytes cannot be "
+            "known beforehand. Train with another optimizer, or plan by hand and leave room for its bytes: "
+            "torchremat.fit(model, step, budget=..., margin=...), without `optimizer=`."
+        ) from error
+
+
 def _log(training: Training, budget: int, predicted: int, measured: int, slowdown: float) -> None:
     training.log(
         {
@@ -279,7 +302,8 @@ def _advised(training: Training) -> Generator[None]:
     try:
         yield
     except BudgetError as error:
-        error.add_note(training.advice)
+        if training.advice not in getattr(error, "__notes__", ()):
+            error.add_note(training.advice)
         raise
 
 
@@ -341,11 +365,11 @@ def _kept(holders: Sequence[object]) -> Generator[None]:
 def _reducing(model: nn.Module) -> Generator[None]:
     """Let DistributedDataParallel reduce gradients in the block, even where the framework adds them up just now."""
     parallel = [one for one in model.modules() if is_data_parallel(one)]
-    before = [cast("bool", one.require_backward_grad_sync) for one in parallel]
+    before = [cast("bool", vars(one)[_REDUCES]) for one in parallel]
     for one in parallel:
-        one.require_backward_grad_sync = True
+        vars(one)[_REDUCES] = True
     try:
         yield
     finally:
         for one, flag in zip(parallel, before, strict=True):
-            one.require_backward_grad_sync = flag
+            vars(one)[_REDUCES] = flag

@@ -15,7 +15,7 @@ from typing import Any, cast
 from torch import nn
 
 from torchremat.errors import UnsupportedError
-from torchremat.interop.budgets import Budgeted, Training, Wishes, check_recomputes_nothing, raw_optimizer
+from torchremat.interop.budgets import Budgeted, NoLossError, Training, Wishes, check_recomputes_nothing, raw_optimizer
 from torchremat.planning.searches.chains import Cost
 
 try:
@@ -121,7 +121,10 @@ def _loss(trainer: pl.Trainer, batch_idx: int, model: nn.Module, batch: object) 
     module = trainer.lightning_module
     takes_place = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
     with _mute(module):
-        return trainer.strategy.training_step(batch, *([batch_idx] if takes_place else []))
+        output = trainer.strategy.training_step(batch, *([batch_idx] if takes_place else []))
+    if output is None:
+        raise NoLossError
+    return output
 
 
 @contextmanager

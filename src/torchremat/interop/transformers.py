@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -199,7 +199,7 @@ def _check(trainer: transformers.Trainer, args: transformers.TrainingArguments) 
                 f"top of that. Say `{own}(gradient_checkpointing=False)` (TRL's configs have it on by default): the "
                 "budget recomputes as much as has to be, and no more."
             )
-    check_recomputes_nothing(trainer.model, "MemoryBudget")
+    check_recomputes_nothing(cast("nn.Module", trainer.model), "MemoryBudget")
     if trainer.is_deepspeed_enabled:
         raise UnsupportedError(
             "MemoryBudget: DeepSpeed runs backward and optimizer in an engine of its own, where no step can be "

@@ -33,15 +33,23 @@ class Dicts:
         values: All of their values, one dict after the other.
     """
 
-    __slots__ = ("_dicts", "_empty", "_keys", "_sizes", "values")
+    __slots__ = ("_dicts", "_empty", "_is_plain", "_keys", "_sizes", "values")
 
     def __init__(self, dicts: list[Dict]) -> None:
-        # Most tables of modules, of hooks above all, are empty, which is the least to find out.
-        self._empty = [*filterfalse(None, dicts)]
-        self._dicts = dicts = [*filter(None, dicts)]
-        self._sizes = [*map(len, dicts)]
-        self._keys: list[Any] = [*chain.from_iterable(dicts)]
-        self.values: list[Any] = [*chain.from_iterable(map(dict.values, dicts))]
+        # Most tables of modules, of hooks above all, are empty, which is the least to find out. Asked by the method of
+        # `dict`: a subclass may show entries that it makes when it is asked.
+        self._empty = [*filterfalse(_size, dicts)]
+        self._dicts = dicts = [*filter(_size, dicts)]
+        self._sizes = [*map(_size, dicts)]
+        self._is_plain = _PLAIN.issuperset(map(type, dicts))
+        self._keys: list[Any] = [*self._keys_now()]
+        self.values: list[Any] = [*self._values_now()]
+
+    def _keys_now(self) -> Iterable[Any]:
+        return chain.from_iterable(self._dicts if self._is_plain else map(_keys_of, self._dicts))
+
+    def _values_now(self) -> Iterable[Any]:
+        return chain.from_iterable(map(dict.values if self._is_plain else _values_of, self._dicts))
 
     def with_values(self, values: list[Any]) -> Dicts:
         """Return the same with other values in the places of these."""
@@ -51,35 +59,33 @@ class Dicts:
 
     def are_here(self) -> bool:
         """Return whether the dicts hold the very same objects now."""
-        dicts = self._dicts
         return (
-            not any(self._empty)
-            and [*map(len, dicts)] == self._sizes
-            and not any(map(is_not, chain.from_iterable(map(dict.values, dicts)), self.values))
+            not any(map(_size, self._empty))
+            and [*map(_size, self._dicts)] == self._sizes
+            and not any(map(is_not, self._values_now(), self.values))
             and self._has_keys()
         )
 
     def _has_keys(self) -> bool:
         try:
             # A list compares by identity first, and only where that differs as a dict does.
-            return [*chain.from_iterable(self._dicts)] == self._keys
+            return [*self._keys_now()] == self._keys
         except Exception:  # noqa: BLE001 - of keys that compare their values, as tensors do
             return False
 
     def write(self) -> set[int]:
         """Let the dicts hold what they held; return the ids of those that did not."""
         dicts = self._dicts
-        written = {id(own) for own in self._empty if own and _write_dict(own, {})}
+        written = {id(own) for own in self._empty if _size(own) and _write_dict(own, {})}
         starts = [0, *accumulate(self._sizes)]
-        if [*map(len, dicts)] == self._sizes and self._has_keys():
-            now = chain.from_iterable(map(dict.values, dicts))
-            changed = [*compress(count(), map(is_not, now, self.values))]
+        if [*map(_size, dicts)] == self._sizes and self._has_keys():
+            changed = [*compress(count(), map(is_not, self._values_now(), self.values))]
             place = 0
             for index in changed:
                 while starts[place + 1] <= index:
                     place += 1
                 own, key, value = dicts[place], self._keys[index], self.values[index]
-                if not (only_looks_on(value) or only_looks_on(own[key])):
+                if not (only_looks_on(value) or only_looks_on(dict.__getitem__(own, key))):
                     dict.__setitem__(own, key, value)
                     written.add(id(own))
             return written
@@ -88,6 +94,23 @@ class Dicts:
             if _write_dict(own, dict(zip(self._keys[start:end], self.values[start:end], strict=True))):
                 written.add(id(own))
         return written
+
+
+_size = cast("Callable[[Dict], int]", dict.__len__)
+_PLAIN = frozenset({dict})
+
+
+def _kind(own: Dict) -> type[Dict]:
+    # An OrderedDict keeps its order in a list of its own.
+    return cast("type[Dict]", OrderedDict if isinstance(own, OrderedDict) else dict)
+
+
+def _keys_of(own: Dict) -> Iterable[Any]:
+    return _kind(own).__iter__(own)
+
+
+def _values_of(own: Dict) -> Iterable[Any]:
+    return _kind(own).values(own)
 
 
 def _write_dict(own: Dict, before: Dict) -> bool:
@@ -100,13 +123,13 @@ def _write_dict(own: Dict, before: Dict) -> bool:
 
 
 def _refill_dict(own: Dict, before: Dict) -> None:
-    # An OrderedDict keeps its order in a list of its own.
-    kind = cast("type[Dict]", OrderedDict if isinstance(own, OrderedDict) else dict)
-    for key in own.keys() - before.keys():
-        kind.__delitem__(own, key)
-    if list(own) == list(before)[: len(own)]:
+    kind = _kind(own)
+    for key in [*_keys_of(own)]:
+        if key not in before:
+            kind.__delitem__(own, key)
+    if [*_keys_of(own)] == list(before)[: _size(own)]:
         for key, value in before.items():
-            if own.get(key, _ABSENT) is not value:
+            if dict.get(own, key, _ABSENT) is not value:
                 kind.__setitem__(own, key, value)
     else:
         kind.clear(own)
@@ -417,7 +440,7 @@ def is_same(own: object, before: object) -> bool:
     """Return whether a container holds the very objects that it held before, in the same places."""
     if isinstance(before, dict):
         a, b = cast("Dict", own), cast("Dict", before)
-        return len(a) == len(b) and not any(map(is_not, dict.values(a), dict.values(b))) and list(a) == list(b)
+        return _size(a) == len(b) and not any(map(is_not, _values_of(a), b.values())) and [*_keys_of(a)] == list(b)
     return _same(copied(own), before)
 
 

@@ -257,9 +257,8 @@ class Snapshot:
         self._then.with_values([other(one, shown) for one in self._then.values]).write()
         for own, now in ours:
             for key in _ours(own).keys() - now.keys():
-                del own[key]
-            if now:
-                own.update(now)
+                dict.__delitem__(own, key)
+            dict.update(own, now)  # some have an `update` that refuses
         for one, before in self._rest:
             one.write(with_others(before, shown))
         flags, hooks = self._leaves
@@ -460,7 +459,7 @@ def _differ(rest: list[tuple[Holder, Any]]) -> bool:
 
 def _ours(own: Dict) -> Dict:
     """Return the attributes that this package has put on a module."""
-    found = {key: own[key] for key in _PUT_ON if key in own}
+    found = {key: dict.__getitem__(own, key) for key in _PUT_ON if dict.__contains__(own, key)}
     return {key: one for key, one in found.items() if _module_of(one).startswith("torchremat.")}
 
 
