@@ -33,6 +33,7 @@ from torchremat.measuring.step import (
     loss_of,
     run_backward,
 )
+from torchremat.measuring.threads import OwnThread
 from torchremat.measuring.timeline import Change, Timeline, timeline_of
 from torchremat.measuring.tracker import StorageTracker
 from torchremat.measuring.untouched import gradient_leaves, untouched
@@ -259,10 +260,11 @@ class _Phase:
 def run_counted(subject: Subject, device: torch.device, *, lines: bool = False) -> Counted:
     """Run the step under the storage tracker and the flop counter; with `lines` operators are noted as well."""
     phase, tracker, changes = _Phase(), StorageTracker(device), list[Change]()
-    counter = FlopCounter(phase.is_recomputing)
+    counter, own = FlopCounter(phase.is_recomputing), OwnThread()
     noting = OperatorLines(lambda: tracker.events, phase.is_recomputing)
 
     def changed(module: str) -> None:
+        own.note(module)
         changes.append(Change(position=tracker.events, module=module))
 
     with subject.untouched():
@@ -283,6 +285,7 @@ def run_counted(subject: Subject, device: torch.device, *, lines: bool = False) 
                 backward_at=backward_at,
                 changes=changes,
             )
+    own.check(device)
     return Counted(
         before=before,
         peak_bytes=tracker.peak_bytes,
@@ -297,14 +300,21 @@ def run_counted(subject: Subject, device: torch.device, *, lines: bool = False) 
 
 def run_traced(subject: Subject, device: torch.device, *, before_bytes: int) -> Traced:
     """Run the step under the allocator's events; `before_bytes` are added to those of the timeline."""
+    own = OwnThread()
+
+    def changed(module: str) -> None:
+        own.note(module)
+        recorder.mark(module)
+
     with subject.untouched():
-        with record_allocations(device) as recorder, module_stack(subject.models, recorder.mark):
+        with record_allocations(device) as recorder, module_stack(subject.models, changed):
             start = recorder.mark("start")
             loss = subject.forward()
             forward_end = recorder.mark("end of forward")
             run_backward(loss)
         trace = recorder.trace
         del loss
+    own.check(device)
     changes = [
         Change(position=mark.position, module=mark.label)
         for mark in sorted(trace.marks, key=lambda mark: mark.position)

@@ -33,6 +33,7 @@ from torchremat.errors import StepError, UnsupportedError
 from torchremat.measuring.flops import FlopCounter
 from torchremat.measuring.modules import has_compiled
 from torchremat.measuring.step import loss_of
+from torchremat.measuring.threads import OwnThread, check_here
 from torchremat.measuring.traces import AllocationTrace, Recorder
 from torchremat.measuring.tracker import address_of
 from torchremat.measuring.untouched import untouched
@@ -53,6 +54,7 @@ Step = Callable[[nn.Module], object]
 class _Tracer:
     def __init__(self, model: nn.Module, flops: FlopCounter, log: OperatorLog) -> None:
         self.hook: object = None  # of the traced forward, for what it saves
+        self.thread = OwnThread()
         self.flops = flops
         self.log = log
         self.calls: list[Call] = []
@@ -148,6 +150,7 @@ class _Tracer:
         args: tuple[object, ...],
         kwargs: dict[str, object],
     ) -> object:
+        check_here(self.thread, named(name))
         check_transform_around(named(name))
         hooks = top_saved_tensor_hooks(True)
         if hooks is None or hooks[0] is not self.hook:
