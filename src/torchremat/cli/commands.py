@@ -233,9 +233,7 @@ def fit_command(
         _check_files(out, plot=plot)
         asked = _Asked(budget_of(budget), margin_of(number_of(margin)))
         own, planner = _planner(target, device, progress, asked, cost=cost, operators=operators, store=store)
-        found = fit_with(
-            planner, own.model, own.step, budget=asked.budget, optimizer=own.optimizer, margin=asked.margin_bytes
-        )
+        found = fit_with(planner, own.model, budget=asked.budget, margin=asked.margin_bytes)
         text = str(found)  # works the certificate out
     with _working("verifying"):
         report = verify(own.model, own.step, optimizer=own.optimizer, device=place_of(device))

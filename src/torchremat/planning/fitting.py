@@ -78,17 +78,15 @@ def fit(
         allow_lossy=allow_lossy,
         progress=progress,
     )
-    fit_with(planner, model, step, budget=budget, optimizer=optimizer, margin=margin)
+    fit_with(planner, model, budget=budget, margin=margin)
     return model
 
 
 def fit_with(
     planner: Planner,
     model: nn.Module,
-    step: Step,
     *,
     budget: int | str,
-    optimizer: torch.optim.Optimizer | None = None,
     margin: int | str = 0,
 ) -> Plan:
     """Apply a plan of a planner that is there already, see `fit`, and return it."""
