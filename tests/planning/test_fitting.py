@@ -69,7 +69,7 @@ def test_a_measured_peak_above_the_budget_tightens_the_plan(monkeypatch):
     extra = budget - loose.step_peak_bytes + 200_000
     attempts = measured_with(monkeypatch, lambda attempt: extra)
 
-    fitted = fit_with(planner, model, step, budget=budget)
+    fitted = fit_with(planner, model, budget=budget)
 
     made = fitted.plan
     assert len(attempts) >= 2
@@ -96,7 +96,7 @@ def test_a_peak_that_stays_above_is_an_error_after_three_more(monkeypatch):
     monkeypatch.setattr(fitting, "run_traced", run)
 
     with pytest.raises(BudgetError, match=r"after 4 plans for .* the measured peak is still .* Give a larger budget"):
-        fit_with(planner, model, step, budget=budget)
+        fit_with(planner, model, budget=budget)
 
     assert len(attempts) == 4
     assert before.changes(fingerprint(model)) == []
@@ -110,7 +110,7 @@ def test_no_room_to_tighten_is_an_error_that_counts_what_is_set_aside(monkeypatc
     measured_with(monkeypatch, lambda attempt: 100_000)
 
     with pytest.raises(BudgetError, match="are set aside"):
-        fit_with(planner, model, step, budget=budget)
+        fit_with(planner, model, budget=budget)
 
     assert before.changes(fingerprint(model)) == []
 
