@@ -321,7 +321,7 @@ def test_what_nobody_could_copy_is_told_by_name():
         measure(model, step)
 
 
-@pytest.mark.parametrize("call", CALLS.keys() - FORWARDS)
+@pytest.mark.parametrize("call", sorted(CALLS.keys() - FORWARDS))
 def test_an_iterator_that_ends_is_named(call):
     loader = iter([BATCH])
 
@@ -329,7 +329,7 @@ def test_an_iterator_that_ends_is_named(call):
         CALLS[call](net(), lambda model: loss_of(model, next(loader)))
 
 
-@pytest.mark.parametrize("call", CALLS.keys() - FORWARDS)
+@pytest.mark.parametrize("call", sorted(CALLS.keys() - FORWARDS))
 def test_what_is_used_up_out_of_reach_is_told(call):
     places = deque(range(1))
 
