@@ -10,12 +10,16 @@ from planning.kinds import KINDS, Loop, block, inputs, linear, square
 from planning.steps import differences, outcome, recomputed_flops
 from torchremat import Planner, plan
 from torchremat.errors import StepError
+from torchremat.measuring.runs import subject_of
 from torchremat.planning.profiles.grain import find_units
 from torchremat.planning.profiles.tracing import trace
 
 
 def units_of(model, step):
-    found = find_units(trace(model, step))
+    subject = subject_of(step, model, None)
+    with subject.untouched(looks=True):  # what it writes to is known from then on
+        subject.forward()
+    found = find_units(trace(model, step, aside=subject.untouched))
     return " ".join(
         f"{unit.name.replace(' ', '')}{'<' + ','.join(str(unit_) for _, unit_ in unit.links) if unit.links else ''}"
         for unit in found.units

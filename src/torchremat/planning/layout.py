@@ -14,7 +14,7 @@ from torchremat.measuring.modules import visible_modules
 from torchremat.planning.conditions import Conditions
 from torchremat.planning.inputs import InputSizes
 from torchremat.planning.profiles.units import Units
-from torchremat.planning.scopes import PlannedScope
+from torchremat.planning.scopes import PlannedScope, is_part_of
 from torchremat.policies.ordinals import save_ordinals
 from torchremat.regions.decisions import Policy
 from torchremat.regions.journeys import Itinerary, Stop, Trip
@@ -58,6 +58,7 @@ class Calls:
         roots: The names of the roots.
         opened: The calls that units lie in.
         met: The names of all modules that were called; none in plans that are older than this.
+        vary: Whether values may decide which calls are made, as in mixtures of experts.
     """
 
     units: tuple[tuple[PlannedCall, ...], ...]
@@ -65,6 +66,7 @@ class Calls:
     roots: tuple[str, ...]
     opened: tuple[PlannedCall, ...] = ()
     met: frozenset[str] = frozenset()
+    vary: bool = False
 
 
 def calls_of(units: Units) -> Calls:
@@ -83,6 +85,7 @@ def calls_of(units: Units) -> Calls:
         roots=tuple(dict.fromkeys(trace.calls[root].name for root in units.roots)),
         opened=tuple(planned(call, key) for call, key in units.opened if key[0] in whole),
         met=frozenset(call.name for call in trace.calls),
+        vary=trace.operators.is_sized_by_values,
     )
 
 
@@ -96,11 +99,6 @@ def unmet_modules(model: nn.Module, calls: Calls) -> dict[str, str]:
         if can_be_wrapped(module):  # lists of modules are not called, and what is in them may be
             found[name] = root
     return found
-
-
-def is_part_of(name: str, owner: str) -> bool:
-    """Return whether a module is in another one, or that one, by their names."""
-    return f"{name}.".startswith(f"{owner}." if owner else "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,6 +233,7 @@ def install(
                     itinerary=itinerary,
                     conditions=(conditions or {}).get(name),
                     unmet=frozenset(one for one, root in watched.items() if root == name),
+                    calls_vary=calls.vary,
                 )
             )
             set_forward(module, name, own, scope, called_attribute(module), applied)

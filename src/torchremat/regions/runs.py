@@ -78,12 +78,14 @@ class Scope:
         settings: How the regions behave.
         itinerary: What moves into stores and back, at the calls that have a stop.
         unmet: The names of modules of which no call was expected.
+        calls_vary: Whether other calls than those expected are no surprise.
     """
 
     choices: Mapping[tuple[str, int], Choice]
     settings: Settings
     itinerary: Itinerary | None = field(default=None, kw_only=True)
     unmet: frozenset[str] = field(default=frozenset(), kw_only=True)
+    calls_vary: bool = field(default=False, kw_only=True)
     names: frozenset[str] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -130,7 +132,8 @@ class _Opened:
                 else f"`{name}` was called {count + 1} times in one forward, more often than planned for; the "
                 "additional calls are recomputed one by one. Plan again if the model has changed."
             )
-            warn(said, OrderWarning)
+            if not (self.scope.calls_vary and name in self.scope.unmet):
+                warn(said, OrderWarning)
             found = Choice((Place(1, name),))
         return _PLAINLY if self.is_overruled() else found
 
