@@ -1,5 +1,7 @@
 """The flat order of calls that a plan chooses among: which calls are units, and which of their inputs are links."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -7,19 +9,15 @@ from torch import nn
 import models
 import zoo
 from planning.kinds import KINDS, Loop, block, inputs, linear, square
-from planning.steps import differences, outcome, recomputed_flops
+from planning.steps import differences, known_subject, outcome, recomputed_flops
 from torchremat import Planner, plan
 from torchremat.errors import StepError
-from torchremat.measuring.runs import subject_of
 from torchremat.planning.profiles.grain import find_units
 from torchremat.planning.profiles.tracing import trace
 
 
 def units_of(model, step):
-    subject = subject_of(step, model, None)
-    with subject.untouched(looks=True):  # what it writes to is known from then on
-        subject.forward()
-    found = find_units(trace(model, step, aside=subject.untouched))
+    found = find_units(trace(model, step, aside=known_subject(step, model).untouched))
     return " ".join(
         f"{unit.name.replace(' ', '')}{'<' + ','.join(str(unit_) for _, unit_ in unit.links) if unit.links else ''}"
         for unit in found.units
@@ -217,7 +215,7 @@ def test_a_call_whose_parameters_are_written_is_no_unit(model, step, expected):
     assert units_of(model, step) == expected
 
     planner = Planner(model, step, cost="flops", operators=False)
-    plain = outcome(model, step)
+    plain = outcome(copy.deepcopy(model), step)  # the step writes to its weights
     planner.plan(planner.floor_bytes).apply(model)
 
     assert differences(outcome(model, step), plain) == []
