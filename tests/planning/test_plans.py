@@ -377,6 +377,27 @@ def test_a_larger_input_warns_once_and_is_exact():
     assert differences(smaller, outcome(plain, lambda m: square(m(inputs(100, 64))))) == []
 
 
+class Scaled(nn.Module):
+    """Divides by a number that a trainer may give as a tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(3)))
+
+    def forward(self, x, count=None):
+        return self.layers(x).square().sum() / (1 if count is None else count)
+
+
+def test_a_number_in_a_tensor_is_no_larger_input():
+    model, x = Scaled(), torch.ones(8, 16)
+    plan(model, lambda model: model(x), budget="min", cost="flops").apply(model)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(x, torch.tensor(8)).backward()
+
+
+
 def test_more_calls_than_planned_warn_and_are_exact():
     model, step = planned_loop()
     plain, _ = KINDS["loop"]()

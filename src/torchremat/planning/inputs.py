@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+
+from torch import Tensor
 
 from torchremat.tensors.structure import tensors_in
 
@@ -18,10 +21,15 @@ class InputSizes:
         planned = self.elements.get(name)
         if planned is None:
             return None
-        found = sum(tensor.numel() for tensor in tensors_in(args))
+        found = elements_in(tensors_in(args))
         if found <= planned:
             return None
         return (
             f"`{name or 'the model'}` is called with {found} input elements, the plan was made for {planned}; its "
             "budget holds for those shapes only. Plan again with the largest batch."
         )
+
+
+def elements_in(tensors: Iterable[Tensor]) -> int:
+    """Return how many elements tensors have, without those that are numbers: nothing has their size."""
+    return sum(tensor.numel() for tensor in tensors if tensor.dim())

@@ -38,6 +38,7 @@ from torchremat.measuring.traces import AllocationTrace, Recorder
 from torchremat.measuring.tracker import address_of
 from torchremat.measuring.untouched import untouched
 from torchremat.planning.conditions import conditions_of
+from torchremat.planning.inputs import elements_in
 from torchremat.planning.profiles.dropping import never, nothing_kept
 from torchremat.planning.profiles.interception import intercepted
 from torchremat.planning.profiles.operators import OperatorLog
@@ -182,7 +183,7 @@ class _Tracer:
             entered=self.time,
             flops=self.flops.total,
             grad=torch.is_grad_enabled(),
-            input_elements=sum(tensor.numel() for tensor in tensors),
+            input_elements=elements_in(tensors),
             conditions=None if self.open else conditions_of(module),
             signature=_signature(module, tensors),
         )
