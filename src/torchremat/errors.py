@@ -130,7 +130,7 @@ class WrapError(TorchrematError, ValueError):
 
 
 class BudgetWarning(UserWarning):
-    """A step above its budget, where that was asked to be a warning and no error."""
+    """A step above its budget, where that was asked to be a warning, or where it was seen when it was over."""
 
 
 class DeprecatedWarning(FutureWarning):

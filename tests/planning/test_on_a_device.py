@@ -1,6 +1,7 @@
 """Plans on a CUDA device: the sum of what was asked for, of what is resident, and of the allocator's slack."""
 
 import gc
+import warnings
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch import nn
 import llama
 import torchremat
 from models import gpt_step, resnet_step, unet_step
-from torchremat import Host, UnsupportedError
+from torchremat import BudgetWarning, Host, UnsupportedError
 from torchremat.planning.planner import Planner
 
 pytestmark = pytest.mark.gpu
@@ -183,6 +184,27 @@ def test_what_is_offloaded_is_free_after_the_forward():
         del loss
     assert stored > 100 * 2**20
     assert flying <= max(stored // 8, 6000 * 512 * 4)
+
+
+def test_a_step_above_the_budget_is_told_when_the_next_begins():
+    model, step = made("gpt")
+    plan = torchremat.plan(model, step, budget="min", cost="flops")
+    plan.apply(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            step(model).backward()
+            torchremat.verify(model, step)  # whose plain step is above the budget, and nobody's
+
+    held = torch.ones(plan.budget_bytes // 4, device=CUDA)
+    step(model).backward()
+    del held
+    with pytest.warns(BudgetWarning, match=r"since the forward before, cuda:0 has given out up to .* above the budget"):
+        step(model).backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(model).backward()
+    plan.remove(model)
 
 
 def test_a_users_own_history_is_not_ended():

@@ -397,7 +397,6 @@ def test_a_number_in_a_tensor_is_no_larger_input():
         model(x, torch.tensor(8)).backward()
 
 
-
 def test_more_calls_than_planned_warn_and_are_exact():
     model, step = planned_loop()
     plain, _ = KINDS["loop"]()

@@ -28,6 +28,7 @@ from torchremat.planning.layout import (
     uninstall,
     unmet_modules,
 )
+from torchremat.planning.overruns import overruns_on
 from torchremat.planning.plan_page import page_of, phase_of, steps_of
 from torchremat.planning.printing import text_of
 from torchremat.planning.profiles.weighing import check_stores
@@ -220,6 +221,7 @@ class Plan:
             # Stores are measured where they are, while the seconds of recomputes may be those of a device elsewhere.
             slowdown=self.slowdown if self.stored else None,
             unmet=unmet_modules(model, self.calls),
+            overruns=overruns_on(model, budget_bytes=self.budget_bytes, peak_bytes=self.peak_bytes),
         )
 
     def _check_count(self, given: tuple[Store, ...]) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 from torchremat.errors import OrderWarning, PlanWarning, ShapeWarning, warn
 from torchremat.planning.conditions import Conditions, conditions_of
 from torchremat.planning.inputs import InputSizes
+from torchremat.planning.overruns import Overruns
 from torchremat.regions.calls import Body
 from torchremat.regions.rehearsals import is_rehearsing
 from torchremat.regions.runs import Scope
@@ -33,6 +34,7 @@ class PlannedScope(Scope):
     conditions: Conditions | None = None
     # What the first step was compared with. See NOTE [ The first step under a plan ]
     seen: list[object] = field(default_factory=list[object])
+    overruns: Overruns | None = None
 
     def run(self, body: Body, /, *args: object, **kwargs: object) -> object:
         """Run `body` with the scope open."""
@@ -45,7 +47,11 @@ class PlannedScope(Scope):
 
     def begun(self, module: nn.Module) -> None:
         """Compare, in the first step, how the call finds things with how the one that was planned did."""
-        if self.seen or self.conditions is None or is_rehearsing():
+        if is_rehearsing():
+            return
+        if self.overruns is not None:
+            self.overruns.look()
+        if self.seen or self.conditions is None:
             return
         now = conditions_of(module)
         self.seen.append(now)
