@@ -67,7 +67,7 @@ from torchremat.stores.statistics import StoreStatistics
 from torchremat.stores.tiers import Tiers
 from torchremat.tensors.tensor import SavedTensor
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Adaptive",
