@@ -367,6 +367,7 @@ WAYS = [wrapped_root, wrapped_blocks, planned]
 # arguments but 3 were given".
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.filterwarnings("ignore:.*made under other conditions. autocast:torchremat.PlanWarning")  # planned before
 def test_a_model_that_accelerate_prepares_and_unwraps(way, order):
     model, plain = Net(), prepare(Net())
     model = prepare(way(model)) if order == "before" else way(prepare(model))
@@ -391,8 +392,10 @@ def test_a_model_that_accelerate_prepares_and_unwraps(way, order):
 # The real one, where it is installed: what is imitated above is what it does.
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.filterwarnings("ignore:.*made under other conditions. autocast:torchremat.PlanWarning")  # planned before
 def test_accelerate_itself(way, order):
     accelerate = pytest.importorskip("accelerate")
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)  # there is one for all of a process
     accelerator = accelerate.Accelerator(mixed_precision="bf16", cpu=True)
     model, plain = Net(), accelerator.prepare(Net())
     model = accelerator.prepare(way(model)) if order == "before" else way(accelerator.prepare(model))

@@ -33,7 +33,7 @@ class Dicts:
         values: All of their values, one dict after the other.
     """
 
-    __slots__ = ("_dicts", "_empty", "_is_plain", "_keys", "_sizes", "values")
+    __slots__ = ("_dicts", "_empty", "_keys", "_keys_of", "_sizes", "_values_of", "values")
 
     def __init__(self, dicts: list[Dict]) -> None:
         # Most tables of modules, of hooks above all, are empty, which is the least to find out. Asked by the method of
@@ -41,15 +41,12 @@ class Dicts:
         self._empty = [*filterfalse(_size, dicts)]
         self._dicts = dicts = [*filter(_size, dicts)]
         self._sizes = [*map(_size, dicts)]
-        self._is_plain = _PLAIN.issuperset(map(type, dicts))
-        self._keys: list[Any] = [*self._keys_now()]
-        self.values: list[Any] = [*self._values_now()]
-
-    def _keys_now(self) -> Iterable[Any]:
-        return chain.from_iterable(self._dicts if self._is_plain else map(_keys_of, self._dicts))
-
-    def _values_now(self) -> Iterable[Any]:
-        return chain.from_iterable(map(dict.values if self._is_plain else _values_of, self._dicts))
+        # Functions of C, as this runs for each call of each region; those of subclasses that keep an order are ours.
+        is_plain = _PLAIN.issuperset(map(type, dicts))
+        self._keys_of: Callable[[Dict], Iterable[Any]] = dict.__iter__ if is_plain else _keys_of
+        self._values_of: Callable[[Dict], Iterable[Any]] = dict.values if is_plain else _values_of
+        self._keys: list[Any] = [*chain.from_iterable(map(self._keys_of, dicts))]
+        self.values: list[Any] = [*chain.from_iterable(map(self._values_of, dicts))]
 
     def with_values(self, values: list[Any]) -> Dicts:
         """Return the same with other values in the places of these."""
@@ -62,14 +59,14 @@ class Dicts:
         return (
             not any(map(_size, self._empty))
             and [*map(_size, self._dicts)] == self._sizes
-            and not any(map(is_not, self._values_now(), self.values))
+            and not any(map(is_not, chain.from_iterable(map(self._values_of, self._dicts)), self.values))
             and self._has_keys()
         )
 
     def _has_keys(self) -> bool:
         try:
             # A list compares by identity first, and only where that differs as a dict does.
-            return [*self._keys_now()] == self._keys
+            return [*chain.from_iterable(map(self._keys_of, self._dicts))] == self._keys
         except Exception:  # noqa: BLE001 - of keys that compare their values, as tensors do
             return False
 
@@ -79,7 +76,9 @@ class Dicts:
         written = {id(own) for own in self._empty if _size(own) and _write_dict(own, {})}
         starts = [0, *accumulate(self._sizes)]
         if [*map(_size, dicts)] == self._sizes and self._has_keys():
-            changed = [*compress(count(), map(is_not, self._values_now(), self.values))]
+            changed = [
+                *compress(count(), map(is_not, chain.from_iterable(map(self._values_of, self._dicts)), self.values))
+            ]
             place = 0
             for index in changed:
                 while starts[place + 1] <= index:

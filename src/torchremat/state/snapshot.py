@@ -96,6 +96,7 @@ class Snapshot:
         "_flags",
         "_graphed",
         "_guarded",
+        "_leaf_hooks",
         "_leaves",
         "_own",
         "_rest",
@@ -129,8 +130,9 @@ class Snapshot:
         own = [cast("Guarded", one) for one in guard if looks_after_itself(one)] if guard else []
         self._guarded = [(one, one.snapshot()) for one in own]
         self._graphed: dict[int, _Graphed] = {}
-        leaves = [] if backs_up else [one for one in world.tensors if one.is_leaf]
-        self._leaves = [(one, one.requires_grad) for one in leaves], _hooks_of(leaves)
+        leaves = [] if backs_up else [*filter(_is_leaf, world.tensors)]
+        self._leaves = tuple((one, one.requires_grad) for one in leaves) if leaves else ()
+        self._leaf_hooks = _hooks_of(leaves) if leaves else None
         self._backups = Backups(world) if backs_up and (world.state or world.loose or world.named) else None
         if world.modules:
             listen_to_optimizers()  # See NOTE [ Optimizers that bump no version ]
@@ -261,11 +263,10 @@ class Snapshot:
             dict.update(own, now)  # some have an `update` that refuses
         for one, before in self._rest:
             one.write(with_others(before, shown))
-        flags, hooks = self._leaves
-        for one, flag in flags:
+        for one, flag in self._leaves:
             if one.requires_grad is not flag and one.is_leaf:
                 one.requires_grad_(flag)
-        _put_hooks_back([one for one, _ in flags], hooks)
+        _put_hooks_back([one for one, _ in self._leaves], self._leaf_hooks)
         for one, before in self._guarded:
             one.restore(before)
 
