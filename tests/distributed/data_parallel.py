@@ -7,9 +7,9 @@ from torch.nn.parallel import DistributedDataParallel
 from distributed.comparing import compare, held
 from distributed.models import looped, net, partly_frozen, siamese, some, tied
 from torchremat import checkpoint, wrap
+from torchremat.regions.patches import set_forward
 from torchremat.regions.runs import Choice, Place, Scope
 from torchremat.regions.settings import Settings
-from torchremat.regions.wrapping import set_forward
 
 parallel = DistributedDataParallel
 

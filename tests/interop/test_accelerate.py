@@ -7,7 +7,7 @@ from accelerate.state import AcceleratorState, GradientState
 
 import torchremat
 from interop.trainers import layers
-from torchremat.regions.wrapping import forward_under
+from torchremat.regions.patches import forward_under
 
 prepare = torchremat.interop.accelerate.prepare
 

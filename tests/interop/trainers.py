@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from torchremat.regions.wrapping import forward_under
+from torchremat.regions.patches import forward_under
 
 LOGGED = {"memory_budget_bytes", "memory_predicted_bytes", "memory_measured_bytes", "memory_slowdown"}
 

@@ -8,7 +8,7 @@ from compiled import MARKS, Block, fresh, graph_breaks, graphs
 from torchremat import Planner, plan, verify, wrap
 from torchremat.errors import BudgetError, UnsupportedError, WrapError
 from torchremat.measuring.modules import has_compiled
-from torchremat.regions.wrapping import is_wrapped
+from torchremat.regions.patches import is_wrapped
 
 pytestmark = MARKS
 

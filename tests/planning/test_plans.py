@@ -19,7 +19,7 @@ from planning.kinds import KINDS, Loop, block, inputs, linear, square
 from planning.steps import differences, each, fingerprint, keep_all, outcome, recomputed_flops
 from torchremat import OrderWarning, PlanError, Planner, ShapeWarning, UnsupportedError, WrapError, plan, unwrap, wrap
 from torchremat.planning.printing import described
-from torchremat.regions.wrapping import is_wrapped
+from torchremat.regions.patches import is_wrapped
 from torchremat.schedules.chain import Keep, Region
 
 

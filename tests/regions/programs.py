@@ -29,9 +29,9 @@ from regions.comparing import Twice
 from torchremat.interop.torch_checkpoint import checkpoint as drop_in
 from torchremat.interop.torch_checkpoint import create_selective_checkpoint_contexts
 from torchremat.policies import everything_saved, nothing_saved, save_matmuls, save_operators, save_smaller_than
+from torchremat.regions.patches import set_forward
 from torchremat.regions.runs import Choice, Place, Scope
 from torchremat.regions.settings import Settings
-from torchremat.regions.wrapping import set_forward
 
 # ------------------------------------------------------------------------------------------------------- operations
 

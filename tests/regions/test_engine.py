@@ -12,10 +12,10 @@ from torch import nn
 
 import torchremat
 from logs import Count, Log
+from torchremat.regions.patches import set_forward
 from torchremat.regions.region import Region
 from torchremat.regions.runs import Choice, Place, Scope
 from torchremat.regions.settings import Settings
-from torchremat.regions.wrapping import set_forward
 
 
 class Block(nn.Module):

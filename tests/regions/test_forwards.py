@@ -13,7 +13,7 @@ from torch import nn
 from logs import Log
 from regions.comparing import equal, result
 from torchremat import UnsupportedError, WrapError, checkpoint, plan, unwrap, wrap
-from torchremat.regions.wrapping import is_wrapped
+from torchremat.regions.patches import is_wrapped
 
 ignores_jit = pytest.mark.filterwarnings("ignore:`torch.jit.*is deprecated")
 

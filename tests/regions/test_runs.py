@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from logs import Count, Hidden
 from regions.comparing import equal, live_regions, result
 from torchremat import CheckpointError, MutationError, OrderWarning, checkpoint, wrap
+from torchremat.regions.patches import set_forward
 from torchremat.regions.runs import Choice, Place, Scope
 from torchremat.regions.settings import Settings
-from torchremat.regions.wrapping import set_forward
 
 
 class Block(nn.Module):

@@ -14,7 +14,8 @@ from logs import Log
 from regions.comparing import Counted, equal, live_regions, result
 from regions.distributed import Block, net, train
 from torchremat import UnsupportedError, WrapError, unwrap, wrap
-from torchremat.regions.wrapping import is_wrapped, matching
+from torchremat.regions.patches import is_wrapped
+from torchremat.regions.wrapping import matching
 
 
 def trains_as_plain(wrapped, plain):

@@ -49,7 +49,7 @@ def _nested(function, *args, **kwargs):
 def _wrapped(function, *args, **kwargs):
     if not isinstance(function, nn.Module):
         return torchremat.checkpoint(function, *args, **kwargs)
-    if not isinstance(function.__dict__.get("forward"), torchremat.regions.wrapping.WrappedForward):
+    if not isinstance(function.__dict__.get("forward"), torchremat.regions.forwards.WrappedForward):
         torchremat.wrap(function, "")
         wrapped_modules.append(weakref.ref(function))
     return function(*args, **kwargs)

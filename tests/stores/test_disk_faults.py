@@ -18,7 +18,7 @@ import torch
 from stores.conformance import filled, same
 from stores.faults import Calls, broken, descriptors, no_space, threads, workers
 from torchremat import Disk, Host, MutationError, StoreError, StoreWarning, Tiers
-from torchremat.stores import spool
+from torchremat.stores import patience
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     made = Clock()
-    monkeypatch.setattr(spool, "time", made)
+    monkeypatch.setattr(patience, "time", made)
     return made
 
 

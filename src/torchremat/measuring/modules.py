@@ -21,7 +21,7 @@ from torch import nn
 from torchremat._compat.compiled_code import is_compiled, is_compiled_in_place
 from torchremat.ambient.surroundings import only_watches
 from torchremat.measuring.tracker import tensors_in
-from torchremat.regions.wrapping import is_generator
+from torchremat.regions.patches import is_generator
 
 OUTSIDE = ""
 _NODE_KEY = "torchremat.module"

@@ -39,7 +39,7 @@ from torchremat.measuring.bindings import set_version
 from torchremat.measuring.interrupts import uninterrupted
 from torchremat.measuring.optimizers import parameters_of, refusing_steps
 from torchremat.measuring.writes import Known, Writes, same_bytes
-from torchremat.state.contents import MUTABLE, copied, make
+from torchremat.state.containers import MUTABLE, copied, make
 from torchremat.state.snapshot import Snapshot
 from torchremat.state.world import World
 

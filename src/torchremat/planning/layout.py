@@ -19,9 +19,7 @@ from torchremat.planning.scopes import PlannedScope, is_part_of
 from torchremat.policies.ordinals import save_ordinals
 from torchremat.regions.decisions import Policy
 from torchremat.regions.journeys import Itinerary, Stop, Trip
-from torchremat.regions.runs import Choice, Place
-from torchremat.regions.settings import Settings
-from torchremat.regions.wrapping import (
+from torchremat.regions.patches import (
     called_attribute,
     can_be_wrapped,
     check_uncovered,
@@ -31,6 +29,8 @@ from torchremat.regions.wrapping import (
     set_forward,
     wrapped_forward,
 )
+from torchremat.regions.runs import Choice, Place
+from torchremat.regions.settings import Settings
 from torchremat.schedules.chain import Keep, Region, Tree
 
 

@@ -23,7 +23,7 @@ from torchremat.planning.layout import applied_scopes, bare
 from torchremat.planning.profiles.optimizers import measure_optimizer
 from torchremat.planning.profiles.peers import peers_of
 from torchremat.planning.profiles.tracing import Step
-from torchremat.regions.wrapping import is_wrapped
+from torchremat.regions.patches import is_wrapped
 from torchremat.tensors.sizes import format_bytes
 
 _TIMED_RUNS = 3

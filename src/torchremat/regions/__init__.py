@@ -50,6 +50,8 @@ compiling.py    regions in compiled functions
 journeys.py     what calls have saved, on its way into stores and back
 runs.py         several calls as one region, regions inside regions
 functions.py    functions as regions
+forwards.py     the forward of a wrapped module
+patches.py      what wrapping puts on a module
 wrapping.py     modules as regions, by name
 reentrant.py    the reentrant region
 inside.py       what code that runs in a region can ask, and say

@@ -24,10 +24,13 @@ from torchremat.regions.inputs import Source
 from torchremat.regions.settings import Settings
 from torchremat.regions.threads import thread
 from torchremat.state.code import function_of, reads_of
-from torchremat.state.contents import Copies, contents_of
+from torchremat.state.containers import Copies
+from torchremat.state.exchange import Exchange
+from torchremat.state.guarded import looks_after_itself
+from torchremat.state.holders import contents_of
 from torchremat.state.naming import name_of
 from torchremat.state.reading import Reading, Watched, WrittenError
-from torchremat.state.snapshot import NOTHING, Exchange, Snapshot, looks_after_itself
+from torchremat.state.snapshot import NOTHING, Snapshot
 from torchremat.state.world import World, plain_cells
 from torchremat.tensors.metadata import version_of
 from torchremat.tensors.structure import join, split
@@ -284,7 +287,7 @@ class Restored:
                 self._enter(self._stack, call, is_here)
             world = call.world if call._cells is None else _of_cells(*call._cells)
             if world is not NOTHING:
-                self._exchange = world.exchange(without_gradients=without_gradients)
+                self._exchange = Exchange(world, without_gradients=without_gradients)
                 self.written = self._exchange.written or None
         except BaseException:
             self.close()

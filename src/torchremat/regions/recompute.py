@@ -20,7 +20,7 @@ from torchremat.regions.sessions import Session
 from torchremat.regions.slots import written_since
 from torchremat.regions.threads import Now, thread
 from torchremat.regions.values import ValueCheck
-from torchremat.state.contents import Copies
+from torchremat.state.containers import Copies
 from torchremat.state.reading import Watched, WrittenError
 from torchremat.tensors.held import ChangedError, holding
 from torchremat.tensors.metadata import Metadata, agree, metadata_of

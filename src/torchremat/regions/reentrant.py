@@ -23,7 +23,7 @@ from torchremat.errors import MutationError, UnsupportedError, warn
 from torchremat.regions.calls import Call
 from torchremat.regions.settings import Settings
 from torchremat.regions.threads import Now, thread
-from torchremat.state.contents import Copies
+from torchremat.state.containers import Copies
 from torchremat.state.reading import WrittenError
 from torchremat.tensors.metadata import version_of
 from torchremat.tensors.structure import join, place_of, split

@@ -11,7 +11,7 @@ from torch import Tensor
 from torchremat.errors import PolicyError, UnsupportedError
 from torchremat.regions.decisions import Decision, Policy, describe
 from torchremat.regions.traits import Traits
-from torchremat.state.snapshot import check_named
+from torchremat.state.guarded import check_named
 
 if TYPE_CHECKING:
     from torchremat.regions.region import Region

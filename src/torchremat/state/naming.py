@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from torchremat.state.code import class_code, is_library, reads_of
-from torchremat.state.contents import ClassData, Slots
+from torchremat.state.holders import ClassData, Slots
 from torchremat.state.watching import only_looks_on
 from torchremat.tensors.structure import Leaf
 

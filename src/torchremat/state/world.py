@@ -39,16 +39,7 @@ from torchremat._compat.sharding import has_fsdp, is_managed
 from torchremat.ambient.surroundings import WATCHES
 from torchremat.errors import UnsupportedError
 from torchremat.state.code import class_code, is_installed, is_library, is_library_class, permanent, reads_of
-from torchremat.state.contents import (
-    FOREIGN,
-    Bindings,
-    ClassData,
-    Container,
-    Foreign,
-    Holder,
-    Slots,
-    contents_of,
-)
+from torchremat.state.holders import FOREIGN, Bindings, ClassData, Container, Foreign, Holder, Slots, contents_of
 from torchremat.state.sharding import WatchedShard, watch
 from torchremat.tensors.parts import attributes_of, is_wrapper
 

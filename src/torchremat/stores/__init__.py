@@ -8,6 +8,7 @@ host.py        in memory of the host
   transfers.py   copies between a device and pinned memory
 disk.py        in a file without a name
   spool.py       tensors on their way there and back
+  patience.py    how long to wait for a disk on which nothing moves
   entries.py     one of them
   slab.py        the file
   extents.py     which bytes of it are free

@@ -16,7 +16,6 @@ read what the next one writes there; and if the disk brings back what was there 
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from queue import SimpleQueue
@@ -31,6 +30,7 @@ from torchremat.stores.contents import check_version, written_since
 from torchremat.stores.entries import Ahead, Entry, Outcome, State
 from torchremat.stores.extents import Extent
 from torchremat.stores.landing import goes_on_reading
+from torchremat.stores.patience import Patience
 from torchremat.stores.slab import Slab
 from torchremat.stores.statistics import Ledger
 from torchremat.tensors.held import version_of
@@ -83,7 +83,7 @@ class Spool:
         Raises:
             StoreError: The disk does not answer.
         """
-        patience = _Patience(self._timeout_s)
+        patience = Patience(self._timeout_s)
         with self._condition:
             while True:
                 self._settle()
@@ -276,7 +276,7 @@ class Spool:
                 return
             self._threads.append(thread)
 
-    def _wait(self, patience: _Patience) -> None:
+    def _wait(self, patience: Patience) -> None:
         """Wait for a change, for a short while; who calls looks again then."""
         if self._condition.wait(_LOOK_S):
             patience.moved(self._moves)
@@ -293,7 +293,7 @@ class Spool:
 
     def _wait_until(self, is_so: Callable[[], bool]) -> None:
         """Wait until something is so, which is asked under the lock; write what waits if no thread is left to."""
-        patience = _Patience(self._timeout_s)
+        patience = Patience(self._timeout_s)
         while True:
             with self._condition:
                 self._settle()
@@ -386,7 +386,7 @@ class Spool:
 
     def _await(self, ahead: Ahead) -> Tensor | None:
         """Return what is read ahead; None if it is to be read now."""
-        patience = _Patience(self._timeout_s)
+        patience = Patience(self._timeout_s)
         with self._condition:
             while not ahead.done:
                 if ahead.mover is None or not ahead.mover.is_alive():
@@ -395,25 +395,6 @@ class Spool:
                 self._wait(patience)
             tensor, ahead.tensor = ahead.tensor, None  # whose memory goes with the caller's last reference
         return tensor
-
-
-class _Patience:
-    """How long to wait while nothing moves."""
-
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
-        self._moves = -1
-        self._since_s = time.monotonic()
-
-    def moved(self, moves: int) -> None:
-        """Note how many moves there were."""
-        if moves != self._moves:
-            self._moves, self._since_s = moves, time.monotonic()
-
-    def is_over(self, moves: int) -> bool:
-        """Return whether nothing has moved for too long."""
-        self.moved(moves)
-        return time.monotonic() - self._since_s > self._timeout_s
 
 
 def _bytes(tensor: Tensor) -> NDArray[np.uint8]:

@@ -12,7 +12,7 @@ from torch import nn
 from planning.guarding.faults import Faults, batch, differing, guarded, normed, state
 from planning.steps import fingerprint
 from torchremat import BudgetError, GuardError, PlanError, Planner, StepError, UnsupportedError, guard, plan
-from torchremat.regions.wrapping import is_wrapped
+from torchremat.regions.patches import is_wrapped
 
 FIRST, SECOND = batch(), batch(seed=4)
 

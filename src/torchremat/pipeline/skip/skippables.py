@@ -17,7 +17,7 @@ from torch import nn
 from torchremat.errors import SkipError, SkippableError
 from torchremat.pipeline.skip.namespaces import Key, Namespace, words_of
 from torchremat.pipeline.skip.trackers import current_skip_tracker
-from torchremat.regions.wrapping import is_wrapped
+from torchremat.regions.patches import is_wrapped
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -28,7 +28,8 @@ from torchremat.measuring.interrupts import uninterrupted
 from torchremat.measuring.untouched import Buffers, RandomNumbers
 from torchremat.planning.guarding.gradients import Gradients
 from torchremat.planning.guarding.sources import OptimizerState
-from torchremat.state.snapshot import Snapshot, looks_after_itself
+from torchremat.state.guarded import looks_after_itself
+from torchremat.state.snapshot import Snapshot
 from torchremat.state.world import World
 from torchremat.tensors.copies import again
 from torchremat.tensors.metadata import version_of

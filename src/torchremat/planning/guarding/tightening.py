@@ -16,7 +16,7 @@ from torchremat.planning.layout import bare
 from torchremat.planning.planner import Planner
 from torchremat.planning.plans import Plan
 from torchremat.planning.searches.chains import Cost
-from torchremat.regions.wrapping import is_wrapped
+from torchremat.regions.patches import is_wrapped
 from torchremat.tensors.sizes import format_bytes
 
 # What a caching allocator cannot give away because it lies in pieces, as a share of what it had given away at failure.

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from torch import nn
 
 from torchremat.measuring.modules import visible_modules
-from torchremat.regions.wrapping import called_attribute, class_forward, is_replaceable
+from torchremat.regions.forwards import class_forward
+from torchremat.regions.patches import called_attribute, is_replaceable
 
 
 @contextmanager

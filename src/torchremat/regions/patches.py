@@ -1,0 +1,193 @@
+"""What wrapping puts on a module, and takes off again.
+
+A wrapped module has an instance attribute `forward`, a `WrappedForward`, and nothing else about it changes: its class,
+its parameters' names, its hooks and its `state_dict` are what they were, and hooks run outside of the region, once.
+
+    attribute of the module               value                       removed by
+    `forward`                             WrappedForward              `unwrap`
+    `_compiled_call_impl`                 the same, around a module   `unwrap`
+                                          that is compiled in place
+    `_replicate_for_data_parallel`        refuse_data_parallel        `unwrap`
+
+What `module.compile()` has made runs in the place of the call, and `forward` inside of it. A plan, which cannot be
+followed in there, goes around it; `wrap` goes inside, where a region is the compiler's.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from types import MethodType
+from typing import cast
+
+import torch
+from torch import nn
+
+from torchremat.errors import UnsupportedError, WrapError
+from torchremat.regions.forwards import FORWARD, UnboundForward, WrappedForward, class_forward, forward_of_class
+from torchremat.regions.runs import Scope
+from torchremat.regions.settings import Settings
+from torchremat.stores.offloading import Offload
+
+_COMPILED = "_compiled_call_impl"
+_REPLICATE = "_replicate_for_data_parallel"
+
+
+def refuse_data_parallel(*_: object) -> object:
+    """Raise: DataParallel copies a module's attributes, so its replicas would run the original's weights."""
+    raise UnsupportedError(
+        "torch.nn.DataParallel cannot replicate a model that torchremat has wrapped; use DistributedDataParallel, or "
+        "unwrap it first."
+    )
+
+
+def wrapped_forward(module: nn.Module) -> tuple[str, WrappedForward] | None:
+    """Return what `set_forward` has put on a module, and the attribute that it is; None if it has not."""
+    for attribute in (_COMPILED, FORWARD):
+        found = module.__dict__.get(attribute)
+        if isinstance(found, WrappedForward):
+            return attribute, found
+        # Bound anew, as accelerate leaves it when it has taken off its own.
+        if type(found) is MethodType and isinstance(found.__func__, UnboundForward) and found.__self__ is module:
+            return attribute, found.__func__.bound_to(module)
+    return None
+
+
+def forward_under(module: nn.Module) -> WrappedForward | None:
+    """Return what `set_forward` has put on a module, or the same under what another library has put around it since."""
+    on_top = wrapped_forward(module)
+    if on_top is not None:
+        return on_top[1]
+    found: object = module.__dict__.get(FORWARD)
+    seen: set[int] = set()
+    while found is not None and id(found) not in seen:
+        if isinstance(found, UnboundForward):
+            return found.forward
+        if isinstance(found, WrappedForward):
+            return found
+        seen.add(id(found))
+        found = getattr(found, "__wrapped__", None)
+    return None
+
+
+def is_wrapped(module: nn.Module) -> bool:
+    """Return whether the module's own forward is a region, though others may have put something around it since."""
+    return forward_under(module) is not None
+
+
+def called_attribute(module: nn.Module) -> str:
+    """Return the attribute that a call of a module runs: `forward`, or what `module.compile()` has made."""
+    return FORWARD if module.__dict__.get(_COMPILED) is None else _COMPILED
+
+
+def is_generator(module: nn.Module) -> bool:
+    """Return whether a call of the module only makes a generator, whose code runs later."""
+    forward = module.__dict__.get(FORWARD)
+    if forward is None:
+        forward = forward_of_class(module)
+        forward = getattr(forward, "__func__", forward)  # of a static or class method
+    called = vars(type(forward)).get("__call__")  # of an object
+    return inspect.isgeneratorfunction(forward) or inspect.isgeneratorfunction(called)
+
+
+def set_forward(
+    module: nn.Module,
+    name: str,
+    settings: Settings | Offload | None,
+    scope: Scope | None = None,
+    attribute: str = FORWARD,
+    owner: object = None,
+) -> None:
+    """Make the calls of one module regions or offloaded, as `settings` or the scope that is open says."""
+    check_replaceable(module, name)
+    own = cast("Callable[..., object] | None", module.__dict__.get(attribute))
+    # Not by `setattr`, which classes may have changed: what is to be there is an attribute of the instance.
+    module.__dict__[attribute] = WrappedForward(module, name, settings, scope, own, owner)
+    module.__dict__[_REPLICATE] = refuse_data_parallel
+
+
+def check_replaceable(module: nn.Module, name: str) -> None:
+    """Raise a WrapError that says why the forward of a module cannot be replaced, if it cannot."""
+    if is_wrapped(module):
+        raise WrapError(_is_wrapped_already(name, module))
+    words = f"`{name or type(module).__name__}`"
+    if isinstance(module, torch.jit.ScriptModule):
+        raise WrapError(
+            f"{words} is a ScriptModule, whose forward cannot be replaced. Wrap the module that calls it, or call it "
+            "by `torchremat.checkpoint`."
+        )
+    if is_generator(module):
+        raise WrapError(
+            f"{words}: its forward is a generator, whose code runs when the call has returned already. Wrap the module "
+            "that runs it, for one in @skippable the skippable module."
+        )
+    if not is_replaceable(module):
+        kind = type(forward_of_class(module)).__name__
+        raise WrapError(
+            f"{words}: its forward is a {kind} of the class {type(module).__name__}, which an attribute of the "
+            "instance cannot replace. Wrap the module that calls it, call it by `torchremat.checkpoint`, or make the "
+            "forward a method that calls what the property returns."
+        )
+    if forward_of_class(module) is _UNIMPLEMENTED and FORWARD not in module.__dict__ and _calls_otherwise(module):
+        raise WrapError(
+            f"{words}: the class {type(module).__name__} has a `__call__` and no forward, so nothing of it would be a "
+            "region. Rename its `__call__` to `forward`."
+        )
+
+
+def can_be_wrapped(module: nn.Module) -> bool:
+    """Return whether a module has a forward of its own that `set_forward` can replace."""
+    if forward_of_class(module) is _UNIMPLEMENTED and FORWARD not in module.__dict__:
+        return False
+    try:
+        check_replaceable(module, "")
+    except WrapError:
+        return False
+    return True
+
+
+def is_replaceable(module: nn.Module) -> bool:
+    """Return whether an attribute of a module is its forward; a property of its class is found before that."""
+    kind = type(forward_of_class(module))
+    is_data = hasattr(kind, "__set__") or hasattr(kind, "__delete__")
+    if not is_data and FORWARD not in module.__dict__:
+        # What keeps its value in the instance, as a cached property does, would find ours there and call it.
+        class_forward(module)
+    return not is_data
+
+
+_UNIMPLEMENTED = nn.Module.forward
+
+
+def _calls_otherwise(module: nn.Module) -> bool:
+    return type(module).__call__ is not nn.Module.__call__
+
+
+def restore_forward(module: nn.Module) -> None:
+    """Give one module back the forward that it had."""
+    found = wrapped_forward(module)
+    assert found is not None
+    attribute, wrapped = found
+    del module.__dict__[attribute]
+    module.__dict__.pop(_REPLICATE, None)
+    if wrapped.own is not None:
+        module.__dict__[attribute] = wrapped.own
+
+
+def check_uncovered(model: nn.Module) -> None:
+    """Raise a WrapError if others have put something around forwards that `set_forward` has put on a model."""
+    covered = [
+        f"`{name}`" if name else "the model"
+        for name, module in model.named_modules()
+        if wrapped_forward(module) is None and forward_under(module) is not None
+    ]
+    if covered:
+        raise WrapError(
+            f"since it was wrapped, another library has put something around the forward of {', '.join(covered[:3])}"
+            f"{', ...' if len(covered) > 3 else ''}, which would go on calling the region. Take that off first; for "
+            "accelerate by `accelerator.unwrap_model(model, keep_fp32_wrapper=False)`."
+        )
+
+
+def _is_wrapped_already(name: str, module: nn.Module) -> str:
+    return f"`{name or type(module).__name__}` is wrapped already; unwrap it or remove its plan first."

@@ -1,0 +1,149 @@
+"""Built-in containers: copied, compared by identity, and filled again."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping, Set
+from copy import copy
+from operator import is_not
+from typing import Any, cast
+
+Dict = dict[Any, Any]
+ABSENT = object()  # in the place of what a name or a cell does not have
+size_of = cast("Callable[[Dict], int]", dict.__len__)
+
+
+def _kind(own: Dict) -> type[Dict]:
+    # An OrderedDict keeps its order in a list of its own.
+    return cast("type[Dict]", OrderedDict if isinstance(own, OrderedDict) else dict)
+
+
+def keys_of(own: Dict) -> Iterable[Any]:
+    """Return the keys of a dict, whatever its class does instead."""
+    return _kind(own).__iter__(own)
+
+
+def values_of(own: Dict) -> Iterable[Any]:
+    """Return the values of a dict, whatever its class does instead."""
+    return _kind(own).values(own)
+
+
+def refill_dict(own: Dict, before: Dict) -> None:
+    """Let a dict hold what another one does, in the same order."""
+    kind = _kind(own)
+    for key in [*keys_of(own)]:
+        if key not in before:
+            kind.__delitem__(own, key)
+    if [*keys_of(own)] == list(before)[: size_of(own)]:
+        for key, value in before.items():
+            if dict.get(own, key, ABSENT) is not value:
+                kind.__setitem__(own, key, value)
+    else:
+        kind.clear(own)
+        kind.update(own, before)
+
+
+def holds_same(now: Any, before: Any) -> bool:
+    """Return whether two containers hold the very same objects, in the same places."""
+    if isinstance(before, dict):
+        return now.keys() == before.keys() and all(now[key] is one for key, one in cast("Dict", before).items())
+    if isinstance(before, (list, tuple, deque)):
+        return len(now) == len(cast("list[object]", before)) and not any(map(is_not, now, before))
+    return bool(now == before)
+
+
+MUTABLE = (list, dict, set, deque, bytearray)
+
+
+_BUILT_IN = {*MUTABLE, Counter, OrderedDict, defaultdict}
+
+
+def copied(own: object) -> object:
+    """Return a copy of the contents of a container, not of what it holds."""
+    # The methods of the built-in class: a subclass may have written its own, with effects.
+    for kind in MUTABLE:
+        if isinstance(own, kind):
+            return kind.copy(own)  # pyright: ignore[reportArgumentType]: it is of that kind
+    raise TypeError(type(own).__name__)
+
+
+def is_same(own: object, before: object) -> bool:
+    """Return whether a container holds the very objects that it held before, in the same places."""
+    if isinstance(before, dict):
+        a, b = cast("Dict", own), cast("Dict", before)
+        return size_of(a) == len(b) and not any(map(is_not, values_of(a), b.values())) and [*keys_of(a)] == list(b)
+    return holds_same(copied(own), before)
+
+
+def make(own: object, contents: object) -> None:
+    """Let a container hold `contents`; one that does is left alone."""
+    if not is_same(own, contents):
+        _refill(own, contents)
+
+
+def _refill(own: object, contents: object) -> None:
+    if isinstance(own, dict):
+        refill_dict(cast("Dict", own), cast("Dict", contents))
+    elif isinstance(own, set):
+        set.clear(cast("set[object]", own))
+        set.update(cast("set[object]", own), cast("set[object]", contents))
+    elif isinstance(own, list):
+        list.__setitem__(cast("list[object]", own), slice(None), cast("list[object]", contents))
+    elif isinstance(own, bytearray):
+        own[:] = cast("bytearray", contents)
+    elif isinstance(own, deque):
+        deque.clear(cast("deque[object]", own))
+        deque.extend(cast("deque[object]", own), cast("deque[object]", contents))
+
+
+def with_others(contents: object, others: Mapping[int, object]) -> object:
+    """Return contents with other objects in the places of some, by id, in tuples too; themselves if they have none."""
+    if isinstance(contents, dict):
+        items = cast("Dict", contents)
+        new = {key: other(value, others) for key, value in items.items()}
+        return contents if holds_same(new, items) else new
+    if type(contents) in (list, tuple, deque):
+        each = cast("list[object]", contents)
+        made = [other(one, others) for one in each]
+        return contents if not any(map(is_not, made, each)) else type(each)(made)
+    return contents
+
+
+def other(value: object, others: Mapping[int, object]) -> object:
+    """Return what stands in the place of one object, in tuples too."""
+    return with_others(value, others) if type(value) is tuple else others.get(id(value), value)
+
+
+class Copies(dict[int, tuple[object, object, object]]):
+    """Copies of built-in containers, with copies of those inside of them, each made once.
+
+    By the id of a container: itself, its copy, and what that held at first. Nobody else has the copies, so that other
+    threads may change the containers meanwhile.
+    """
+
+    __slots__ = ()
+
+    def of(self, value: object, but: Set[int] = frozenset()) -> object:
+        """Return the copy of a value; itself if it is no container, one of those in `but` by id, or a tuple of such."""
+        if type(value) is tuple:
+            each = cast("tuple[object, ...]", value)
+            made = tuple(self.of(one, but) for one in each)
+            return made if any(a is not b for a, b in zip(each, made, strict=True)) else value
+        if type(value) not in _BUILT_IN or id(value) in but:
+            return value
+        if id(value) not in self:
+            new = copy(value)
+            self[id(value)] = value, new, None  # before what is inside, which may hold it as well
+            if isinstance(new, dict):
+                for key, one in cast("Dict", new).items():
+                    new[key] = self.of(one, but)
+            elif isinstance(new, list | deque):
+                for place, one in enumerate(cast("list[object]", new)):
+                    new[place] = self.of(one, but)
+            self[id(value)] = value, new, copied(new)
+        return self[id(value)][1]
+
+    def put_back(self) -> None:
+        """Let the copies hold what they held when they were made."""
+        for _, own, before in self.values():
+            make(own, before)

@@ -1,0 +1,204 @@
+"""A snapshot shown to a recompute in the place of today's world."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
+from threading import get_ident
+from typing import Any
+
+from torch import Tensor
+
+from torchremat.ambient.locks import EXCHANGING
+from torchremat.state.containers import other, with_others
+from torchremat.state.dicts import Dicts
+from torchremat.state.holders import Holder
+from torchremat.state.leaves import copied_hooks, flags_of, put_hooks_back
+from torchremat.state.reading import Watched
+from torchremat.state.snapshot import Snapshot
+
+
+class Exchange:
+    """A world that is shown to a recompute in the place of today's.
+
+    Args:
+        snapshot: The world as the forward saw it.
+        without_gradients: Whether the gradients of leaves are put aside meanwhile.
+
+    Raises:
+        UnsupportedError: A parameter is sharded now, and was not.
+
+    Attributes:
+        written: The tensors that the forward could reach, were written since, and cannot be given back.
+        wrote: Those that the recompute has written in place, once it is closed.
+    """
+
+    __slots__ = (
+        "_aside",
+        "_flags",
+        "_hooks",
+        "_now",
+        "_rest",
+        "_snapshot",
+        "_stack",
+        "_then",
+        "_without_gradients",
+        "written",
+        "wrote",
+    )
+
+    def __init__(self, snapshot: Snapshot, *, without_gradients: bool = False) -> None:
+        self._snapshot = snapshot
+        self._without_gradients = without_gradients
+        self._stack: ExitStack | None = None
+        self._aside: list[tuple[Tensor, Tensor | None]] = []
+        self.wrote: list[Tensor] = []
+        self.written = _NONE
+        if self._is_today():
+            return
+        with EXCHANGING:
+            # Another thread may have shown its recompute something else until now.
+            if self._is_today():
+                return
+            self._now = Dicts(snapshot.dicts)
+            self._rest = [(one, one.read()) for one, _ in snapshot.rest]
+            self._stack = ExitStack()
+            try:
+                self._show(self._stack)
+            except BaseException:
+                self.close()
+                raise
+
+    def _is_today(self) -> bool:
+        """Look at today's world; return whether nothing has to be exchanged, and nobody is about to change it."""
+        snapshot = self._snapshot
+        self._flags = now = [*map(flags_of, snapshot.watched)]
+        self._hooks = copied_hooks(snapshot.watched) if now else None
+        self.written = _NONE
+        if now != snapshot.flags or snapshot.shards:
+            self.written = snapshot.written_since(now)
+        self._then = then, rest = self._what_was()
+        if now != snapshot.flags or snapshot.guarded or self._without_gradients or not then.are_here() or _differ(rest):
+            return False
+        self._now, self._rest = then, rest
+        return not (_shown and _is_shown_elsewhere(snapshot))
+
+    def _what_was(self) -> tuple[Dicts, list[tuple[Holder, Any]]]:
+        """Return the contents that the forward saw, with what a recompute is shown in the place of some tensors."""
+        snapshot = self._snapshot
+        then, rest = snapshot.then, snapshot.rest
+        if snapshot.backups is None and not snapshot.graphed:
+            return then, rest
+        shown = self._shown()
+        if not shown:
+            return then, rest
+        then = then.with_values([other(one, shown) for one in then.values])
+        return then, [(one, with_others(before, shown)) for one, before in rest]
+
+    def _shown(self) -> dict[int, Any]:
+        """Return what a recompute is shown in the place of other things, by their ids."""
+        snapshot, shown = self._snapshot, dict[int, Any]()
+        if snapshot.backups is not None:
+            shown.update(snapshot.backups.shown(self.written))
+            for key in shown.keys() & self.written.keys():
+                del self.written[key]
+        for key, one in snapshot.graphed.items():
+            if key in shown:  # it is copied, and the forward still runs
+                shown[id(one)] = shown.pop(key)
+                self.written.pop(id(one.alias), None)
+                continue
+            shown[id(one)] = tensor = one.shown()
+            if id(one.alias) in self.written:
+                self.written[id(tensor)] = self.written[id(one.alias)]
+        return shown
+
+    def _show(self, stack: ExitStack) -> None:
+        snapshot = self._snapshot
+        stack.enter_context(EXCHANGING)
+        then, rest = self._then
+        changed: set[int] = set()
+        stack.enter_context(_showing(changed))
+        changed |= then.write()
+        for one, before in rest:
+            if not one.is_same(before):
+                one.write(before)
+                changed.add(id(one.item))
+        for tensor, (_, flag), (_, had) in zip(snapshot.watched, snapshot.flags, self._flags, strict=True):
+            if flag is not had and tensor.is_leaf:
+                tensor.requires_grad_(flag)
+        if self._without_gradients:
+            self._aside = [(one, one.grad) for one in snapshot.watched if one.is_leaf and one.requires_grad]
+            for tensor, _ in self._aside:
+                tensor.grad = None
+        for own, before in snapshot.guarded:
+            stack.callback(own.restore, own.snapshot())
+            own.restore(before)
+
+    def close(self) -> None:
+        """Let everything be what it was before."""
+        with ExitStack() as stack:
+            if self._stack is not None:
+                stack.push(self._stack.pop_all().__exit__)
+            elif self._snapshot.is_inert or not self._has_changed():
+                return
+            else:
+                # Only if it is not another thread's doing.
+                stack.enter_context(EXCHANGING)
+            flags = zip(self._snapshot.watched, map(flags_of, self._snapshot.watched), self._flags, strict=True)
+            self.wrote = [one for one, (version, _), (had, _) in flags if version != had]
+            for tensor, grad in self._aside:
+                stack.callback(setattr, tensor, "grad", grad)
+            stack.callback(self._put_back)
+
+    def _has_changed(self) -> bool:
+        """Return whether a recompute that was shown nothing has changed something."""
+        tensors = self._snapshot.watched
+        return (
+            not self._now.are_here()
+            or self._hooks is not None
+            or [*map(flags_of, tensors)] != self._flags
+            or copied_hooks(tensors) is not None
+            or _differ(self._rest)
+        )
+
+    def _put_back(self) -> None:
+        tensors = self._snapshot.watched
+        for tensor, (_, had), (_, flag) in zip(tensors, self._flags, map(flags_of, tensors), strict=True):
+            if flag is not had and tensor.is_leaf:
+                tensor.requires_grad_(had)
+        put_hooks_back(tensors, self._hooks)
+        if not self._now.are_here():
+            self._now.write()
+        for one, before in self._rest:
+            if not one.is_same(before):
+                one.write(before)
+
+
+def _differ(rest: list[tuple[Holder, Any]]) -> bool:
+    return any(not one.is_same(before) for one, before in rest)
+
+
+# By thread, the ids of what its exchanges have changed for now.
+_shown: dict[int, list[set[int]]] = {}
+
+
+@contextmanager
+def _showing(changed: set[int]) -> Generator[None]:
+    mine = _shown.setdefault(get_ident(), [])
+    mine.append(changed)
+    try:
+        yield
+    finally:
+        mine.pop()
+        if not mine:
+            del _shown[get_ident()]
+
+
+def _is_shown_elsewhere(snapshot: Snapshot) -> bool:
+    """Return whether another thread shows its recompute something in the place of what a snapshot has."""
+    others = [changed for thread, each in list(_shown.items()) if thread != get_ident() for changed in each]
+    return any(others) and any(not changed.isdisjoint(snapshot.containers) for changed in others)
+
+
+# Nothing is ever put into it.
+_NONE = Watched()

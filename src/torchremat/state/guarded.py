@@ -1,0 +1,51 @@
+"""What users name in `guard=`: objects that look after their own state, or can be given back their contents."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from torchremat.errors import UnsupportedError
+from torchremat.state.containers import MUTABLE
+from torchremat.state.holders import FOREIGN, Slots
+
+
+@runtime_checkable
+class Guarded(Protocol):
+    """An object that knows how to keep its state and to take it back."""
+
+    def snapshot(self) -> object:
+        """Return the state as it is now, such that later changes do not reach it."""
+        ...
+
+    def restore(self, state: Any) -> None:
+        """Make the state what it was when `snapshot` returned it. May be called many times with the same value."""
+        ...
+
+
+def looks_after_itself(one: object) -> bool:
+    """Return whether an object has `snapshot()` and `restore(state)`, and is no module."""
+    return isinstance(one, Guarded) and not isinstance(one, nn.Module)
+
+
+def check_named(one: object) -> None:
+    """Refuse to guard what has no contents that could be given back.
+
+    Raises:
+        UnsupportedError: It is a tensor, a class, a constant, or an object that shows none of its state.
+    """
+    if (
+        isinstance(one, (Tensor, type))
+        or (type(one).__module__ == "builtins" and type(one).__hash__ is not None)
+        or not (
+            isinstance(one, (Guarded, nn.Module, torch.Generator, *FOREIGN, *MUTABLE))
+            or hasattr(one, "__dict__")
+            or Slots.of(one) is not None
+        )
+    ):
+        raise UnsupportedError(
+            f"guard: {type(one).__name__} cannot be changed and given back its contents; name the object that holds "
+            "it, or give it `snapshot()` and `restore(state)`."
+        )

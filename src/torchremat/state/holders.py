@@ -1,0 +1,304 @@
+"""Mutable objects that are no dicts: what each holds, read, compared by identity, and written back."""
+
+from __future__ import annotations
+
+import random
+import types
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from copy import deepcopy
+from itertools import chain, repeat
+from operator import attrgetter, is_not
+from typing import Any, cast
+
+import numpy as np
+
+from torchremat.state.containers import (
+    ABSENT,
+    Dict,
+    copied,
+    holds_same,
+    make,
+)
+
+
+class Holder(ABC):
+    """A mutable object that is no dict."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def read(self) -> object:
+        """Return what it holds now, such that later changes do not reach it."""
+
+    @abstractmethod
+    def write(self, contents: Any) -> None:
+        """Let it hold what `read` returned; nothing is written where it does."""
+
+    def values(self) -> Iterable[object]:
+        """Return the objects in it that may lead further."""
+        return ()
+
+    def is_same(self, before: Any) -> bool:
+        """Return whether it holds the very objects that `read` returned, in the same places."""
+        return holds_same(self.read(), before)
+
+    @property
+    def item(self) -> object:
+        """The object."""
+        return self
+
+
+class Container(Holder):
+    """A list, deque, set or bytearray."""
+
+    __slots__ = ("_item",)
+
+    def __init__(self, item: Any) -> None:
+        self._item = item
+
+    @property
+    def item(self) -> object:
+        """The object."""
+        return self._item
+
+    def read(self) -> object:
+        """Return what it holds now."""
+        return copied(self._item)
+
+    def write(self, contents: Any) -> None:
+        """Let it hold what `read` returned."""
+        make(self._item, contents)
+
+
+class Bindings(Holder):
+    """What cells, global names and defaults mean, which code functions have, and which class and attributes objects.
+
+    Attributes:
+        cells: The cells of closures.
+        functions: Those whose defaults and code count.
+        objects: Those whose class may be another one later.
+        owners: Those of them whose attributes are in a dict, which may be another one later.
+    """
+
+    __slots__ = ("_names", "_spaces", "cells", "functions", "objects", "owners")
+
+    def __init__(self) -> None:
+        self.cells: list[types.CellType] = []
+        self.functions: list[types.FunctionType] = []
+        self.objects: list[object] = []
+        self.owners: list[object] = []
+        self._spaces: list[Dict] = []
+        self._names: list[str] = []
+
+    def __bool__(self) -> bool:
+        return bool(self.objects or self.functions or self.cells or self._names)
+
+    def add_names(self, space: Dict, names: tuple[str, ...]) -> list[object]:
+        """Add global names of one Python module; return what they mean, of those that mean something."""
+        self._spaces += [space] * len(names)
+        self._names += names
+        return [space[name] for name in names if name in space]
+
+    def read(self) -> list[object]:
+        """Return what it holds now."""
+        found: list[object] = [*map(type, self.objects), *map(_attributes, self.owners)]
+        if self.functions:
+            found += chain.from_iterable(map(_of_function, self.functions))
+        if self._names:
+            found += map(dict.get, self._spaces, self._names, repeat(ABSENT))
+        if self.cells:
+            found += contents_of(self.cells)
+        return found
+
+    def is_same(self, before: list[object]) -> bool:
+        """Return whether it holds the very objects that `read` returned."""
+        return not any(map(is_not, self.read(), before))
+
+    def write(self, contents: list[Any]) -> None:
+        """Let it hold what `read` returned."""
+        rest = iter(contents)
+        for item in self.objects:
+            kind = next(rest)
+            if type(item) is not kind:
+                object.__setattr__(item, "__class__", kind)
+        for item in self.owners:
+            own = next(rest)
+            if _attributes(item) is not own:
+                object.__setattr__(item, "__dict__", own)
+        for function in self.functions:
+            function.__defaults__, function.__kwdefaults__, code = next(rest), next(rest), next(rest)
+            if function.__code__ is not code:
+                function.__code__ = code
+        for space, name in zip(self._spaces, self._names, strict=True):
+            before = next(rest)
+            if before is ABSENT:
+                space.pop(name, None)
+            elif space.get(name, ABSENT) is not before:
+                space[name] = before
+        for cell in self.cells:
+            before = next(rest)
+            if content_of(cell) is before:
+                continue
+            if before is ABSENT:
+                del cell.cell_contents
+            else:
+                cell.cell_contents = before
+
+
+_content = cast("Callable[[types.CellType], object]", attrgetter("cell_contents"))
+
+
+_attributes = cast("Callable[[object], Dict]", attrgetter("__dict__"))
+
+
+_of_function = cast(
+    "Callable[[types.FunctionType], tuple[Any, Any, Any]]", attrgetter("__defaults__", "__kwdefaults__", "__code__")
+)
+
+
+def contents_of(cells: Iterable[types.CellType]) -> list[object]:
+    """Return what cells hold; see `content_of`."""
+    try:
+        return [*map(_content, cells)]
+    except ValueError:  # one is not filled yet
+        return [*map(content_of, cells)]
+
+
+def content_of(cell: types.CellType) -> object:
+    """Return what a cell holds; something that nothing follows if it is not filled yet."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return ABSENT
+
+
+class ClassData(Holder):
+    """Attributes that a class has itself, and those that it is given later."""
+
+    __slots__ = ("_kind", "_names", "_size")
+
+    def __init__(self, kind: type, names: tuple[str, ...]) -> None:
+        self._kind = kind
+        self._names = names
+        self._size = len(vars(kind))
+
+    def values(self) -> list[object]:
+        """Return the objects in it that may lead further."""
+        own = vars(self._kind)
+        return [own.get(name, ABSENT) for name in self._names]
+
+    def read(self) -> tuple[object, ...]:
+        """Return what it holds now; last, what it has been given since."""
+        values, own = self.values(), vars(self._kind)
+        if len(own) == self._size and not [one for one in values if one is ABSENT]:
+            return (*values, ())
+        later = [pair for pair in own.items() if pair[0] not in self._names and not pair[0].startswith("__")]
+        return (*values, tuple(later))
+
+    def write(self, contents: tuple[Any, ...]) -> None:
+        """Let it hold what `read` returned."""
+        *values, given = contents
+        for name, _ in cast("tuple[tuple[str, object], ...]", self.read()[-1]):
+            if name not in dict(given):
+                type.__delattr__(self._kind, name)
+        for name, before in (*given, *zip(self._names, values, strict=True)):
+            now = vars(self._kind).get(name, ABSENT)
+            if now is before:
+                continue
+            if before is ABSENT:
+                type.__delattr__(self._kind, name)
+            else:
+                type.__setattr__(self._kind, name, before)
+
+
+class Slots(Holder):
+    """The attributes of an object whose class has `__slots__`."""
+
+    __slots__ = ("_item", "_names")
+
+    def __init__(self, item: object, names: list[str]) -> None:
+        self._item = item
+        self._names = names
+
+    @property
+    def item(self) -> object:
+        """The object."""
+        return self._item
+
+    @staticmethod
+    def of(item: object) -> Slots | None:
+        """Return those of an object, None if its class has none."""
+        # By what the classes have, since private names are not there as they are written in `__slots__`.
+        classes = [vars(kind) for kind in type(item).__mro__ if "__slots__" in vars(kind)]
+        members = [name for own in classes for name, one in own.items() if isinstance(one, types.MemberDescriptorType)]
+        return Slots(item, members) if members else None
+
+    def read(self) -> dict[str, object]:
+        """Return what it holds now."""
+        return {name: getattr(self._item, name) for name in self._names if hasattr(self._item, name)}
+
+    def values(self) -> Iterable[object]:
+        """Return the objects in it that may lead further."""
+        return self.read().values()
+
+    def write(self, contents: dict[str, object]) -> None:
+        """Let it hold what `read` returned."""
+        for name in self._names:
+            if name in contents:
+                object.__setattr__(self._item, name, contents[name])
+            elif hasattr(self._item, name):
+                object.__delattr__(self._item, name)
+
+
+class Foreign(Holder):
+    """An object whose state is not Python's: an array, or random numbers of Python or NumPy."""
+
+    __slots__ = ("_item",)
+
+    def __init__(
+        self, item: random.Random | np.ndarray[Any, Any] | np.random.Generator | np.random.RandomState
+    ) -> None:
+        self._item = item
+
+    @property
+    def item(self) -> object:
+        """The object."""
+        return self._item
+
+    @classmethod
+    def of(cls, item: object) -> Foreign | None:
+        """Return the one for an object, None if it has no state or keeps it for itself."""
+        if isinstance(item, random.SystemRandom) or (isinstance(item, np.ndarray) and not item.flags.writeable):
+            return None
+        return cls(cast("Any", item))
+
+    def read(self) -> object:
+        """Return what it holds now."""
+        item = self._item
+        if isinstance(item, random.Random):
+            return item.getstate()
+        if isinstance(item, np.ndarray):
+            return item.copy()
+        return item.get_state() if isinstance(item, np.random.RandomState) else deepcopy(item.bit_generator.state)
+
+    def is_same(self, before: Any) -> bool:
+        """Return whether it is in the same state; of random numbers but Python's it is as cheap to write it."""
+        if isinstance(self._item, np.ndarray):
+            return bool(np.array_equal(self._item, before, equal_nan=self._item.dtype.kind in "fc"))
+        return isinstance(self._item, random.Random) and self._item.getstate() == before
+
+    def write(self, contents: Any) -> None:
+        """Let it hold what `read` returned."""
+        item = self._item
+        if isinstance(item, random.Random):
+            item.setstate(contents)
+        elif isinstance(item, np.ndarray):
+            item[...] = contents
+        elif isinstance(item, np.random.RandomState):
+            item.set_state(contents)
+        else:
+            item.bit_generator.state = contents
+
+
+FOREIGN = (random.Random, np.ndarray, np.random.Generator, np.random.RandomState)

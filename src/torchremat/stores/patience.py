@@ -1,0 +1,24 @@
+"""How long to wait for a disk on which nothing moves."""
+
+from __future__ import annotations
+
+import time
+
+
+class Patience:
+    """How long to wait while nothing moves."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._moves = -1
+        self._since_s = time.monotonic()
+
+    def moved(self, moves: int) -> None:
+        """Note how many moves there were."""
+        if moves != self._moves:
+            self._moves, self._since_s = moves, time.monotonic()
+
+    def is_over(self, moves: int) -> bool:
+        """Return whether nothing has moved for too long."""
+        self.moved(moves)
+        return time.monotonic() - self._since_s > self._timeout_s
