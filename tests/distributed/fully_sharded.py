@@ -14,6 +14,7 @@ from distributed.data_parallel import run_of_calls
 from distributed.models import batch, looped, net, partly_frozen, siamese, some, tied_inside, twice
 from torchremat import MutationError, UnsupportedError, checkpoint, session, wrap
 from torchremat.state.backups import Backups
+from torchremat.state.reach import reach
 from torchremat.state.world import World
 
 # Two rounds of a forward and a recompute each.
@@ -191,7 +192,7 @@ def buffers_that_do_not_change_are_not_copied():
     model(batch(dist.get_rank(), 0)).sum().backward()  # the first forward looks at all of them
 
     world = World()
-    world.reach([layer])
+    reach(world, [layer])
     backups = Backups(world)
     assert not any(one.name == "table" for one in backups._all)
 

@@ -76,7 +76,7 @@ def test_of_a_reentrant_region():
 
 def test_of_a_wrapped_module(monkeypatch):
     # Where another test has imported FSDP2, each module is asked whether it is sharded.
-    monkeypatch.setattr("torchremat.state.world.has_fsdp", lambda: False)
+    monkeypatch.setattr("torchremat.state.following.objects.has_fsdp", lambda: False)
     model = wrap(nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh())), "0")
 
     # Of those in the forward 11 find and remember what the module reaches; of those in the backward 9 compare it.

@@ -16,7 +16,7 @@ from logs import Log
 from regions.comparing import leaf, live_regions
 from torchremat import MutationError, UnsupportedError, checkpoint, checkpointed, wrap
 from torchremat.state import world
-from torchremat.state.world import tensors_inside
+from torchremat.state.reach import tensors_inside
 
 
 class Cache:
@@ -266,7 +266,7 @@ def test_only_what_is_written_in_a_named_object_is_kept():
 
     y = checkpointed(lambda x: (cache.update(0, 0, x.detach()).clone() * x.exp()).sin(), guard=[cache])(x)
     (region,) = [one for one in live_regions() if one.settings.guard == (cache,)]
-    backups = region.made[0].world._backups
+    backups = region.made[0].world.backups
 
     assert [one.before.nbytes for one in backups.written.values()] == [4 * 4 * 3]
     assert not backups._all and not backups._left

@@ -15,6 +15,7 @@ from logs import Count
 from regions.comparing import leaf, same
 from torchremat import MutationError, checkpoint, checkpointed, extend, wrap
 from torchremat.state.backups import Backups
+from torchremat.state.reach import reach
 from torchremat.state.world import World
 
 
@@ -54,7 +55,7 @@ def by_global_name(x):
 
 def reached(*roots):
     world = World()
-    world.reach(roots)
+    reach(world, roots)
     return world
 
 
@@ -565,7 +566,7 @@ def test_of_an_installed_package_no_more_is_reached_than_what_a_forward_may_meet
     block = GPT2LMHeadModel(config).transformer.h[0]
     world = World()
 
-    world.reach([block])
+    reach(world, [block])
 
     assert {one.__module__.partition(".")[0] for one in world.bindings.functions} == {"transformers"}
     assert len(world.bindings.functions) < 20

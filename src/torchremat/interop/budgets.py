@@ -36,6 +36,7 @@ from torchremat.planning.planner import Planner
 from torchremat.planning.requests import check_flags, check_request
 from torchremat.planning.searches.chains import Cost, check_cost
 from torchremat.planning.shapes.adaptive import Adaptive
+from torchremat.state.reach import reach
 from torchremat.state.snapshot import Snapshot
 from torchremat.state.world import World
 from torchremat.tensors.structure import tensors_in
@@ -350,7 +351,7 @@ def _kept(holders: Sequence[object]) -> Generator[None]:
         for value in own.values():
             if isinstance(value, nn.Module | Tensor | torch.optim.Optimizer):
                 world.skip(value)
-    world.reach(owned)
+    reach(world, owned)
     before = Snapshot(world, backs_up=False)
     states = [(one, one.get_state()) for one in world.generators]
     try:

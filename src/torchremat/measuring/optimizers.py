@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from torchremat._compat.autograd import current_graph_task
 from torchremat.errors import UnsupportedError
+from torchremat.state.reach import reach
 from torchremat.state.world import World
 from torchremat.tensors.metadata import version_of
 
@@ -40,7 +41,7 @@ def with_wrapped(optimizer: Optimizer | None) -> tuple[Optimizer, ...]:
 def optimizers_in(item: object) -> list[Optimizer]:
     """Return the optimizers that can be reached from an object, without itself."""
     world = World()
-    world.reach([item], are_whole=True)
+    reach(world, [item], are_whole=True)
     return [one for one in world.optimizers if one is not item]
 
 

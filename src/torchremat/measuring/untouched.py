@@ -40,6 +40,7 @@ from torchremat.measuring.interrupts import uninterrupted
 from torchremat.measuring.optimizers import parameters_of, refusing_steps
 from torchremat.measuring.writes import Known, Writes, same_bytes
 from torchremat.state.containers import MUTABLE, copied, make
+from torchremat.state.reach import reach
 from torchremat.state.snapshot import Snapshot
 from torchremat.state.world import World
 
@@ -75,11 +76,11 @@ def untouched(
     """
     models, tensors = [model] if isinstance(model, nn.Module) else list(model or ()), list(tensors)
     world = World()
-    world.reach([] if optimizer is None else [optimizer], are_whole=True)
-    world.reach([*models, *tensors, *world.proxied])  # a wrapper may have its trainer so, whose hooks it runs
+    reach(world, [] if optimizer is None else [optimizer], are_whole=True)
+    reach(world, [*models, *tensors, *world.proxied])  # a wrapper may have its trainer so, whose hooks it runs
     beside = World()
     beside.skip_all_of(world)
-    beside.reach([] if step is None else [step])
+    reach(beside, [] if step is None else [step])
     modules = world.modules
     reshard(modules)  # a forward before may have had no backward, and then other tensors are the parameters
     leaves = gradient_leaves(models, optimizer, tensors)

@@ -34,6 +34,7 @@ from torchremat.measuring.tracker import address_of
 from torchremat.regions.selection import written_by
 from torchremat.regions.traits import traits_of
 from torchremat.state.code import is_library
+from torchremat.state.reach import reach
 from torchremat.state.watching import only_looks_on
 from torchremat.state.world import World
 from torchremat.tensors.metadata import version_of
@@ -236,7 +237,7 @@ def _hooked(leaves: Iterable[Tensor]) -> list[Tensor]:
             hooks += own
     if hooks:
         world = World()
-        world.reach(hooks, are_whole=True)
+        reach(world, hooks, are_whole=True)
         shapes = {one.shape for one in found.values()}
         found.update((id(one), one) for one in world.tensors if one.shape in shapes)
     return list(found.values())

@@ -26,12 +26,15 @@ from torchremat.regions.threads import thread
 from torchremat.state.code import function_of, reads_of
 from torchremat.state.containers import Copies
 from torchremat.state.exchange import Exchange
+from torchremat.state.following.code import plain_cells
+from torchremat.state.following.tensors import reach_arguments
 from torchremat.state.guarded import looks_after_itself
 from torchremat.state.holders import contents_of
 from torchremat.state.naming import name_of
+from torchremat.state.reach import reach
 from torchremat.state.reading import Reading, Watched, WrittenError
 from torchremat.state.snapshot import NOTHING, Snapshot
-from torchremat.state.world import World, plain_cells
+from torchremat.state.world import World
 from torchremat.tensors.metadata import version_of
 from torchremat.tensors.structure import join, split
 
@@ -133,14 +136,14 @@ class Call:
                 if looks_after_itself(one):
                     world.skip(one)
             if guard:  # first, since what is named may be an argument as well
-                world.reach(guard, are_named=True)
+                reach(world, guard, are_named=True)
             if special:
-                world.arguments(special)
+                reach_arguments(world, special)
             if objects:
-                world.reach(objects, are_arguments=True)
-            world.reach(roots)
+                reach(world, objects, are_arguments=True)
+            reach(world, roots)
             if modes:
-                world.reach(modes)
+                reach(world, modes)
             self.sets_generators = world.sets_generators
             self.world = Snapshot(world, guard)
             self.is_pure = self.world.is_inert and not modes

@@ -15,6 +15,8 @@ dicts.py      what many dicts hold, in one piece
 holders.py    what every other mutable object holds
 code.py       which names a piece of code reads, and whose code is followed
 world.py      what can be reached from a function and its arguments
+following/    what leads where
+reach.py      all of it, from some roots
 sharding.py   parameters that FSDP2 has sharded
 optimizers.py optimizers that write parameters without saying so
 backups.py    tensors that are copied before a forward, since it may write to them

@@ -29,6 +29,7 @@ from torchremat.measuring.untouched import Buffers, RandomNumbers
 from torchremat.planning.guarding.gradients import Gradients
 from torchremat.planning.guarding.sources import OptimizerState
 from torchremat.state.guarded import looks_after_itself
+from torchremat.state.reach import reach
 from torchremat.state.snapshot import Snapshot
 from torchremat.state.world import World
 from torchremat.tensors.copies import again
@@ -72,13 +73,13 @@ class Before:
         for one in guard:
             if looks_after_itself(one):
                 world.skip(one)
-        world.reach(guard, are_named=True)
-        world.reach(objects, are_arguments=True)
+        reach(world, guard, are_named=True)
+        reach(world, objects, are_arguments=True)
         read = {id(one): one for one in (*leaves, *tensors, *world.tensors)}
         named = [one for one in world.tensors if id(one) in world.named]
         self._named = list(zip(named, again(named), strict=True))
         self._read = [(one, version_of(one)) for key, one in read.items() if key not in world.named]
-        world.reach(modules)
+        reach(world, modules)
         self._world = Snapshot(world, guard, backs_up=False)
 
     def held_bytes(self, device: torch.device) -> int:

@@ -15,6 +15,7 @@ from torchremat.measuring.optimizers import with_wrapped, without_hooks, words_f
 from torchremat.measuring.runs import Subject
 from torchremat.measuring.untouched import gradient_leaves, written_back
 from torchremat.planning.elsewhere.machines import Machine
+from torchremat.state.reach import reach
 from torchremat.state.world import World
 
 
@@ -68,7 +69,7 @@ def stepped_and_undone(subject: Subject, optimizer: torch.optim.Optimizer) -> Ge
     optimizers = with_wrapped(optimizer)
     leaves = gradient_leaves(subject.models, optimizer, subject.inputs)
     world = World()
-    world.reach([optimizer], are_whole=True)
+    reach(world, [optimizer], are_whole=True)
     # Parameters that do not require grad may be an optimizer's as well: a slow copy, an average.
     held = {id(one): one for one in (*leaves, *world.tensors)}
     with subject.untouched(steps=True), written_back(held.values()), without_hooks(optimizers) as step:

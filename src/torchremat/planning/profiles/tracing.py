@@ -45,7 +45,7 @@ from torchremat.planning.profiles.operators import OperatorLog
 from torchremat.planning.profiles.saves import Saved, Saves
 from torchremat.planning.profiles.traces import Call, Seen, Trace, named
 from torchremat.regions.threads import thread
-from torchremat.state.world import tensors_inside
+from torchremat.state.reach import tensors_inside
 from torchremat.tensors.parts import memories_of
 from torchremat.tensors.structure import split, tensors_in
 

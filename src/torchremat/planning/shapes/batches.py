@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from torchremat.errors import StepError
 from torchremat.planning.shapes.fits import Shape
-from torchremat.state.world import tensors_inside
+from torchremat.state.reach import tensors_inside
 from torchremat.tensors.structure import Leaf, leaves_of, split
 
 ShapeOf = Callable[[object], tuple[int, ...]]

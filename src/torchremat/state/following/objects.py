@@ -1,0 +1,218 @@
+"""Modules, containers and other objects that a call reaches, followed into what they hold."""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Callable, Iterable
+from operator import itemgetter
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedBuffer
+
+from torchremat._compat.modules import cached_weights
+from torchremat._compat.sharding import has_fsdp, is_managed
+from torchremat.ambient.surroundings import WATCHES
+from torchremat.state.code import permanent
+from torchremat.state.containers import Dict
+from torchremat.state.following.code import follow_class
+from torchremat.state.following.tensors import follow_named_tensor, follow_parameters
+from torchremat.state.holders import Container, Foreign, Slots
+from torchremat.state.sharding import watch
+from torchremat.state.world import LEADS_NOWHERE, World
+
+_LONG = 1_000
+_LARGEST_ARRAY = 16 << 10
+_TABLES = ("_parameters", "_buffers", "_modules")
+_HOOKS = (
+    "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called", "_backward_pre_hooks", "_backward_hooks",
+    "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
+)  # fmt: skip
+_tables = cast("Callable[[dict[str, Any]], tuple[dict[str, Any], ...]]", itemgetter(*_TABLES, *_HOOKS))
+_OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
+
+_HEAP_TYPE = 1 << 9  # of a class that is written in Python
+
+
+def follow_partial(world: World, partial: functools.partial[object]) -> None:
+    """Follow a partial into its function and its arguments."""
+    world.runs_code = True
+    world.pending += (partial.func, *partial.args)
+    follow_dict(world, partial.keywords)
+
+
+def follow_module(world: World, module: nn.Module) -> None:
+    """Follow a module into its attributes, tables, hooks and class."""
+    world.modules.append(module)
+    own = module.__dict__
+    dicts = world.dicts
+    dicts.append(own)
+    try:
+        tables = _tables(own)
+    except KeyError:  # its class does not call `nn.Module.__init__`, or has come from an old file
+        tables = tuple([own.get(name, {}) for name in (*_TABLES, *_HOOKS)])
+    parameters, buffers, children = tables[:3]
+    if parameters and has_fsdp() and is_managed(module):
+        parameters = _without_shards(world, module, parameters)
+        dicts += tables[1:]
+    else:
+        dicts += tables
+    if parameters:
+        follow_parameters(world, [one for one in parameters.values() if one is not None])
+    if buffers:
+        for name, one in buffers.items():
+            if isinstance(one, UninitializedBuffer):
+                world.waits = True
+            elif one is not None:
+                follow_named_tensor(world, module, name, one)
+    if children:
+        world.pending += [one for one in children.values() if one is not None]
+        if "parametrizations" in children and not world.has_cached:
+            world.has_cached = True
+            world.push(world.bindings.add_names(*cached_weights))
+    if any(tables[3:]):
+        world.runs_code = True
+        for one in tables[3:]:
+            world.push(one.values())
+    if len(own) > len(_OF_EVERY_MODULE):
+        for name in own.keys() - _OF_EVERY_MODULE:
+            value = own[name]
+            if type(value) in LEADS_NOWHERE:
+                continue
+            if isinstance(value, Tensor):
+                follow_named_tensor(world, module, name, value)
+            else:
+                world.pending.append(value)
+    world.bindings.objects.append(module)
+    world.bindings.owners.append(module)
+    kind = type(module)
+    if kind not in permanent and kind not in world.classes:
+        follow_class(world, kind)
+
+
+def _without_shards(world: World, module: nn.Module, parameters: dict[str, Any]) -> dict[str, Any]:
+    """Watch the shards of a module, whose parameters FSDP exchanges in a recompute as in the forward."""
+    shards = watch(module)
+    world.shards += shards
+    managed = {one.name for one in shards}
+    return {name: one for name, one in parameters.items() if name not in managed}
+
+
+def follow_script(world: World, module: torch.jit.ScriptModule) -> None:
+    """Follow a scripted module into its parameters, buffers and children."""
+    # Its state is C++'s: it can be watched, and not be exchanged.
+    world.modules.append(module)
+    world.pending += [*module.parameters(recurse=False), *module.buffers(recurse=False), *module.children()]
+
+
+def follow_foreign(world: World, item: object) -> None:
+    """Note an object whose state is not Python's."""
+    held = Foreign.of(item)
+    if held is not None and (
+        world.is_named
+        or world.is_whole
+        or not isinstance(item, np.ndarray)
+        or (not world.is_argument and item.nbytes <= _LARGEST_ARRAY)
+    ):
+        world.rest.append(held)
+
+
+def follow_dict(world: World, item: Dict) -> None:
+    """Follow a dict into its values."""
+    world.runs_code = True
+    if len(item) <= _LONG or world.is_argument or world.is_whole:
+        world.dicts.append(item)
+        world.push(dict.values(item))  # a subclass may make its values when it is asked
+
+
+def follow_list(world: World, item: list[object] | deque[object]) -> None:
+    """Follow a list or deque into its items."""
+    if len(item) <= _LONG or world.is_argument or world.is_whole:
+        world.rest.append(Container(item))
+        world.push(_elements(item))
+
+
+def follow_flat(world: World, item: set[object] | bytearray) -> None:
+    """Follow a set into its items; note a bytearray."""
+    if len(item) <= _LONG or world.is_argument or world.is_whole:
+        world.rest.append(Container(item))
+        if isinstance(item, set):
+            world.push(_elements(item))
+
+
+def follow_tuple(world: World, item: Iterable[object]) -> None:
+    """Follow what cannot change itself into its items."""
+    world.push(item)
+
+
+def follow_object(world: World, item: object) -> None:
+    """Follow an object of the user's into its attributes and its class."""
+    own = cast("Dict | None", getattr(item, "__dict__", None))
+    if type(own) is dict:
+        if WATCHES in own:
+            return
+        world.bindings.owners.append(item)
+        follow_dict(world, own)
+    slots = Slots.of(item)
+    if slots is not None:
+        world.rest.append(slots)
+        world.push(slots.values())
+    if type(item).__flags__ & _HEAP_TYPE:
+        world.bindings.objects.append(item)
+    follow_class(world, type(item))
+
+
+def follow_container(world: World, item: object) -> None:
+    """Follow a subclass of a container into its items and its attributes."""
+    if isinstance(item, dict):
+        follow_dict(world, cast("Dict", item))
+    elif isinstance(item, list | deque):
+        follow_list(world, cast("list[object]", item))
+    elif isinstance(item, set | bytearray):
+        follow_flat(world, cast("set[object]", item))
+    else:
+        world.push(_elements(cast("Iterable[object]", item)))
+    follow_object(world, item)
+
+
+def follow_optimizer(world: World, optimizer: torch.optim.Optimizer) -> None:
+    """Follow an optimizer into its options, not into what it keeps of parameters, which is for steps and much."""
+    world.runs_code = True
+    world.optimizers.append(optimizer)
+    if world.is_whole:
+        follow_object(world, optimizer)
+        return
+    groups = cast("list[Dict]", optimizer.param_groups)
+    world.rest.append(Container(groups))
+    world.dicts += groups
+
+
+def follow_proxy(world: World, proxy: Any) -> None:
+    """Note what a weak proxy stands for."""
+    if world.is_whole:
+        try:
+            world.proxied.append(proxy.__reduce_ex__.__self__)  # what it stands for has this method
+        except ReferenceError:  # it is gone
+            return
+
+
+def follow_ours(world: World, item: object) -> None:
+    """Follow a callable of this package to the user's that it stands for."""
+    world.runs_code = True
+    slots = Slots.of(item)
+    own = {**getattr(item, "__dict__", {}), **(slots.read() if slots is not None else {})}
+    world.pending += [own[name] for name in ("body", "own", "function") if name in own]
+    if "_module" in own:  # of a wrapped module's forward, which holds it weakly
+        world.pending.append(cast("Callable[[], object]", own["_module"])())
+
+
+def _elements(item: Iterable[object]) -> Iterable[object]:
+    """Return what a container holds, by the iterator of the built-in class."""
+    for kind in (list, deque, set, tuple, frozenset):
+        if isinstance(item, kind):
+            return cast("type[Any]", kind).__iter__(item)
+    return ()

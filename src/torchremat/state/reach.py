@@ -1,0 +1,184 @@
+"""What a call can reach through Python: from its function and its arguments, through everything that these hold.
+
+    from                         to
+    function                     cells, defaults, attributes; the global names that its code reads
+    bound method, partial        its object, its function, its arguments
+    module                       attributes, parameters, buffers, children, hooks; the code of its class
+    object of the user's         attributes; its class's own, and the methods that some code reached names
+    tensor                       attributes
+    list, dict, tuple, set       what is in them
+
+Objects of torch, NumPy and Python itself are not looked into, but for modules, containers and random generators.
+Functions of these are followed into their cells alone: a decorator of theirs holds the user's function there. Code of
+other installed packages is followed within its file, and of their classes that are no modules only the objects are. Of
+an optimizer the options are reached, and whatever it holds, one that it wraps included, if it is asked for whole.
+
+Missing on purpose: the attributes of Python modules, iterators, files, what C++ holds. Neither are containers of more
+than a thousand items followed, unless they come with the arguments: that is a table, and no state of a forward.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import types
+import weakref
+from collections import UserDict, UserList, deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.optim.lr_scheduler import LRScheduler
+
+from torchremat.ambient.surroundings import WATCHES
+from torchremat.state.code import is_library
+from torchremat.state.following.code import follow_class, follow_function, follow_method, follow_methods
+from torchremat.state.following.objects import (
+    follow_container,
+    follow_dict,
+    follow_flat,
+    follow_foreign,
+    follow_list,
+    follow_module,
+    follow_object,
+    follow_optimizer,
+    follow_ours,
+    follow_partial,
+    follow_proxy,
+    follow_script,
+    follow_tuple,
+)
+from torchremat.state.following.tensors import (
+    follow_generator,
+    follow_parameter,
+    follow_tensor,
+    follow_uninitialized,
+)
+from torchremat.state.holders import FOREIGN
+from torchremat.state.world import LEADS_NOWHERE, World
+
+Visit = Callable[[World, Any], None]
+
+
+def reach(
+    world: World,
+    items: Iterable[object],
+    *,
+    are_arguments: bool = False,
+    are_named: bool = False,
+    are_whole: bool = False,
+) -> None:
+    """Follow everything from some roots.
+
+    Args:
+        world: What was reached already; what is found is added.
+        items: The roots.
+        are_arguments: Whether they are arguments of the call, in which everything counts.
+        are_named: Whether the user has named them as what the call writes to.
+        are_whole: Whether they are followed however long they are, and optimizers into their state.
+
+    Raises:
+        UnsupportedError: More than 100,000 objects hang on an argument.
+    """
+    world.is_argument, world.is_named, world.is_whole = are_arguments or are_named, are_named, are_whole
+    world.roots += [one for one in items if isinstance(one, nn.Module)]
+    pending = world.pending
+    pending.extend(items)
+    seen, visits = world.seen, _visits
+    for item in items if are_named else ():
+        if id(item) not in seen and type(item) not in visits and _visit_of(item) is None:  # a library's, and named
+            seen.add(id(item))
+            follow_object(world, item)
+    while True:
+        while pending:
+            item = pending.pop()
+            kind = type(item)
+            if kind in LEADS_NOWHERE:
+                continue
+            key = id(item)
+            if key in seen:
+                continue
+            visit = visits.get(kind)
+            if visit is None:
+                visit = _visit_of(item)
+                if visit is None:
+                    continue
+            seen.add(key)
+            visit(world, item)
+        follow_methods(world)
+        if not pending:
+            break
+
+
+# By type, what follows it.
+_visits: dict[type, Visit] = {
+    Tensor: follow_tensor,
+    nn.Parameter: follow_parameter,
+    types.FunctionType: follow_function,
+    types.MethodType: follow_method,
+    functools.partial: follow_partial,
+    tuple: follow_tuple,
+    frozenset: follow_tuple,
+    list: follow_list,
+    deque: follow_list,
+    dict: follow_dict,
+    set: follow_flat,
+    bytearray: follow_flat,
+    weakref.ProxyType: follow_proxy,
+    weakref.CallableProxyType: follow_proxy,
+    torch.Generator: follow_generator,
+}
+# Of Python's own and of torch's, what people keep their state in.
+_OPEN = (LRScheduler, types.SimpleNamespace, argparse.Namespace, UserDict, UserList, functools.partialmethod)
+_CONTAINERS = (dict, list, deque, set, bytearray, tuple, frozenset)
+
+
+_BY_BASE: tuple[tuple[Any, Visit], ...] = (
+    ((UninitializedParameter, UninitializedBuffer), follow_uninitialized),
+    (torch.jit.ScriptModule, follow_script),
+    (nn.Module, follow_module),
+    (nn.Parameter, follow_parameter),
+    (Tensor, follow_tensor),
+    (torch.Generator, follow_generator),
+    (torch.optim.Optimizer, follow_optimizer),
+    (type, follow_class),
+    (functools.partial, follow_partial),
+    (FOREIGN, follow_foreign),
+)
+
+
+def _visit_of(item: object) -> Visit | None:
+    kind = type(item)
+    if hasattr(kind, WATCHES):  # asked of the class: an object might run code of the user's
+        return None
+    found = _classify(kind)
+    # Types that are made at run time go with whoever made them.
+    if found is None:
+        LEADS_NOWHERE.add(kind)
+    elif is_library(kind.__module__):
+        _visits[kind] = found
+    return found
+
+
+def _classify(kind: type) -> Visit | None:
+    for types_, visit in _BY_BASE:
+        if issubclass(kind, types_):
+            return visit
+    if issubclass(kind, _CONTAINERS):
+        return follow_container
+    if kind.__module__.startswith("torchremat."):
+        return follow_ours
+    if hasattr(kind, "__wrapped__") or kind is type(functools.lru_cache(len)):
+        return follow_object
+    if issubclass(kind, _OPEN) or not is_library(kind.__module__):
+        return follow_object
+    return None
+
+
+def tensors_inside(objects: list[object]) -> list[Tensor]:
+    """Return the tensors that objects among the arguments of a call hold now."""
+    world = World()
+    reach(world, objects, are_arguments=True)
+    return world.tensors
