@@ -22,11 +22,11 @@ gpu: .venv/.stamp
 # The same without a device: on one that tests/emulator builds, and that finds what two streams do in no order. After
 # what is marked, suites that name no device run with it as torch's default one.
 EMULATED := OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m pytest -p emulator.plugin -n 2 --dist worksteal
-DEFAULT_SUITES := tests/pipeline tests/policies tests/regions tests/stores
+DEFAULT_SUITES := tests/pipeline tests/policies tests/regions tests/stages tests/stores
 
 emulated: .venv/.stamp
 	PYTHONPATH=tests $(BIN)/python -m emulator
-	EMULATOR_DEVICES=4 $(EMULATED) -m gpu tests/measuring tests/pipeline tests/planning tests/regions tests/stores tests/test_ambient.py
+	EMULATOR_DEVICES=4 $(EMULATED) -m gpu tests/measuring tests/pipeline tests/planning tests/regions tests/stages tests/stores tests/test_ambient.py
 	$(EMULATED) tests/emulator
 	TORCHREMAT_DEFAULT_DEVICE=cuda EMULATOR_DEVICES=4 $(EMULATED) -m "not gpu" $(DEFAULT_SUITES)
 

@@ -188,3 +188,19 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
         module=found.f_globals.get("__name__", "<string>"),
         registry=found.f_globals.setdefault("__warningregistry__", {}),
     )
+
+
+def check_flags(*, may_be_none: bool = False, **flags: object) -> None:
+    """Raise where an option that is on or off has another value: "no" would be on, and users are not type-checked.
+
+    Args:
+        may_be_none: Whether None is a value as well.
+        flags: The options, by name.
+
+    Raises:
+        UnsupportedError: One is something else.
+    """
+    for name, value in flags.items():
+        if not isinstance(value, bool) and not (may_be_none and value is None):
+            allowed = "True, False or None" if may_be_none else "True or False"
+            raise UnsupportedError(f"{name}={value!r}: {allowed} is needed.")

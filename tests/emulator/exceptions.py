@@ -54,7 +54,7 @@ NOT_BY_DEFAULT: Tests = {
     ),
     "computes on the host, or starts processes, whatever the device": (
         "tests/pipeline/attaching",
-        "tests/pipeline/budgets",
+        "tests/stages",
         "tests/regions/test_forwards.py::test_accelerate_itself",
         "tests/stores/test_disk_faults.py",
     ),

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import torchremat
-from pipeline.budgets.blocks import Pop, Stash
+from stages.blocks import Pop, Stash
 
 WIDTH = 16
 X = torch.randn(512, WIDTH, generator=torch.Generator().manual_seed(0))

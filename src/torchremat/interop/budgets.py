@@ -26,14 +26,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchremat.errors import BudgetError, UnsupportedError, bug
+from torchremat.errors import BudgetError, UnsupportedError, bug, check_flags
 from torchremat.measuring.communication import is_data_parallel
 from torchremat.measuring.runs import run_traced, subject_of
 from torchremat.planning.budgets import check_budget, relative_of
 from torchremat.planning.fitting import Fitted, fit_with
 from torchremat.planning.layout import expect_larger
 from torchremat.planning.planner import Planner
-from torchremat.planning.requests import check_flags, check_request
+from torchremat.planning.requests import check_request
 from torchremat.planning.searches.chains import Cost, check_cost
 from torchremat.planning.shapes.adaptive import Adaptive
 from torchremat.state.reach import reach

@@ -2,8 +2,8 @@
 
 from torchremat.pipeline.attaching.attached import Attached, attach, detach
 from torchremat.pipeline.attaching.orders import in_flight, microbatch_budget
-from torchremat.pipeline.budgets.planner import StagePlanner, plan_stages
-from torchremat.pipeline.budgets.plans import DevicePlan, StagePlan, StagePlans
+from torchremat.stages.planner import StagePlanner, plan_stages
+from torchremat.stages.plans import DevicePlan, StagePlan, StagePlans
 
 __all__ = [
     "Attached",

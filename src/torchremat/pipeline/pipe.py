@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Literal, cast, get_args
+from typing import Any, Literal, Protocol, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,6 @@ from torchremat._compat.transforms import is_transformed
 from torchremat.errors import PipelineError, UnsupportedError
 from torchremat.pipeline.balance import balance as balanced
 from torchremat.pipeline.batchnorm import commit_statistics, convert_deferred_batch_norm, discard_statistics
-from torchremat.pipeline.budgets.plans import StagePlans
 from torchremat.pipeline.microbatch import Microbatch, gather, scatter
 from torchremat.pipeline.partitions import listed_balance, listed_devices, partitioned
 from torchremat.pipeline.recorder import Recorder
@@ -22,12 +21,23 @@ from torchremat.pipeline.runner import Runner
 from torchremat.pipeline.skip import inspect_skip_layout, verify_skippables
 from torchremat.pipeline.streams import Stream, new_stream
 from torchremat.pipeline.timeline import Timeline
-from torchremat.planning.plans import Plan
 from torchremat.regions.decisions import Policy
 from torchremat.regions.inside import is_checkpointing, is_recomputing
 from torchremat.regions.settings import Check, Settings
 
 Mode = Literal["always", "except_last", "never"]
+
+
+class Applicable(Protocol):
+    """A plan for a stage, or the plans of all stages of a pipe: `Plan` and `StagePlans` are."""
+
+    def check(self, target: Any, /) -> None:
+        """Raise if it was made for another module than this one."""
+        ...
+
+    def apply(self, target: Any, /) -> None:
+        """Put it on the module, once it was checked."""
+        ...
 
 
 class Pipe(nn.Module):
@@ -43,7 +53,7 @@ class Pipe(nn.Module):
         chunks: The microbatches of a batch; a batch of fewer rows has fewer.
         checkpoint: Which microbatches are recomputed in backward: all; all but the last of a batch, whose backward
             begins at once; none. Or plans: those of `pipeline.plan_stages`, or a `Plan` for each stage, made for
-            `pipe.partitions[stage]` and a microbatch.
+            `pipe.partitions[stage]` and a microbatch; anything with their `check` and `apply` will do.
         deferred_batch_norm: Whether batch normalisation tracks the statistics of the batch, not of its microbatches.
         record: Whether steps are taken down for `timeline`.
         check: What is compared in recomputes; see `torchremat.checkpointed`.
@@ -69,7 +79,7 @@ class Pipe(nn.Module):
         *,
         devices: Iterable[torch.device | str | int] | None = None,
         chunks: int = 1,
-        checkpoint: Mode | StagePlans | Sequence[Plan] = "except_last",
+        checkpoint: Mode | Applicable | Sequence[Applicable] = "except_last",
         deferred_batch_norm: bool = False,
         record: bool = False,
         check: Check = "metadata",
@@ -203,17 +213,18 @@ class Pipe(nn.Module):
             recorder=self._recorder,
         )
 
-    def _apply_plans(self, plans: StagePlans | Sequence[Plan]) -> None:
-        if isinstance(plans, StagePlans):
-            plans.apply(self)
+    def _apply_plans(self, plans: Applicable | Sequence[Applicable]) -> None:
+        if hasattr(plans, "apply"):  # those of all stages, which are a sequence as well
+            cast("Applicable", plans).apply(self)
             return
-        if len(plans) != len(self.partitions):
+        each = cast("Sequence[Applicable]", plans)
+        if len(each) != len(self.partitions):
             raise PipelineError(
-                f"checkpoint: {len(plans)} plans were given for {len(self.partitions)} stages; one for each is needed."
+                f"checkpoint: {len(each)} plans were given for {len(self.partitions)} stages; one for each is needed."
             )
-        for plan, stage in zip(plans, self.partitions, strict=True):
+        for plan, stage in zip(each, self.partitions, strict=True):
             plan.check(stage)
-        for plan, stage in zip(plans, self.partitions, strict=True):
+        for plan, stage in zip(each, self.partitions, strict=True):
             plan.apply(stage)
 
 

@@ -26,6 +26,7 @@ from torchremat.regions.patches import (
     forward_under,
     is_wrapped,
     restore_forward,
+    scopes_on,
     set_forward,
     wrapped_forward,
 )
@@ -281,8 +282,7 @@ def bare(model: nn.Module) -> Generator[None]:
 
 def applied_scopes(model: nn.Module) -> list[PlannedScope]:
     """Return the scopes that `install` has put on a model."""
-    forwards = [found for module in model.modules() if (found := forward_under(module)) is not None]
-    return [forward.scope for forward in forwards if isinstance(forward.scope, PlannedScope)]
+    return [scope for scope in scopes_on(model) if isinstance(scope, PlannedScope)]
 
 
 def expect_larger(model: nn.Module) -> None:

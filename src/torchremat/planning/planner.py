@@ -10,7 +10,7 @@ from typing import Literal, TypeVar
 import torch
 from torch import nn
 
-from torchremat.errors import BudgetError, DeviceError, DeviceWarning, UnsupportedError, warn
+from torchremat.errors import BudgetError, DeviceError, DeviceWarning, UnsupportedError, check_flags, warn
 from torchremat.measuring.exhaustion import is_out_of_memory
 from torchremat.measuring.heap import heap_set_aside
 from torchremat.measuring.runs import run_traced
@@ -31,7 +31,7 @@ from torchremat.planning.profiles.peers import peers_of
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.profiles.tracing import Step
 from torchremat.planning.profiles.weighing import check_stores, weighed
-from torchremat.planning.requests import check_flags, check_request
+from torchremat.planning.requests import check_request
 from torchremat.planning.searches.chains import Cost, check_cost
 from torchremat.planning.searches.pace import Pace
 from torchremat.planning.searches.progress import Progress, checked

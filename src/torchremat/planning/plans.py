@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 from torch import nn
 
-from torchremat.errors import PlanError
+from torchremat.errors import PlanError, check_flags
 from torchremat.measuring.curves import Curve, Phase, draw
 from torchremat.planning.bounds.certificates import Certificate, Claim
 from torchremat.planning.conditions import Conditions
@@ -32,7 +32,6 @@ from torchremat.planning.overruns import overruns_on
 from torchremat.planning.plan_page import page_of, phase_of, steps_of
 from torchremat.planning.printing import text_of
 from torchremat.planning.profiles.weighing import check_stores
-from torchremat.planning.requests import check_flags
 from torchremat.planning.searches.chains import Cost
 from torchremat.planning.walks.cargo import Speed, StoredUnit
 from torchremat.regions.journeys import Itinerary

@@ -8,28 +8,11 @@ from typing import Literal
 import torch
 from torch import nn
 
-from torchremat.errors import UnsupportedError
 from torchremat.measuring.runs import subject_of
 from torchremat.planning.budgets import check_budget
 from torchremat.planning.elsewhere.devices import Device, device_of
 from torchremat.planning.elsewhere.fakes import torch_device
 from torchremat.planning.profiles.tracing import Step
-
-
-def check_flags(*, may_be_none: bool = False, **flags: object) -> None:
-    """Raise where an option that is on or off has another value: "no" would be on, and users are not type-checked.
-
-    Args:
-        may_be_none: Whether None is a value as well.
-        flags: The options, by name.
-
-    Raises:
-        UnsupportedError: One is something else.
-    """
-    for name, value in flags.items():
-        if not isinstance(value, bool) and not (may_be_none and value is None):
-            allowed = "True, False or None" if may_be_none else "True or False"
-            raise UnsupportedError(f"{name}={value!r}: {allowed} is needed.")
 
 
 def check_request(

@@ -70,6 +70,12 @@ def forward_under(module: nn.Module) -> WrappedForward | None:
     return None
 
 
+def scopes_on(model: nn.Module) -> list[Scope]:
+    """Return the scopes of plans that `set_forward` has put on the modules of a model."""
+    forwards = [forward_under(module) for module in model.modules()]
+    return [one.scope for one in forwards if one is not None and one.scope is not None]
+
+
 def is_wrapped(module: nn.Module) -> bool:
     """Return whether the module's own forward is a region, though others may have put something around it since."""
     return forward_under(module) is not None

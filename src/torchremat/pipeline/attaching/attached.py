@@ -19,7 +19,7 @@ from weakref import ref
 
 from torchremat._compat.pipelining import SINGLE, STEP, check_hooks, group_of, name_of, stages_of
 from torchremat._compat.sharding import is_managed, is_sharded
-from torchremat.errors import UnsupportedError
+from torchremat.errors import UnsupportedError, check_flags
 from torchremat.pipeline.attaching.gathering import gathered
 from torchremat.pipeline.attaching.lookahead import Lookahead
 from torchremat.pipeline.attaching.orders import followed_at_once, order_of
@@ -30,8 +30,7 @@ from torchremat.pipeline.events import Event
 from torchremat.pipeline.prediction import costs_of, predict
 from torchremat.pipeline.recorder import Recorder
 from torchremat.pipeline.timeline import Timeline
-from torchremat.planning.layout import applied_scopes
-from torchremat.planning.requests import check_flags
+from torchremat.regions.patches import scopes_on
 from torchremat.schedules.pipelines import recomputing
 from torchremat.tensors.sizes import parse_bytes
 
@@ -211,7 +210,7 @@ def _planned(schedule: object) -> list[str]:
         "would keep more than the plan has counted; use checkpoint='all', plans of `plan_stages` leave out what a "
         "stage need not recompute"
         for stage in stages_of(schedule)
-        if any(scope.choices for scope in applied_scopes(stage.submod))
+        if any(scope.choices for scope in scopes_on(stage.submod))
     ]
 
 

@@ -18,9 +18,8 @@ import torch
 
 from torchremat._compat.inductor import compile_arguments, graphs_compiled, never_uncompiled, own_error
 from torchremat._compat.modes import has_modes
-from torchremat.errors import CompileWarning, UnsupportedError, VersionError, warn
+from torchremat.errors import CompileWarning, UnsupportedError, VersionError, check_flags, warn
 from torchremat.planning.compiling.partitioning import Partition, PeakPartitioner
-from torchremat.planning.requests import check_flags
 from torchremat.planning.searches.chains import Cost
 
 P = ParamSpec("P")

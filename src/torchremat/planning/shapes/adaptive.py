@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from torchremat._compat.accelerators import accelerator_of
-from torchremat.errors import BudgetError, BudgetWarning, StepError, UnsupportedError, bug, warn
+from torchremat.errors import BudgetError, BudgetWarning, StepError, UnsupportedError, bug, check_flags, warn
 from torchremat.measuring.exhaustion import is_out_of_memory, let_go
 from torchremat.measuring.profiled import profiler_is_active
 from torchremat.measuring.runs import subject_of
@@ -35,7 +35,6 @@ from torchremat.planning.elsewhere.machines import Here
 from torchremat.planning.layout import check_bare, installed
 from torchremat.planning.profiles.profiling import profile_subject
 from torchremat.planning.profiles.repeating import Repeats
-from torchremat.planning.requests import check_flags
 from torchremat.planning.searches.chains import Cost, check_cost
 from torchremat.planning.shapes.batches import Look, look_of
 from torchremat.planning.shapes.classes import Classes, PlannedShape, ShapeClass

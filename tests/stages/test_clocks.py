@@ -1,8 +1,8 @@
 """What a device of a pipe holds at each of its actions."""
 
-from torchremat.pipeline.budgets.clocks import Clocks, Passed
-from torchremat.pipeline.budgets.loads import Load
-from torchremat.pipeline.budgets.losses import LossBytes
+from torchremat.stages.clocks import Clocks, Passed
+from torchremat.stages.loads import Load
+from torchremat.stages.losses import LossBytes
 
 LOSS = LossBytes(peak_bytes=50, held_bytes=(20, 10, 1), grads=())
 

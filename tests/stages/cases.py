@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from logs import Count
-from pipeline.budgets.blocks import Block
+from stages.blocks import Block
 from torchremat import BudgetError, PipelineError, PlanError, StepError, UnsupportedError, unwrap, wrap
 from torchremat.measuring.allocator import record_allocations
 from torchremat.pipeline import StagePlanner, attach, plan_stages

@@ -17,9 +17,9 @@ from torch.autograd.function import FunctionCtx
 from torchremat.measuring.allocator import record_allocations
 from torchremat.measuring.step import loss_of, run_backward
 from torchremat.measuring.untouched import untouched
-from torchremat.pipeline.budgets.samples import Taken
 from torchremat.pipeline.dependency import replaced
 from torchremat.pipeline.microbatch import Microbatch, gather
+from torchremat.stages.samples import Taken
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,10 +9,10 @@ from torch.nn import functional
 
 from torchremat import Session
 from torchremat.measuring.allocator import record_allocations
-from torchremat.pipeline.budgets.samples import received
 from torchremat.planning.planner import Planner
 from torchremat.planning.searches.microbatches import SumsPrediction, shares
 from torchremat.schedules.chain import Keep, Region
+from torchremat.stages.samples import received
 
 WIDTH = 16
 X, GRAD = torch.randn(2, 64, WIDTH, generator=torch.Generator().manual_seed(0))

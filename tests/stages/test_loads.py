@@ -1,7 +1,7 @@
 """What a device holds at each of its actions."""
 
-from torchremat.pipeline.budgets.loads import Load, loads_of, most_held
 from torchremat.schedules.pipelines import one_forward_one_backward, parse
+from torchremat.stages.loads import Load, loads_of, most_held
 
 
 def test_the_first_stage_of_1f1b_holds_two_and_the_last_one():

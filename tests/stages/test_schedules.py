@@ -3,7 +3,7 @@
 import pytest
 
 from distributed.processes import judge, run_all
-from pipeline.budgets.cases import CASES
+from stages.cases import CASES
 
 
 @pytest.fixture(scope="module")

@@ -11,28 +11,27 @@ import torch.distributed as dist
 from torch import nn
 
 from torchremat._compat.pipelining import group_of
-from torchremat.errors import BudgetError, PipelineError, StepError, UnsupportedError
+from torchremat.errors import BudgetError, PipelineError, StepError, UnsupportedError, check_flags
 from torchremat.measuring.before import BytesBefore
 from torchremat.measuring.heap import heap_set_aside
 from torchremat.measuring.step import check_kinds, check_steps_on
 from torchremat.measuring.tracker import address_of
-from torchremat.pipeline.budgets.choosing import Choices, Chosen
-from torchremat.pipeline.budgets.optimizers import optimizer_bytes
-from torchremat.pipeline.budgets.parts import Parts
-from torchremat.pipeline.budgets.pipes import sites_of_pipe
-from torchremat.pipeline.budgets.plans import DevicePlan, StagePlan, StagePlans, stages_in
-from torchremat.pipeline.budgets.samples import Sample, Site
-from torchremat.pipeline.budgets.schedules import site_of_schedule
-from torchremat.pipeline.budgets.sums import Sums
 from torchremat.pipeline.pipe import Pipe
 from torchremat.planning.budgets import bytes_of, check_budget, margin_of, relative_of
 from torchremat.planning.layout import check_bare
 from torchremat.planning.planner import Planner
 from torchremat.planning.profiles.peers import gathered
-from torchremat.planning.requests import check_flags
 from torchremat.planning.searches.chains import Cost, check_cost
 from torchremat.planning.searches.microbatches import Share, shares
 from torchremat.regions.selection import memory_of
+from torchremat.stages.choosing import Choices, Chosen
+from torchremat.stages.optimizers import optimizer_bytes
+from torchremat.stages.parts import Parts
+from torchremat.stages.pipes import sites_of_pipe
+from torchremat.stages.plans import DevicePlan, StagePlan, StagePlans, stages_in
+from torchremat.stages.samples import Sample, Site
+from torchremat.stages.schedules import site_of_schedule
+from torchremat.stages.sums import Sums
 from torchremat.tensors.sizes import format_bytes
 
 T = TypeVar("T")

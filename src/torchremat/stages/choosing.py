@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from torchremat.errors import bug
-from torchremat.pipeline.budgets.loads import Load
 from torchremat.planning.searches.microbatches import Share
+from torchremat.stages.loads import Load
 
 # The solver works in floats, with a tolerance. So bytes are counted in parts, rounded up, of which there are this many.
 _PARTS = 1 << 20

@@ -19,9 +19,9 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from torchremat.pipeline.budgets.loads import Load, Phase, counted
-from torchremat.pipeline.budgets.losses import LossBytes
 from torchremat.schedules.pipelines import clock_cycles
+from torchremat.stages.loads import Load, Phase, counted
+from torchremat.stages.losses import LossBytes
 
 
 @dataclass(frozen=True)

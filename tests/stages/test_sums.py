@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from pipeline.budgets.blocks import Block
 from pipeline.inline import cells_inline
+from stages.blocks import Block
 from torchremat import Pipe
 from torchremat.measuring.allocator import record_allocations
 from torchremat.pipeline import StagePlanner

@@ -39,11 +39,11 @@ from torchremat.measuring.step import loss_of
 from torchremat.measuring.untouched import untouched
 from torchremat.pipeline.attaching.orders import order_of
 from torchremat.pipeline.attaching.patches import Patch
-from torchremat.pipeline.budgets.loads import loads_of, most_held
-from torchremat.pipeline.budgets.samples import Ends, Sample, Site, Taken, bytes_of, holding, received, taken
 from torchremat.pipeline.microbatch import Microbatch
 from torchremat.regions.wrapping import unwrap, wrap
 from torchremat.schedules.pipelines import Action
+from torchremat.stages.loads import loads_of, most_held
+from torchremat.stages.samples import Ends, Sample, Site, Taken, bytes_of, holding, received, taken
 
 
 def site_of_schedule(schedule: object, step: Callable[[object], object], *, lookahead: bool) -> Site:

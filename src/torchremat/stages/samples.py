@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
-from torchremat.pipeline.budgets.loads import Load
 from torchremat.pipeline.microbatch import Microbatch
+from torchremat.stages.loads import Load
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

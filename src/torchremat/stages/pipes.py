@@ -17,15 +17,15 @@ from torch import Tensor, nn
 from torchremat.errors import PipelineError, StepError
 from torchremat.measuring.step import loss_of
 from torchremat.measuring.untouched import untouched
-from torchremat.pipeline.budgets.clocks import Clocks, Passed
-from torchremat.pipeline.budgets.losses import loss_bytes
-from torchremat.pipeline.budgets.samples import Sample, Site, Taken, bytes_of, received, taken
 from torchremat.pipeline.microbatch import Microbatch
 from torchremat.pipeline.pipe import Pipe
 from torchremat.pipeline.skip import SkipLayout, inspect_skip_layout, use_skip_tracker
 from torchremat.pipeline.skip.namespaces import Key
 from torchremat.pipeline.skip.trackers import CellTracker, current_skip_tracker
 from torchremat.regions.abandoning import abandon
+from torchremat.stages.clocks import Clocks, Passed
+from torchremat.stages.losses import loss_bytes
+from torchremat.stages.samples import Sample, Site, Taken, bytes_of, received, taken
 
 PipeStep = Callable[[Pipe], object]
 

@@ -5,10 +5,10 @@ from random import Random
 
 import pytest
 
-from torchremat.pipeline.budgets.choosing import Choices
-from torchremat.pipeline.budgets.loads import Load, loads_of
 from torchremat.planning.searches.microbatches import Share, SumsPrediction
 from torchremat.schedules.pipelines import parse
+from torchremat.stages.choosing import Choices
+from torchremat.stages.loads import Load, loads_of
 
 ORDER = parse(["F0.0 F0.1 F1.0 F1.1 B1.0 I0.0 F0.2 W0.0 F1.2 B1.1 B0.1 B1.2 B0.2"])[0]
 

@@ -23,7 +23,6 @@ from torchremat.measuring.heap import heap_set_aside
 from torchremat.measuring.runs import Subject, subject_of
 from torchremat.measuring.traces import AllocationTrace
 from torchremat.measuring.tracker import address_of
-from torchremat.pipeline.budgets.samples import Ends
 from torchremat.planning.elsewhere.machines import Here
 from torchremat.planning.layout import calls_of, installed
 from torchremat.planning.profiles.events import intervals_of, without_copies
@@ -38,6 +37,7 @@ from torchremat.regions.footprints import footprint_bytes, waiting_storages
 from torchremat.regions.region import Region
 from torchremat.regions.sessions import Session
 from torchremat.regions.settings import Settings
+from torchremat.stages.samples import Ends
 
 Bytes = NDArray[np.int64]
 

@@ -11,10 +11,10 @@ from regions.comparing import Tied
 from torchremat import Session, UnsupportedError
 from torchremat._compat.pipelining import run_input_part, run_weight_part
 from torchremat.measuring.allocator import record_allocations
-from torchremat.pipeline.budgets.parts import Parts
-from torchremat.pipeline.budgets.samples import Ends, received
 from torchremat.planning.planner import Planner
 from torchremat.planning.searches.microbatches import shares
+from torchremat.stages.parts import Parts
+from torchremat.stages.samples import Ends, received
 from versions import IS_OLD
 
 WIDTH = 16
