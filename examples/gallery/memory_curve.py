@@ -26,9 +26,9 @@ class Residual(nn.Module):
 
 
 torch.manual_seed(0)
-model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), *(Residual(16) for _ in range(6)))
+model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), *(Residual(16) for _ in range(8)))
 model.append(nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10)))
-images, labels = torch.randn(8, 3, 24, 24), torch.randint(10, (8,))
+images, labels = torch.randn(8, 3, 40, 40), torch.randint(10, (8,))
 
 
 def step(model):
