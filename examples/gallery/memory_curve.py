@@ -2,7 +2,7 @@
 
 What does a step hold, and when?
 `measure` follows the allocator through a step: here a plain one, one with each block as a region, and one with a plan.
-The plan is below the regions and recomputes little more: it knows where the peak is, and takes blocks apart.
+The plan peaks lower than the regions and recomputes less: it knows where the peak is, and takes blocks apart.
 All three go into one picture, and `html` writes a page with the operator and the line behind each point.
 """
 

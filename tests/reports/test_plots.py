@@ -219,7 +219,8 @@ def test_a_frontier_knows_its_floor_and_says_what_it_is(figures, tmp_path):
     # In the words of the table.
     (floor,) = (text.get_text() for text in axes.texts if text.get_text().startswith("floor: "))
     assert floor == f"floor: {format_bytes(frontier.floor.peak_bytes)}, {frontier.floor.slowdown:.2f} x"
-    assert format_bytes(frontier.floor.peak_bytes) in str(frontier).splitlines()[-1]
+    (row,) = (line for line in str(frontier).splitlines() if line.endswith("  floor"))
+    assert format_bytes(frontier.floor.peak_bytes) in row and f"{frontier.floor.slowdown:.2f} x" in row
 
 
 def test_frontiers_in_one_picture(figures, tmp_path):

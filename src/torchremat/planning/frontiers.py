@@ -183,13 +183,14 @@ class Frontier:
     def __str__(self) -> str:
         stores = any(point.stored_bytes for point in self.points)
         heading = f"{'budget':>11} {'peak':>11} {'of plain':>9} {'time':>7} {'recomputed':>14}"
-        rows = [f"{heading} {'stored':>11}" if stores else heading]
+        rows, knee = [f"{heading} {'stored':>11}" if stores else heading], self.knee
         for point in self.shown:
             share = f"{100 * point.peak_bytes / max(1, self.points[0].peak_bytes):.0f}%"
             stored = f" {format_bytes(point.stored_bytes):>11}" if stores else ""
+            mark = "  floor" if point is self.floor else "  knee" if point is knee else ""  # as in the picture
             rows.append(
                 f"{format_bytes(point.budget_bytes):>11} {format_bytes(point.peak_bytes):>11} {share:>9} "
-                f"{point.slowdown:>5.2f} x {format_flops(point.recomputed_flops):>14}{stored}"
+                f"{point.slowdown:>5.2f} x {format_flops(point.recomputed_flops):>14}{stored}{mark}"
             )
         return "\n".join([*rows, *self.remarks])
 
