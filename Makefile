@@ -5,10 +5,14 @@ BIN := .venv/bin
 # Tests start dozens of processes; without bytecode on disk each would compile all of torch's Python again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test gpu emulated lint format docs benchmarks lock clean
+.PHONY: demo gallery test gpu emulated lint format docs benchmarks lock clean
 
 demo: .venv/.stamp-demo
 	$(BIN)/python examples/demo.py
+
+# Runs the examples of the gallery, and writes their pages.
+gallery: .venv/.stamp-demo
+	$(BIN)/python examples/gallery
 
 test: lint .venv/.stamp
 	$(BIN)/python -m pytest -n 2 --dist worksteal

@@ -29,7 +29,9 @@ def test_totals_agree(report):
     assert report.by_module() == {"": 2 * TENSOR, "0.1": TENSOR, "1.1": TENSOR, "2.1": TENSOR, "1.0": 0, "2.0": 0}
     assert report.by_dtype() == {"float32": 3 * TENSOR, "float64": 2 * TENSOR}
     assert report.by_need() == {"mask": TENSOR}
-    for totals in (report.by_operator(), report.by_module(), report.by_dtype()):
+    (line,) = report.by_line()  # this file's alone, not those of torch that are called on the way
+    assert line.startswith("tests/measuring/test_saved_report.py:21 in ")
+    for totals in (report.by_operator(), report.by_module(), report.by_line(), report.by_dtype()):
         assert sum(totals.values()) == report.saved_bytes
 
 
@@ -53,6 +55,7 @@ def test_the_text_says_what_is_kept_and_what_would_free_it(report):
     words = [line.split() for line in lines]
     assert any(one[:4] == ["256", "B", "SinBackward0.self", "aten.sin.default"] for one in words)
     assert ["256", "B", "40%", "SinBackward0"] in words
+    assert any(one[:3] == ["640", "B", "100%"] and one[-1] == "report.<locals>.<lambda>" for one in words)
     copy = ["256", "B", "SinBackward0.self", "ReluBackward0.result", "aten._to_copy.default"]
     assert any(one[:5] == copy for one in words)
 

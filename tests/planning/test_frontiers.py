@@ -124,6 +124,19 @@ def test_a_model_without_a_choice():
     assert found.plan(found.points[0]).recomputed_flops == 0
 
 
+def test_floor_and_knee_are_marked_as_in_the_picture(frontier):
+    # Half of the bytes for a tenth of the time, and the last tenth of them for the rest.
+    points = tuple(
+        replace(frontier.points[0], budget_bytes=peak, peak_bytes=peak, slowdown=slowdown)
+        for peak, slowdown in ((100, 1.0), (50, 1.1), (40, 2.0))
+    )
+
+    lines = str(replace(frontier, points=points)).splitlines()
+
+    assert [line.rpartition("  ")[2] for line in lines[2:]] == ["knee", "floor"]
+    assert lines[1].endswith("FLOP")
+
+
 def test_it_is_printed_saved_and_drawn(frontier, tmp_path):
     frontier.save(tmp_path / "points.json")
     frontier.plot(tmp_path / "points.png")

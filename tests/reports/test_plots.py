@@ -51,17 +51,40 @@ def test_a_step_without_events_is_a_point():
     assert (curve.seconds.tolist(), curve.live_bytes.tolist(), curve.phases) == ([0], [10], ("forward",))
 
 
-def test_panels_share_the_bytes_and_not_the_seconds(tmp_path, figures):
+def test_panels_share_their_scales(tmp_path, figures):
     short = curve_of(timeline([3 * 2**20, 2**20], backward_at=1), name="short", before_bytes=0)
     long = curve_of(timeline([2**20] * 5, backward_at=3), name="long", before_bytes=0, budget_bytes=4 * 2**20)
     draw([short, long], tmp_path / "p.png")
 
     left, right = figures[0].axes
     assert left.get_ylim() == right.get_ylim() == (0, pytest.approx(1.04 * 4))
-    assert (left.get_xlim(), right.get_xlim()) == ((0, 2), (0, 5))
+    # Two seconds and five. The short one ends after its curve, so that its heading has room.
+    assert (left.get_xlim(), right.get_xlim()) == ((0, 2.5), (0, 5))
+    assert (left.get_xticks().tolist(), right.get_xticks().tolist()) == ([0, 1, 2], [0, 1, 2, 3, 4, 5])
+    assert figures[0].get_supxlabel() == "time in the step (s)"
     assert left.get_ylabel() == "live memory (MiB)"
     assert left.get_title(loc="left") == "short\npeak 3.00 MiB"
     assert legend(figures[0]) == ["there before the step", "forward", "backward", "budget"]
+
+
+def test_short_steps_are_in_milliseconds(tmp_path, figures):
+    # Marks at 0.025 s in one panel and at 0.05 s in the next had nothing to do with each other.
+    curves = [
+        Curve(
+            name=name,
+            seconds=np.array([0.0, end]),
+            live_bytes=np.array([1, 2]),
+            phases=("forward",) * 2,
+            before_bytes=0,
+        )
+        for name, end in (("plain", 0.12), ("planned", 0.13))
+    ]
+    draw(curves, tmp_path / "p.png")
+
+    left, right = figures[0].axes
+    assert left.get_xticks().tolist() == pytest.approx([0, 50, 100])
+    assert right.get_xticks().tolist() == pytest.approx([0, 50, 100])
+    assert figures[0].get_supxlabel() == "time in the step (ms)"
 
 
 def test_nothing_at_all_can_be_drawn(tmp_path):
@@ -97,6 +120,18 @@ def test_a_plan_draws_plain_and_planned_side_by_side(tmp_path, figures):
     for number in (plan.plain_peak_bytes, plan.budget_bytes, plan.peak_bytes):
         assert format_bytes(number) in str(plan)
     assert legend(figures[0]) == ["there before the step", "forward", "recompute", "backward", "budget"]
+
+
+def test_a_peak_in_the_optimizers_step_is_said(tmp_path):
+    # Adam's foreach kernels take as much as the parameters again: more than a small batch does.
+    x = torch.randn(2, 64)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    optimizer = torch.optim.Adam(model.parameters())
+    plan = torchremat.plan(model, lambda model: model(x).sum(), budget="100%", optimizer=optimizer, cost="flops")
+
+    assert plan.peak_bytes == plan.optimizer_peak_bytes > plan.step_peak_bytes
+    assert "highest during the optimizer's step" in str(plan)
+    assert plan.drawn[1].peak == f"peak {format_bytes(plan.peak_bytes)} predicted, in the optimizer's step"
 
 
 def test_measurements_are_drawn_with_their_budgets(tmp_path, figures):
@@ -156,7 +191,7 @@ def test_floor_and_knee_are_marked(figures, tmp_path):
 
     (axes,) = figures[0].axes
     assert axes.get_title(loc="left") == "what it is"
-    assert [text.get_text() for text in axes.texts] == ["floor: 1 MiB, 2.00 x", "knee: 2 MiB, 1.10 x"]
+    assert [text.get_text() for text in axes.texts] == ["floor: 1.00 MiB, 2.00 x", "knee: 2.00 MiB, 1.10 x"]
 
 
 @pytest.mark.parametrize(
@@ -180,8 +215,12 @@ def test_a_frontier_knows_its_floor_and_says_what_it_is(figures, tmp_path):
 
     assert frontier.floor == frontier.points[-1]
     (axes,) = figures[0].axes
-    assert axes.get_title(loc="left") == "peak against time on cpu, in flops"
-    assert axes.texts[0].get_text().startswith("floor: ")
+    assert axes.get_title(loc="left") == "Peak against time on cpu, planned by flops"
+    # In the words of the table.
+    (floor,) = (text.get_text() for text in axes.texts if text.get_text().startswith("floor: "))
+    assert floor == f"floor: {format_bytes(frontier.floor.peak_bytes)}, {frontier.floor.slowdown:.2f} x"
+    (row,) = (line for line in str(frontier).splitlines() if line.endswith("  floor"))
+    assert format_bytes(frontier.floor.peak_bytes) in row and f"{frontier.floor.slowdown:.2f} x" in row
 
 
 def test_frontiers_in_one_picture(figures, tmp_path):

@@ -17,6 +17,7 @@ import torchremat
 from torchremat import UnsupportedError
 from torchremat.views.html import fragment, write_page
 from torchremat.views.page import Cell, Chart, Fact, Page, Row, Table
+from torchremat.views.tree_chart import tree_chart
 
 ROOT = Path(__file__).parents[2]
 plotly = pytest.importorskip("plotly", reason="pages need plotly: pip install 'torchremat[html]'")
@@ -122,6 +123,21 @@ def test_a_plan_in_a_notebook_has_its_units_and_the_numbers_of_its_text(found):
         assert unit.name in tags.text
     (peak,) = (line for line in str(found["plan"]).splitlines() if line.startswith("peak"))
     assert peak == "peak       " + " ".join(tags.text[tags.text.index("peak") + 1 :][:2])
+
+
+def test_the_boxes_in_a_box_fill_it():
+    # Half of a block's box was empty: what its own code saves, beside the modules in it.
+    chart = tree_chart({"a": 6, "a.up": 3, "a.down": 1, "": 2}, root="the model", title="t")
+
+    (tree,) = chart.figure["data"]
+    boxes = dict(zip(tree["ids"], zip(tree["labels"], tree["parents"], tree["values"], strict=True), strict=True))
+    assert boxes["the model"] == ("the model", "", 12)
+    assert boxes["a"] == ("a", "the model", 10)
+    assert boxes["a\n"] == ("the rest", "a", 6)
+    for name, (_, _, size) in boxes.items():
+        inside = [part for _, parent, part in boxes.values() if parent == name]
+        assert not inside or sum(inside) == size
+    assert tree["customdata"][tree["ids"].index("a\n")] == ["a, the rest", "6 B", "a"]  # of the row of its module
 
 
 def test_long_tables_of_a_notebook_say_what_is_left_out():

@@ -88,18 +88,21 @@ def draw(curves: Sequence[Curve], path: str | Path) -> None:
         UnsupportedError: matplotlib is not installed, or knows no pictures with such an ending.
     """
     spans_s = [max(float(curve.seconds.max(initial=0.0)), 1e-9) for curve in curves]
-    # A panel too narrow for its heading would run into the next one.
-    widths = [max(span_s, 0.5 * max(spans_s)) for span_s in spans_s]
+    time_unit, time_scale = ("s", 1.0) if max(spans_s) >= 2 else ("ms", 1e3)
+    # One scale for all panels. One too narrow for its heading would run into the next, so it ends after its curve.
+    widths = [time_scale * max(span_s, 0.5 * max(spans_s)) for span_s in spans_s]
     highest = max(max(int(curve.live_bytes.max(initial=1)), curve.budget_bytes or 0) for curve in curves)
     unit, size = next((name, size) for name, size in _UNITS if highest >= 2 * size or size == 1)
     narrow, wide = _WIDTH_INCHES
     figure = new_figure(path, width_inches=min(wide, narrow + 3.0 * (len(curves) - 1)), height_inches=_HEIGHT_INCHES)
     panels = figure.subplots(1, len(curves), sharey=True, squeeze=False, width_ratios=widths)[0]
-    for panel, curve in zip(panels, curves, strict=True):
-        _draw_panel(panel, curve, size)
+    for panel, curve, width in zip(panels, curves, widths, strict=True):
+        _draw_panel(panel, curve, size, time_scale)
+        panel.set_xlim(0, width)
+        panel.set_xticks(np.arange(0, width * 1.001, _tick(max(widths))))
     panels[0].set_ylim(0, 1.04 * highest / size)
     panels[0].set_ylabel(f"live memory ({unit})", color=_INK)
-    figure.supxlabel("seconds since the start of the step", color=_INK, fontsize="medium")
+    figure.supxlabel(f"time in the step ({time_unit})", color=_INK, fontsize="medium")
     named = {name: handle for panel in panels for handle, name in zip(*panel.get_legend_handles_labels(), strict=True)}
     shown = [name for name in _LEGEND if name in named]
     figure.legend(
@@ -113,25 +116,29 @@ def draw(curves: Sequence[Curve], path: str | Path) -> None:
     figure.savefig(path)
 
 
-def _draw_panel(panel: Axes, curve: Curve, size: int) -> None:
-    """Draw one curve; `size` is the unit of the bytes."""
-    live = curve.live_bytes / size
+def _tick(longest: float) -> float:
+    """Return a round distance of marks, of which the longest panel has about five."""
+    power = 10.0 ** np.floor(np.log10(longest / 5))
+    return float(next(power * digit for digit in (1, 2, 5, 10) if power * digit >= longest / 5))
+
+
+def _draw_panel(panel: Axes, curve: Curve, size: int, time_scale: float) -> None:
+    """Draw one curve; `size` is the unit of the bytes, and there are `time_scale` units of time in a second."""
+    live, times = curve.live_bytes / size, curve.seconds * time_scale
     panel.axhspan(0, curve.before_bytes / size, color=_BEFORE, linewidth=0, label="there before the step")
     for phase, first, last in _runs(curve.phases):
         reach = slice(first, min(last + 2, len(live)))  # up to the point where the next phase begins
         panel.fill_between(
-            curve.seconds[reach],
+            times[reach],
             curve.before_bytes / size,
             live[reach],
             color=_COLOURS[phase],
             linewidth=0,
             label=phase,
         )
-    panel.plot(curve.seconds, live, color=_INK, linewidth=0.6)
+    panel.plot(times, live, color=_INK, linewidth=0.6)
     if curve.budget_bytes is not None:
         panel.axhline(curve.budget_bytes / size, color=_BUDGET, linestyle=(0, (5, 2)), linewidth=1.5, label="budget")
-    panel.margins(x=0)
-    panel.locator_params(axis="x", nbins=5)
     panel.xaxis.set_major_formatter("{x:g}")
     panel.tick_params(colors=_INK, labelsize="small")
     panel.spines[["top", "right"]].set_visible(False)

@@ -51,7 +51,7 @@ class Saved:
         dtype: Its dtype.
         strides: In elements; empty for a layout without strides.
         device: Its device.
-        is_first: Whether no save before shares its storages: totals by operator, module and dtype count it here.
+        is_first: Whether no save before shares its storages: totals by operator, module, line and dtype count it here.
         others: The numbers of the other saves that share a storage with it.
         need: What would do in its place, by the rules of its node: its shape, or one bit for each element.
     """
@@ -181,6 +181,10 @@ class SavedReport:
         """Return the saved bytes by the innermost module that saved them first; most bytes first."""
         return self._totals(lambda one: one.module)
 
+    def by_line(self) -> dict[str, int]:
+        """Return the saved bytes by the file, line and function that saved them first; most bytes first."""
+        return self._totals(lambda one: one.source)
+
     def by_dtype(self) -> dict[str, int]:
         """Return the saved bytes by dtype; most bytes first."""
         return self._totals(lambda one: one.dtype)
@@ -248,6 +252,7 @@ class SavedReport:
             "unknown": dict(self.unknown),
             "by_operator": self.by_operator(),
             "by_module": self.by_module(),
+            "by_line": self.by_line(),
             "by_dtype": self.by_dtype(),
             "by_need": dict(self.by_need()),
             "entries": [_listed(asdict(one)) for one in self.entries],

@@ -76,9 +76,10 @@ def _tables(report: SavedReport, top: int) -> list[str]:
     for name, totals in (
         ("node", report.by_operator()),
         ("module", report.by_module()),
+        ("line", report.by_line()),
         ("dtype", report.by_dtype()),
     ):
-        found.append(_table(["bytes", "share", name], _total_rows(totals, report.saved_bytes), top))
+        found.append(_table(["bytes", "share", name], _total_rows(totals, report.saved_bytes, name), top))
     if report.copies:
         found.append(_table(["bytes", "copy", "of", "made by", "at"], _copy_rows(report), top))
     if report.blocks:
@@ -112,9 +113,10 @@ def _storage_rows(report: SavedReport) -> list[list[str]]:
     return rows
 
 
-def _total_rows(totals: Mapping[str, int], whole: int) -> list[list[str]]:
+def _total_rows(totals: Mapping[str, int], whole: int, of: str) -> list[list[str]]:
+    nameless = {"module": "(outside of all)", "line": "(not in code of yours)"}
     return [
-        [format_bytes(size), f"{size / whole:.0%}", name or "(outside of all)"]
+        [format_bytes(size), f"{size / whole:.0%}", name or nameless.get(of, "")]
         for name, size in totals.items()
         if size and whole
     ]

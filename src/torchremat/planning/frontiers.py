@@ -18,7 +18,7 @@ from torchremat.planning.searches.chains import Cost
 from torchremat.planning.searches.pace import TIME_IS_OVER
 from torchremat.planning.searches.solving import Candidate
 from torchremat.planning.staircases import Staircase, draw, knee_of
-from torchremat.tensors.sizes import format_bytes
+from torchremat.tensors.sizes import format_bytes, format_flops
 from torchremat.views.html import fragment, write_page
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ class Frontier:
         Raises:
             UnsupportedError: matplotlib is not installed, or knows no pictures with such an ending.
         """
-        draw([self.staircase("")], path, title=f"peak against time on {self.device}, in {self.cost}")
+        draw([self.staircase("")], path, title=f"Peak against time on {self.device}, planned by {self.cost}")
 
     def html(self, path: str | Path) -> None:
         """Write the frontier as a page for a browser, into one file that needs no network: the picture, and the points.
@@ -183,13 +183,14 @@ class Frontier:
     def __str__(self) -> str:
         stores = any(point.stored_bytes for point in self.points)
         heading = f"{'budget':>11} {'peak':>11} {'of plain':>9} {'time':>7} {'recomputed':>14}"
-        rows = [f"{heading} {'stored':>11}" if stores else heading]
+        rows, knee = [f"{heading} {'stored':>11}" if stores else heading], self.knee
         for point in self.shown:
             share = f"{100 * point.peak_bytes / max(1, self.points[0].peak_bytes):.0f}%"
             stored = f" {format_bytes(point.stored_bytes):>11}" if stores else ""
+            mark = "  floor" if point is self.floor else "  knee" if point is knee else ""  # as in the picture
             rows.append(
                 f"{format_bytes(point.budget_bytes):>11} {format_bytes(point.peak_bytes):>11} {share:>9} "
-                f"{point.slowdown:>5.2f} x {point.recomputed_flops / 1e9:>8.2f} GFLOP{stored}"
+                f"{point.slowdown:>5.2f} x {format_flops(point.recomputed_flops):>14}{stored}{mark}"
             )
         return "\n".join([*rows, *self.remarks])
 

@@ -165,6 +165,11 @@ class Plan:
     conditions: dict[str, Conditions] = field(default_factory=dict[str, Conditions])
 
     @property
+    def is_by_optimizer(self) -> bool:
+        """Whether the predicted peak is that of the optimizer's step, and not one of forward and backward."""
+        return self.peak_bytes > self.step_peak_bytes
+
+    @property
     def slowdown(self) -> float:
         """Predicted seconds of a step over those of a plain one."""
         added_s = self.recompute_seconds + self.moving_seconds
@@ -328,6 +333,7 @@ class Plan:
     @property
     def drawn(self) -> tuple[Curve, Curve]:
         """The predicted step ready to draw, plain and planned, with the numbers that `print` has."""
+        by_optimizer = ", in the optimizer's step" if self.is_by_optimizer else ""
         return (
             self._drawn(
                 self.plain_curve,
@@ -337,7 +343,8 @@ class Plan:
             self._drawn(
                 self.curve,
                 name=f"budget {format_bytes(self.budget_bytes)}, {self.slowdown:.2f} x plain",
-                peak=f"peak {format_bytes(self.peak_bytes)} predicted",
+                # The curve is that of forward and backward alone.
+                peak=f"peak {format_bytes(self.peak_bytes)} predicted{by_optimizer}",
             ),
         )
 

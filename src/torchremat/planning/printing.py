@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from torchremat.planning.profiles.unlike import shortened
 from torchremat.planning.searches.pace import TIME_IS_OVER
 from torchremat.schedules.chain import Keep, Region, Tree
-from torchremat.tensors.sizes import format_bytes
+from torchremat.tensors.sizes import format_bytes, format_flops
 
 if TYPE_CHECKING:
     from torchremat.planning.plans import Plan
@@ -26,14 +26,16 @@ def summary_rows(plan: Plan) -> list[tuple[str, str, str]]:
     """Return what a plan needs: what each line is about, the number, and what is said of it."""
     share = f"{100 * plan.peak_bytes / max(1, plan.plain_peak_bytes):.0f}% of plain"
     plain = f"({format_bytes(plan.plain_peak_bytes)}, {plan.plain_source})"
+    # Saved tensors are gone by then, so that no plan lowers this peak.
+    where = "the optimizer's step" if plan.is_by_optimizer else plan.where
     again = f"{100 * plan.recomputed_flops / max(1, plan.flops):.0f}% of a forward"
     rows = [
         ("budget", format_bytes(plan.budget_bytes), f"({plan.budget}) on {plan.device}"),
-        ("peak", format_bytes(plan.peak_bytes), f"predicted, {share} {plain}; highest during {plan.where}"),
+        ("peak", format_bytes(plan.peak_bytes), f"predicted, {share} {plain}; highest during {where}"),
         (
             "time",
             f"{plan.slowdown:.2f} x plain",
-            f"predicted; {plan.recomputed_flops / 1e9:.2f} GFLOP recomputed in {plan.recomputed_calls} calls, {again}",
+            f"predicted; {format_flops(plan.recomputed_flops)} recomputed in {plan.recomputed_calls} calls, {again}",
         ),
         ("floor", format_bytes(plan.floor_bytes), "is the smallest budget found to work"),
     ]

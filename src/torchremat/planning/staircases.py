@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchremat.measuring.pictures import new_figure
+from torchremat.tensors.sizes import format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -94,7 +95,7 @@ def draw(staircases: Sequence[Staircase], path: str | Path, *, title: str = "") 
         axes.spines[side].set_visible(False)
     axes.tick_params(colors=_INK)
     if len(staircases) == 1:
-        _mark(axes, staircases[0], scale, unit)
+        _mark(axes, staircases[0], scale)
     if title:
         axes.set_title(title, color=_INK, fontsize="medium", loc="left")
     if any(one.name for one in staircases):
@@ -102,14 +103,14 @@ def draw(staircases: Sequence[Staircase], path: str | Path, *, title: str = "") 
     figure.savefig(path)
 
 
-def _mark(axes: Axes, one: Staircase, scale: int, unit: str) -> None:
+def _mark(axes: Axes, one: Staircase, scale: int) -> None:
     """Write floor and knee beside their points."""
     marks = {len(one.peak_bytes) - 1: "floor"} | ({} if one.knee is None else {one.knee: "knee"})
     for place, word in marks.items():
         peak, slowdown = one.peak_bytes[place] / scale, one.slowdowns[place]
         axes.plot([peak], [slowdown], "o", color=_INK, markersize=7, fillstyle="none")
         axes.annotate(
-            f"{word}: {peak:.3g} {unit}, {slowdown:.2f} x",
+            f"{word}: {format_bytes(one.peak_bytes[place])}, {slowdown:.2f} x",
             (peak, slowdown),
             xytext=(_MARK_POINTS, _MARK_POINTS),
             textcoords="offset points",

@@ -24,7 +24,7 @@ from torchremat.planning.profiles.optimizers import measure_optimizer
 from torchremat.planning.profiles.peers import peers_of
 from torchremat.planning.profiles.tracing import Step
 from torchremat.regions.patches import is_wrapped
-from torchremat.tensors.sizes import format_bytes
+from torchremat.tensors.sizes import format_bytes, format_flops
 
 _TIMED_RUNS = 3
 # How often two plain steps are compared to see by how much they differ, and by how many times as much the step with the
@@ -128,7 +128,7 @@ class Report:
                     f"slow       by more than {100 * _SLOW_SHARE:.0f}% above what was predicted: the stores are slower "
                     "than when they were measured, or something else runs. Plan again, or without stores"
                 )
-        rows.append(f"recomputed {self.recomputed_flops / 1e9:.2f} GFLOP, {self.regions} wrapped modules")
+        rows.append(f"recomputed {format_flops(self.recomputed_flops)}, {self.regions} wrapped modules")
         if self.no_effect:
             rows.append(f"no effect because {self.no_effect}")
         return "\n".join(rows)

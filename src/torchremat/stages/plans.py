@@ -202,10 +202,10 @@ def _device_rows(devices: Sequence[DevicePlan]) -> Iterator[str]:
 
 
 def _stage_rows(stages: Sequence[StagePlan]) -> Iterator[str]:
-    yield f"{'stage':<5}  {'in flight':>9}  {'each keeps':>10}  {'plain':>10}  {'time':>6}  plan"
+    yield f"{'stage':<5}  {'in flight':>9}  {'each keeps':>10}  {'plain':>10}  {'time':>7}  plan"
     for one in stages:
         words = "never" if one.plan is None else f"{one.plan.recomputed_calls} calls recomputed"
         yield (
             f"{one.stage:<5}  {one.in_flight:>9}  {format_bytes(one.kept_bytes):>10}  "
-            f"{format_bytes(one.plain_kept_bytes):>10}  {one.slowdown:>5.2f}x  {words}"
+            f"{format_bytes(one.plain_kept_bytes):>10}  {one.slowdown:>5.2f} x  {words}"
         )

@@ -1,4 +1,4 @@
-"""Bytes as people write them: "6GiB" in, "6.00 GiB" out.
+"""Bytes as people write them: "6GiB" in, "6.00 GiB" out; and flops, which only go out.
 
 Decimal units (kB, MB, GB, TB) are powers of 1000, binary ones (KiB, MiB, GiB, TiB) powers of 1024. Capitals do not
 matter, and the B may be left out: "6G" is 6GB, the smaller of what it can mean, since a budget must not be exceeded.
@@ -78,3 +78,15 @@ def format_bytes(count: int) -> str:
         if size < 1024 * _UNITS[unit]:
             return f"{sign}{size / _UNITS[unit]:.2f} {unit}"
     return f"{sign}{size / _UNITS['TiB']:.2f} TiB"
+
+
+def format_flops(count: int) -> str:
+    """Return `count` flops in GFLOP, or in the larger unit that keeps the number below 1000.
+
+    >>> format_flops(83_886_080), format_flops(16_046_003_000_000)
+    ('0.08 GFLOP', '16.05 TFLOP')
+    """
+    for unit, size in (("GFLOP", 10**9), ("TFLOP", 10**12)):
+        if count < 999.995 * size:  # from there on it would be rounded to 1000
+            return f"{count / size:.2f} {unit}"
+    return f"{count / 10**15:.2f} PFLOP"

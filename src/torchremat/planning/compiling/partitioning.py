@@ -40,7 +40,7 @@ from torchremat.planning.searches.chains import Cost, check_cost
 from torchremat.schedules.joint import split
 from torchremat.schedules.prices import Prices
 from torchremat.schedules.saving import Saver
-from torchremat.tensors.sizes import format_bytes
+from torchremat.tensors.sizes import format_bytes, format_flops
 
 # Of what torch would save without a budget: its splits under these are candidates.
 _SHARES = (0.75, 0.5, 0.25)
@@ -83,7 +83,7 @@ class Partition:
                 f"(plain: {format_bytes(self.plain_peak_bytes)})",
                 f"saved       {format_bytes(self.saved_bytes)}, beside {format_bytes(self.fixed_bytes)} "
                 "of parameters and inputs",
-                f"recomputed  {self.recomputed_operators} operators, {self.recomputed_flops / 1e9:.2f} GFLOP{share}"
+                f"recomputed  {self.recomputed_operators} operators, {format_flops(self.recomputed_flops)}{share}"
                 + ("; torch's own split" if self.is_torchs else ""),
                 f"excess      at most {100 * self.excess:.1f}% of the forward over what any schedule needs",
             ]
