@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Tests start dozens of processes; without bytecode on disk each would compile all of torch's Python again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo gallery test gpu emulated lint format docs benchmarks lock clean
+.PHONY: demo gallery test gpu emulated golden lint format docs benchmarks lock clean
 
 demo: .venv/.stamp-demo
 	$(BIN)/python examples/demo.py
@@ -33,6 +33,10 @@ emulated: .venv/.stamp
 	EMULATOR_DEVICES=4 $(EMULATED) -m gpu tests/measuring tests/pipeline tests/planning tests/regions tests/stages tests/stores tests/test_ambient.py
 	$(EMULATED) tests/emulator
 	TORCHREMAT_DEFAULT_DEVICE=cuda EMULATOR_DEVICES=4 $(EMULATED) -m "not gpu" $(DEFAULT_SUITES)
+
+# The plans that tests/planning/test_golden.py compares, written anew: where another plan is meant.
+golden: .venv/.stamp
+	OMP_NUM_THREADS=1 PYTHONPATH=examples:tests $(BIN)/python tests/planning/test_golden.py
 
 lint: .venv/.stamp
 	$(BIN)/ruff check
