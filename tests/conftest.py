@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 
 import pytest
 import torch
@@ -34,8 +35,24 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(autouse=True, scope="module")
 def _frozen():
     """Leave what is there already out of collections: thousands of tests and all of torch take a second each time."""
+    _freeze()
+
+
+_modules = 0
+
+
+@pytest.fixture(autouse=True)
+def _imported():
+    """The same with what was imported since: the first test that needs inductor brings more than all before."""
+    if len(sys.modules) != _modules:
+        _freeze()
+
+
+def _freeze():
+    global _modules
     gc.collect()
     gc.freeze()
+    _modules = len(sys.modules)
 
 
 # With a device other than the CPU here, all tests run on it as far as they do not name one.
