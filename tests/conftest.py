@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 
+from torchremat.measuring.heap import heap_set_aside
 from versions import NEEDS_SAVED_TENSORS
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -32,8 +33,15 @@ def pytest_collection_modifyitems(items):
             item.add_marker(skip)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _set_aside():
+    """The blocks of ours are within one, as asking how much is frozen takes longer than the step of a small model."""
+    with heap_set_aside():
+        yield
+
+
 @pytest.fixture(autouse=True, scope="module")
-def _frozen():
+def _frozen(_set_aside):
     """Leave what is there already out of collections: thousands of tests and all of torch take a second each time."""
     _freeze()
 
