@@ -14,15 +14,9 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from torch import multiprocessing
 
+from forked import CONTEXT
 from torchremat.measuring.heap import heap_set_aside
-
-# Forked from a server that has imported these once: a process that does so itself takes five seconds.
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(
-    ["pytest", "torch", "torch.distributed.fsdp", "torch.distributed.pipelining", "torchremat"]
-)
 
 WORLD = 2
 _SKIPPED = "skipped: "
@@ -31,7 +25,7 @@ _PATIENCE = datetime.timedelta(seconds=30)
 
 def run_all(cases, folder, world=WORLD):
     """Return what each case raised, "" for those that passed, by name."""
-    processes = [_CONTEXT.Process(target=_work, args=(cases, rank, folder, world)) for rank in range(world)]
+    processes = [CONTEXT.Process(target=_work, args=(cases, rank, folder, world)) for rank in range(world)]
     for one in processes:
         one.start()
     for one in processes:
