@@ -2,10 +2,12 @@
 
 import gc
 import os
+import sys
 
 import pytest
 import torch
 
+from torchremat.measuring.heap import heap_set_aside
 from versions import NEEDS_SAVED_TENSORS
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -31,11 +33,34 @@ def pytest_collection_modifyitems(items):
             item.add_marker(skip)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _set_aside():
+    """The blocks of ours are within one, as asking how much is frozen takes longer than the step of a small model."""
+    with heap_set_aside():
+        yield
+
+
 @pytest.fixture(autouse=True, scope="module")
-def _frozen():
+def _frozen(_set_aside):
     """Leave what is there already out of collections: thousands of tests and all of torch take a second each time."""
+    _freeze()
+
+
+_modules = 0
+
+
+@pytest.fixture(autouse=True)
+def _imported():
+    """The same with what was imported since: the first test that needs inductor brings more than all before."""
+    if len(sys.modules) != _modules:
+        _freeze()
+
+
+def _freeze():
+    global _modules
     gc.collect()
     gc.freeze()
+    _modules = len(sys.modules)
 
 
 # With a device other than the CPU here, all tests run on it as far as they do not name one.

@@ -1,12 +1,12 @@
 """Every benchmark runs, and its README shows what its results say."""
 
 import importlib.util
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from forked import run_main
 from versions import NEEDS_OWN_SENDS
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
@@ -20,13 +20,13 @@ NEEDS = {"split_backward": NEEDS_OWN_SENDS}
 @pytest.mark.parametrize(
     "main", [pytest.param(main, id=(name := main.parent.name), marks=NEEDS.get(name, ())) for main in MAINS]
 )
-def test_benchmark_runs_on_tiny_models(main):
+def test_benchmark_runs_on_tiny_models(main, tmp_path):
     before = {path: path.read_bytes() for path in main.parent.iterdir() if path.is_file()}
 
-    done = subprocess.run([sys.executable, main, "--smoke"], capture_output=True, text=True, timeout=300)
+    done = run_main(main, "--smoke", folder=tmp_path, timeout=300)
 
-    assert done.returncode == 0, done.stderr
-    assert done.stdout
+    assert done.code == 0, done.err
+    assert done.out
     assert {path: path.read_bytes() for path in main.parent.iterdir() if path.is_file()} == before
 
 

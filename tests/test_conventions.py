@@ -7,9 +7,8 @@ import inspect
 import re
 import tokenize
 from collections import Counter
+from functools import cache
 from pathlib import Path
-
-import pytest
 
 import torchremat
 from torchremat import errors
@@ -48,8 +47,13 @@ def module_name(path):
 
 
 MODULES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
-TREES = {name: ast.parse(path.read_text()) for name, path in MODULES.items()}
 INSIDE = sorted(MODULES.keys() - DOORS)
+
+
+@cache
+def nodes_of(name):
+    """All nodes of the syntax tree of a module."""
+    return list(ast.walk(ast.parse(MODULES[name].read_text())))
 
 
 def imported(name, node):
@@ -69,7 +73,7 @@ def imported(name, node):
 
 def imports(name, *, of_types=True):
     """The own modules that module `name` imports, those for annotations alone included if `of_types`."""
-    nodes = list(ast.walk(TREES[name]))
+    nodes = nodes_of(name)
     if not of_types:
         blocks = [node for node in nodes if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
         annotations = {id(child) for block in blocks for child in ast.walk(block)}
@@ -85,19 +89,27 @@ def test_every_module_has_a_rung():
     assert {name.split(".")[1] for name in INSIDE} <= set(LADDER)
 
 
-@pytest.mark.parametrize("name", INSIDE)
-def test_imports_point_only_up_the_ladder(name):
-    targets = imports(name)
+def test_imports_point_only_up_the_ladder():
+    pairs = [(name, target) for name in INSIDE for target in imports(name)]
 
-    assert not DOORS & set(targets), "import the module that defines the name"
-    assert [target for target in targets if rung(target) > rung(name)] == []
+    assert [pair for pair in pairs if pair[1] in DOORS] == [], "import the module that defines the name"
+    assert [f"{name}: {target}" for name, target in pairs if rung(target) > rung(name)] == []
 
 
-@pytest.mark.parametrize("name", INSIDE)
-def test_own_modules_are_imported_at_the_top_of_a_file(name):
-    functions = [node for node in ast.walk(TREES[name]) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+def test_own_modules_are_imported_at_the_top_of_a_file():
+    functions = [
+        (name, node)
+        for name in INSIDE
+        for node in nodes_of(name)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
 
-    assert [target for function in functions for node in ast.walk(function) for target in imported(name, node)] == []
+    assert [
+        f"{name}.{function.name}: {target}"
+        for name, function in functions
+        for node in ast.walk(function)
+        for target in imported(name, node)
+    ] == []
 
 
 def test_imports_have_no_cycle():
@@ -121,9 +133,9 @@ def is_private(name):
     return any(part.startswith("_") and not part.endswith("__") for part in name.split("."))
 
 
-def private_names(tree):
+def private_names(nodes):
     """The private names of torch that a module uses, and those that it imports from anywhere."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if is_private(alias.name))
         elif isinstance(node, ast.ImportFrom) and not (node.module or "").startswith("torchremat._compat"):
@@ -135,18 +147,19 @@ def private_names(tree):
                 yield name
 
 
-@pytest.mark.parametrize("name", [name for name in INSIDE if not name.startswith("torchremat._compat")])
-def test_private_names_of_torch_are_used_in_compat_alone(name):
-    assert list(private_names(TREES[name])) == []
+def test_private_names_of_torch_are_used_in_compat_alone():
+    others = [name for name in INSIDE if not name.startswith("torchremat._compat")]
+
+    assert [f"{name}: {private}" for name in others for private in private_names(nodes_of(name))] == []
 
 
 # What describes devices that are not here, or lists the flags of all kinds, and asks no device for anything.
 _NAMES_KINDS = ("torchremat._compat", "torchremat.planning.elsewhere")
 
 
-def questions_about_kinds(tree):
+def questions_about_kinds(nodes):
     """What asks torch about one kind of device, or whether a device is of that kind."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Attribute) and re.match(r"torch\.(cuda|xpu|mps)\b", ast.unparse(node)):
             yield ast.unparse(node)
         elif isinstance(node, ast.Compare):
@@ -155,16 +168,15 @@ def questions_about_kinds(tree):
                 yield ast.unparse(node)
 
 
-@pytest.mark.parametrize("name", [name for name in INSIDE if not name.startswith(_NAMES_KINDS)])
-def test_one_file_asks_about_kinds_of_devices(name):
-    assert list(questions_about_kinds(TREES[name])) == []
+def test_one_file_asks_about_kinds_of_devices():
+    others = [name for name in INSIDE if not name.startswith(_NAMES_KINDS)]
+
+    assert [f"{name}: {asked}" for name in others for asked in questions_about_kinds(nodes_of(name))] == []
 
 
 def test_all_agrees_with_the_imports():
-    tree = TREES["torchremat"]
-    names = [
-        alias.asname or alias.name for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names
-    ]
+    statements = [node for node in nodes_of("torchremat") if isinstance(node, ast.ImportFrom)]
+    names = [alias.asname or alias.name for node in statements for alias in node.names]
 
     assert torchremat.__all__ == sorted(set(names) - {"annotations"})
 
@@ -193,6 +205,7 @@ def test_errors_are_exported():
     assert names <= set(torchremat.__all__)
 
 
+@cache
 def texts(*endings):
     """The text of every file that is ours, by its path below the root."""
     folders = [ROOT / name for name in ("src", "tests", "examples", "benchmarks", "docs", "changelog.d", ".ci")]
@@ -201,6 +214,7 @@ def texts(*endings):
     return {str(path.relative_to(ROOT)): path.read_text() for path in files if path.suffix in endings}
 
 
+@cache
 def comments_and_docstrings(text):
     """Comments and strings alone, each with its marks cut off, so that code which talks about labels is not read."""
     kinds = (tokenize.COMMENT, tokenize.STRING)

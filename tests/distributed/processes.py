@@ -14,7 +14,9 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from torch import multiprocessing
+
+from forked import CONTEXT
+from torchremat.measuring.heap import heap_set_aside
 
 WORLD = 2
 _SKIPPED = "skipped: "
@@ -23,8 +25,7 @@ _PATIENCE = datetime.timedelta(seconds=30)
 
 def run_all(cases, folder, world=WORLD):
     """Return what each case raised, "" for those that passed, by name."""
-    context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=_work, args=(cases, rank, folder, world)) for rank in range(world)]
+    processes = [CONTEXT.Process(target=_work, args=(cases, rank, folder, world)) for rank in range(world)]
     for one in processes:
         one.start()
     for one in processes:
@@ -60,7 +61,8 @@ def _work(cases, rank, folder, world):
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=_PATIENCE
     )
-    with (folder / f"{rank}").open("w", buffering=1) as file:
+    # All that is imported stays out of collections, as in the tests' own processes.
+    with heap_set_aside(), (folder / f"{rank}").open("w", buffering=1) as file:
         for name, case in cases.items():
             words = ""
             try:

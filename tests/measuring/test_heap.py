@@ -5,6 +5,7 @@ from weakref import ref
 
 import pytest
 
+from torchremat.measuring import heap
 from torchremat.measuring.heap import heap_set_aside
 
 
@@ -14,7 +15,8 @@ class Knot:
 
 
 @pytest.fixture(autouse=True)
-def nothing_frozen():
+def nothing_frozen(monkeypatch):
+    monkeypatch.setattr(heap, "_is_set_aside", False)  # as it is for all other tests
     gc.unfreeze()
     gc.collect()
     yield
@@ -47,6 +49,21 @@ def test_an_error_ends_it_too():
     gc.collect()
     assert before() is None
     assert gc.get_freeze_count() == 0
+
+
+def test_a_block_within_another_does_not_ask_how_much_is_frozen(monkeypatch):
+    # The collector walks through all of it to tell, and a plan opens dozens of blocks within blocks.
+    asked = []
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: asked.append(1))
+
+    with heap_set_aside(), heap_set_aside():
+        inside = garbage()
+        with heap_set_aside():
+            assert inside() is None
+    with heap_set_aside():
+        pass
+
+    assert len(asked) == 2
 
 
 def test_a_heap_that_the_caller_has_frozen_stays_frozen():

@@ -48,12 +48,13 @@ def train(model, optimizer, steps):
         model.zero_grad()
 
 
-@pytest.mark.parametrize("steps", [0, 2])
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_call_leaves_it_as_it_was(kind, call, steps):
+def test_every_call_leaves_it_as_it_was(kind, call):
     # accelerate's was left with the state of one step of zeros, and 3 steps later the loss was another one.
     model = net()
+    # Each kind and each call meets optimizers with state and without.
+    steps = 2 * ((KINDS.index(kind) + list(CALLS).index(call)) % 2)
     optimizer = kind(model.parameters())
     train(model, optimizer, steps)
     before = insides(optimizer)

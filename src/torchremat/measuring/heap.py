@@ -9,6 +9,9 @@ from contextlib import contextmanager
 
 import torch
 
+# Whether a block of ours is open. The collector can tell how much is frozen, but walks through all of it to do so.
+_is_set_aside = False
+
 
 @contextmanager
 def heap_set_aside() -> Generator[None]:
@@ -20,14 +23,17 @@ def heap_set_aside() -> Generator[None]:
     `profiler_is_active` finds none of what is set aside either: ask before. Inside another such block, or if the caller
     has set the heap aside, it is collected instead, since what is thawed is thawed at once.
     """
-    if gc.get_freeze_count():
+    global _is_set_aside
+    if _is_set_aside or gc.get_freeze_count():
         gc.collect()
         yield
         return
     gc.freeze()
+    _is_set_aside = True
     try:
         yield
     finally:
+        _is_set_aside = False
         gc.unfreeze()
 
 
