@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchremat.errors import BudgetError, UnsupportedError, bug
-from torchremat.measuring.communication import is_data_parallel
+from torchremat.interop.accumulating import as_the_last
 from torchremat.measuring.runs import run_traced, subject_of
 from torchremat.planning.budgets import check_budget, relative_of
 from torchremat.planning.fitting import Fitted, fit_with
@@ -43,7 +43,6 @@ from torchremat.tensors.structure import tensors_in
 Sizes = tuple[tuple[int, ...], ...]
 Loss = Callable[[nn.Module, object], object]
 
-_REDUCES = "require_backward_grad_sync"  # of DistributedDataParallel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,9 +196,10 @@ class Budgeted:
     def _still_fits(self, fitted: Fitted, step: Callable[[nn.Module], object]) -> bool:
         subject = subject_of(step, self._training.model, self._training.optimizer)
         device = subject.device()
-        with subject.untouched():
-            before = subject.before(device)
-        risen = run_traced(subject, device, before_bytes=0).peak_beyond(before)
+        with as_the_last(subject):
+            with subject.untouched():
+                before = subject.before(device)
+            risen = run_traced(subject, device, before_bytes=0).peak_beyond(before)
         # The state that the optimizer will have after its first step may not be there yet.
         to_come = max(0, fitted.plan.before_bytes["optimizer"] - before.optimizer_bytes)
         return before.total_bytes + to_come + risen <= fitted.limit_bytes
@@ -235,8 +235,9 @@ def fitted(wishes: Wishes, training: Training, step: Callable[[nn.Module], objec
     """
     model, optimizer = training.model, training.optimizer
     _check_steps_alone(optimizer)
-    with _advised(training), _reducing(model):
+    with _advised(training), ExitStack() as stack:
         check_request(model, step, wishes.budget, margin=wishes.margin, optimizer=optimizer, device=None)
+        stack.enter_context(as_the_last(subject_of(step, model, optimizer)))
         planner = Planner(model, step, optimizer=optimizer, cost=wishes.cost, operators=wishes.operators)
         found = fit_with(planner, model, budget=wishes.budget, margin=wishes.margin)
     plan = found.plan
@@ -359,17 +360,3 @@ def _kept(holders: Sequence[object]) -> Generator[None]:
         before.put_back()
         for generator, state in states:
             generator.set_state(state)
-
-
-@contextmanager
-def _reducing(model: nn.Module) -> Generator[None]:
-    """Let DistributedDataParallel reduce gradients in the block, even where the framework adds them up just now."""
-    parallel = [one for one in model.modules() if is_data_parallel(one)]
-    before = [cast("bool", vars(one)[_REDUCES]) for one in parallel]
-    for one in parallel:
-        vars(one)[_REDUCES] = True
-    try:
-        yield
-    finally:
-        for one, flag in zip(parallel, before, strict=True):
-            vars(one)[_REDUCES] = flag
