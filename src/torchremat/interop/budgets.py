@@ -44,7 +44,6 @@ Sizes = tuple[tuple[int, ...], ...]
 Loss = Callable[[nn.Module, object], object]
 
 
-
 @dataclass(frozen=True, kw_only=True)
 class Wishes:
     """What the user has asked for.
