@@ -74,7 +74,7 @@ def prepare(
     prepared, wrapped = cast("tuple[M, AcceleratedOptimizer]", accelerator.prepare(model, optimizer))
     training = Training(
         model=prepared,
-        optimizer=raw_optimizer(wrapped),
+        optimizer=raw_optimizer(wrapped, AcceleratedOptimizer),
         log=partial(accelerator.log, step=0),
         advice=_ADVICE,
     )

@@ -28,13 +28,13 @@ from torch import Tensor, nn
 
 from torchremat.errors import BudgetError, UnsupportedError, bug
 from torchremat.interop.accumulating import as_the_last
+from torchremat.interop.wishes import Wishes
+from torchremat.measuring.optimizers import optimizers_in, with_wrapped
 from torchremat.measuring.runs import run_traced, subject_of
-from torchremat.planning.budgets import check_budget, relative_of
 from torchremat.planning.fitting import Fitted, fit_with
 from torchremat.planning.layout import expect_larger
 from torchremat.planning.planner import Planner
-from torchremat.planning.requests import check_flags, check_request
-from torchremat.planning.searches.chains import Cost, check_cost
+from torchremat.planning.requests import check_request
 from torchremat.planning.shapes.adaptive import Adaptive
 from torchremat.state.snapshot import Snapshot
 from torchremat.state.world import World
@@ -42,39 +42,6 @@ from torchremat.tensors.structure import tensors_in
 
 Sizes = tuple[tuple[int, ...], ...]
 Loss = Callable[[nn.Module, object], object]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Wishes:
-    """What the user has asked for.
-
-    Attributes:
-        budget: As for `fit`.
-        margin: As for `fit`.
-        cost: As for `fit`.
-        operators: As for `fit`.
-        shapes: Whether lengths vary so that each shape is to have a plan of its own.
-
-    Raises:
-        BudgetError: Budget or margin is no size.
-        UnsupportedError: Another option is something else than it can be.
-    """
-
-    budget: int | str
-    margin: int | str = 0
-    cost: Cost = "seconds"
-    operators: bool = True
-    shapes: bool = False
-
-    def __post_init__(self) -> None:
-        check_budget(self.budget, "meta", margin=self.margin)
-        check_cost(self.cost)
-        check_flags(operators=self.operators, shapes=self.shapes)
-        if self.shapes and relative_of(self.budget) is not None:
-            raise BudgetError(
-                f"budget={self.budget!r}: with shapes=True the plain peak is another for each shape; give the budget "
-                'in bytes, like "20GiB".'
-            )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -258,19 +225,23 @@ def check_recomputes_nothing(model: nn.Module, owner: str) -> None:
         )
 
 
-def raw_optimizer(optimizer: object) -> torch.optim.Optimizer | None:
-    """Return torch's optimizer in what a framework has put around it; None if there is none.
+def raw_optimizer(optimizer: object, *frameworks: type) -> torch.optim.Optimizer | None:
+    """Return the outermost optimizer that is not the framework's own; None if there is none.
+
+    Args:
+        optimizer: It, or what the framework has put around it.
+        frameworks: The classes that the framework puts around an optimizer, as one that steps in the last step alone.
 
     Raises:
-        UnsupportedError: It is no optimizer, and there is none in it.
+        UnsupportedError: It is no optimizer, and none can be reached from it.
     """
-    found = optimizer
-    # A wrapper may say that it is an optimizer itself, and hold nothing of what one holds.
-    while isinstance(inner := getattr(found, "optimizer", None), torch.optim.Optimizer):
-        found = inner
-    if found is not None and not isinstance(found, torch.optim.Optimizer):
-        raise UnsupportedError(f"optimizer: a torch.optim.Optimizer is needed, got {type(found).__name__}.")
-    return found
+    if optimizer is None:
+        return None
+    found = with_wrapped(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else optimizers_in(optimizer)
+    for one in found:
+        if not isinstance(one, frameworks):
+            return one
+    raise UnsupportedError(f"optimizer: a torch.optim.Optimizer is needed, got {type(optimizer).__name__}.")
 
 
 def _check_steps_alone(optimizer: torch.optim.Optimizer | None) -> None:
