@@ -86,6 +86,7 @@ class Budgeted:
         self._fitted: Fitted | None = None
         self._known: list[Sizes] = []
         self._adaptive: Adaptive[object] | None = None
+        self._logged = 0
         self._loss: Loss = _no_loss
         _check_steps_alone(training.optimizer)
         with _advised(training):
@@ -126,9 +127,9 @@ class Budgeted:
 
     def end(self) -> None:
         """Take off what was put on the model. May be called twice."""
+        self.log_shapes()
         adaptive, self._adaptive = self._adaptive, None
         if adaptive is not None:
-            self._log_shapes(adaptive)
             adaptive.close()
         fitted, self._fitted = self._fitted, None
         if fitted is not None and fitted.plan.is_on(self._training.model):
@@ -183,13 +184,16 @@ class Budgeted:
         with _kept(self._training.holders):
             return self._loss(model, _again(batch))
 
-    def _log_shapes(self, adaptive: Adaptive[object]) -> None:
-        plans = adaptive.plans
-        if plans:
-            largest = max(plans, key=lambda one: one.measured_bytes or one.peak_bytes)
-            measured = largest.measured_bytes or largest.peak_bytes
-            slowest = max(one.slowdown for one in plans)
-            _log(self._training, adaptive.budget_bytes, largest.peak_bytes, measured, slowest)
+    def log_shapes(self) -> None:
+        """Log what came of the shapes so far, if there are plans that have not been logged."""
+        plans = () if self._adaptive is None else self._adaptive.plans
+        if self._adaptive is None or len(plans) <= self._logged:
+            return
+        self._logged = len(plans)
+        largest = max(plans, key=lambda one: one.measured_bytes or one.peak_bytes)
+        measured = largest.measured_bytes or largest.peak_bytes
+        slowest = max(one.slowdown for one in plans)
+        _log(self._training, self._adaptive.budget_bytes, largest.peak_bytes, measured, slowest)
 
 
 def fitted(wishes: Wishes, training: Training, step: Callable[[nn.Module], object]) -> Fitted:
