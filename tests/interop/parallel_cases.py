@@ -10,11 +10,12 @@ import accelerate
 import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from lightning.pytorch.strategies import DDPStrategy
-from torch.distributed.fsdp import fully_shard
+from accelerate.utils import DistributedType
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import torchremat
-from interop.trainers import Small, fit, layers, train
+from interop.trainers import Lit, Small, fit, layers, llama, train, whole
 from torchremat.interop.budgets import Budgeted, Training, Wishes
 
 QUICK = {"cost": "flops", "operators": False}
@@ -38,9 +39,23 @@ def launched():
         os.environ.pop(name, None)
 
 
+@contextmanager
+def with_accelerators():
+    """Let accelerate believe that each process has a GPU: it shards there alone, and replicates on CPUs in silence."""
+    prepare = PartialState._prepare_backend
+    PartialState._prepare_backend = lambda *_: ("gloo", DistributedType.MULTI_GPU)
+    os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
+    try:
+        yield
+    finally:
+        PartialState._prepare_backend = prepare
+        del os.environ["ACCELERATE_TORCH_DEVICE"]
+
+
 def check(ours, plain):
     assert ours == plain
     assert ours.is_bare
+    assert plain.recomputed == 0 < ours.recomputed
     (row,) = ours.logged
     check_row(row)
 
@@ -68,6 +83,40 @@ def lightning_trainer():
         ours = fit(folder, [callback], strategy=DDPStrategy(process_group_backend="gloo"), **options)
 
         check(ours, plain)
+
+
+def transformers_trainer_with_fsdp2():
+    wrapped = {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
+    sharding = {"fsdp": True, "fsdp_config": wrapped}
+    with launched() as folder, with_accelerators():
+        for number, options in enumerate(({}, {"gradient_accumulation_steps": 2, "bf16": True})):
+            plain = train(folder / f"plain{number}", model=llama(), **sharding, **options)
+            callback = torchremat.interop.transformers.MemoryBudget("80%", **QUICK)
+            ours = train(folder / f"ours{number}", [callback], model=llama(), **sharding, **options)
+
+            assert isinstance(ours.trainer.model_wrapped, FSDPModule)
+            check(ours, plain)
+
+
+class Sharded(Lit):
+    def configure_model(self):
+        for block in self.net:
+            fully_shard(block, mesh=self.device_mesh["data_parallel"])
+        fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
+
+def lightning_trainer_with_fsdp2():
+    def strategy():
+        return ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1, process_group_backend="gloo")
+
+    with launched() as folder:
+        for options in ({"precision": "bf16-mixed"}, {"accumulate_grad_batches": 2}):
+            plain = fit(folder, module=Sharded(), strategy=strategy(), devices=2, **options)
+            callback = torchremat.interop.lightning.MemoryBudget("80%", **QUICK)
+            ours = fit(folder, [callback], module=Sharded(), strategy=strategy(), devices=2, **options)
+
+            assert isinstance(ours.model.net, FSDPModule)
+            check(ours, plain)
 
 
 def with_accelerate():
@@ -123,7 +172,7 @@ def sharded_by_fsdp2():
                 with budgeted.step(loss_of, batch):
                     loss_of(model, batch).backward()
             optimizer.step()
-        return [one.full_tensor() for one in model.parameters()]
+        return list(map(whole, model.parameters()))
 
     with launched():
         plain, ours = trained(None), trained("80%")
@@ -136,6 +185,8 @@ def sharded_by_fsdp2():
 CASES = {
     "transformers": transformers_trainer,
     "lightning": lightning_trainer,
+    "transformers with fsdp2": transformers_trainer_with_fsdp2,
+    "lightning with fsdp2": lightning_trainer_with_fsdp2,
     "accelerate": with_accelerate,
     "fsdp2": sharded_by_fsdp2,
 }

@@ -1,15 +1,21 @@
 """A budget in the place of `accelerator.prepare`."""
 
+import gc
+import weakref
+from contextlib import nullcontext
+
 import accelerate
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
 
 import torchremat
-from interop.trainers import layers
+from interop.trainers import layers, recomputes_of
 from torchremat.regions.patches import forward_under
 
-prepare = torchremat.interop.accelerate.prepare
+prepare, within_budget = torchremat.interop.accelerate.prepare, torchremat.interop.accelerate.within_budget
+
+QUICK = {"cost": "flops", "operators": False}
 
 
 @pytest.fixture(autouse=True)
@@ -83,6 +89,81 @@ def test_the_training_is_the_same_within_the_budget(options):
     assert any(forward_under(module) for module in ours.modules())
     torchremat.unwrap(ours)
     assert not any(forward_under(module) for module in ours.modules())
+
+
+def loss_of(model, batch):
+    return model(batch).square().mean()
+
+
+def trained_on_lengths(size, lengths=(32, 128, 64, 128), **options):
+    """Parameters, recomputes and what was logged, after batches of these lengths."""
+    torch.manual_seed(1)
+    AcceleratorState._reset_state(True)
+    tracker = Tracker()
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2, log_with=[tracker], **options)
+    accelerator.init_trackers("rows")
+    model = layers()
+    recomputed = recomputes_of(model)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    if size is None:
+        model, optimizer = accelerator.prepare(model, optimizer)
+    else:
+        model, optimizer = prepare(accelerator, model, optimizer, loss_of, budget=size, shapes=True, **QUICK)
+    for batch in [torch.randn(4, length, 16) for length in lengths]:
+        with accelerator.accumulate(model):
+            with nullcontext() if size is None else within_budget(optimizer, batch):
+                accelerator.backward(loss_of(model, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+    return [one.detach() for one in model.parameters()], recomputed.value, tracker.rows
+
+
+@pytest.mark.parametrize("options", [{}, {"mixed_precision": "bf16"}], ids=["float32", "bf16"])
+def test_each_shape_has_a_plan(options):
+    plain, _, _ = trained_on_lengths(None, **options)
+    ours, recomputed, rows = trained_on_lengths("1.5MB", **options)
+
+    assert all(map(torch.equal, ours, plain))
+    assert recomputed > 0
+    assert [row["memory_slowdown"] > 1 for row in rows][-1]
+    assert all(row["memory_measured_bytes"] <= row["memory_budget_bytes"] == 1_500_000 for row in rows)
+
+
+def test_shapes_are_let_go_with_the_accelerators_memory():
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = layers()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    model, optimizer = prepare(accelerator, model, optimizer, loss_of, budget="1.5MB", shapes=True, **QUICK)
+    batch = torch.randn(4, 64, 16)
+    with within_budget(optimizer, batch):
+        accelerator.backward(loss_of(model, batch))
+    gone = weakref.ref(model)
+
+    model, optimizer = accelerator.free_memory(model, optimizer)
+
+    gc.collect()
+    assert gone() is None
+
+
+def test_mistakes_with_shapes_are_told():
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = layers()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    batch = torch.randn(4, 64, 16)
+
+    with pytest.raises(torchremat.StepError, match=r"step\(model, batch\)"):
+        prepare(accelerator, model, optimizer, lambda model: None, budget="2MB", shapes=True)
+    with pytest.raises(torchremat.BudgetError, match="give the budget in bytes"):
+        prepare(accelerator, model, optimizer, loss_of, budget="70%", shapes=True)
+    with pytest.raises(torchremat.StepError, match=r"`prepare\(..., shapes=True\)` has returned"):
+        within_budget(optimizer, batch).__enter__()
+    model, optimizer = prepare(accelerator, model, optimizer, loss_of, budget=700_000, shapes=True, **QUICK)
+    accelerator.backward(loss_of(model, batch))
+    with pytest.raises(torchremat.UnsupportedError, match=r"within_budget\(optimizer, batch\)"):
+        optimizer.step()
+    with pytest.raises(torchremat.BudgetError) as told, within_budget(optimizer, batch):
+        raise AssertionError("the block has run")
+    assert "gradient_accumulation_steps" in told.value.__notes__[0]
 
 
 def test_mistakes_are_told():

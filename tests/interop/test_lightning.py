@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from lightning.fabric import Fabric
 from torch import nn
 
 import torchremat
-from interop.trainers import Lit, fit
+from interop.trainers import Lit, fit, layers, recomputes_of
 
 MemoryBudget = torchremat.interop.lightning.MemoryBudget
 
@@ -130,3 +131,50 @@ def test_a_training_that_fails_leaves_the_model_bare(tmp_path):
         fit(tmp_path, [budget("75%")], module=module)
 
     assert not any("forward" in vars(one) for one in module.modules() if isinstance(one, nn.Module))
+
+
+def with_fabric(precision):
+    """Model, optimizer and Fabric, three batches, and the recomputes so far."""
+    torch.manual_seed(1)
+    fabric = Fabric(accelerator="cpu", devices=1, precision=precision)
+    model = layers()
+    recomputed = recomputes_of(model)
+    model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), 1e-2))
+    return fabric, model, optimizer, [torch.randn(4, 64, 16) for _ in range(3)], recomputed
+
+
+def loss_of(model, batch):
+    return model(batch).square().mean()
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+def test_what_fabric_has_set_up_is_planned_and_trains_the_same(precision):
+    fabric, plain, optimizer, batches, _ = with_fabric(precision)
+    for batch in batches:
+        optimizer.zero_grad()
+        fabric.backward(loss_of(plain, batch))
+        optimizer.step()
+    fabric, ours, optimizer, batches, recomputed = with_fabric(precision)
+    torchremat.fit(ours, lambda model: loss_of(model, batches[0]), budget="75%", optimizer=optimizer, cost="flops")
+    for batch in batches:
+        optimizer.zero_grad()
+        fabric.backward(loss_of(ours, batch))
+        optimizer.step()
+
+    assert all(map(torch.equal, ours.parameters(), plain.parameters()))
+    assert recomputed.value > 0
+    if precision == "bf16-mixed":  # Fabric looks after its backward as before
+        with pytest.raises(RuntimeError, match=r"fabric\.backward"):
+            loss_of(ours, batches[0]).backward()
+
+
+def test_a_backward_that_is_not_fabrics_is_refused_where_gradients_count():
+    fabric, model, optimizer, batches, _ = with_fabric("bf16-mixed")
+    adaptive = torchremat.Adaptive(model, loss_of, budget="2MB", optimizer=optimizer, cost="flops")
+
+    with pytest.raises(torchremat.UnsupportedError, match=r"with adaptive\.under\(batch\): fabric\.backward"):
+        adaptive(batches[0])
+    with adaptive.under(batches[0]):
+        fabric.backward(loss_of(model, batches[0]))
+
+    assert all(one.grad is not None for one in model.parameters())

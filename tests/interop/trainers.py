@@ -5,20 +5,28 @@ from dataclasses import dataclass, field
 import torch
 from lightning import pytorch as pl
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
+from logs import Count
+from torchremat import is_recomputing
 from torchremat.regions.patches import forward_under
+from torchremat.regions.rehearsals import is_rehearsing
 
 LOGGED = {"memory_budget_bytes", "memory_predicted_bytes", "memory_measured_bytes", "memory_slowdown"}
 
 
 @dataclass
 class Trained:
-    """What came out of a training: parameters, the state of torch's generator, what was logged, and the rest."""
+    """What came out of a training: parameters, the state of torch's generator, what was logged, and the rest.
+
+    `recomputed` are the calls of innermost modules in a recompute, without those of planning.
+    """
 
     model: nn.Module
     random: torch.Tensor
+    recomputed: int
     logged: list = field(default_factory=list)
     others: list = field(default_factory=list)
     trainer: object = None
@@ -27,7 +35,7 @@ class Trained:
         mine, theirs = self.model.state_dict(), other.model.state_dict()
         return (
             mine.keys() == theirs.keys()
-            and all(torch.equal(one, theirs[name]) for name, one in mine.items())
+            and all(torch.equal(whole(one), whole(theirs[name])) for name, one in mine.items())
             and torch.equal(self.random, other.random)
             and self.others == other.others
         )
@@ -35,6 +43,29 @@ class Trained:
     @property
     def is_bare(self):
         return not any(forward_under(module) for module in self.model.modules())
+
+
+def whole(tensor):
+    """A tensor that may be sharded, from all processes."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def recomputes_of(model):
+    """Count the calls of a model's innermost modules in a recompute from now on, but for those of planning."""
+    count = Count()
+
+    def noting(kind):
+        def forward(self, *args, **kwargs):
+            if is_recomputing() and not is_rehearsing():
+                count.up()
+            return kind.forward(self, *args, **kwargs)
+
+        return type(kind.__name__, (kind,), {"forward": forward})
+
+    for module in model.modules():
+        if not list(module.children()):
+            module.__class__ = noting(type(module))  # no hook, which would run before the region of a module
+    return count
 
 
 def split(rows):
@@ -116,8 +147,10 @@ def train(folder, callbacks=(), *, model=None, data=None, kind=Trainer, resume=N
         dataloader_pin_memory=False,
         **options,
     )
+    model = model or Small()
+    recomputed = recomputes_of(model)
     trainer = kind(
-        model or Small(),
+        model,
         arguments,
         train_dataset=data or Tokens(64),
         eval_dataset=Tokens(96, count=8),
@@ -125,7 +158,7 @@ def train(folder, callbacks=(), *, model=None, data=None, kind=Trainer, resume=N
     )
     trainer.train(resume_from_checkpoint=resume)
     ours, others = split(trainer.state.log_history)
-    return Trained(trainer.model, torch.get_rng_state(), ours, others, trainer)
+    return Trained(trainer.model, torch.get_rng_state(), recomputed.value, ours, others, trainer)
 
 
 class Lit(pl.LightningModule):
@@ -174,7 +207,8 @@ def fit(folder, callbacks=(), *, module=None, sizes=(64,), **options):
         **{"max_steps": 4, "val_check_interval": 2, **options},
     )
     module = module or Lit()
+    recomputed = recomputes_of(module)
     trained = [torch.randn(4, size, 16) for size in sizes for _ in range(8 // len(sizes))]
     trainer.fit(module, *(DataLoader(rows, batch_size=None) for rows in (trained, [torch.randn(8, 96, 16)])))
     ours, others = split(logger.rows)
-    return Trained(module, torch.get_rng_state(), ours, others, trainer)
+    return Trained(module, torch.get_rng_state(), recomputed.value, ours, others, trainer)

@@ -27,5 +27,6 @@ wrappers.py      the program that Inductor writes around its kernels
 sharding.py      what FSDP2 keeps to itself
 collectives.py   who frees what gloo has worked on
 profiler_lines.py  what the profiler and allocators write to stderr
+fabric.py        what Lightning Fabric keeps to itself
 pipelining.py    what schedules of pipelines keep to themselves
 """

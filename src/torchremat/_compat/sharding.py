@@ -80,6 +80,8 @@ class _Communication(Protocol):
 class _Group(Protocol):
     fsdp_params: list[_Param]
     comm_ctx: _Communication
+    reduce_grads: bool
+    all_reduce_grads: bool
     reshard_after_backward: bool
     _training_state: object
     _post_forward_indices: list[int]
@@ -238,6 +240,35 @@ def unreduced_gradients_aside(modules: Sequence[nn.Module]) -> Generator[None]:
             setattr(owner, place, None)
         for owner, place, gradient in aside:
             setattr(owner, place, gradient)
+
+
+def unreduced_gradients_again(modules: Sequence[nn.Module]) -> Callable[[], None]:
+    """Return what puts those that lie there now there once more."""
+    now = [(owner, place, getattr(owner, place, None)) for _, owner, place in _unreduced(modules)]
+
+    def again() -> None:
+        for owner, place, gradient in now:
+            setattr(owner, place, gradient)
+
+    return again
+
+
+def adds_gradients_up(modules: Iterable[nn.Module]) -> bool:
+    """Return whether the next backward of some modules leaves gradients that FSDP2 has not reduced."""
+    return any(not (group.reduce_grads and group.all_reduce_grads) for group in _groups_in(modules))
+
+
+@contextmanager
+def reducing(modules: Iterable[nn.Module]) -> Generator[None]:
+    """Let each backward of some modules reduce gradients in the block."""
+    before = [(group, group.reduce_grads, group.all_reduce_grads) for group in _groups_in(modules)]
+    for group, _, _ in before:
+        group.reduce_grads = group.all_reduce_grads = True
+    try:
+        yield
+    finally:
+        for group, reduces, all_reduces in before:
+            group.reduce_grads, group.all_reduce_grads = reduces, all_reduces
 
 
 def reshard(modules: Iterable[nn.Module]) -> None:

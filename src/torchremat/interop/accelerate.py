@@ -8,14 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar, cast
+from weakref import WeakKeyDictionary, WeakMethod
 
 import torch
 from torch import nn
 
 from torchremat.errors import StepError, UnsupportedError
-from torchremat.interop.budgets import Training, Wishes, check_recomputes_nothing, fitted, raw_optimizer
+from torchremat.interop.budgets import Budgeted, Training, check_recomputes_nothing, fitted, raw_optimizer
+from torchremat.interop.wishes import Wishes
+from torchremat.measuring.step import check_takes
 from torchremat.planning.searches.chains import Cost
 
 try:
@@ -36,16 +40,36 @@ _ADVICE = (
 )
 
 
+@dataclass(kw_only=True, eq=False)
+class _Shaped:
+    """A training in which each shape has a plan.
+
+    Attributes:
+        budgeted: It.
+        step: The user's.
+        has_begun: Whether a batch has come.
+    """
+
+    budgeted: Budgeted
+    step: Callable[..., object]
+    has_begun: bool = False
+
+
+# By what `prepare` returns, which neither the training nor its model holds: `accelerator.free_memory()` drops it.
+_shaped: WeakKeyDictionary[torch.optim.Optimizer, _Shaped] = WeakKeyDictionary()
+
+
 def prepare(
     accelerator: accelerate.Accelerator,
     model: M,
     optimizer: torch.optim.Optimizer,
-    step: Callable[[M], object],
+    step: Callable[..., object],
     *,
     budget: int | str,
     margin: int | str = 0,
     cost: Cost = "seconds",
     operators: bool = True,
+    shapes: bool = False,
 ) -> tuple[M, AcceleratedOptimizer]:
     """Return what `accelerator.prepare(model, optimizer)` does, with a plan on the model that a real step confirmed.
 
@@ -53,34 +77,93 @@ def prepare(
     measured is logged to the trackers that there are (`accelerator.init_trackers` before): `memory_budget_bytes`,
     `memory_predicted_bytes`, `memory_measured_bytes`, `memory_slowdown`. `torchremat.unwrap(model)` takes the plan off.
 
+    With `shapes=True` nothing is planned yet, and nothing stays on the model: each batch is planned for when it comes,
+    in `within_budget(optimizer, batch)`.
+
     Args:
         accelerator: The accelerator.
         model: The model, not prepared.
         optimizer: Its optimizer, not prepared.
         step: Called as `step(model)` with the prepared model; runs the forward on a sample batch, the largest that will
-            be trained on, and returns the loss.
+            be trained on, and returns the loss. With `shapes=True` called as `step(model, batch)`.
         budget: Peak bytes of a training step on each device: an int, `"20GiB"`, or `"60%"` of a plain step's.
         margin: Bytes of the budget to leave free, for what an allocator needs beside the tensors.
         cost: What to minimise, `"seconds"` or `"flops"`.
         operators: Whether parts of a module may be kept: the outputs of some of its operators.
+        shapes: Whether each shape of a batch has a plan of its own, where lengths vary much. One process only.
 
     Raises:
         BudgetError: Budget or margin is no size, or no plan fits.
         StepError: The step returns no loss, or one of the arguments is something else than it can be.
-        UnsupportedError: The model recomputes by itself, or an engine of its own runs backward.
+        UnsupportedError: The model recomputes by itself, or an engine of its own runs backward; `shapes=True`, and
+            several processes train together.
     """
-    wishes = Wishes(budget=budget, margin=margin, cost=cost, operators=operators)
+    wishes = Wishes(budget=budget, margin=margin, cost=cost, operators=operators, shapes=shapes)
     _check(accelerator, model)
+    if shapes and callable(step):
+        check_takes(step, "step(model, batch)", model, None)
     prepared, wrapped = cast("tuple[M, AcceleratedOptimizer]", accelerator.prepare(model, optimizer))
     training = Training(
         model=prepared,
-        optimizer=raw_optimizer(wrapped),
-        log=partial(accelerator.log, step=0),
+        optimizer=raw_optimizer(wrapped, AcceleratedOptimizer),
+        log=partial(_log, WeakMethod(accelerator.log)),
         advice=_ADVICE,
     )
+    if shapes:
+        _shaped[wrapped] = shaped = _Shaped(budgeted=Budgeted(wishes, training), step=step)
+        _expect_batches(cast("torch.optim.Optimizer", training.optimizer), shaped)
+        return prepared, wrapped
     with _training_mode(prepared):
         fitted(wishes, training, cast("Callable[[nn.Module], object]", step))
     return prepared, wrapped
+
+
+@contextmanager
+def within_budget(optimizer: torch.optim.Optimizer, batch: object) -> Generator[None]:
+    """Let the block run forward and `accelerator.backward` of a batch within the budget, under a plan for its shape.
+
+    The block runs both once, and not the optimizer's step.
+
+    Args:
+        optimizer: That which `prepare(..., shapes=True)` has returned.
+        batch: The batch, as the `step` given to `prepare` takes it.
+
+    Raises:
+        BudgetError: No plan fits, and nothing of the step has run; or the step was measured above the budget.
+        StepError: `prepare(..., shapes=True)` has not returned this optimizer, or the step returns no loss.
+    """
+    shaped = _shaped.get(optimizer) if isinstance(optimizer, AcceleratedOptimizer) else None
+    if shaped is None:
+        raise StepError(
+            "optimizer: that which `prepare(..., shapes=True)` has returned is needed, and this "
+            f"{type(optimizer).__name__} is another. Without `shapes=True` a plan is on the model already, and "
+            "no block is needed."
+        )
+    shaped.has_begun = True
+    with shaped.budgeted.step(shaped.step, batch):
+        yield
+    shaped.budgeted.log_shapes()
+
+
+def _expect_batches(optimizer: torch.optim.Optimizer, shaped: _Shaped) -> None:
+    """Raise in the first step of the optimizer if no batch has come within the budget by then."""
+
+    def check(*_: object) -> None:
+        handle.remove()
+        if not shaped.has_begun:
+            raise UnsupportedError(
+                "prepare: the optimizer steps, and no batch has come within the budget, so with `shapes=True` nothing "
+                "was planned. Put forward and backward of each batch into `with "
+                "torchremat.interop.accelerate.within_budget(optimizer, batch):`."
+            )
+
+    handle = optimizer.register_step_pre_hook(check)
+
+
+def _log(log: WeakMethod[Callable[..., None]], numbers: dict[str, float]) -> None:
+    told = log()  # the accelerator holds the optimizer, by which a training is found
+    if told is not None:
+        told(numbers, step=0)
 
 
 @contextmanager

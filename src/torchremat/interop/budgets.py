@@ -26,15 +26,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchremat.errors import BudgetError, UnsupportedError, bug, check_flags
-from torchremat.measuring.communication import is_data_parallel
+from torchremat.errors import BudgetError, UnsupportedError, bug
+from torchremat.interop.accumulating import as_the_last
+from torchremat.interop.wishes import Wishes
+from torchremat.measuring.optimizers import optimizers_in, with_wrapped
 from torchremat.measuring.runs import run_traced, subject_of
-from torchremat.planning.budgets import check_budget, relative_of
 from torchremat.planning.fitting import Fitted, fit_with
 from torchremat.planning.layout import expect_larger
 from torchremat.planning.planner import Planner
 from torchremat.planning.requests import check_request
-from torchremat.planning.searches.chains import Cost, check_cost
 from torchremat.planning.shapes.adaptive import Adaptive
 from torchremat.state.reach import reach
 from torchremat.state.snapshot import Snapshot
@@ -43,41 +43,6 @@ from torchremat.tensors.structure import tensors_in
 
 Sizes = tuple[tuple[int, ...], ...]
 Loss = Callable[[nn.Module, object], object]
-
-_REDUCES = "require_backward_grad_sync"  # of DistributedDataParallel
-
-
-@dataclass(frozen=True, kw_only=True)
-class Wishes:
-    """What the user has asked for.
-
-    Attributes:
-        budget: As for `fit`.
-        margin: As for `fit`.
-        cost: As for `fit`.
-        operators: As for `fit`.
-        shapes: Whether lengths vary so that each shape is to have a plan of its own.
-
-    Raises:
-        BudgetError: Budget or margin is no size.
-        UnsupportedError: Another option is something else than it can be.
-    """
-
-    budget: int | str
-    margin: int | str = 0
-    cost: Cost = "seconds"
-    operators: bool = True
-    shapes: bool = False
-
-    def __post_init__(self) -> None:
-        check_budget(self.budget, "meta", margin=self.margin)
-        check_cost(self.cost)
-        check_flags(operators=self.operators, shapes=self.shapes)
-        if self.shapes and relative_of(self.budget) is not None:
-            raise BudgetError(
-                f"budget={self.budget!r}: with shapes=True the plain peak is another for each shape; give the budget "
-                'in bytes, like "20GiB".'
-            )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -122,6 +87,7 @@ class Budgeted:
         self._fitted: Fitted | None = None
         self._known: list[Sizes] = []
         self._adaptive: Adaptive[object] | None = None
+        self._logged = 0
         self._loss: Loss = _no_loss
         _check_steps_alone(training.optimizer)
         with _advised(training):
@@ -162,9 +128,9 @@ class Budgeted:
 
     def end(self) -> None:
         """Take off what was put on the model. May be called twice."""
+        self.log_shapes()
         adaptive, self._adaptive = self._adaptive, None
         if adaptive is not None:
-            self._log_shapes(adaptive)
             adaptive.close()
         fitted, self._fitted = self._fitted, None
         if fitted is not None and fitted.plan.is_on(self._training.model):
@@ -198,9 +164,10 @@ class Budgeted:
     def _still_fits(self, fitted: Fitted, step: Callable[[nn.Module], object]) -> bool:
         subject = subject_of(step, self._training.model, self._training.optimizer)
         device = subject.device()
-        with subject.untouched():
-            before = subject.before(device)
-        risen = run_traced(subject, device, before_bytes=0).peak_beyond(before)
+        with as_the_last(subject):
+            with subject.untouched():
+                before = subject.before(device)
+            risen = run_traced(subject, device, before_bytes=0).peak_beyond(before)
         # The state that the optimizer will have after its first step may not be there yet.
         to_come = max(0, fitted.plan.before_bytes["optimizer"] - before.optimizer_bytes)
         return before.total_bytes + to_come + risen <= fitted.limit_bytes
@@ -218,13 +185,16 @@ class Budgeted:
         with _kept(self._training.holders):
             return self._loss(model, _again(batch))
 
-    def _log_shapes(self, adaptive: Adaptive[object]) -> None:
-        plans = adaptive.plans
-        if plans:
-            largest = max(plans, key=lambda one: one.measured_bytes or one.peak_bytes)
-            measured = largest.measured_bytes or largest.peak_bytes
-            slowest = max(one.slowdown for one in plans)
-            _log(self._training, adaptive.budget_bytes, largest.peak_bytes, measured, slowest)
+    def log_shapes(self) -> None:
+        """Log what came of the shapes so far, if there are plans that have not been logged."""
+        plans = () if self._adaptive is None else self._adaptive.plans
+        if self._adaptive is None or len(plans) <= self._logged:
+            return
+        self._logged = len(plans)
+        largest = max(plans, key=lambda one: one.measured_bytes or one.peak_bytes)
+        measured = largest.measured_bytes or largest.peak_bytes
+        slowest = max(one.slowdown for one in plans)
+        _log(self._training, self._adaptive.budget_bytes, largest.peak_bytes, measured, slowest)
 
 
 def fitted(wishes: Wishes, training: Training, step: Callable[[nn.Module], object]) -> Fitted:
@@ -236,8 +206,9 @@ def fitted(wishes: Wishes, training: Training, step: Callable[[nn.Module], objec
     """
     model, optimizer = training.model, training.optimizer
     _check_steps_alone(optimizer)
-    with _advised(training), _reducing(model):
+    with _advised(training), ExitStack() as stack:
         check_request(model, step, wishes.budget, margin=wishes.margin, optimizer=optimizer, device=None)
+        stack.enter_context(as_the_last(subject_of(step, model, optimizer)))
         planner = Planner(model, step, optimizer=optimizer, cost=wishes.cost, operators=wishes.operators)
         found = fit_with(planner, model, budget=wishes.budget, margin=wishes.margin)
     plan = found.plan
@@ -259,19 +230,23 @@ def check_recomputes_nothing(model: nn.Module, owner: str) -> None:
         )
 
 
-def raw_optimizer(optimizer: object) -> torch.optim.Optimizer | None:
-    """Return torch's optimizer in what a framework has put around it; None if there is none.
+def raw_optimizer(optimizer: object, *frameworks: type) -> torch.optim.Optimizer | None:
+    """Return the outermost optimizer that is not the framework's own; None if there is none.
+
+    Args:
+        optimizer: It, or what the framework has put around it.
+        frameworks: The classes that the framework puts around an optimizer, as one that steps in the last step alone.
 
     Raises:
-        UnsupportedError: It is no optimizer, and there is none in it.
+        UnsupportedError: It is no optimizer, and none can be reached from it.
     """
-    found = optimizer
-    # A wrapper may say that it is an optimizer itself, and hold nothing of what one holds.
-    while isinstance(inner := getattr(found, "optimizer", None), torch.optim.Optimizer):
-        found = inner
-    if found is not None and not isinstance(found, torch.optim.Optimizer):
-        raise UnsupportedError(f"optimizer: a torch.optim.Optimizer is needed, got {type(found).__name__}.")
-    return found
+    if optimizer is None:
+        return None
+    found = with_wrapped(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else optimizers_in(optimizer)
+    for one in found:
+        if not isinstance(one, frameworks):
+            return one
+    raise UnsupportedError(f"optimizer: a torch.optim.Optimizer is needed, got {type(optimizer).__name__}.")
 
 
 def _check_steps_alone(optimizer: torch.optim.Optimizer | None) -> None:
@@ -360,17 +335,3 @@ def _kept(holders: Sequence[object]) -> Generator[None]:
         before.put_back()
         for generator, state in states:
             generator.set_state(state)
-
-
-@contextmanager
-def _reducing(model: nn.Module) -> Generator[None]:
-    """Let DistributedDataParallel reduce gradients in the block, even where the framework adds them up just now."""
-    parallel = [one for one in model.modules() if is_data_parallel(one)]
-    before = [cast("bool", vars(one)[_REDUCES]) for one in parallel]
-    for one in parallel:
-        vars(one)[_REDUCES] = True
-    try:
-        yield
-    finally:
-        for one, flag in zip(parallel, before, strict=True):
-            vars(one)[_REDUCES] = flag

@@ -15,8 +15,8 @@ from typing import Any, cast
 from torch import nn
 
 from torchremat.errors import UnsupportedError
-from torchremat.interop.budgets import Budgeted, NoLossError, Training, Wishes, check_recomputes_nothing, raw_optimizer
-from torchremat.planning.searches.chains import Cost
+from torchremat.interop.budgets import Budgeted, NoLossError, Training, check_recomputes_nothing
+from torchremat.interop.wishes import Wishing
 
 try:
     import lightning.pytorch as pl
@@ -34,7 +34,7 @@ _ADVICE = (
 )
 
 
-class MemoryBudget(pl.Callback):
+class MemoryBudget(Wishing, pl.Callback):
     """Trains within a budget: `Trainer(..., callbacks=[MemoryBudget("20GiB")])`.
 
     The first batch is planned for, and any that is larger than those before it. Parameters are bit for bit those of a
@@ -54,18 +54,8 @@ class MemoryBudget(pl.Callback):
         UnsupportedError: Another argument is something else than it can be.
     """
 
-    def __init__(
-        self,
-        budget: int | str,
-        *,
-        margin: int | str = 0,
-        cost: Cost = "seconds",
-        operators: bool = True,
-        shapes: bool = False,
-    ) -> None:
-        self._wishes = Wishes(budget=budget, margin=margin, cost=cost, operators=operators, shapes=shapes)
-        self._budgeted: Budgeted | None = None
-        self._open = ExitStack()
+    _budgeted: Budgeted | None = None
+    _open: ExitStack | None = None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Take note of the training.
@@ -77,7 +67,7 @@ class MemoryBudget(pl.Callback):
         _check(trainer, pl_module)
         training = Training(
             model=cast("nn.Module", trainer.strategy.model),
-            optimizer=raw_optimizer(next(iter(trainer.optimizers), None)),
+            optimizer=next(iter(trainer.optimizers)),
             log=partial(_log, trainer),
             advice=_ADVICE,
         )
@@ -87,19 +77,20 @@ class MemoryBudget(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Plan if the batch is larger than those before."""
-        self._open.close()
+        self._close()
         if self._budgeted is not None:
+            self._open = ExitStack()
             self._open.enter_context(self._budgeted.step(partial(_loss, trainer, batch_idx), batch))
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """End the step."""
-        self._open.close()
+        self._close()
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """End the step of a batch that had no loss."""
-        self._open.close()
+        self._close()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Leave the model as it was."""
@@ -109,8 +100,13 @@ class MemoryBudget(pl.Callback):
         """Leave the model as it was."""
         self._end()
 
+    def _close(self) -> None:
+        step, self._open = self._open, None
+        if step is not None:
+            step.close()
+
     def _end(self) -> None:
-        self._open.close()
+        self._close()
         budgeted, self._budgeted = self._budgeted, None
         if budgeted is not None:
             budgeted.end()

@@ -21,16 +21,17 @@ import torch
 from torch import nn
 
 from torchremat.errors import UnsupportedError
-from torchremat.interop.budgets import Budgeted, Training, Wishes, check_recomputes_nothing, raw_optimizer
-from torchremat.planning.searches.chains import Cost
+from torchremat.interop.budgets import Budgeted, Training, check_recomputes_nothing, raw_optimizer
+from torchremat.interop.wishes import Wishes, Wishing
 
 try:
     import transformers
+    from accelerate.optimizer import AcceleratedOptimizer
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        "torchremat.interop.transformers needs transformers, which is not installed. Install it with: "
-        "pip install 'torchremat[transformers]'",
-        name="transformers",
+        "torchremat.interop.transformers needs transformers and accelerate, which are not both installed. Install "
+        "them with: pip install 'torchremat[transformers]'",
+        name=error.name,
     ) from error
 
 _ADVICE = (
@@ -40,7 +41,7 @@ _ADVICE = (
 _STEPS = ("training_step", "compute_loss")
 
 
-class MemoryBudget(transformers.TrainerCallback):
+class MemoryBudget(Wishing, transformers.TrainerCallback):
     """Trains within a budget: `Trainer(..., callbacks=[MemoryBudget("20GiB")])`.
 
     The first batch is planned for, and any that is larger than those before it. Parameters are bit for bit those of a
@@ -59,17 +60,7 @@ class MemoryBudget(transformers.TrainerCallback):
         UnsupportedError: Another argument is something else than it can be.
     """
 
-    def __init__(
-        self,
-        budget: int | str,
-        *,
-        margin: int | str = 0,
-        cost: Cost = "seconds",
-        operators: bool = True,
-        shapes: bool = False,
-    ) -> None:
-        self._wishes = Wishes(budget=budget, margin=margin, cost=cost, operators=operators, shapes=shapes)
-        self._watch: _Watch | None = None
+    _watch: _Watch | None = None
 
     def on_train_begin(
         self,
@@ -171,7 +162,7 @@ class _Watch:
         trainer = self._trainer
         return Training(
             model=model,
-            optimizer=raw_optimizer(trainer.optimizer),
+            optimizer=raw_optimizer(trainer.optimizer, AcceleratedOptimizer),
             log=partial(transformers.Trainer.log, trainer),  # a trainer's own may tell what it has gathered so far
             holders=(trainer, trainer.state, trainer.control),
             advice=_ADVICE,

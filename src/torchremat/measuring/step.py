@@ -12,6 +12,7 @@ import dis
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import CodeType, FunctionType, MethodType
 from typing import cast
@@ -20,8 +21,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from torchremat.errors import StepError
+from torchremat._compat.fabric import as_fabrics_backward
+from torchremat.errors import StepError, UnsupportedError
 from torchremat.measuring.optimizers import optimizers_in, parameters_of
+from torchremat.regions.rehearsals import is_rehearsing
 
 _ALLOWED = (
     "A step returns its loss: a tensor with one element that requires grad, an object with such a `.loss`, "
@@ -65,16 +68,25 @@ def run_backward(loss: Tensor) -> None:
 
     Raises:
         StepError: The step has done that already.
+        UnsupportedError: The model is Lightning Fabric's, which has a backward of its own, and this is no rehearsal.
     """
     try:
-        loss.backward()  # pyright: ignore[reportUnknownMemberType]
+        # A rehearsal's gradients are dropped. Those of a step that trains have to be of the loss as Fabric scales it.
+        with as_fabrics_backward() if is_rehearsing() else nullcontext():
+            loss.backward()  # pyright: ignore[reportUnknownMemberType]
     except RuntimeError as error:
-        if "backward through the graph a second time" not in str(error):
-            raise
-        raise StepError(
-            "the step has run backward itself, or the loss hangs on a graph of an earlier step that has been freed. "
-            "Return the loss without calling backward, and build the whole graph anew in each step."
-        ) from error
+        if "backward through the graph a second time" in str(error):
+            raise StepError(
+                "the step has run backward itself, or the loss hangs on a graph of an earlier step that has been "
+                "freed. Return the loss without calling backward, and build the whole graph anew in each step."
+            ) from error
+        if "call `fabric.backward(loss)`" in str(error):
+            raise UnsupportedError(
+                "Lightning Fabric runs backward by `fabric.backward(loss)` alone under this precision, which may scale "
+                "the loss, and a call of this object runs `loss.backward()`. Of `Adaptive`, use the block: `with "
+                "adaptive.under(batch): fabric.backward(step(model, batch))`; `fit` and `plan` need nothing."
+            ) from error
+        raise
 
 
 def _described(result: object) -> str:

@@ -1,0 +1,61 @@
+"""Steps that add gradients up: a framework reduces them over processes in the last of several steps alone.
+
+That last one is the largest, and so it is planned for, whichever comes first: what the steps before have added up lies
+there, and what reduces it is there as well.
+
+DistributedDataParallel    `.grad`, as in one process; the last step fills buckets, which count in any case
+FSDP2                      whole gradients, not those of this process's part: they are there once a step has run
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
+from typing import cast
+
+from torch import nn
+
+from torchremat._compat.sharding import (
+    adds_gradients_up,
+    reducing,
+    unreduced_gradients_again,
+    unreduced_gradients_aside,
+)
+from torchremat.measuring.communication import is_data_parallel
+from torchremat.measuring.runs import Subject
+from torchremat.measuring.step import run_backward
+
+_REDUCES = "require_backward_grad_sync"  # of DistributedDataParallel
+
+
+@contextmanager
+def as_the_last(subject: Subject) -> Generator[None]:
+    """Let each run of a step in the block be as the last of those whose gradients the framework adds up just now.
+
+    Raises:
+        StepError: The step returns no loss.
+    """
+    modules = [module for model in subject.models for module in model.modules()]
+    with _data_parallel_reducing(modules):
+        if not adds_gradients_up(modules):
+            yield
+            return
+        with subject.untouched():
+            run_backward(subject.forward())
+            put_there = unreduced_gradients_again(modules)
+        with unreduced_gradients_aside(modules), reducing(modules):
+            put_there()
+            yield
+
+
+@contextmanager
+def _data_parallel_reducing(modules: Iterable[nn.Module]) -> Generator[None]:
+    parallel = [one for one in modules if is_data_parallel(one)]
+    before = [cast("bool", vars(one)[_REDUCES]) for one in parallel]
+    for one in parallel:
+        vars(one)[_REDUCES] = True
+    try:
+        yield
+    finally:
+        for one, flag in zip(parallel, before, strict=True):
+            vars(one)[_REDUCES] = flag
