@@ -199,6 +199,10 @@ MIXED = {
     "resnet": MODELS["resnet"],
     "bert": MODELS["bert"],
     "t5 dropout": MODELS["t5 dropout"],
+    # A variable that takes a module's result has its old value until then, which the region of another one holds:
+    # `x = self.norm2(x + ...)`. It was counted for whole units that lie beside split ones.
+    "encoder layers": KINDS["encoder layers"],
+    "encoder and decoder": KINDS["encoder and decoder"],
 }
 
 

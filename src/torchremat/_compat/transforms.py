@@ -170,11 +170,11 @@ _HOOKS: Any = sys.modules["torch._C._autograd"]
 
 
 @contextmanager
-def transforms_beside_hooks(seen: Callable[[], None]) -> Generator[None]:
+def transforms_beside_hooks(seen: Callable[[], None] = lambda: None) -> Generator[None]:
     """Let reverse-mode transforms run in this thread though saved-tensor hooks are set, which torch refuses.
 
     These hooks are called inside of the transforms as well, and have to give each tensor back as it is there: see
-    `left_to_transform`.
+    `left_to_transform` and `beside_transforms`.
 
     Args:
         seen: Called when one begins.
@@ -199,6 +199,19 @@ def left_to_transform(pack: Callable[[Tensor], object]) -> Callable[[Tensor], ob
 
     def packed(tensor: Tensor) -> object:
         return tensor if is_of_transform(_why_no_hooks()) else pack(tensor)
+
+    return packed
+
+
+def beside_transforms(pack: Callable[[Tensor], object]) -> Callable[[Tensor], object]:
+    """Return a pack hook that leaves alone what reverse-mode transforms save for their own backward.
+
+    What autograd saves around them, of the same operators, is packed: it is saved when the transform has handed on.
+    """
+
+    def packed(tensor: Tensor) -> object:
+        is_its_own = any(one.key() == REVERSE for one in running_transforms() or ())
+        return tensor if is_its_own else pack(tensor)
 
     return packed
 

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from torchremat._compat.autograd import pop_saved_tensor_hooks, push_saved_tensor_hooks
 from torchremat._compat.modes import except_traced
-from torchremat._compat.transforms import is_of_transform
-from torchremat.errors import MutationError, UnsupportedError
+from torchremat._compat.transforms import beside_transforms, transforms_beside_hooks
+from torchremat.errors import MutationError
 from torchremat.measuring.calls import ModuleCall, ModuleCalls, module_calls, names_of
 from torchremat.measuring.storages import StorageNumbers
 from torchremat.regions.operators import Operator, OperatorLog, Place, Source
@@ -35,11 +35,6 @@ if TYPE_CHECKING:
     from collections.abc import Generator
 
     from torchremat.measuring.runs import Subject
-
-_TRANSFORM_INSIDE = (
-    "the step runs torch.func.grad, vjp, jacrev or hessian, which refuse saved-tensor hooks, and with these a step is "
-    "watched. Use torch.autograd.grad or torch.func.jvp in it, or report on the rest of the step."
-)
 
 BeforeKind = Literal["parameter", "buffer", "input"]
 
@@ -275,8 +270,6 @@ def watched(subject: Subject, *, operators: bool) -> Generator[Watched]:
         subject: The step.
         operators: Whether operators are logged, and compiled code runs eagerly.
 
-    Raises:
-        UnsupportedError: The step runs a transform that refuses hooks.
     """
     with subject.untouched(looks=operators):
         numbers = StorageNumbers()
@@ -285,15 +278,12 @@ def watched(subject: Subject, *, operators: bool) -> Generator[Watched]:
             log = SaveLog(subject.models, numbers, calls, operators=operators)
 
             def run() -> object:
-                push_saved_tensor_hooks(except_traced(log.pack), log.unpack)
-                try:
-                    return subject.run()
-                except RuntimeError as error:
-                    if type(error) is RuntimeError and is_of_transform(str(error)):
-                        raise UnsupportedError(_TRANSFORM_INSIDE) from error
-                    raise
-                finally:
-                    pop_saved_tensor_hooks()
+                with transforms_beside_hooks():
+                    push_saved_tensor_hooks(beside_transforms(except_traced(log.pack)), log.unpack)
+                    try:
+                        return subject.run()
+                    finally:
+                        pop_saved_tensor_hooks()
 
             result = log.run(run, subject.step)
         found = Watched(

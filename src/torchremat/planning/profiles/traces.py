@@ -89,6 +89,8 @@ class Trace:
         fixed: Storages of parameters, buffers and other tensors that were there before.
         born: For a storage number the time at which it was first seen.
         died: For a storage number the time at which it was gone; absent if it was alive at the end of the forward.
+        lasting: Those that went when a call had returned and nothing had run since: by `died` they were gone before it
+            returned, as nothing is held for them, and at its last mark they were there.
         step_saved: What autograd saved outside of every call, in the step's own code.
         end: Time at the end of the forward.
         flops: Of the whole forward.
@@ -105,6 +107,7 @@ class Trace:
     step_saved: list[Saved]
     end: int
     flops: int
+    lasting: frozenset[int] = frozenset()
     operators: OperatorTrace = field(default_factory=OperatorTrace)
     allocations: AllocationTrace | None = None
     sharded: frozenset[str] = frozenset()

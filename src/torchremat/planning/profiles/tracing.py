@@ -67,6 +67,7 @@ class _Tracer:
         self.storage_bytes: dict[int, int] = {}
         self.born: dict[int, int] = {}
         self.died: dict[int, int] = {}
+        self.lasting: set[int] = set()
         self.objects_of: dict[int, list[object]] = {}
         self.identities: dict[int, tuple[int, ReferenceType[Tensor]]] = {}
         self.step_saved: list[Saved] = []
@@ -96,8 +97,12 @@ class _Tracer:
 
         def dies(_: object) -> None:
             del self.storages[address]
-            # What goes before anything has run since a call returned was an argument of it that nobody else has.
-            self.died[number] = self.time - (self.idle_since == len(self.log.trace.runs))
+            # What goes before anything has run since a call returned was an argument of it that nobody else has, or a
+            # variable that takes its result.
+            self.died[number] = self.time
+            if self.idle_since == len(self.log.trace.runs):
+                self.died[number] -= 1
+                self.lasting.add(number)
 
         self.storages[address] = (number, ref(storage, dies))
         self.storage_bytes[number] = taken_bytes(storage)
@@ -274,6 +279,7 @@ def _run_traced(model: nn.Module, step: Step, flops: FlopCounter, log: OperatorL
         fixed=tracer.fixed,
         born=tracer.born,
         died=tracer.died,
+        lasting=frozenset(tracer.lasting),
         step_saved=tracer.step_saved,
         end=tracer.time + 1,
         flops=flops.total,

@@ -11,13 +11,15 @@ what is live in it are variables.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
 
 from torchremat.planning.profiles.reading import Profile
+from torchremat.planning.profiles.watching import every_unit
+from torchremat.planning.walks.memory import Walk
 from torchremat.planning.walks.moments import Moment
 
 
@@ -68,12 +70,13 @@ def glue_of(coarse: Profile, fine: Profile, inside: Sequence[tuple[int, int]]) -
     """
     saves = _Saves(coarse, fine)
     entered, left, first, last = list[int](), list[int](), list[int](), [0]
+    held, held_in = _held_after(coarse), _held_after(fine)
     for unit, (begin, end) in enumerate(inside):
         own, inner = coarse.units, fine.units
         calls, begins, ends = own.units[unit].calls, inner.units[begin].calls[0], inner.units[end].calls[-1]
-        more = saves.variables(begins, ended=False) - saves.variables(calls[0], ended=False)
+        more = saves.variables_before(begins) - saves.variables_before(calls[0])
         entered.append(_more(coarse, fine, Moment.FORWARD, unit, begin) - more)
-        more = saves.variables(ends, ended=True) - saves.variables(calls[-1], ended=True)
+        more = saves.variables_after(ends, held_in[end]) - saves.variables_after(calls[-1], held[unit])
         left.append(_more(coarse, fine, Moment.LEFT, unit, end) - more)
         first.append(saves.between(own.entered(unit), inner.entered(begin)))
         last.append(saves.between(inner.left(end), own.left(unit)))
@@ -89,6 +92,13 @@ def glue_of(coarse: Profile, fine: Profile, inside: Sequence[tuple[int, int]]) -
 def _more(coarse: Profile, fine: Profile, moment: Moment, unit: int, place: int) -> int:
     """How much more is live beside the plan at a fine unit than at the coarse one that it lies in."""
     return fine.extra_bytes[moment, place] - coarse.extra_bytes[moment, unit]
+
+
+def _held_after(profile: Profile) -> list[frozenset[int]]:
+    """For each unit what is held when it has returned, each being a region, though by the trace it is gone."""
+    units, lasting = profile.units, profile.units.trace.lasting
+    walk = Walk(units, profile.sizes, profile.order, profile.lifetimes, every_unit(units))
+    return [lasting & walk.held.keys() for state in walk.forward() if state.key[0] is Moment.LEFT]
 
 
 def _differences(before: Iterable[int], after: Iterable[int]) -> tuple[int, ...]:
@@ -119,20 +129,28 @@ class _Saves:
             if begin < end:
                 change[[begin, end]] += (trace.storage_bytes[storage], -trace.storage_bytes[storage])
         self.counted = np.cumsum(change)
+        # By the time at which a call returned: what is gone by the trace, and is there at the call's last mark.
+        self.lasting: dict[int, list[int]] = {}
+        for storage in begins.keys() & trace.lasting:
+            if begins[storage] <= trace.died[storage]:
+                self.lasting.setdefault(trace.died[storage] + 1, []).append(storage)
 
     def between(self, begin: int, end: int) -> int:
         """Return the bytes saved from one time until another."""
         return self.bytes[bisect_left(self.times, end)] - self.bytes[bisect_left(self.times, begin)]
 
-    def variables(self, call: int, *, ended: bool) -> int:
-        """Return the bytes live when a call begins or ends, of which the plan does not know, up to a constant."""
+    def variables_before(self, call: int) -> int:
+        """Return the bytes live when a call begins of which the plan does not know, up to a constant."""
+        own, allocations = self.trace.calls[call], self.trace.allocations
+        return 0 if allocations is None else allocations.live_bytes_at(own.begins) - int(self.counted[own.entered])
+
+    def variables_after(self, call: int, held: Container[int]) -> int:
+        """Return the same when it ends, and storages are held."""
         own, allocations = self.trace.calls[call], self.trace.allocations
         if allocations is None:
             return 0
-        if not ended:
-            return allocations.live_bytes_at(own.begins) - int(self.counted[own.entered])
-        # What a call was given is still there at its last mark, though nobody else may have it. A region holds it.
-        given = {seen.storage for seen in own.inputs if seen.storage in self.boundary}
-        gone = (one for one in given if self.trace.died.get(one, own.left) < own.left)
-        held = int(self.counted[own.left]) + sum(self.trace.storage_bytes[one] for one in gone)
-        return allocations.live_bytes_at(own.ends) - held
+        # What a call was given is still there at its last mark, though nobody else may have it, and so are variables
+        # of the code around it that go with its return. The plan counts those of them that are held by then.
+        lasting = (one for one in self.lasting.get(own.left, ()) if one in held or one not in self.boundary)
+        counted = int(self.counted[own.left]) + sum(self.trace.storage_bytes[one] for one in lasting)
+        return allocations.live_bytes_at(own.ends) - counted

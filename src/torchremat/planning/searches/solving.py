@@ -151,9 +151,13 @@ class Search:
         ]
         grains = aligned(self.grains)
         mixtures = [mixed(grains, split) for split in fitting]
+        finest = max((len(mixture.units.units) for mixture in mixtures), default=0)
         return (
             self.coarse,
-            *(Solver(mixture, self.cost_unit, hand_made=False, pace=self.pace) for mixture in mixtures),
+            *(
+                Solver(mixture, self.cost_unit, hand_made=len(mixture.units.units) == finest, pace=self.pace)
+                for mixture in mixtures
+            ),
         )
 
     @property
@@ -216,7 +220,8 @@ class Solver:
     Args:
         profile: The profile.
         cost: What to minimise.
-        hand_made: Whether all uniform trees, as people write them by hand, are tried. In mixtures they win nothing.
+        hand_made: Whether all uniform trees, as people write them by hand, are tried. They win nothing in mixtures but
+            in the finest, where a block is several stretches, each alike.
         pace: How long it may take.
     """
 
