@@ -31,6 +31,7 @@ In reading order:
 
 settings.py     how a region behaves
 threads.py      what each thread does with regions right now
+rules.py        when a region holds, stops and lets go, as functions that planning calls as well
 inputs.py       where the arguments of calls come from
 calls.py        one call in a region: all that it takes to make it again
 sessions.py     whom recomputed tensors belong to, and how long

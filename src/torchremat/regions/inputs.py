@@ -6,6 +6,7 @@ from weakref import ReferenceType, ref
 
 from torch import Tensor
 
+from torchremat.regions.rules import external_inputs
 from torchremat.tensors.held import HeldTensor
 from torchremat.tensors.metadata import version_of
 from torchremat.tensors.structure import tensors_in
@@ -22,46 +23,45 @@ class Inputs:
 
     Attributes:
         held: The tensors from outside.
-        last_use: The last call that takes what comes from a source.
     """
 
-    __slots__ = ("_kind", "_known", "held", "last_use")
+    __slots__ = ("_kind", "_known", "held")
 
     def __init__(self, kind: type[HeldTensor] = HeldTensor) -> None:
         self._kind = kind
         self.held: list[HeldTensor] = []
-        self.last_use: dict[Source, int] = {}
-        # Tensors that have been seen, by id, with the version they had.
-        self._known: dict[int, tuple[ReferenceType[Tensor], int, Source]] = {}
+        # Tensors that have been seen. By identity *and* version: after `h.add_(1)` between two calls `h` is the same
+        # object and another value.
+        self._known: dict[tuple[int, int], tuple[ReferenceType[Tensor], Source]] = {}
 
-    def take(self, tensors: list[Tensor], number: int, *, last: bool) -> list[Source]:
-        """Return the sources of the arguments of call `number`, and hold what no earlier one was given or made.
+    def take(self, tensors: list[Tensor], *, last: bool) -> list[Source]:
+        """Return the sources of the arguments of the next call, and hold what no earlier one was given or made.
 
         Args:
             tensors: The tensors among its arguments.
-            number: The call, counted from 0.
             last: Whether no further call follows, so that nothing need be remembered.
         """
-        found: list[Source] = []
-        for tensor in tensors:
-            known = self._known.get(id(tensor))
-            # By identity *and* version: after `h.add_(1)` between two calls `h` is the same object and another value.
-            if known is not None and known[0]() is tensor and known[1] == version_of(tensor):
-                source = known[2]
-            else:
-                source = len(self.held)
-                held = self._kind(tensor)
-                self.held.append(held)  # See Rule 2
-                self._known[id(tensor)] = (ref(tensor), held.version, source)
-            self.last_use[source] = number
-            found.append(source)
+        known = self._known
+        keys = [(id(tensor), version_of(tensor)) for tensor in tensors]
+        given = dict(zip(keys, tensors, strict=True))
+        for key in given.keys() & known.keys() if known else ():
+            if known[key][0]() is not given[key]:
+                del known[key]  # another object had the id
+        found: dict[tuple[int, int], Source] = {}
+        for key in external_inputs(given, known):
+            found[key] = len(self.held)
+            held = self._kind(given[key])
+            self.held.append(held)
+            if not last:
+                known[key[0], held.version] = (ref(given[key]), found[key])
+        sources = [found[key] if key in found else known[key][1] for key in keys]
         if last:
-            self._known.clear()
-        return found
+            known.clear()
+        return sources
 
     def made(self, output: object, number: int) -> None:
         """Remember what call `number` has returned, which later calls may be given."""
         for place, tensor in enumerate(tensors_in(output)):
             version = version_of(tensor)
             if version >= 0:
-                self._known[id(tensor)] = (ref(tensor), version, (number, place))
+                self._known[id(tensor), version] = (ref(tensor), (number, place))

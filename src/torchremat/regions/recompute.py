@@ -15,9 +15,10 @@ from torchremat._compat.modes import count_dispatch_modes, except_traced, is_tra
 from torchremat.errors import MutationError, TorchrematError, UnsupportedError, bug
 from torchremat.regions.choosing import Replay
 from torchremat.regions.differences import Difference, DivergedError, Kind
+from torchremat.regions.rules import ended, last_needed, last_uses
 from torchremat.regions.selection import memory_of
 from torchremat.regions.sessions import Session
-from torchremat.regions.slots import written_since
+from torchremat.regions.slots import waits, written_since
 from torchremat.regions.threads import Now, thread
 from torchremat.regions.values import ValueCheck
 from torchremat.state.containers import Copies
@@ -28,10 +29,12 @@ from torchremat.tensors.packed import DIFFERENTIATED
 from torchremat.tensors.structure import join, place_of, split
 
 if TYPE_CHECKING:
+    from torchremat._compat.autograd import Pack
     from torchremat.regions.calls import Call
     from torchremat.regions.inputs import Source
     from torchremat.regions.operators import OperatorLog
     from torchremat.regions.region import Region
+    from torchremat.regions.settings import Observer
     from torchremat.regions.slots import Key
 
 # NOTE [ What is written after it was saved ]
@@ -117,9 +120,7 @@ class Recompute:
         slots = region.slots
         needed = -1
         if checks:
-            needed = len(slots) - 1 if only is None else only
-            while only is None and needed >= 0 and ((slot := slots[needed]()) is None or slot.value is not None):
-                needed -= 1
+            needed = only if only is not None else last_needed(len(slots), lambda index: waits(slots[index]()))
         self.needed = self.last = needed
         self.filled: set[int] = set()
         self.given: list[UntypedStorage] = []  # the memory of the arguments of the call that runs, if it matters
@@ -186,6 +187,8 @@ class Recompute:
             MutationError: An input or parameter was changed in place since the forward.
         """
         region = self.region
+        made = list(region.made)
+        last_use = last_uses(call.sources for call in made)
         links: dict[Source, Tensor] = {}
         number = 0
         had_grad = torch.is_grad_enabled()
@@ -195,13 +198,13 @@ class Recompute:
         had = thread.begin(Now(thread.now.recomputing + 1))
         set_grad_mode(True)
         try:
-            for number, call in enumerate(list(region.made)):
+            for number, call in enumerate(made):
                 self._run_call(call, number, links)
                 if self.is_stopped or call.is_running:
                     break  # what runs for the first time has not saved all yet, and may save nothing more
                 if self.count != call.slots and self.checks:
                     raise DivergedError(number, self._counted("too few", call.slots))
-                for source in [source for source in links if region.inputs.last_use[source] == number]:
+                for source in ended(links, last_use, number):
                     del links[source]
         finally:
             set_grad_mode(had_grad)
@@ -234,6 +237,10 @@ class Recompute:
         run, pack = partial(call.run_again, self.copies, restored.written), self.pack
         if self.log is not None:
             run, pack = partial(self.log.run, run, call.body), self._pack_logged
+        observer = region.settings.observer if self.checks else None
+        if observer is not None:
+            observer.reruns(region, number)
+            pack = partial(self._pack_told, observer, pack)
         replay = None
         if call.selection is not None and self.checks:
             # What an input pass recomputes serves the weight passes after it. See NOTE [ Selective recompute ], 5
@@ -274,8 +281,8 @@ class Recompute:
                 "or a large tensor is not copied before. So it is written twice. Write out of place, write to it "
                 "outside of the region, or name the object or module that holds it in `guard=[...]`."
             )
-        if region.settings.observer is not None and self.checks and not self.is_stopped:
-            region.settings.observer.returned(region, number, output)
+        if observer is not None and not self.is_stopped:
+            observer.returned(region, number, output)
         if number + 1 == len(region.made) or self.is_stopped:
             return
         del args, kwargs
@@ -283,8 +290,7 @@ class Recompute:
         split(output, outputs, [])
         for place, tensor in enumerate(outputs):
             # A link stays attached: a later call may write to it in place, which a leaf that requires grad refuses.
-            if region.inputs.last_use.get((number, place), -1) > number:
-                links[number, place] = tensor
+            links[number, place] = tensor
 
     def _note(self, error: BaseException, number: int) -> None:
         """Say with an error of user code that it comes from a recompute, and of which region: the innermost."""
@@ -301,6 +307,8 @@ class Recompute:
                     links[source] = self.region.inputs.held[source].unpack()
                 except ChangedError as error:
                     raise MutationError(self._changed_input(call, number, len(found), error)) from None
+                if self.region.settings.observer is not None and self.checks:
+                    self.region.settings.observer.given(self.region, number, len(found), links[source])
             found.append(links[source])
         return found
 
@@ -352,6 +360,14 @@ class Recompute:
             self.is_stopped = True
             raise _Stop  # See Rule 5
         return region.detached(tensor) if self.keeps else None  # See Rule 6
+
+    def _pack_told(self, observer: Observer, pack: Pack, tensor: Tensor) -> object:
+        index = self.count
+        try:
+            return pack(tensor)
+        finally:
+            if self.count > index:
+                observer.filled(self.region, index, stops=self.is_stopped)
 
     def _pack_logged(self, tensor: Tensor) -> object:
         assert self.log is not None

@@ -48,7 +48,7 @@ from torchremat.regions.recompute import Recompute
 from torchremat.regions.selecting import SeenBy
 from torchremat.regions.sessions import UNPACKED_ONCE, Session, active_session, open_sessions
 from torchremat.regions.settings import Settings
-from torchremat.regions.slots import GONE, LOST, Key, Slot, noted, pin, told, unpack
+from torchremat.regions.slots import GONE, LOST, Key, Slot, noted, pin, told, unpack, waits
 from torchremat.regions.threads import thread
 from torchremat.regions.values import Fingerprints
 from torchremat.tensors.held import HeldTensor, holding
@@ -152,10 +152,12 @@ class Region:
         tensors: list[Tensor] = []
         objects: list[object] = []
         template = split_call(args, kwargs, tensors, objects)
-        number, first_slot = len(self.made), len(self.slots)
-        call = Call(body, template, self.inputs.take(tensors, number, last=last), ref(self))
+        number, first_slot, first_held = len(self.made), len(self.slots), len(self.inputs.held)
+        call = Call(body, template, self.inputs.take(tensors, last=last), ref(self))
         observer = self.settings.observer
         if observer is not None:
+            held = [call.sources.index(one) for one in range(first_held, len(self.inputs.held))]
+            observer.holds(self, number, held)
             observer.looks(self)
         call.look(tensors, roots, objects, self.settings)
         if call.world.waits:
@@ -362,7 +364,7 @@ class Region:
 
     def waits(self) -> bool:
         """Return whether autograd has slots of the region whose tensors have to be recomputed."""
-        return any((slot := one()) is not None and slot.value is None for one in self.slots)
+        return any(waits(one()) for one in self.slots)
 
     def forget(self, key: Key) -> None:
         """Drop the recomputed tensors that belong to a session or to a backward that has ended."""

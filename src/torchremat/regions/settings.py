@@ -22,6 +22,9 @@ Check = Literal["metadata", "values", "none"]
 class Observer:
     """Is told what happens to a region; made for the profiler. What is not overridden does nothing."""
 
+    def holds(self, region: Region, call: int, places: Sequence[int]) -> None:
+        """The region has begun to hold inputs of a call that is about to begin: its tensors at these places."""
+
     def looks(self, region: Region) -> None:
         """The region is about to capture what a call will see: it copies generator states and buffers."""
 
@@ -39,6 +42,15 @@ class Observer:
 
     def recomputing(self, region: Region) -> None:
         """A recompute begins."""
+
+    def given(self, region: Region, call: int, place: int, tensor: Tensor) -> None:
+        """A recompute has got a tensor that the region holds, for the input of a call at this place."""
+
+    def reruns(self, region: Region, call: int) -> None:
+        """A call is about to run again in a recompute, which has its inputs."""
+
+    def filled(self, region: Region, index: int, *, stops: bool) -> None:
+        """A recompute has come to the save of this number, and perhaps ends; its slot has the tensor if one waits."""
 
     def returned(self, region: Region, call: int, output: object) -> None:
         """A call has run to its end in a recompute, and has returned this."""

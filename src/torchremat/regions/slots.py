@@ -178,6 +178,11 @@ class _Gone:
 GONE = _Gone()
 
 
+def waits(slot: Slot | None) -> bool:
+    """Return whether autograd has a slot, and its tensor has to be recomputed."""
+    return slot is not None and slot.value is None
+
+
 def written_since(region: Region, tensor: Tensor, version: int, index: int) -> MutationError:
     """Return the error for a tensor that was written after autograd had saved it."""
     return MutationError(

@@ -18,11 +18,13 @@ class Seen:
         identity: A number for the Python object.
         version: Its version then.
         storage: A number for its storage.
+        requires_grad: Whether gradients flow to it.
     """
 
     identity: int
     version: int
     storage: int
+    requires_grad: bool
 
 
 @dataclass(slots=True, kw_only=True)

@@ -118,7 +118,8 @@ class _Tracer:
             self.tensors += 1
             self.identities[id(tensor)] = known
         version = 0 if tensor.is_inference() else tensor._version
-        return [Seen(known[0], version, storage) for storage in self.storages_of(tensor, new=new)]
+        needs = tensor.requires_grad
+        return [Seen(known[0], version, storage, needs) for storage in self.storages_of(tensor, new=new)]
 
     @outside_graphs  # compiled code calls it, and dynamo would trace what is called from there
     def save(self, tensor: Tensor) -> object:

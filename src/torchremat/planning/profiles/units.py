@@ -23,6 +23,7 @@ from torchremat.errors import StepError
 from torchremat.planning.profiles.saves import Saved
 from torchremat.planning.profiles.traces import Call, Trace, named
 from torchremat.planning.profiles.unlike import told
+from torchremat.regions.rules import external_inputs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +52,7 @@ class Unit:
         inputs: Storages of its inputs that are neither parameters nor buffers nor made inside.
         links: Those of them that a region which contains the previous units can recompute: outputs of an earlier unit,
             by identity and version, as (storage, unit).
+        differentiable: Those of its inputs that require grad, and so are leaves of the graph of a recompute.
         outputs: Storages of its outputs.
         carried: Storages in objects among its arguments, which a region around it keeps alive.
     """
@@ -60,6 +62,7 @@ class Unit:
     scope: int
     inputs: tuple[int, ...]
     links: tuple[tuple[int, int], ...]
+    differentiable: frozenset[int]
     outputs: tuple[int, ...]
     carried: tuple[int, ...]
 
@@ -107,6 +110,26 @@ class Units:
     def left(self, unit: int) -> int:
         """Return the time in the trace at which a unit ends."""
         return self.trace.calls[self.units[unit].calls[-1]].left
+
+    def external(self, first: int) -> list[list[int]]:
+        """Return what a region that begins with a unit begins to hold at it, and at each unit after it in its row.
+
+        What it holds at a unit is the same wherever it ends, so this is worked out once for many trees.
+        """
+        found = self._external.get(first)
+        if found is None:
+            found, held = list[list[int]](), set[int]()
+            end = next(row.stop for row in self.rows if first in row)
+            for own in self.units[first:end]:
+                made = [storage for storage, producer in own.links if producer >= first]
+                found.append(external_inputs(own.inputs, held.union(made)))
+                held.update(found[-1])
+            self._external[first] = found
+        return found
+
+    @cached_property
+    def _external(self) -> dict[int, list[list[int]]]:
+        return {}
 
     def flops(self, unit: int) -> int:
         """Return the flops of one forward of a unit."""
@@ -293,11 +316,14 @@ class _Linker:
         inside: set[tuple[int, int]] = set()
         inputs: dict[int, None] = {}
         links: dict[int, int] = {}
+        differentiable: set[int] = set()
         for call in calls:
             for seen in call.inputs:
                 if (seen.identity, seen.version) in inside or seen.storage in self.trace.fixed or seen.storage < 0:
                     continue
                 inputs[seen.storage] = None
+                if seen.requires_grad:
+                    differentiable.add(seen.storage)
                 producer = made.get((seen.identity, seen.version))
                 if producer is not None:
                     links[seen.storage] = producer
@@ -308,6 +334,7 @@ class _Linker:
             scope=self.scope_of[number],
             inputs=tuple(inputs),
             links=tuple(links.items()),
+            differentiable=frozenset(differentiable),
             carried=tuple({storage: None for call in calls for storage in call.carried if storage >= 0}),
             outputs=tuple({seen.storage: None for call in calls for seen in call.outputs if seen.storage >= 0}),
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from torchremat.planning.profiles.units import Unit, Units
+from torchremat.regions.rules import ended, last_uses
 from torchremat.schedules.chain import Region
 
 _NONE: set[int] = set()
@@ -24,11 +25,10 @@ class Links:
 
     def __init__(self, units: Units, region: Region, *, traced: bool) -> None:
         self._traced = traced
-        self._last_use: dict[int, int] = {}
-        for unit in range(region.first, region.last + 1):
-            for storage, producer in units.units[unit].links:
-                if producer >= region.first:
-                    self._last_use[storage] = unit
+        first = region.first
+        later = units.units[first + 1 : region.last + 1]  # the first one takes nothing that the region makes
+        taken = [[storage for storage, producer in unit.links if producer >= first] for unit in later]
+        self._last_use = last_uses(taken, first + 1)
         # By output: inputs that the recompute has unpacked, which are leaves of its graph, and ids of nested regions.
         self._leaves: dict[int, set[int]] = {}
         self._regions: dict[int, set[int]] = {}
@@ -55,14 +55,16 @@ class Links:
             self._trace(unit, own, inner)
         else:
             self._leaves.update(dict.fromkeys(own.outputs, _NONE))
-        for storage in [one for one in self._leaves if self._last_use.get(one, -1) <= unit]:
+        for storage in ended(self._leaves, self._last_use, unit):
             del self._leaves[storage]
             self._regions.pop(storage, None)
 
     def _trace(self, unit: int, own: Unit, inner: Iterable[Region]) -> None:
         """Note the outputs of a unit with what they keep."""
-        leaves = set[int]().union(*(self._leaves.get(storage, (storage,)) for storage in own.inputs))
-        regions = {id(one) for one in inner}.union(*(self._regions.get(storage, ()) for storage in own.inputs))
+        # What no gradient flows to is in no graph.
+        given = own.differentiable
+        leaves = set[int]().union(*(self._leaves.get(storage, (storage,)) for storage in given))
+        regions = {id(one) for one in inner}.union(*(self._regions.get(storage, ()) for storage in given))
         self.ended.update(id(one) for one in inner if one.last <= unit)
         for storage in own.outputs:
             self._leaves[storage], self._regions[storage] = leaves, regions

@@ -8,8 +8,8 @@ same interpreter says was held in it.
 
     live = extra[moment] + bytes of the boundary storages held + bytes saved inside + the unit's own peak over that
 
-The walk below must therefore follow what `torchremat.regions` does, line by line: which region holds which input,
-when a recompute stops, when a link is dropped.
+Which region holds which input, when a recompute stops, when a link is dropped: `regions.rules` says it to the walk as
+to what runs the regions, and a test compares both event by event.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torchremat.planning.walks.cargo import NO_LOADS, Loads
 from torchremat.planning.walks.graphs import Graphs
 from torchremat.planning.walks.links import Links
 from torchremat.planning.walks.moments import Lifetimes, Live, Moment, OptionBytes, Ran, UnitBytes
+from torchremat.regions.rules import ended, last_needed, last_uses
 from torchremat.schedules.chain import Keep, Region, Tree
 
 # For each unit the ways of keeping it beside keeping all; none at all if there are none for any unit.
@@ -67,7 +68,6 @@ class Walk:
         self.inside = 0  # what kept units saved inside, and the states that regions keep
         self.states: dict[int, int] = {}  # by id of the region, the state that it keeps
         self.slots: dict[int, list[int]] = {}  # by id of the region, what it holds
-        self.known: dict[int, list[list[int]]] = {}  # by id of the region, what it begins to hold at each of its units
         # The units of which all that was saved is there, and the ids of the regions that have been recomputed.
         self.available = {unit for unit, around in enumerate(self.around) if not around}
         self.done: set[int] = set()
@@ -171,14 +171,19 @@ class Walk:
             return
         own = self.units.units[unit]
         held = self.external(region, unit)
-        self.slots.setdefault(id(region), []).extend((*held, *own.carried))
-        self.hold(held)
+        self.hold_for(region, unit, held)
+        self.slots[id(region)] += own.carried
         self.unborn += own.carried
         state = self.sizes[unit].state_bytes
         for around in self.around[unit] if state else ():
             if self.graphs.has_any(around):
                 self.states[id(around)] = self.states.get(id(around), 0) + state
                 self.inside += state
+
+    def hold_for(self, region: Region, unit: int, storages: list[int]) -> None:
+        """Let a region hold inputs of a unit in it until it lets go of them, or goes."""
+        self.slots.setdefault(id(region), []).extend(storages)
+        self.hold(storages)
 
     def lose_graphs(self, time: int) -> None:
         """Release what graphs that are gone by now have held, whatever a backward would let go of."""
@@ -190,21 +195,7 @@ class Walk:
 
     def external(self, region: Region, unit: int) -> list[int]:
         """Inputs that a region begins to hold when a unit in it runs: neither recomputed by it nor held already."""
-        known = self.known.get(id(region))
-        if known is None:
-            known = self.known[id(region)] = self._external(region)
-        return known[unit - region.first]
-
-    def _external(self, region: Region) -> list[list[int]]:
-        held: set[int] = set()
-        result: list[list[int]] = []
-        for unit in range(region.first, region.last + 1):
-            own = self.units.units[unit]
-            links = dict(own.links)
-            new = [s for s in own.inputs if s not in held and links.get(s, -1) < region.first]
-            held.update(new)
-            result.append(new)
-        return result
+        return self.units.external(region.first)[unit - region.first]
 
     def keep(self, unit: int, *, again: bool) -> None:
         """Hold what a unit saves; `again` in a recompute."""
@@ -297,14 +288,15 @@ class Walk:
         has_states = any(size.state_bytes for size in self.sizes[region.first : last + 1])
         links = Links(self.units, region, traced=nested or has_states)
         lets_go = nested and not self.is_ahead  # a session has all until the backward comes
+        inputs = (self.units.units[unit].inputs for unit in range(region.first, region.last + 1))
+        last_use = last_uses(inputs, region.first) if lets_go else {}
         states: dict[int, int] = {}  # of the nested regions that the recompute makes, by id
         for unit in range(region.first, last + 1):
             node, size, own = children[unit], self.sizes[unit], self.units.units[unit]
             if isinstance(node, Region):
                 held = self.external(node, unit) if self.graphs.waits(node) else []
                 held = [anew.get(storage, storage) for storage in held]
-                self.slots.setdefault(id(node), []).extend(held)
-                self.hold(held)
+                self.hold_for(node, unit, held)
             if unit == last and not runs_last:
                 break
             inner = self.around[unit][self.depth[id(region)] :]
@@ -332,8 +324,8 @@ class Walk:
                     self.inside -= states.pop(one)
             if lets_go:
                 # A nested region's inputs are values of its parent's recompute, and go with their last use in its own.
-                slots, leaves = self.slots.get(id(region), ()), links.leaves
-                self.let_go(region, {s for s in slots if self.last_use(region, s) <= unit and s not in leaves})
+                gone = ended(self.slots.get(id(region), ()), last_use, unit)
+                self.let_go(region, set(gone) - links.leaves if gone else set())
         self.inside -= sum(states.values())
         if lets_go:
             # The call at which it stops has taken its inputs too, and then all that was taken goes.
@@ -364,18 +356,15 @@ class Walk:
         self.slots[id(region)] = [storage for storage in slots if storage not in gone]
         self.release(storage for storage in slots if storage in gone)
 
-    def last_use(self, region: Region, storage: int) -> int:
-        """The last unit of a region that takes a storage."""
-        units = self.units.units
-        return max(unit for unit in range(region.first, region.last + 1) if storage in units[unit].inputs)
-
     def last_needed(self, region: Region, children: dict[int, Keep | Region], until: int) -> tuple[int, bool]:
         """The unit at which the recompute stops, and whether that unit is run (else it stops at its inputs)."""
-        for unit in range(region.last, region.first - 1, -1):
+        first = region.first
+
+        def waits(number: int) -> bool:
+            unit = first + number
             node = children[unit]
-            if self.graphs.waits(node):
-                if isinstance(node, Keep):
-                    return unit, True
-                if self.external(node, unit):
-                    return unit, False
-        return until, True
+            # What is saved of a unit in a nested region are the inputs that this one holds.
+            return self.graphs.waits(node) and (isinstance(node, Keep) or bool(self.external(node, unit)))
+
+        number = last_needed(region.last + 1 - first, waits)
+        return (until, True) if number < 0 else (first + number, isinstance(children[first + number], Keep))

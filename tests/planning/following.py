@@ -1,0 +1,313 @@
+"""What a step does with its regions, event by event: as the executor did it, and as the simulator says.
+
+    hold 2-5/1 at 3: 7 8     the region over units 2 to 5, not inside another one, begins to hold storages for unit 3
+    release 2-5/1: 7 8       it lets go of them
+    recompute 2-5/1          its recompute begins, and has its first inputs
+    run 3                    unit 3 runs in it to its end; `run 3, cut` up to the last save that is needed
+    backward 3               all that unit 3 has saved is there, and autograd asks for it
+    drop 3                   and has it no longer
+
+Storages are numbered as in the trace. Of the regions inside of others the executor says what waits in their slots.
+"""
+
+import re
+from collections import Counter
+from functools import partial
+from itertools import groupby
+from weakref import WeakKeyDictionary, ref
+
+from torchremat.measuring.tracker import address_of
+from torchremat.planning.layout import calls_of, installed
+from torchremat.planning.profiles.watching import UnitObserver
+from torchremat.planning.walks.memory import Walk
+from torchremat.planning.walks.moments import Live, Moment, Ran
+from torchremat.regions.runs import Place
+from torchremat.regions.settings import Settings
+from torchremat.regions.threads import thread
+from torchremat.schedules.chain import Keep
+from torchremat.tensors.held import holding
+
+
+def executed(run, model, profile, tree):
+    """The events of a real step."""
+    observer = Following(profile.units)
+    with installed(model, calls_of(profile.units), tree, Settings(observer=observer)):
+        run()
+    return observer.events
+
+
+def simulated(profile, tree):
+    """The events that the simulator tells."""
+    walk = Told(profile.units, profile.sizes, profile.order, profile.lifetimes, tree)
+    for state in walk:
+        walk.comes_to(state)
+    return walk.events
+
+
+def first_difference(ours, theirs):
+    """Both from a little before they differ, in words; nothing if they do not."""
+    ours, theirs = in_order(ours), in_order(theirs)
+    place = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
+    if place == len(ours) == len(theirs):
+        return ""
+    before = "\n".join(f"  {event}" for event in ours[max(0, place - 12) : place])
+    return (
+        f"after {place} equal events, of which these are the last:\n{before}\n"
+        f"the executor:  {ours[place : place + 6]}\nthe simulator: {theirs[place : place + 6]}"
+    )
+
+
+def in_order(events):
+    """The events with what goes at one moment in one order: autograd lets go of a unit's tensors node by node."""
+    found = []
+    for goes, run in groupby(events, lambda event: event.startswith(("drop", "release"))):
+        for event in sorted(run) if goes else run:
+            # A region that leaves no graph goes with its call; the simulator does not have it at all.
+            if found and re.sub("^hold | at [0-9]+", "", found[-1]) == event.removeprefix("release "):
+                found.pop()
+            else:
+                found.append(event)
+    return found
+
+
+def named(node, depth):
+    return f"{node.first}-{node.last}/{depth}"
+
+
+def told(verb, name, storages):
+    return f"{verb} {name}: {' '.join(map(str, sorted(storages)))}"
+
+
+# ----------------------------------------------------------------------------------------------------- simulated
+
+
+class Told(Walk):
+    """A walk that tells what it does."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.events = []
+        self.holding = {}
+        self.again = set()  # units of which all that was saved has been recomputed
+        # By nested region and storage that it would have let go of by now, the units inside that have saved it as well.
+        self.staying = {}
+
+    def name(self, region):
+        return named(region, self.depth[id(region)])
+
+    def hold_for(self, region, unit, storages):
+        if storages:
+            self.events.append(told("hold", f"{self.name(region)} at {unit}", storages))
+            self.holding.setdefault(self.name(region), set()).update(storages)
+        super().hold_for(region, unit, storages)
+
+    def let_go(self, region, gone):
+        gone = gone & self.holding.get(self.name(region), set())
+        own = [node.stage for node in region.children if isinstance(node, Keep) and node.stage in self.again]
+        saving = {storage: {unit for unit in own if storage in self.sizes[unit].saved} for storage in gone}
+        self.staying.update({(region, storage): units for storage, units in saving.items() if units})
+        self.told_gone(region, {storage for storage, units in saving.items() if not units})
+        super().let_go(region, gone)
+
+    def keep(self, unit, *, again):
+        if again:
+            self.again.add(unit)
+        super().keep(unit, again=again)
+
+    def leave(self, region):
+        self.told_gone(region, set(self.holding.get(self.name(region), ())))
+        super().leave(region)
+
+    def told_gone(self, region, gone):
+        if gone:
+            self.events.append(told("release", self.name(region), gone))
+            self.holding[self.name(region)] -= gone
+
+    def lose_graphs(self, time):
+        before = {id(one): one for one in self.regions if id(one) in self.slots}
+        super().lose_graphs(time)
+        for key in before.keys() - self.slots.keys():
+            self.told_gone(before[key], set(self.holding.get(self.name(before[key]), ())))
+
+    def recompute(self, region, until):
+        self.events.append(f"recompute {self.name(region)}")
+        for state in super().recompute(region, until):
+            if isinstance(state, Ran):
+                self.events.append(f"run {state.unit}" + ", cut" * state.truncated)
+            yield state
+
+    def comes_to(self, state):
+        if isinstance(state, Live) and state.key[0] is Moment.BACKWARD and self.around[state.key[1]]:
+            self.events.append(f"backward {state.key[1]}")
+
+    def drop(self, unit, *, again):
+        if again:
+            self.again.discard(unit)
+            self.events.append(f"drop {unit}")
+            for (region, storage), units in [*self.staying.items()]:
+                units.discard(unit)
+                if not units:
+                    del self.staying[region, storage]
+                    self.told_gone(region, {storage})
+        super().drop(unit, again=again)
+
+
+# ------------------------------------------------------------------------------------------------------ executed
+
+
+class Following(UnitObserver):
+    """The observer of a step under a tree. What a recompute makes of the regions inside it is not told."""
+
+    def __init__(self, units):
+        super().__init__(units)
+        self.events = []
+        self.names = WeakKeyDictionary()
+        self.units_in = WeakKeyDictionary()  # by region, the unit of each of its calls
+        self.slots = WeakKeyDictionary()  # by region and slot: the name, the unit and the storage that wait there
+        self.memories = {}  # by name, what the region has been given in its recompute, by address
+        self.unclaimed = set()  # by name and storage, what waits in slots and was not given yet
+        self.taken = []  # slots that the region around has for inputs of the one that begins
+        self.held = Counter()  # by name and storage, how many tensors hold it
+        self.running = {}  # by region that is recomputed, the call that runs
+        self.left = Counter()  # by unit, how many of its slots are alive
+        self.asked_for = set()
+        self.kept = []  # references with callbacks
+
+    def storage(self, unit, call, place):
+        """The number of a tensor among the inputs of a unit's call; None if nothing but the model has it."""
+        seen = self.units.trace.calls[self.units.units[unit].calls[call]].inputs[place]
+        return None if seen.storage < 0 or seen.storage in self.units.trace.fixed else seen.storage
+
+    def place_of(self, region, call):
+        """The unit of a region's call, and the number of the call in it."""
+        units = self.units_in[region]
+        return units[call], units[:call].count(units[call])
+
+    def meets(self, region):
+        if region not in self.names:
+            label = region.label
+            first, last = (label.first, label.last) if isinstance(label, Place) else (self.unit_of(region),) * 2
+            members = range(first, last + 1)
+            depth = len(thread.now.calls) + 1
+            self.names[region] = f"{first}-{last}/{depth}"
+            self.units_in[region] = [unit for unit in members for _ in self.units.units[unit].calls]
+            self.slots[region] = {}
+            self.memories[self.names[region]] = {}
+            if depth == 1:
+                self.kept.append(ref(region, partial(self.gone, self.names[region])))
+
+    def tell(self, verb, name, storages):
+        """Note an event; those of several calls of one unit are one."""
+        before = self.events[-1] if self.events else ""
+        head, _, listed = before.partition(": ")
+        if head == f"{verb} {name}":
+            storages = {*storages, *map(int, listed.split())}
+            self.events.pop()
+        self.events.append(told(verb, name, storages))
+
+    def hold(self, name, unit, storage):
+        self.held[name, storage] += 1
+        if self.held[name, storage] == 1:
+            self.tell("hold", f"{name} at {unit}", {storage})
+
+    def release(self, name, storage, *_):
+        self.held[name, storage] -= 1
+        if not self.held[name, storage]:
+            del self.held[name, storage]
+            # Another storage may come to lie there.
+            self.memories[name] = {at: one for at, one in self.memories[name].items() if one != storage}
+            self.tell("release", name, {storage})
+
+    def never_given(self, name, storage, *_):
+        if (name, storage) in self.unclaimed:
+            self.unclaimed.discard((name, storage))
+            self.release(name, storage)
+
+    def gone(self, name, *_):
+        for key in [key for key in self.held if key[0] == name]:
+            self.held[key] = 1
+            self.release(*key)
+
+    def holds(self, region, call, places):
+        if thread.now.recomputing:
+            return
+        self.meets(region)
+        unit, number = self.place_of(region, call)
+        storages = [self.storage(unit, number, place) for place in places]
+        taken, self.taken = self.taken, []
+        if not thread.now.calls:
+            for storage in dict.fromkeys(storages):
+                if storage is not None:
+                    self.hold(self.names[region], unit, storage)
+            return
+        if len(taken) < len(storages):  # parameters are no saved tensors of the region around
+            storages = [one for one in storages if one is not None]
+        for (around, index), storage in zip(taken, storages, strict=True):
+            self.slots[around][index] = self.names[region], unit, storage
+
+    def saved(self, region, call, tensor):
+        if region not in self.names or thread.now.recomputing:
+            return
+        index = len(region.slots) - 1
+        if holding.now:
+            self.taken.append((region, index))
+            return
+        unit, _ = self.place_of(region, call)
+        self.left[unit] += 1
+        self.kept.append(ref(region.slots[index](), partial(self.lost, unit)))
+
+    def lost(self, unit, *_):
+        self.left[unit] -= 1
+        if not self.left[unit] and unit in self.asked_for:
+            self.events.append(f"drop {unit}")
+
+    def reruns(self, region, call):
+        if region in self.names:
+            if region not in self.running:
+                self.events.append(f"recompute {self.names[region]}")
+            self.running[region] = call
+
+    def filled(self, region, index, *, stops):
+        if region not in self.names:
+            return
+        slot = region.slots[index]()
+        if index in self.slots[region]:
+            name, unit, storage = self.slots[region][index]
+            if storage is not None and slot is not None:
+                self.hold(name, unit, storage)
+                self.unclaimed.add((name, storage))
+                self.kept.append(ref(slot, partial(self.never_given, name, storage)))
+            return
+        storage = (
+            None if slot is None else self.memories[self.names[region]].get(address_of(slot.tensor.untyped_storage()))
+        )
+        if storage is not None:  # what the region holds is saved in it as well
+            self.held[self.names[region], storage] += 1
+            self.kept.append(ref(slot.tensor, partial(self.release, self.names[region], storage)))
+        if stops:
+            self.events.append(f"run {self.units_in[region][self.running[region]]}, cut")
+
+    def given(self, region, call, place, tensor):
+        if region in self.names and not self.names[region].endswith("/1"):
+            unit, number = self.place_of(region, call)
+            storage = self.storage(unit, number, place)
+            if storage is not None:
+                self.unclaimed.discard((self.names[region], storage))
+                self.memories[self.names[region]][address_of(tensor.untyped_storage())] = storage
+                self.kept.append(ref(tensor, partial(self.release, self.names[region], storage)))
+
+    def returned(self, region, call, output):
+        if region in self.names and call + 1 == len(self.units_in[region]) - self.units_in[region][::-1].index(
+            self.units_in[region][call]
+        ):
+            self.events.append(f"run {self.units_in[region][call]}")
+
+    def recomputed(self, region):
+        self.running.pop(region, None)
+
+    def asked(self, region, index, tensor):
+        if region in self.names and index not in self.slots[region]:
+            unit = self.units_in[region][region.call_of(index)]
+            if unit not in self.asked_for:
+                self.asked_for.add(unit)
+                self.events.append(f"backward {unit}")
