@@ -84,6 +84,7 @@ def test_code_runs_and_prints_what_the_page_says(page, tmp_path, monkeypatch, ca
 ELSEWHERE = {
     "errors",
     "interop.accelerate.prepare",
+    "interop.accelerate.within_budget",
     "interop.lightning.MemoryBudget",
     "interop.transformers.MemoryBudget",
     "interop.torch_checkpoint",

@@ -16,8 +16,11 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import torchremat
 from interop.trainers import Lit, Small, fit, layers, llama, train, whole
-from torchremat.interop.budgets import Budgeted, Training, Wishes
+from torchremat.interop.budgets import Budgeted, Training
+from torchremat.interop.wishes import Wishes
+from torchremat.interop.words import Words
 
+WORDS = Words(owner="", step="", taker="", smaller="")
 QUICK = {"cost": "flops", "operators": False}
 
 
@@ -158,7 +161,7 @@ def sharded_by_fsdp2():
         batches = [torch.randint(0, 64, (4, 64)) for _ in range(3)]
         budgeted = None
         if size is not None:
-            training = Training(model=model, optimizer=optimizer, log=logged.append, advice="")
+            training = Training(model=model, optimizer=optimizer, log=logged.append, words=WORDS)
             budgeted = Budgeted(Wishes(budget=size, **QUICK), training)
 
         def loss_of(model, batch):

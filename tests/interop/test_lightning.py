@@ -119,6 +119,66 @@ def test_an_optimizer_that_runs_the_step_itself_is_refused(tmp_path):
         fit(tmp_path, [budget("75%")], module=Searching())
 
 
+class Drawing(Lit):
+    def training_step(self, dataloader_iter):
+        batch, _, _ = next(dataloader_iter)
+        return self.net(batch).square().mean()
+
+
+class Idle(Lit):
+    def configure_optimizers(self):
+        return None
+
+
+class WithoutGrad(Lit):
+    def training_step(self, batch, batch_idx):
+        with torch.no_grad():
+            return self.net(batch).square().mean()
+
+
+class Planned(Lit):
+    def __init__(self):
+        super().__init__()
+        torchremat.wrap(self.net, "1")
+
+
+@pytest.mark.filterwarnings("ignore:.*configure_optimizers` returned `None`", "ignore:.*dataloader_iter")
+@pytest.mark.parametrize(
+    ("module", "kind", "words", "note"),
+    [
+        (Drawing, torchremat.UnsupportedError, r"Let it be `training_step\(batch, batch_idx\)`", ""),
+        (Idle, torchremat.UnsupportedError, "`configure_optimizers` returns no optimizer", ""),
+        (WithoutGrad, torchremat.StepError, "does not require grad", "Here the step is what `training_step`"),
+        (Planned, torchremat.PlanError, "net.1", "give the module what `torchremat.unwrap"),
+    ],
+)
+def test_what_can_be_done_is_told_in_lightnings_words(tmp_path, module, kind, words, note):
+    with pytest.raises(kind, match=words) as told:
+        fit(tmp_path, [budget("75%")], module=module())
+
+    assert note in "".join(getattr(told.value, "__notes__", []))
+
+
+def test_two_budgets_are_refused(tmp_path):
+    with pytest.raises(torchremat.UnsupportedError, match="the trainer has two of them"):
+        fit(tmp_path, [budget("75%"), budget("75%")])
+
+
+class Written(Lit):
+    """Trains another way than it was planned: what a region holds is written before the backward."""
+
+    def on_before_backward(self, loss):
+        with torch.no_grad():
+            self.net[1][1].weight.mul_(2)
+
+
+def test_an_error_in_the_backward_is_told_in_lightnings_words_too(tmp_path):
+    with pytest.raises(torchremat.MutationError) as told:
+        fit(tmp_path, [budget("min")], module=Written())
+
+    assert "train without `MemoryBudget`" in told.value.__notes__[-1]
+
+
 class Failing(Lit):
     def on_train_batch_end(self, *_):
         raise ValueError("on purpose")

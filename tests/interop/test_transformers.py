@@ -1,8 +1,12 @@
 """A budget in transformers' Trainer."""
 
+import re
+
 import peft
 import pytest
 import torch
+from torch import nn
+from torch.utils.data import IterableDataset
 from transformers import Trainer
 
 import torchremat
@@ -183,3 +187,123 @@ def test_a_budget_that_is_too_small_is_told_in_the_trainers_words(tmp_path):
 def test_mistakes_are_told_where_the_callback_is_made(arguments, options, kind, words):
     with pytest.raises(kind, match=words):
         MemoryBudget(*arguments, **options)
+
+
+class WithoutGrad(Small):
+    def forward(self, input_ids, labels=None):
+        with torch.no_grad():
+            return super().forward(input_ids, labels)
+
+
+class Writing(Small):
+    """Writes in place to what autograd has saved, which no training can do."""
+
+    def forward(self, input_ids, labels=None):
+        y = self.embed(input_ids).exp()
+        logits = self.head(self.net(y))
+        y.add_(1)
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+def planned():
+    model = Small()
+    torchremat.wrap(model.net, "1")
+    return model
+
+
+def stepping():
+    model = Small()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for one in model.parameters():
+        one.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    return model
+
+
+@pytest.mark.filterwarnings("ignore::torchremat.errors.RepeatWarning")
+@pytest.mark.parametrize(
+    ("model", "options", "kind", "words", "note"),
+    [
+        (WithoutGrad, {}, torchremat.StepError, "does not require grad", "Here the step is what `compute_loss`"),
+        (Writing, {}, RuntimeError, "in ?place", ""),
+        (planned, {}, torchremat.PlanError, "net.1", "give the trainer what `torchremat.unwrap"),
+        (stepping, {}, torchremat.UnsupportedError, "the step trains", "train without `MemoryBudget`"),
+        (
+            Small,
+            {"torch_compile": True, "torch_compile_backend": "eager"},
+            torchremat.BudgetError,
+            "compiled as one piece",
+            r"`TrainingArguments\(torch_compile=True\)`",
+        ),
+    ],
+    ids=["no grad", "written in place", "planned already", "steps in backward", "compiled"],
+)
+def test_what_can_be_done_is_told_in_the_trainers_words(tmp_path, model, options, kind, words, note):
+    with pytest.raises(kind, match=words) as told:
+        train(tmp_path, [budget("75%")], model=model(), **options)
+
+    notes = getattr(told.value, "__notes__", [])
+    assert re.search(note, "".join(notes))
+
+
+def test_a_budget_above_the_device_has_no_advice_on_batches(tmp_path):
+    with pytest.raises(torchremat.BudgetError, match="in all") as told:
+        train(tmp_path, [budget("900TiB")])
+
+    assert not hasattr(told.value, "__notes__")
+
+
+def test_two_budgets_are_refused(tmp_path):
+    with pytest.raises(torchremat.UnsupportedError, match="the trainer has two of them"):
+        train(tmp_path, [budget("75%"), budget("75%")])
+
+
+def test_the_class_in_the_place_of_a_callback_is_told_by_name(tmp_path):
+    with pytest.raises(TypeError, match=r"MemoryBudget.__init__\(\) missing .* 'budget'"):
+        train(tmp_path, [MemoryBudget])
+
+
+class Crowded(Small):
+    def forward(self, input_ids, labels=None):
+        if len(input_ids) > 2 and self.training:
+            raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return super().forward(input_ids, labels)
+
+
+def test_a_smaller_batch_that_the_trainer_finds_is_planned_for(tmp_path):
+    plain = train(tmp_path, model=Crowded(), auto_find_batch_size=True)
+    ours = train(tmp_path, [budget("75%")], model=Crowded(), auto_find_batch_size=True)
+
+    assert ours == plain
+    assert ours.recomputed > 0
+    assert ours.is_bare
+
+
+class Stream(IterableDataset):
+    """Of no length; its rows have words."""
+
+    def __iter__(self):
+        for row in Tokens(64, count=24):
+            yield {**row, "words": "some"}
+
+
+class Reading(Small):
+    def forward(self, input_ids, labels=None, words=()):
+        assert all(isinstance(one, str) for one in words)
+        return super().forward(input_ids, labels)
+
+
+def collated(rows):
+    return {
+        **{name: torch.stack([row[name] for row in rows]) for name in ("input_ids", "labels")},
+        "words": [row["words"] for row in rows],  # accelerate counts the rows of what comes first
+    }
+
+
+@pytest.mark.parametrize(("size", "shapes"), [("75%", False), ("1.5MB", True)])
+def test_a_stream_of_batches_with_words_is_planned_for(tmp_path, size, shapes):
+    options = {"data": Stream(), "collator": collated, "remove_unused_columns": False, "gradient_accumulation_steps": 4}
+    plain = train(tmp_path, model=Reading(), **{**options, "max_steps": 1})
+    ours = train(tmp_path, [budget(size, shapes=shapes)], model=Reading(), **{**options, "max_steps": 1})
+
+    assert ours == plain
+    assert ours.recomputed > 0

@@ -135,7 +135,7 @@ class Small(nn.Module):
         return {"loss": loss, "logits": logits}
 
 
-def train(folder, callbacks=(), *, model=None, data=None, kind=Trainer, resume=None, **options):
+def train(folder, callbacks=(), *, model=None, data=None, kind=Trainer, resume=None, collator=None, **options):
     """Train by a trainer of transformers: three steps of four rows, if not said otherwise."""
     options = {"max_steps": 3, "save_strategy": "no", "logging_steps": 1, **options}
     arguments = TrainingArguments(
@@ -147,7 +147,7 @@ def train(folder, callbacks=(), *, model=None, data=None, kind=Trainer, resume=N
         dataloader_pin_memory=False,
         **options,
     )
-    model = model or Small()
+    model = Small() if model is None else model
     recomputed = recomputes_of(model)
     trainer = kind(
         model,
@@ -155,6 +155,7 @@ def train(folder, callbacks=(), *, model=None, data=None, kind=Trainer, resume=N
         train_dataset=data or Tokens(64),
         eval_dataset=Tokens(96, count=8),
         callbacks=list(callbacks),
+        data_collator=collator,
     )
     trainer.train(resume_from_checkpoint=resume)
     ours, others = split(trainer.state.log_history)
@@ -206,7 +207,7 @@ def fit(folder, callbacks=(), *, module=None, sizes=(64,), **options):
         accelerator="cpu",
         **{"max_steps": 4, "val_check_interval": 2, **options},
     )
-    module = module or Lit()
+    module = Lit() if module is None else module
     recomputed = recomputes_of(module)
     trained = [torch.randn(4, size, 16) for size in sizes for _ in range(8 // len(sizes))]
     trainer.fit(module, *(DataLoader(rows, batch_size=None) for rows in (trained, [torch.randn(8, 96, 16)])))

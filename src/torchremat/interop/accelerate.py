@@ -19,6 +19,7 @@ from torch import nn
 from torchremat.errors import StepError, UnsupportedError
 from torchremat.interop.budgets import Budgeted, Training, check_recomputes_nothing, fitted, raw_optimizer
 from torchremat.interop.wishes import Wishes
+from torchremat.interop.words import Words
 from torchremat.measuring.step import check_takes
 from torchremat.planning.searches.chains import Cost
 
@@ -34,9 +35,14 @@ except ModuleNotFoundError as error:
 
 M = TypeVar("M", bound=nn.Module)
 
-_ADVICE = (
-    "In your loop: a smaller batch, with more `Accelerator(gradient_accumulation_steps=...)`, takes less for the same "
-    "training. Or give `prepare` the budget that works."
+_WORDS = Words(
+    owner="`prepare`",
+    step="the `step` that `prepare` was given",
+    taker="it",
+    smaller=(
+        "In your loop: a smaller batch, with more `Accelerator(gradient_accumulation_steps=...)`, takes less for the "
+        "same training."
+    ),
 )
 
 
@@ -107,7 +113,7 @@ def prepare(
         model=prepared,
         optimizer=raw_optimizer(wrapped, AcceleratedOptimizer),
         log=partial(_log, WeakMethod(accelerator.log)),
-        advice=_ADVICE,
+        words=_WORDS,
     )
     if shapes:
         _shaped[wrapped] = shaped = _Shaped(budgeted=Budgeted(wishes, training), step=step)
@@ -136,8 +142,8 @@ def within_budget(optimizer: torch.optim.Optimizer, batch: object) -> Generator[
     if shaped is None:
         raise StepError(
             "optimizer: that which `prepare(..., shapes=True)` has returned is needed, and this "
-            f"{type(optimizer).__name__} is another. Without `shapes=True` a plan is on the model already, and "
-            "no block is needed."
+            f"{type(optimizer).__name__} is another. Without `shapes=True` a plan is on the model already, and no "
+            "block is needed."
         )
     shaped.has_begun = True
     with shaped.budgeted.step(shaped.step, batch):

@@ -26,11 +26,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchremat.errors import BudgetError, UnsupportedError, bug
+from torchremat.errors import TorchrematError, UnsupportedError, bug
 from torchremat.interop.accumulating import as_the_last
 from torchremat.interop.wishes import Wishes
+from torchremat.interop.words import Words
 from torchremat.measuring.optimizers import optimizers_in, with_wrapped
 from torchremat.measuring.runs import run_traced, subject_of
+from torchremat.planning.budgets import check_budget
 from torchremat.planning.fitting import Fitted, fit_with
 from torchremat.planning.layout import expect_larger
 from torchremat.planning.planner import Planner
@@ -53,14 +55,14 @@ class Training:
         model: The model as the framework calls it, wrapped for data parallelism if it is.
         optimizer: torch's, without what the framework has put around it.
         log: Puts numbers, by name, where the framework puts those of the training.
-        advice: What the framework's user can do where no plan fits, in the framework's words.
+        words: How the framework's user speaks of it.
         holders: Objects of the framework that a step may change.
     """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer | None
     log: Callable[[dict[str, float]], None]
-    advice: str
+    words: Words
     holders: Sequence[object] = ()
 
 
@@ -90,6 +92,15 @@ class Budgeted:
         self._logged = 0
         self._loss: Loss = _no_loss
         _check_steps_alone(training.optimizer)
+        if wishes.shapes and _are_several():
+            raise UnsupportedError(
+                f"shapes=True is for one process, and {dist.get_world_size()} train together here: while one of them "
+                "learned a shape, the others would wait for its gradients. Leave `shapes` out, and let the longest "
+                "batch come first: pad to one length, or group by length."
+            )
+        # No smaller batch helps where the budget is more than the device has.
+        place = next((one.device for one in training.model.parameters()), torch.device("cpu"))
+        check_budget(wishes.budget, place, margin=wishes.margin)
         with _advised(training):
             if wishes.shapes:
                 self._adaptive = Adaptive(
@@ -277,9 +288,10 @@ def _log(training: Training, budget: int, predicted: int, measured: int, slowdow
 def _advised(training: Training) -> Generator[None]:
     try:
         yield
-    except BudgetError as error:
-        if training.advice not in getattr(error, "__notes__", ()):
-            error.add_note(training.advice)
+    except TorchrematError as error:
+        advice = training.words.advice(error)
+        if advice not in getattr(error, "__notes__", ()):
+            error.add_note(advice)
         raise
 
 

@@ -8,15 +8,17 @@ on_after_backward        the block that runs within the budget ends
 from __future__ import annotations
 
 from collections.abc import Generator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any, cast
 
 from torch import nn
 
 from torchremat.errors import UnsupportedError
+from torchremat.interop import wishes
 from torchremat.interop.budgets import Budgeted, NoLossError, Training, check_recomputes_nothing
-from torchremat.interop.wishes import Wishing
+from torchremat.interop.words import Words
+from torchremat.measuring.optimizers import parameters_of
 
 try:
     import lightning.pytorch as pl
@@ -28,13 +30,18 @@ except ModuleNotFoundError as error:
         name="lightning",
     ) from error
 
-_ADVICE = (
-    "In your data module: a smaller `batch_size`, with more `accumulate_grad_batches` in the Trainer, takes less for "
-    "the same training. Or give `MemoryBudget` the budget that works."
+_WORDS = Words(
+    owner="`MemoryBudget`",
+    step="what `training_step` of the module does",
+    taker="the module",
+    smaller=(
+        "In your data module: a smaller `batch_size`, with more `accumulate_grad_batches` in the Trainer, takes less "
+        "for the same training."
+    ),
 )
 
 
-class MemoryBudget(Wishing, pl.Callback):
+class MemoryBudget(wishes.MemoryBudget, pl.Callback):
     """Trains within a budget: `Trainer(..., callbacks=[MemoryBudget("20GiB")])`.
 
     The first batch is planned for, and any that is larger than those before it. Parameters are bit for bit those of a
@@ -69,7 +76,7 @@ class MemoryBudget(Wishing, pl.Callback):
             model=cast("nn.Module", trainer.strategy.model),
             optimizer=next(iter(trainer.optimizers)),
             log=partial(_log, trainer),
-            advice=_ADVICE,
+            words=_WORDS,
         )
         self._budgeted = Budgeted(self._wishes, training)
 
@@ -97,7 +104,11 @@ class MemoryBudget(Wishing, pl.Callback):
         self._end()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Leave the model as it was."""
+        """Tell the user of the module what can be done, and leave the model as it was."""
+        step, self._open = self._open, None
+        if step is not None:
+            with suppress(type(exception)):
+                step.__exit__(type(exception), exception, exception.__traceback__)
         self._end()
 
     def _close(self) -> None:
@@ -147,13 +158,20 @@ def _log(trainer: pl.Trainer, numbers: dict[str, float]) -> None:
 
 
 def _check(trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    if sum(isinstance(one, MemoryBudget) for one in cast("list[pl.Callback]", trainer.callbacks)) > 1:  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]: set by a connector
+        raise UnsupportedError("MemoryBudget: the trainer has two of them, and a training has one budget. Give it one.")
+    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+        raise UnsupportedError(
+            f"MemoryBudget: `training_step(dataloader_iter)` of {type(module).__name__} takes batches from the loader "
+            "itself, and a step that is planned runs several times. Let it be `training_step(batch, batch_idx)`."
+        )
     if not module.automatic_optimization:
         raise UnsupportedError(
             f"MemoryBudget: {type(module).__name__} has `automatic_optimization = False`: its `training_step` runs "
             "backward and optimizers itself, and there is no loss that a plan could begin from. Plan in the module, in "
             "`on_train_start`: torchremat.fit(self.generator, step, budget=...), for each part that has a loss."
         )
-    if not trainer.optimizers:
+    if not parameters_of(trainer.optimizers):
         raise UnsupportedError("MemoryBudget: `configure_optimizers` returns no optimizer, so nothing is trained.")
     check_recomputes_nothing(module, "MemoryBudget")
     name = type(trainer.strategy).__name__

@@ -13,6 +13,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from types import FrameType
 from typing import Any, cast
@@ -21,8 +22,10 @@ import torch
 from torch import nn
 
 from torchremat.errors import UnsupportedError
+from torchremat.interop import wishes
 from torchremat.interop.budgets import Budgeted, Training, check_recomputes_nothing, raw_optimizer
-from torchremat.interop.wishes import Wishes, Wishing
+from torchremat.interop.wishes import Wishes
+from torchremat.interop.words import Words
 
 try:
     import transformers
@@ -34,14 +37,23 @@ except ModuleNotFoundError as error:
         name=error.name,
     ) from error
 
-_ADVICE = (
-    "In TrainingArguments: a smaller `per_device_train_batch_size` with more `gradient_accumulation_steps` takes less "
-    "for the same training. Or give `MemoryBudget` the budget that works."
+_WORDS = Words(
+    owner="`MemoryBudget`",
+    step="what `compute_loss` of the trainer does",
+    taker="the trainer",
+    smaller=(
+        "In TrainingArguments: a smaller `per_device_train_batch_size` with more `gradient_accumulation_steps` takes "
+        "less for the same training."
+    ),
+)
+_COMPILED = (
+    "`TrainingArguments(torch_compile=True)` compiles the model as one piece. Leave it out, and compile the layers "
+    "before the trainer is made, `for layer in model.model.layers: layer.compile()`: a plan can choose among these."
 )
 _STEPS = ("training_step", "compute_loss")
 
 
-class MemoryBudget(Wishing, transformers.TrainerCallback):
+class MemoryBudget(wishes.MemoryBudget, transformers.TrainerCallback):
     """Trains within a budget: `Trainer(..., callbacks=[MemoryBudget("20GiB")])`.
 
     The first batch is planned for, and any that is larger than those before it. Parameters are bit for bit those of a
@@ -165,7 +177,7 @@ class _Watch:
             optimizer=raw_optimizer(trainer.optimizer, AcceleratedOptimizer),
             log=partial(transformers.Trainer.log, trainer),  # a trainer's own may tell what it has gathered so far
             holders=(trainer, trainer.state, trainer.control),
-            advice=_ADVICE,
+            words=replace(_WORDS, smaller=_COMPILED) if trainer.args.torch_compile else _WORDS,
         )
 
 
@@ -183,13 +195,15 @@ def _trainer_of(callback: MemoryBudget, frame: FrameType | None) -> transformers
 
 def _check(trainer: transformers.Trainer, args: transformers.TrainingArguments) -> None:
     own = type(args).__name__
-    for flag in ("activation_checkpointing", "gradient_checkpointing"):
-        if getattr(args, flag, False):
-            raise UnsupportedError(
-                f"MemoryBudget: `{own}({flag}=True)` recomputes every layer already, and a budget would recompute on "
-                f"top of that. Say `{own}(gradient_checkpointing=False)` (TRL's configs have it on by default): the "
-                "budget recomputes as much as has to be, and no more."
-            )
+    if sum(isinstance(one, MemoryBudget) for one in trainer.callback_handler.callbacks) > 1:
+        raise UnsupportedError("MemoryBudget: the trainer has two of them, and a training has one budget. Give it one.")
+    flags = [flag for flag in ("gradient_checkpointing", "activation_checkpointing") if getattr(args, flag, False)]
+    if flags:  # one is the older name of the other
+        raise UnsupportedError(
+            f"MemoryBudget: {' or '.join(f'`{own}({flag}=True)`' for flag in flags)} recomputes every layer already, "
+            f"and a budget would recompute on top of that. Say `{own}(gradient_checkpointing=False)` (TRL's configs "
+            "have it on by default): the budget recomputes as much as has to be, and no more."
+        )
     check_recomputes_nothing(cast("nn.Module", trainer.model), "MemoryBudget")
     if trainer.is_deepspeed_enabled:
         raise UnsupportedError(

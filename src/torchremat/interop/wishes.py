@@ -42,8 +42,8 @@ class Wishes:
             )
 
 
-class Wishing:
-    """A callback that is made from what the user asks for.
+class MemoryBudget:
+    """What the callbacks of this name have in common: they are made from what the user asks for.
 
     Args:
         budget: See `Wishes`.
