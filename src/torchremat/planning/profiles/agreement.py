@@ -59,7 +59,7 @@ def profiled_together(peers: Peers, model: nn.Module, subject: Subject, machine:
     Raises:
         StepError: See `profile_subject`; or the processes do not run the same step.
     """
-    found = profile_subject(model, subject, machine, peers=peers)
+    found = profile_subject(model, subject, machine, around=True, peers=peers)
     grains = beside(found, reduced_bytes(model, machine.device))
     told = peers.all(lambda: (figures_of(grains.coarse), None if grains.fine is None else figures_of(grains.fine)))
     largest = max(range(len(told)), key=lambda place: sum(told[place][0].storage_bytes))
@@ -85,8 +85,8 @@ def figures_of(profile: Profile) -> Figures:
 
 def beside(grains: Grains, waiting_bytes: int) -> Grains:
     """Return the profile of a step in whose backward so many bytes may lie beside what was measured."""
-    fine = None if grains.fine is None else _beside(grains.fine, waiting_bytes)
-    return Grains(coarse=_beside(grains.coarse, waiting_bytes), fine=fine)
+    fine, around = (None if one is None else _beside(one, waiting_bytes) for one in (grains.fine, grains.around))
+    return Grains(coarse=_beside(grains.coarse, waiting_bytes), fine=fine, around=around)
 
 
 def _beside(profile: Profile, waiting_bytes: int) -> Profile:

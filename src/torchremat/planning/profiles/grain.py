@@ -13,6 +13,9 @@ threshold, above which calls are taken apart by what is saved in them, goes a nu
     units       the coarsest that needs little more: blocks of a transformer, of a U-Net, of an encoder before a decoder
     split       a unit that is taken apart becomes the calls that it makes, and those what the lowest has them be. So
                 with some units split, a plan has what the lowest has
+    around      the coarsest that needs not much more, if that is another one: stages of a network for pictures, each
+                one unit. What a plan holds of operators it then chooses for a stage at once, and recomputes the sums
+                between blocks from it, where each block by itself would hold its input
 
 The calls that the step makes itself are taken apart in any case, as one unit is no choice: so is the only call that one
 of them makes, and what one of them lies in. Calls that cannot be units are as well, since parts of them may be; see
@@ -33,6 +36,9 @@ from torchremat.planning.profiles.units import Grain, Units, linked
 # operators are chosen among at once then, and the search has fewer units; and it can still be split.
 _MOST_NEED = 1.3
 
+# What is around them needs at most this share more, of all that the calls save beyond the lowest.
+_MOST_AROUND = 0.25
+
 
 def grain_of(trace: Trace, unlike: Mapping[str, str] | None = None) -> Grain:
     """Return how far the calls of a trace are to be taken apart.
@@ -44,12 +50,16 @@ def grain_of(trace: Trace, unlike: Mapping[str, str] | None = None) -> Grain:
     Raises:
         StepError: The step calls no module of the model with grad mode on.
     """
-    found = list(_Calls(trace, unlike or {}).needs())
+    calls = _Calls(trace, unlike or {})
+    found = list(calls.needs())
     if not found:
         return Grain()
     lowest_bytes, inside = min(found, key=lambda one: one[0])
+    saved_bytes = sum(calls.saved_bytes(root) for root in calls.roots)
+    most_bytes = max(_MOST_NEED * lowest_bytes, lowest_bytes + _MOST_AROUND * (saved_bytes - lowest_bytes))
     units = next(apart for need_bytes, apart in found if need_bytes <= _MOST_NEED * lowest_bytes)
-    return Grain(apart=units, inside=inside, need_bytes=lowest_bytes)
+    around = next(apart for need_bytes, apart in found if need_bytes <= most_bytes)
+    return Grain(apart=units, inside=inside, around=around, need_bytes=lowest_bytes)
 
 
 def find_units(
@@ -70,6 +80,15 @@ def find_units(
         StepError: The step calls no module of the model with grad mode on, or none that could be recomputed.
     """
     return _Calls(trace, unlike or {}).units(grain_of(trace, unlike) if grain is None else grain, split)
+
+
+def units_around(units: Units) -> Units | None:
+    """Return the units of the same trace that lie around these; None if there are no others."""
+    grain = units.grain
+    if grain.around == grain.apart:
+        return None
+    found = find_units(units.trace, unlike=units.unlike, grain=replace(grain, apart=grain.around))
+    return found if len(found.units) < len(units.units) else None
 
 
 def finest_units(units: Units) -> Units:

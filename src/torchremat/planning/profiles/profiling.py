@@ -10,6 +10,7 @@ stopped at its last save (cut there). So one pass gives (full, truncated) x (sec
     3. watched       bytes and seconds of each unit, and what else is live at each moment
     4. forward       the seconds of a forward that nothing watches, to which the others are scaled
     5. watched       as 3, with the calls inside of units in the place of those units that make several
+    6. watched       as 3, with what lies around units in their place, if that is worth a look; see `grain`
     optimizer        the bytes of one `optimizer.step()`, if there is an optimizer
 """
 
@@ -33,7 +34,7 @@ from torchremat.measuring.step import run_backward
 from torchremat.measuring.traces import AllocationTrace, Recorder
 from torchremat.planning.elsewhere.machines import Machine, has_room
 from torchremat.planning.layout import calls_of, check_bare, installed
-from torchremat.planning.profiles.grain import find_units, finest_units, grain_of
+from torchremat.planning.profiles.grain import find_units, finest_units, grain_of, units_around
 from torchremat.planning.profiles.optimizers import OptimizerBytes, measure_optimizer
 from torchremat.planning.profiles.peers import Peers
 from torchremat.planning.profiles.reading import Profile, read_profile
@@ -52,10 +53,14 @@ _MOST_UNITS = 2000
 
 @dataclass(frozen=True, kw_only=True)
 class Grains:
-    """The coarse profile of a step, and the fine one if units can be taken apart. See `mixing`."""
+    """The coarse profile of a step, the fine one if units can be taken apart, and one of what lies around them.
+
+    The first two make mixtures, see `mixing`; the last is planned with as it is.
+    """
 
     coarse: Profile
     fine: Profile | None
+    around: Profile | None = None
 
 
 def profile_subject(
@@ -64,6 +69,7 @@ def profile_subject(
     machine: Machine,
     *,
     fine: bool = True,
+    around: bool = False,
     peers: Peers | None = None,
     repeats: Repeats | None = None,
 ) -> Grains:
@@ -77,6 +83,7 @@ def profile_subject(
         subject: The step, of this model. With an optimizer, the bytes of its state and of its step are measured.
         machine: Where it runs.
         fine: Whether the calls inside of units are watched as well; it takes as long as the rest.
+        around: Whether what lies around units is, where it is worth a look and this process alone trains the model.
         peers: The processes that train the model; None if this one alone does.
         repeats: What profiles of other steps have told of the model's modules, and what this one adds.
 
@@ -88,7 +95,7 @@ def profile_subject(
     peers = peers or Peers()
     peers.each(lambda: check_bare(model))
     with peers.each(machine.entered), heap_set_aside():
-        return _Profiling(model, subject, machine, peers, repeats or Repeats()).grains(fine=fine)
+        return _Profiling(model, subject, machine, peers, repeats or Repeats()).grains(fine=fine, around=around)
 
 
 _Way: TypeAlias = tuple[Units, Tree]
@@ -104,17 +111,32 @@ class _Profiling:
     peers: Peers
     repeats: Repeats
 
-    def grains(self, *, fine: bool) -> Grains:
+    def grains(self, *, fine: bool, around: bool) -> Grains:
         units, finest = self.units(fine=fine)
+        outer = self.outer(units) if around else None
         ways = self.ways(units, finest)
         place, coarse = self.watched(ways)
         seconds = self.seconds()
         coarse = replace(_scaled(coarse, seconds), optimizer=self.peers.each(self.optimizer))
-        if not fine or coarse.units is finest or len(finest.units) > _MOST_UNITS or not self.fits(finest):
-            return Grains(coarse=coarse, fine=None)
+        parts = whole = None
+        if fine and coarse.units is not finest and len(finest.units) <= _MOST_UNITS:
+            parts = self.also(finest, ways[place], seconds)
+        if outer is not None and coarse.units is units:
+            whole = self.also(outer, ways[place], seconds)
+        return Grains(coarse=coarse, fine=parts, around=whole and replace(whole, optimizer=coarse.optimizer))
+
+    def also(self, units: Units, way: _Way, seconds: float | None) -> Profile | None:
+        """Watch a step with each of some other units in a region; None if some process has no room for it."""
+        if not self.fits(units):
+            return None
         # Who has no room for it runs once more what had, as the others wait for it.
-        place, parts = self.watched([(finest, every_unit(finest)), ways[place]])
-        return Grains(coarse=coarse, fine=None if place else _scaled(parts, seconds))
+        place, found = self.watched([(units, every_unit(units)), way])
+        return None if place else _scaled(found, seconds)
+
+    def outer(self, units: Units) -> Units | None:
+        """Return what lies around the units, if it does in a recompute what it does in its forward."""
+        found = None if self.peers.are_several else units_around(units)
+        return None if found is None or not self.fits(found) or self.some_fail(found) else found
 
     def units(self, *, fine: bool) -> tuple[Units, Units]:
         """Return the units, and the finest ones: those that do in a recompute what they do in their forward."""

@@ -33,11 +33,13 @@ class Grain:
     Attributes:
         apart: The modules whose calls are.
         inside: Those whose calls are inside of a unit that is split, beside its own.
+        around: Those whose calls are if units are as coarse as is worth a look.
         need_bytes: The lowest need.
     """
 
     apart: frozenset[str] = frozenset()
     inside: frozenset[str] = frozenset()
+    around: frozenset[str] = frozenset()
     need_bytes: int = 0
 
 

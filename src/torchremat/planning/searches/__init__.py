@@ -7,6 +7,7 @@ parting.py       the bytes of its backward, in the midst of which it recomputes
 options.py       ways of keeping a unit between all and nothing
 mixing.py        units taken apart into the calls that they make
 storing.py       which kept units go to a store, and when
+loosening.py     what may stand in the place of a node, to recompute less
 heights.py       the moments that decide whether a change fits
 pace.py          how long it may take, and how far it is
 progress.py      what is told of that

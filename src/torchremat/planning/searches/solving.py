@@ -21,13 +21,14 @@ from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.profiles.roots import fitted
 from torchremat.planning.searches.chains import Cost, amount, chain_of
 from torchremat.planning.searches.heights import Heights
+from torchremat.planning.searches.loosening import loosened
 from torchremat.planning.searches.mixing import aligned, divisible, mixed, units_of
 from torchremat.planning.searches.options import options_of
 from torchremat.planning.searches.pace import Pace
 from torchremat.planning.searches.storing import Storing
 from torchremat.planning.walks.cargo import NO_LOADS, Loads, Offer
 from torchremat.planning.walks.prediction import Prediction, predict
-from torchremat.schedules.chain import Chain, Keep, Region, Tree
+from torchremat.schedules.chain import Chain, Keep, Tree
 from torchremat.schedules.depths import bounded
 from torchremat.schedules.persistent import Persistent
 from torchremat.schedules.uniform import candidates
@@ -86,7 +87,8 @@ class Search:
     half, three quarters and all of them split, evenly spread. The last ones are special, since all that is kept is live
     together with what they save: there are mixtures with the last one, the last two and all but the first as well. All
     of this as long as the units stay few enough to plan in a second. One more has those split that are in the step
-    which needs the least, see `grain`, however many units that are.
+    which needs the least, see `grain`, however many units that are. What lies around units is planned with as it is,
+    for what may be kept in parts of it.
 
     Args:
         grains: The profile.
@@ -113,8 +115,9 @@ class Search:
         if operators:
             with pace.running(_OPTIONS_SHARE):
                 grains = Grains(
-                    coarse=replace(grains.coarse, options=options_of(grains.coarse, cost, pace)),
-                    fine=grains.fine and replace(grains.fine, options=options_of(grains.fine, cost, pace)),
+                    coarse=_with_options(grains.coarse, cost, pace),
+                    fine=grains.fine and _with_options(grains.fine, cost, pace),
+                    around=grains.around and _with_options(grains.around, cost, pace),
                 )
         self.grains = grains
         self.cost_unit: Cost = cost
@@ -127,7 +130,7 @@ class Search:
 
     @cached_property
     def solvers(self) -> tuple[Solver, ...]:
-        """One solver for each mixture."""
+        """One solver for each mixture, and one for what lies around the units."""
         units = self.grains.coarse.units
         # A module is split in all of its calls or in none, as its calls are mostly alike.
         by_name: dict[str, set[int]] = {}
@@ -158,6 +161,7 @@ class Search:
                 Solver(mixture, self.cost_unit, hand_made=len(mixture.units.units) == finest, pace=self.pace)
                 for mixture in mixtures
             ),
+            *(Solver(one, self.cost_unit, pace=self.pace) for one in (self.grains.around,) if one and one.options),
         )
 
     @property
@@ -347,12 +351,12 @@ class Solver:
         while place < len(best.tree) and len(self._known) - judged < most and not self.pace.is_over:
             self.pace.tell("polishing", _JUDGING_SHARE + (1 - _JUDGING_SHARE) * place / len(best.tree))
             before, after = best.tree[:place], best.tree[place + 1 :]
-            loosened = [
+            looser = [
                 self.judged((*before, *nodes, *after))
-                for nodes in _loosened(best.tree[place], self.option_costs)
+                for nodes in loosened(best.tree[place], self.option_costs)
                 if not is_local or heights.least_bytes(place, nodes) <= limit_bytes
             ]
-            fitting = [one for one in loosened if one.prediction.peak_bytes <= limit_bytes and one.cost < best.cost]
+            fitting = [one for one in looser if one.prediction.peak_bytes <= limit_bytes and one.cost < best.cost]
             if fitting:
                 best = min(fitting, key=lambda one: one.cost)
                 heights = Heights(self.profile, best.tree)
@@ -373,6 +377,10 @@ class Solver:
         return min(found, key=lambda one: (one.prediction.peak_bytes, one.cost))
 
 
+def _with_options(profile: Profile, cost: Cost, pace: Pace) -> Profile:
+    return replace(profile, options=options_of(profile, cost, pace))
+
+
 def _best(found: list[tuple[float, Candidate]]) -> Candidate:
     """Return the cheapest of some candidates by their prices."""
     return min(found, key=lambda one: (one[0], bool(one[1].loads), one[1].prediction.peak_bytes))[1]
@@ -381,25 +389,3 @@ def _best(found: list[tuple[float, Candidate]]) -> Candidate:
 def _is_simple(name: str) -> bool:
     number = "".join(letter for letter in name if letter.isdigit())
     return not number or int(number) <= _MOST_SIMPLE
-
-
-def _loosened(node: Keep | Region, costs: list[list[float]]) -> Iterator[Tree]:
-    """Yield what costs less than a node and keeps a little more, to stand in its place.
-
-    A region is dissolved, or loses its first or last child; what is kept is kept as another of its options.
-    """
-    if isinstance(node, Keep):
-        own = costs[node.stage]
-        for option, cost in enumerate(own):
-            if cost < own[node.option]:
-                yield (Keep(node.stage, option),)
-    else:
-        if len(node.children) == 1:
-            for option in range(1, len(costs[node.first])):
-                yield (Keep(node.first, option),)
-        yield node.children
-        if len(node.children) > 1:
-            first, *rest = node.children
-            yield (first, Region(tuple(rest)))
-            *most, last = node.children
-            yield (Region(tuple(most)), last)
