@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 import torchremat
 from regions.comparing import leaf
-from regions.worlds import Programs, assert_agrees, script
+from regions.worlds import Programs, assert_agrees, assert_agrees_in_all, script
 from torchremat.errors import CheckpointError, MutationError
 
 program = Programs()
@@ -818,9 +818,9 @@ def a_decorated_method(run):
     return model, x, loss
 
 
-@pytest.mark.parametrize(("function", "way", "options"), program.cases())
-def test_closures(function, way, options):
-    assert_agrees(function, way, **options)
+@pytest.mark.parametrize(("function", "ways", "options"), program.cases())
+def test_closures(function, ways, options):
+    assert_agrees_in_all(function, ways, **options)
 
 
 def test_a_function_that_is_made_a_region_once_sees_the_cells_of_each_call():

@@ -15,7 +15,18 @@ from torch.nn.modules import module as torch_module
 
 import torchremat
 from regions.comparing import backward_at_once, leaf, live_regions
-from regions.worlds import REGIONS, WAYS, Programs, assert_agrees, differences, outcome, script, switches, unwrap_all
+from regions.worlds import (
+    REGIONS,
+    WAYS,
+    Programs,
+    assert_agrees,
+    assert_agrees_in_all,
+    differences,
+    outcome,
+    script,
+    switches,
+    unwrap_all,
+)
 from torchremat.errors import MutationError, RepeatWarning, TorchrematError
 
 program = Programs()
@@ -728,9 +739,9 @@ def a_double_backward(run):
     return model, x, loss
 
 
-@pytest.mark.parametrize(("function", "way", "options"), program.cases())
-def test_hooks_and_steps(function, way, options):
-    assert_agrees(function, way, **options)
+@pytest.mark.parametrize(("function", "ways", "options"), program.cases())
+def test_hooks_and_steps(function, ways, options):
+    assert_agrees_in_all(function, ways, **options)
 
 
 # ------------------------------------------------------------------------------------------------- failures, threads

@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize, prune
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 from regions.comparing import leaf
-from regions.worlds import REGIONS, Programs, assert_agrees
+from regions.worlds import REGIONS, Programs, assert_agrees_in_all
 from torchremat.errors import MutationError
 
 program = Programs()
@@ -879,6 +879,6 @@ def a_batch_norm_that_is_made_in_the_first_call(run):
     return block, x, loss
 
 
-@pytest.mark.parametrize(("function", "way", "options"), program.cases())
-def test_modules(function, way, options):
-    assert_agrees(function, way, **options)
+@pytest.mark.parametrize(("function", "ways", "options"), program.cases())
+def test_modules(function, ways, options):
+    assert_agrees_in_all(function, ways, **options)

@@ -504,6 +504,16 @@ def assert_agrees(program, way, *, raises=(), recomputes=True, seed=0):
     assert left == [], f"{len(left)} regions are alive although everything was dropped"
 
 
+def assert_agrees_in_all(program, ways, **options):
+    """`assert_agrees` in one way after the other."""
+    for way in ways:
+        try:
+            assert_agrees(program, way, **options)
+        except BaseException as error:
+            error.add_note(f"in the way {way!r}")
+            raise
+
+
 def script(source, run, **names):
     """Run source as a script of its own, whose variables are globals, and return these.
 
@@ -533,14 +543,10 @@ class Programs:
         return function
 
     def cases(self):
-        """Return the arguments of `assert_agrees` for each program and way, with their names."""
+        """Return the arguments of `assert_agrees_in_all` for each program, with their names."""
         import pytest
 
-        return [
-            pytest.param(function, way, options, id=f"{name}-{way.replace(' ', '_')}")
-            for name, (function, ways, options) in self.all.items()
-            for way in ways
-        ]
+        return [pytest.param(*case, id=name) for name, case in self.all.items()]
 
 
 class Events:

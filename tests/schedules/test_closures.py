@@ -5,6 +5,7 @@ import pytest
 
 from torchremat.schedules.closures import choices, evaluate, holdable, select
 from torchremat.schedules.dataflow import Dataflow, Operator, Value
+from turns import in_turn
 
 
 def block(*, width=1):
@@ -64,7 +65,7 @@ def by_brute_force(flow, limit_bytes, overhead):
     )
 
 
-@pytest.mark.parametrize("seed", range(120))
+@in_turn("seed", range(120))
 def test_a_selection_is_the_best_of_all(seed):
     flow = drawn(seed)
     overhead = 0.5 * (seed % 2)

@@ -3,10 +3,10 @@
 from itertools import chain, combinations
 
 import numpy as np
-import pytest
 
 from torchremat.schedules import knapsacks
 from torchremat.schedules.knapsacks import Knapsack
+from turns import in_turn
 
 
 def drawn(seed, things=10):
@@ -26,7 +26,7 @@ def best_worth(worths, weights, room):
     return max(worths[list(one)].sum() for one in every if weights[list(one)].sum() <= room)
 
 
-@pytest.mark.parametrize("seed", range(80))
+@in_turn("seed", range(80))
 def test_a_packing_is_the_best_of_all(seed):
     worths, weights, room = drawn(seed)
     best = best_worth(worths, weights, room)
@@ -52,7 +52,7 @@ def test_nothing_fits_or_there_is_nothing():
     assert Knapsack(np.zeros(0), np.zeros(0), 1.0).pack().worth == 0.0
 
 
-@pytest.mark.parametrize("seed", range(0, 80, 4))
+@in_turn("seed", range(0, 80, 4))
 def test_what_is_not_looked_at_is_worth_no_more_than_is_said(seed, monkeypatch):
     worths, weights, room = drawn(seed)
     best = best_worth(worths, weights, room)

@@ -10,6 +10,7 @@ from torchremat.errors import ScheduleError
 from torchremat.schedules.joint import split
 from torchremat.schedules.prices import Prices
 from torchremat.schedules.saving import Saver
+from turns import in_turn
 
 
 def test_a_split_makes_again_as_late_as_it_can():
@@ -48,7 +49,7 @@ def test_what_needs_a_gradient_cannot_be_saved():
         split(joint, {4})
 
 
-@pytest.mark.parametrize("seed", range(12))
+@in_turn("seed", range(12))
 def test_the_choice_against_all_choices(seed):
     random.seed(seed)
     steps = 8

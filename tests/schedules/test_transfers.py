@@ -2,8 +2,6 @@
 
 import random
 
-import pytest
-
 from torchremat.schedules.transfers import (
     Read,
     Write,
@@ -12,6 +10,7 @@ from torchremat.schedules.transfers import (
     reading_wait_s,
     writing_wait_s,
 )
+from turns import in_turn
 
 
 def simulated(rows, asked, due, *, at_end):
@@ -51,7 +50,7 @@ def random_moves(rng, count):
     return sorted(moves, key=lambda move: move[0])
 
 
-@pytest.mark.parametrize("seed", range(200))
+@in_turn("seed", range(200))
 def test_waiting_is_that_of_a_queue(seed):
     rng = random.Random(seed)
     rows = [rng.randint(0, 5) for _ in range(rng.randint(1, 7))]
@@ -68,7 +67,7 @@ def test_waiting_is_that_of_a_queue(seed):
     assert reading == simulated(rows, asked, due, at_end=False)
 
 
-@pytest.mark.parametrize("seed", range(100))
+@in_turn("seed", range(100))
 def test_no_earlier_due_and_no_later_begin_goes_without_waiting(seed):
     rng = random.Random(seed)
     rows = [rng.randint(1, 5) for _ in range(rng.randint(2, 7))]

@@ -13,6 +13,7 @@ import torch
 
 from stores.conformance import DTYPES, PLACES, PROGRAMS, SHAPES, STORES, filled, same
 from torchremat import MutationError, StoreError, checkpointed, policies
+from turns import in_turn
 
 ALL = list(STORES)
 WITH_LIMIT = [name for name, maker in STORES.items() if maker.has_limit]
@@ -27,8 +28,8 @@ def _no_collector():
     gc.enable()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ALL)
+@in_turn("dtype", DTYPES)
 def test_what_comes_back_is_equal_bit_for_bit(name, dtype):
     store = STORES[name]()
     tensors = [filled(shape, dtype, seed) for seed, shape in enumerate(SHAPES)]
@@ -158,7 +159,7 @@ def test_a_handle_that_is_told_too_late_gives_no_other_data(name):
 
 @pytest.mark.filterwarnings("ignore::torchremat.StoreWarning")  # some are full
 @pytest.mark.parametrize("program", PROGRAMS)
-@pytest.mark.parametrize("name", PLACES)
+@in_turn("name", PLACES)
 def test_what_a_policy_keeps_may_be_written_in_place(name, program):
     # What was stored still pointed at the memory: gradients of a GRU were 17% off, and a ReLU in place was an error.
     torch.manual_seed(0)
@@ -347,8 +348,8 @@ def test_one_handle_from_many_threads(name):
         assert list(pool.map(work, range(4))) == [True] * 4
 
 
-@pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("name", ALL)
+@in_turn("seed", range(5))
 def test_against_a_dictionary(name, seed):
     limit = 20_000 if STORES[name].has_limit else None
     store = STORES[name](limit)

@@ -1,9 +1,8 @@
 import random
 from itertools import pairwise
 
-import pytest
-
 from torchremat.stores.extents import Extent, Extents
+from turns import in_turn
 
 
 def test_the_smallest_free_extent_that_fits_is_taken():
@@ -61,7 +60,7 @@ def test_several_extents_are_taken_if_none_is_large_enough():
     assert extents.free() == [Extent(5, 5)]
 
 
-@pytest.mark.parametrize("seed", range(20))
+@in_turn("seed", range(20))
 def test_against_a_set_of_bytes(seed):
     chance, extents, taken, free = random.Random(seed), Extents(), [], set()
 

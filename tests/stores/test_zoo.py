@@ -9,6 +9,7 @@ import torch
 from stores.memory import Memory
 from stores.operations import ALIASES, OPERATIONS
 from torchremat import Compressed, Disk, Host, Keep, Tiers, offload
+from turns import in_turn
 
 ALL = OPERATIONS | ALIASES
 
@@ -71,7 +72,7 @@ def store(request):
 
 
 @pytest.mark.filterwarnings("ignore::torchremat.StoreWarning")  # the tiers are small, so that all of them are used
-@pytest.mark.parametrize("name", ALL)
+@in_turn("name", ALL)
 def test_gradients_are_those_of_the_plain_run(name, store):
     for way in WAYS:
         found = gradients(way, ALL[name], offload(store, min_bytes=0))

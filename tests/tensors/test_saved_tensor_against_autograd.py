@@ -16,6 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from torchremat import SavedTensor
 from torchremat._compat.autograd import make_saved_tensor
+from turns import in_turn
 from versions import NEEDS_SAVED_TENSORS
 
 pytestmark = NEEDS_SAVED_TENSORS
@@ -318,8 +319,8 @@ def other_node(root):
     return SavesOutput.apply(root, None)[0].grad_fn
 
 
-@pytest.mark.parametrize("hooks", HOOKS, ids=str)
 @pytest.mark.parametrize("kind", INPUTS)
+@in_turn("hooks", HOOKS)
 def test_an_input_of_a_custom_function(kind, hooks):
     def of_torch(make, root):
         tensor = make(root)
@@ -332,8 +333,8 @@ def test_an_input_of_a_custom_function(kind, hooks):
     compare(INPUTS[kind], of_torch, ours, hooks, torch.float32, OF_NODES)
 
 
-@pytest.mark.parametrize("hooks", HOOKS, ids=str)
 @pytest.mark.parametrize("kind", [kind for kind in INPUTS if kind not in NO_GRAD])
+@in_turn("hooks", HOOKS)
 def test_an_input_of_an_operation(kind, hooks):
     def of_torch(make, root):
         tensor = make(root)
@@ -346,8 +347,8 @@ def test_an_input_of_an_operation(kind, hooks):
     compare(INPUTS[kind], of_torch, ours, hooks, torch.float64, OF_NODES)
 
 
-@pytest.mark.parametrize("hooks", HOOKS, ids=str)
 @pytest.mark.parametrize("kind", INPUTS)
+@in_turn("hooks", HOOKS)
 def test_an_input_of_nobody(kind, hooks):
     def of_torch(make, root):
         tensor = make(root)
@@ -361,8 +362,8 @@ def test_an_input_of_nobody(kind, hooks):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex64], ids=str)
-@pytest.mark.parametrize("hooks", HOOKS, ids=str)
 @pytest.mark.parametrize("number", [0, 1])
+@in_turn("hooks", HOOKS)
 def test_an_output_of_a_custom_function(number, hooks, dtype):
     def of_torch(make, root):
         tensor = make(root, number)
@@ -375,7 +376,7 @@ def test_an_output_of_a_custom_function(number, hooks, dtype):
     compare(lambda root, saved: SavesOutput.apply(root, saved)[number], of_torch, ours, hooks, dtype)
 
 
-@pytest.mark.parametrize("hooks", [hooks for hooks in HOOKS if not hooks[0]], ids=str)
+@in_turn("hooks", [hooks for hooks in HOOKS if not hooks[0]])
 def test_an_output_of_an_operation(hooks):
     def of_torch(make, root):
         tensor = make(root)
@@ -389,7 +390,7 @@ def test_an_output_of_an_operation(hooks):
     compare(torch.exp, of_torch, ours, hooks, torch.float64, differentiates=False)
 
 
-@pytest.mark.parametrize("hooks", HOOKS, ids=str)
+@in_turn("hooks", HOOKS)
 @pytest.mark.parametrize("kind", ["computed", "view", "view that was written", "written in place"])
 def test_an_output_that_was_written_into_a_view(kind, hooks):
     def of_torch(make, root):
