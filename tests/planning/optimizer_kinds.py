@@ -55,6 +55,33 @@ class Lookahead(Optimizer):
                 parameter.copy_(slow)
 
 
+class LateLookahead(Optimizer):
+    """As timm's: the slow weights come at the sixth step."""
+
+    def __init__(self, base, k=6):
+        self._base_optimizer = base
+        self.param_groups = base.param_groups
+        self.defaults = base.defaults
+        self.state = defaultdict(dict)
+        self.k = k
+        for group in self.param_groups:
+            group["lookahead_step"] = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self._base_optimizer.step(closure)
+        for group in self.param_groups:
+            group["lookahead_step"] += 1
+            if group["lookahead_step"] % self.k:
+                continue
+            for parameter in group["params"]:
+                state = self._base_optimizer.state[parameter]
+                if "slow" not in state:
+                    state["slow"] = torch.empty_like(parameter).copy_(parameter)
+                state["slow"].add_(parameter - state["slow"], alpha=0.5)
+                parameter.copy_(state["slow"])
+
+
 class Imitating:
     """As Lightning's: its class is made for it, and its trainer, which it knows weakly, steps and runs hooks."""
 
@@ -141,6 +168,10 @@ def lookahead(parameters):
     return Lookahead(plain(parameters))
 
 
+def late_lookahead(parameters):
+    return LateLookahead(plain(parameters))
+
+
 def imitating(parameters):
     trainer = Trainer()
     made = Imitating(plain(parameters), trainer)
@@ -183,8 +214,8 @@ def with_a_closure(parameters):
 
 
 KINDS = [
-    plain, forwarding, forwarding_twice, lookahead, imitating, joined, preconditioned, scheduled, scheduled_inside,
-    with_a_closure,
+    plain, forwarding, forwarding_twice, lookahead, late_lookahead, imitating, joined, preconditioned, scheduled,
+    scheduled_inside, with_a_closure,
 ]  # fmt: skip
 
 

@@ -2,12 +2,16 @@
 
 import warnings
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.utils.checkpoint import checkpoint
 
 import torchremat
+from torchremat import BudgetWarning, PlanWarning
 from torchremat.planning.plans import Plan
 
 
@@ -56,7 +60,8 @@ def told(model, surroundings=nullcontext, steps=3):
             with surroundings():
                 loss = step(model)
             loss.backward()
-    return [(one.category.__name__, str(one.message)) for one in found]
+    # That some of these steps are above the budget as well is told apart.
+    return [(one.category.__name__, str(one.message)) for one in found if one.category is not BudgetWarning]
 
 
 def train(model):
@@ -75,6 +80,14 @@ def recompute(model):
     model.blocks[2].gradient_checkpointing = True
 
 
+def wrap_blocks(model):
+    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Block))
+
+
+def compile_one(model):
+    model.blocks[0].net[1].compile(backend="eager")
+
+
 def leave_out(model):
     model.used = 2
 
@@ -85,6 +98,12 @@ def leave_out(model):
         (train, "PlanWarning", "all in the mode of evaluation when it was planned, all in the mode of training now"),
         (cast, "PlanWarning", "the parameters were float32 when it was planned, and are float64 now"),
         (recompute, "PlanWarning", "`gradient_checkpointing_enable()` or the like, and does both now"),
+        (wrap_blocks, "PlanWarning", "by `checkpoint_wrapper` or `apply_activation_checkpointing`, and does both now"),
+        (
+            compile_one,
+            "PlanWarning",
+            "`blocks.0.net.1` has been compiled since, and compiled code",
+        ),
         (leave_out, "OrderWarning", "was called 0 times in one forward, and planned for 1"),
     ],
 )
@@ -97,6 +116,39 @@ def test_each_difference_is_told_once(change, category, words):
 
     assert kind == category
     assert words in said
+
+
+def test_a_checkpoint_around_the_model_is_told():
+    model = Net()
+    planned(model)
+
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            checkpoint(model, X, use_reentrant=False).square().mean().backward()
+
+    (said,) = [str(one.message) for one in found if one.category is PlanWarning]
+    assert "by `torch.utils.checkpoint` around it, and does both now" in said
+
+
+def test_modules_that_were_compiled_before_are_no_difference():
+    model = Net()
+    model.blocks[0].compile(backend="eager")
+    planned(model)
+
+    assert told(model) == []
+
+
+def test_a_plan_that_does_not_know_what_was_compiled_tells_nothing_of_it():
+    model = Net()
+    plan = planned(model)
+    plan.remove(model)
+    conditions = {name: replace(one, compiled=None) for name, one in plan.conditions.items()}
+    replace(plan, conditions=conditions).apply(model)
+
+    compile_one(model)
+
+    assert told(model) == []
 
 
 def test_what_is_in_another_mode_is_named():

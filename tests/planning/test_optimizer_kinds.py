@@ -4,7 +4,17 @@ import pytest
 import torch
 from torch import nn
 
-from planning.optimizer_kinds import KINDS, Forwarding, Imitating, Trainer, changes, insides, plain
+from planning.optimizer_kinds import (
+    KINDS,
+    Forwarding,
+    Imitating,
+    Trainer,
+    changes,
+    insides,
+    joined,
+    late_lookahead,
+    plain,
+)
 from torchremat import Adaptive, StepError, UnsupportedError, fit, frontier, measure, plan, verify
 from torchremat.measuring.optimizers import with_wrapped
 from torchremat.planning.planner import Planner
@@ -78,7 +88,7 @@ def test_training_goes_on_as_if_nothing_had_been_planned(kind):
     assert all(map(torch.equal, trained(planned=True), trained(planned=False)))
 
 
-@pytest.mark.parametrize(("kind", "state"), [(kind, 2) for kind in KINDS[:3]] + [(KINDS[5], 1.5)])
+@pytest.mark.parametrize(("kind", "state"), [(kind, 2) for kind in KINDS[:3]] + [(joined, 1.5)])
 def test_the_state_of_what_is_wrapped_counts(kind, state):
     # AdamW has two tensors for each parameter, and a step of 4 bytes; two of these three are around it.
     model = net()
@@ -93,6 +103,20 @@ def test_the_state_of_what_is_wrapped_counts(kind, state):
     else:
         assert own.state_bytes == state * parameters + slow + 4 * 12
     train(model, optimizer := kind(model.parameters()), 1)
+    assert measure(model, loss_of, optimizer=optimizer).optimizer_bytes == own.state_bytes
+
+
+def test_state_that_comes_at_a_later_step_counts():
+    model = net()
+    parameters = sum(one.nbytes for one in model.parameters())
+
+    own = Planner(model, loss_of, optimizer=late_lookahead(model.parameters()), operators=False).profile.optimizer
+
+    # AdamW's two tensors and a step for each parameter, and the slow weights of the sixth step
+    assert own.state_bytes == 3 * parameters + 4 * 12
+    train(model, optimizer := late_lookahead(model.parameters()), 5)
+    assert measure(model, loss_of, optimizer=optimizer).optimizer_bytes == 2 * parameters + 4 * 12
+    train(model, optimizer, 1)
     assert measure(model, loss_of, optimizer=optimizer).optimizer_bytes == own.state_bytes
 
 

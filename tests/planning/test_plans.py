@@ -2,6 +2,7 @@
 
 import copy
 import io
+import json
 import pickle
 import threading
 import warnings
@@ -17,10 +18,26 @@ import models
 import zoo
 from planning.kinds import KINDS, Loop, block, inputs, linear, square
 from planning.steps import differences, each, fingerprint, keep_all, outcome, recomputed_flops
-from torchremat import OrderWarning, PlanError, Planner, ShapeWarning, UnsupportedError, WrapError, plan, unwrap, wrap
+from torchremat import (
+    OrderWarning,
+    Plan,
+    PlanError,
+    Planner,
+    ShapeWarning,
+    UnsupportedError,
+    WrapError,
+    plan,
+    unwrap,
+    wrap,
+)
 from torchremat.planning.printing import described
 from torchremat.regions.patches import is_wrapped
 from torchremat.schedules.chain import Keep, Region
+
+# What is applied here is about values, and was planned without the optimizer that trains, and without DDP around it.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.* (is trained by|is inside of DistributedDataParallel since)", "ignore:a step was measured at"
+)
 
 
 @cache
@@ -53,6 +70,8 @@ def test_the_table():
         recomputed_calls=4,
         flops=5_000_000_000,
         floor_bytes=600 * 1024,
+        planning_seconds=1.25,
+        planning_steps=9,
     )
 
     assert str(made) == (
@@ -62,6 +81,7 @@ def test_the_table():
         "floor      600.00 KiB is the smallest budget found to work\n"
         "before     324.00 KiB lie there before a step: parameters 130.00 KiB, gradients 130.00 KiB, inputs 64.00 KiB\n"
         "optimizer  not counted\n"
+        "planning   1.2 s and 9 runs of the step\n"
         "\n"
         "module         saves      inputs    forward  plan\n"
         "layers.0  128.00 KiB   64.00 KiB    1.25 ms  keep\n"
@@ -273,6 +293,30 @@ def _saved_and_loaded(model):
     torch.save(model, file)
     file.seek(0)
     return torch.load(file, weights_only=False)
+
+
+def test_a_plan_tells_what_it_took():
+    calls = []
+    model, step = KINDS["loop"]()
+
+    made = plan(model, lambda model: calls.append(1) or step(model), budget="60%", cost="flops")
+
+    assert made.planning_steps == len(calls) > 2
+    assert made.planning_seconds > 0
+
+
+def test_a_plan_of_an_older_version_is_read(tmp_path):
+    path = tmp_path / "plan.json"
+    loop_plan().save(path)
+    content = json.loads(path.read_text())
+    del content["planning_seconds"], content["planning_steps"], content["conditions"][""]["compiled"]
+    path.write_text(json.dumps(content))
+
+    read = Plan.load(path)
+
+    assert (read.planning_seconds, read.planning_steps, read.conditions[""].compiled) == (0.0, 0, None)
+    assert "planning " not in str(read)
+    assert read.tree == loop_plan().tree
 
 
 def test_the_state_dict_is_that_of_the_plain_model():

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import NamedTuple, cast
 
+from torch import nn
 from torch.utils import checkpoint as _checkpoint
 
 from torchremat._compat.binding import private
@@ -38,3 +40,9 @@ def checkpoint_switches() -> CheckpointSwitches:
 def is_hook_of_torch_checkpoint(pack: object) -> bool:
     """Return whether a pack hook was put up by `torch.utils.checkpoint`, in its forward or its recompute."""
     return getattr(pack, "__module__", None) == "torch.utils.checkpoint"
+
+
+def is_checkpoint_wrapper(module: nn.Module) -> bool:
+    """Return whether a module was put around another one by `checkpoint_wrapper` of torch.distributed."""
+    found = sys.modules.get("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
+    return found is not None and isinstance(module, found.CheckpointWrapper)

@@ -152,6 +152,15 @@ def is_sharded(module: nn.Module) -> bool:
     return is_managed(module) and isinstance(module, sys.modules["torch.distributed.fsdp"].FSDPModule)
 
 
+def data_parallel_around() -> nn.Module | None:
+    """Return the DistributedDataParallel whose forward runs, None if none does."""
+    found = sys.modules.get("torch.nn.parallel.distributed")
+    if found is None:
+        return None
+    active = private("nn.parallel.distributed.DistributedDataParallel._active_ddp_module", needed_for="checking plans")
+    return cast("nn.Module | None", active)  # a variable, so read now
+
+
 def is_hook_of_fsdp(hook: object) -> bool:
     """Return whether a forward pre-hook is FSDP2's own."""
     return getattr(hook, "__module__", None) == _FSDP_MODULE

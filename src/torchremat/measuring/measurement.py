@@ -33,14 +33,15 @@ from torchremat.measuring.step import run_backward
 from torchremat.measuring.timeline import Timeline
 from torchremat.measuring.tracebacks import without_our_frames
 from torchremat.tensors.sizes import format_bytes
-from torchremat.views.html import fragment, write_page
-from torchremat.views.trace import write_trace
+from torchremat.views.page import Page
+from torchremat.views.steps import Step as ShownStep
+from torchremat.views.viewed import ViewedOverTime
 
 Source = Literal["allocator", "tracker", "cuda"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Measurement:
+class Measurement(ViewedOverTime):
     """What one training step (forward and backward) took on `device`.
 
     Attributes:
@@ -110,25 +111,11 @@ class Measurement:
         """
         draw([curve_of(self.timeline, name=f"measured on {self.device}", before_bytes=self.before_bytes)], path)
 
-    def html(self, path: str | Path) -> None:
-        """Write the step as a page for a browser, into one file that needs no network: the curve, and the modules.
+    def _page(self) -> Page:
+        return page_of(self)
 
-        Raises:
-            UnsupportedError: plotly is not installed.
-            OSError: The file cannot be written.
-        """
-        write_page(page_of(self), path)
-
-    def trace(self, path: str | Path) -> None:
-        """Write the step in the trace format that ui.perfetto.dev and chrome://tracing read, `.json` or `.json.gz`.
-
-        Raises:
-            OSError: The file cannot be written.
-        """
-        write_trace([step_of(self)], path)
-
-    def _repr_html_(self) -> str:
-        return fragment(page_of(self))
+    def _steps(self) -> list[ShownStep]:
+        return [step_of(self)]
 
     def __repr__(self) -> str:
         return (

@@ -28,9 +28,10 @@ from __future__ import annotations
 import gc
 import time
 from bisect import bisect_right
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import Lock
+from weakref import WeakMethod
 
 import numpy as np
 import torch
@@ -111,16 +112,24 @@ class ProfilerRecorder(RecordedBlock):
 # in the thread that has started it.
 _recording = Lock()
 
+# What ends a recording that is made in passing, before anybody else records. See `glances`.
+in_passing: list[WeakMethod[Callable[[], None]]] = []
+
 
 @contextmanager
-def recorded_by_profiler(device: torch.device) -> Generator[ProfilerRecorder]:
+def recorded_by_profiler(device: torch.device, *, is_free: bool = False) -> Generator[ProfilerRecorder]:
     """Record what the CPU's allocator does during the block.
+
+    Args:
+        device: The CPU.
+        is_free: Whether it is known that no profiler is active, which takes long to find out.
 
     Raises:
         UnsupportedError: A profiler is active, and a second one would empty it; or the block itself started one; or
             another thread records.
     """
-    check_no_profiler()
+    if not is_free:
+        check_no_profiler()
     if not _recording.acquire(blocking=False):  # another thread was faster
         raise _active()
     try:
@@ -149,8 +158,11 @@ def profiler_is_active() -> bool:
     """Return whether a profiler runs in this process: torch.profiler, autograd's, a legacy one, NVTX or ITT emission.
 
     One that is warming up (`torch.profiler.schedule`) counts, and so does a block that another thread records: a second
-    profiler then crashes the process.
+    profiler then crashes the process. A recording in passing gives way.
     """
+    for one in tuple(in_passing):
+        if (end := one()) is not None:
+            end()
     if _recording.locked() or a_profiler_runs():
         return True
     # torch keeps no flag for the warm-up, only the profiler object itself knows. It has entered, and has no results.

@@ -58,6 +58,11 @@ class Subject:
         """The optimizer, and those that it wraps."""
         return with_wrapped(self.optimizer)
 
+    @property
+    def runs(self) -> int:
+        """How often the step has run for us."""
+        return self._known.runs
+
     @contextmanager
     def untouched(self, *, looks: bool = False, steps: bool = False) -> Generator[None]:
         """Keep what the step touches, for one run.

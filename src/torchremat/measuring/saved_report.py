@@ -25,7 +25,8 @@ from torchremat.policies import (
     save_unbatched_matmuls,
 )
 from torchremat.tensors.sizes import format_bytes
-from torchremat.views.html import fragment, write_page
+from torchremat.views.page import Page
+from torchremat.views.viewed import Viewed
 
 Kind = Literal["saved", "parameter", "buffer", "input", "stored"]
 
@@ -121,7 +122,7 @@ class Copy:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class SavedReport:
+class SavedReport(Viewed):
     """What autograd keeps of a step at the end of its forward.
 
     Attributes:
@@ -270,17 +271,8 @@ class SavedReport:
         """Return the report with the `top` largest storages, modules and operators; `print(report)` shows 10."""
         return described(self, top)
 
-    def html(self, path: str | Path) -> None:
-        """Write the report as a page for a browser, into one file that needs no network: a tree and its tables.
-
-        Raises:
-            UnsupportedError: plotly is not installed.
-            OSError: The file cannot be written.
-        """
-        write_page(page_of(self), path)
-
-    def _repr_html_(self) -> str:
-        return fragment(page_of(self))
+    def _page(self) -> Page:
+        return page_of(self)
 
     def __repr__(self) -> str:
         storages = sum(one.kind == "saved" for one in self.storages.values())

@@ -40,15 +40,14 @@ class OwnThread:
         if self._elsewhere is not None and accelerator_of(device).records == "profiler":
             raise _in_threads(f"`{self._elsewhere}`", f"What other threads allocate on {device}, torch does not tell")
 
+    def check_here(self, name: str) -> None:
+        """Raise an error if this thread, in which a module is called that is to be planned, is not that one.
 
-def check_here(own: OwnThread, name: str) -> None:
-    """Raise an error if a module that is called is to be planned, in a thread that nobody watches.
-
-    Raises:
-        UnsupportedError: It is.
-    """
-    if not own.is_here():
-        raise _in_threads(name, "A plan follows one thread")
+        Raises:
+            UnsupportedError: It is not.
+        """
+        if not self.is_here():
+            raise _in_threads(name, "A plan follows one thread")
 
 
 def _in_threads(name: str, why: str) -> UnsupportedError:

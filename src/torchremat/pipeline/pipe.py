@@ -23,6 +23,7 @@ from torchremat.pipeline.streams import Stream, new_stream
 from torchremat.pipeline.timeline import Timeline
 from torchremat.regions.decisions import Policy
 from torchremat.regions.inside import is_checkpointing, is_recomputing
+from torchremat.regions.patches import count_elsewhere
 from torchremat.regions.settings import Check, Settings
 
 Mode = Literal["always", "except_last", "never"]
@@ -226,6 +227,7 @@ class Pipe(nn.Module):
             plan.check(stage)
         for plan, stage in zip(each, self.partitions, strict=True):
             plan.apply(stage)
+            count_elsewhere(stage)
 
 
 def _by_parameters(module: nn.Sequential, stages: int) -> list[int]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from dataclasses import dataclass
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
+from torchremat._compat.autograd import top_saved_tensor_hooks
+from torchremat._compat.checkpoints import is_checkpoint_wrapper, is_hook_of_torch_checkpoint
+from torchremat._compat.compiled_code import is_compiled
 from torchremat._compat.sharding import is_managed
 
 
@@ -21,6 +24,8 @@ class Conditions:
         dtypes: Of the parameters.
         is_sharded: Whether FSDP2 has sharded some of it.
         is_checkpointed: Whether some of it recomputes by itself, as `gradient_checkpointing_enable` makes it.
+        compiled: The modules that are compiled, outermost first; None in plans that are older than this.
+        checkpointed_by: The words for what made it recompute by itself.
     """
 
     resting: tuple[str, ...]
@@ -28,6 +33,8 @@ class Conditions:
     dtypes: tuple[str, ...]
     is_sharded: bool
     is_checkpointed: bool
+    compiled: tuple[str, ...] | None = None
+    checkpointed_by: str = field(default="", compare=False, metadata={"written": False})
 
     def differences(self, now: Conditions) -> list[str]:
         """Return in words how a call finds things otherwise than this one did."""
@@ -54,12 +61,16 @@ class Conditions:
             told.append(f"the model is {words}. Plan after `fully_shard`")
         if now.is_checkpointed != self.is_checkpointed:
             words = (
-                "has been made to recompute by itself since, by `gradient_checkpointing_enable()` or the like, and "
-                "does both now. Disable that"
+                f"has been made to recompute by itself since, by {now.checkpointed_by}, and does both now. Disable that"
                 if now.is_checkpointed
                 else "does not recompute by itself any more. Plan again"
             )
             told.append(f"the model {words}")
+        if self.compiled is not None and (since := [name for name in now.compiled or () if name not in self.compiled]):
+            told.append(
+                f"{_some(since)} {'has' if len(since) == 1 else 'have'} been compiled since, and compiled code saves "
+                "something else. Plan after modules are compiled"
+            )
         return told
 
 
@@ -72,7 +83,9 @@ def conditions_of(module: nn.Module) -> Conditions:
         autocast={kind: _autocast(kind) for kind in kinds if torch.amp.is_autocast_available(kind)},
         dtypes=tuple(sorted({str(one.dtype).removeprefix("torch.") for one in parameters})),
         is_sharded=any(map(is_managed, module.modules())),
-        is_checkpointed=any(getattr(one, "gradient_checkpointing", False) is True for one in module.modules()),
+        is_checkpointed=bool(by := _checkpointed_by(module)),
+        compiled=tuple(_compiled(module, "")),
+        checkpointed_by=by,
     )
 
 
@@ -80,6 +93,23 @@ def _autocast(kind: str) -> str:
     if not torch.is_autocast_enabled(kind):
         return ""
     return str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
+
+
+def _checkpointed_by(module: nn.Module) -> str:
+    if any(getattr(one, "gradient_checkpointing", False) is True for one in module.modules()):
+        return "`gradient_checkpointing_enable()` or the like"
+    if any(map(is_checkpoint_wrapper, module.modules())):
+        return "`checkpoint_wrapper` or `apply_activation_checkpointing`"
+    hooks = top_saved_tensor_hooks(True)
+    return "`torch.utils.checkpoint` around it" if hooks and is_hook_of_torch_checkpoint(hooks[0]) else ""
+
+
+def _compiled(module: nn.Module, name: str) -> Generator[str]:
+    if is_compiled(module):
+        yield name
+        return
+    for child, inner in module.named_children():
+        yield from _compiled(inner, f"{name}.{child}" if name else child)
 
 
 def _resting(module: nn.Module, name: str) -> Generator[str]:
@@ -95,5 +125,9 @@ def _modes(resting: tuple[str, ...]) -> str:
         return "all in the mode of training"
     if resting == ("",):
         return "all in the mode of evaluation"
-    shown = ", ".join(f"`{name}`" for name in resting[:3])
-    return f"{shown}{', ...' if len(resting) > 3 else ''} in the mode of evaluation"
+    return f"{_some(resting)} in the mode of evaluation"
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(f"`{name}`" for name in names[:3])
+    return f"{shown}{', ...' if len(names) > 3 else ''}"

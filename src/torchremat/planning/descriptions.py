@@ -141,7 +141,7 @@ def made_plan(
         lines: Where the model's modules are written, by name.
         stores: Those that were offered.
     """
-    own, before = found.profile, planner.profile.before
+    own, before, step = found.profile, planner.profile.before, planner.plain_step
     state = own.optimizer.state_bytes if own.optimizer is not None else 0
     lasts_s = own.seconds + found.prediction.seconds + found.prediction.moving_s
     made = Plan(
@@ -181,13 +181,15 @@ def made_plan(
         given_stores=stores,
         ran_out=planner.solver.pace.ran_out,
         unlike=dict(own.units.unlike),
+        planning_seconds=planner.spent_seconds,
+        planning_steps=planner.subject.runs,
     )
     claim = claim_of(
         own,
         found.tree,
         found.prediction,
         unit=planner.solver.cost_unit,
-        step=planner.plain_step,
+        step=step,
         limit_bytes=size - margin_bytes - planner.fixed_bytes,
         stores=bool(found.loads),
     )

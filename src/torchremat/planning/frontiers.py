@@ -19,7 +19,8 @@ from torchremat.planning.searches.pace import TIME_IS_OVER
 from torchremat.planning.searches.solving import Candidate
 from torchremat.planning.staircases import Staircase, draw, knee_of
 from torchremat.tensors.sizes import format_bytes, format_flops
-from torchremat.views.html import fragment, write_page
+from torchremat.views.page import Page
+from torchremat.views.viewed import Viewed
 
 if TYPE_CHECKING:
     from torchremat.planning.planner import Planner
@@ -54,7 +55,7 @@ class FrontierPoint:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Frontier:
+class Frontier(Viewed):
     """The plans of which none is better than another in both peak and time. Made by `frontier`.
 
     It keeps the planner, so a plan for any budget is made in milliseconds, the first one after one more run of the
@@ -155,17 +156,8 @@ class Frontier:
         """
         draw([self.staircase("")], path, title=f"Peak against time on {self.device}, planned by {self.cost}")
 
-    def html(self, path: str | Path) -> None:
-        """Write the frontier as a page for a browser, into one file that needs no network: the picture, and the points.
-
-        Raises:
-            UnsupportedError: plotly is not installed.
-            OSError: The file cannot be written.
-        """
-        write_page(page_of(self), path)
-
-    def _repr_html_(self) -> str:
-        return fragment(page_of(self))
+    def _page(self) -> Page:
+        return page_of(self)
 
     def __repr__(self) -> str:
         lowest = f"{format_bytes(self.floor.peak_bytes)} at {self.floor.slowdown:.2f} x plain"

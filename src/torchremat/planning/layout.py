@@ -11,9 +11,9 @@ from torch import nn
 from torchremat.errors import PlanError
 from torchremat.measuring.interrupts import uninterrupted
 from torchremat.measuring.modules import visible_modules
+from torchremat.planning.checks import Checks
 from torchremat.planning.conditions import Conditions
 from torchremat.planning.inputs import InputSizes
-from torchremat.planning.overruns import Overruns
 from torchremat.planning.profiles.units import Units
 from torchremat.planning.scopes import PlannedScope, is_part_of
 from torchremat.policies.ordinals import save_ordinals
@@ -203,7 +203,7 @@ def install(
     itinerary: Itinerary | None = None,
     slowdown: float | None = None,
     unmet: Mapping[str, str] | None = None,
-    overruns: Overruns | None = None,
+    checks: Checks | None = None,
 ) -> Application:
     """Make the calls of a model regions as a tree says, and return what is on it now; on an error nothing changes.
 
@@ -237,7 +237,7 @@ def install(
                     conditions=(conditions or {}).get(name),
                     unmet=frozenset(one for one, root in watched.items() if root == name),
                     calls_vary=calls.vary,
-                    overruns=overruns,
+                    checks=checks,
                 )
             )
             set_forward(module, name, own, scope, called_attribute(module), applied)

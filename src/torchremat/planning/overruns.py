@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
 
 from torchremat._compat.accelerators import accelerator_of
 from torchremat.errors import BudgetWarning, warn
@@ -51,11 +50,3 @@ class Overruns:
                 "`margin`.",
                 BudgetWarning,
             )
-
-
-def overruns_on(model: nn.Module, *, budget_bytes: int, peak_bytes: int) -> Overruns | None:
-    """Return what looks at the device of a model; None where nothing is counted."""
-    device = next((one.device for one in model.parameters()), torch.device("cpu"))
-    if not accelerator_of(device).counts:
-        return None
-    return Overruns(device, budget_bytes=budget_bytes, peak_bytes=peak_bytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -94,6 +95,7 @@ class Planner:
         on: Literal["meta"] | None = None,
         progress: Callable[[Progress], None] | Literal[False] | None = None,
     ) -> None:
+        self._began_s, self._profiled_s = time.perf_counter(), 0.0
         check_cost(cost)
         check_flags(operators=operators, allow_lossy=allow_lossy)
         pace = Pace(observer=checked(progress))
@@ -121,6 +123,12 @@ class Planner:
         self._model = model
         self._parameters = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         self._plain: tuple[int, PlainSource] | None = None
+        self._profiled_s = self.spent_seconds
+
+    @property
+    def spent_seconds(self) -> float:
+        """What the planner has taken to be made, and the plan that is made now so far."""
+        return self._profiled_s + time.perf_counter() - self._began_s
 
     @property
     def fixed_bytes(self) -> int:
@@ -206,6 +214,7 @@ class Planner:
         Raises:
             BudgetError: The budget or the margin is no size, or no plan fits; the message says which budget works.
         """
+        self._began_s = time.perf_counter()
         relative, margin_bytes = relative_of(budget), margin_of(margin)
         if relative is not None:
             self.plain_peak()
@@ -238,6 +247,7 @@ class Planner:
     def frontier(self, *, points: int = POINTS) -> Frontier:
         """Return what a step takes under the best plan for each budget; see `torchremat.frontier`."""
         check_points(points)
+        self._began_s = time.perf_counter()
         return frontier_of(self, points)
 
     def for_all(self, made: Callable[[], T]) -> T:

@@ -14,6 +14,7 @@ from torch import nn
 from torchremat.errors import PlanError, check_flags
 from torchremat.measuring.curves import Curve, Phase, draw
 from torchremat.planning.bounds.certificates import Certificate, Claim
+from torchremat.planning.checks import Counted, checks_on
 from torchremat.planning.conditions import Conditions
 from torchremat.planning.files import from_json, to_json
 from torchremat.planning.inputs import InputSizes
@@ -28,7 +29,6 @@ from torchremat.planning.layout import (
     uninstall,
     unmet_modules,
 )
-from torchremat.planning.overruns import overruns_on
 from torchremat.planning.plan_page import page_of, phase_of, steps_of
 from torchremat.planning.printing import text_of
 from torchremat.planning.profiles.weighing import check_stores
@@ -40,8 +40,9 @@ from torchremat.schedules.chain import Tree
 from torchremat.schedules.depths import DEEPEST, depth
 from torchremat.tensors.handles import Store
 from torchremat.tensors.sizes import format_bytes
-from torchremat.views.html import fragment, write_page
-from torchremat.views.trace import write_trace
+from torchremat.views.page import Page
+from torchremat.views.steps import Step
+from torchremat.views.viewed import ViewedOverTime
 
 PlainSource = Literal["measured", "predicted"]
 
@@ -79,7 +80,7 @@ class Point:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class Plan(ViewedOverTime):
     """A choice for a whole model under a budget. Made by `plan`, put on a model by `apply`.
 
     Bytes are absolute: what lies in memory before the step is included.
@@ -123,6 +124,8 @@ class Plan:
         unlike: Modules that are not recomputed as a whole since that would not be their forward, with the reasons.
         conditions: How the first call of each module that the step calls itself found things; others are warned of in
             the first step.
+        planning_seconds: What planning has taken: the runs of the step, and the search. 0 in plans that are older.
+        planning_steps: How often it has run the step, or its forward alone.
     """
 
     budget_bytes: int
@@ -163,6 +166,8 @@ class Plan:
     ran_out: bool = field(default=False, compare=False)
     unlike: dict[str, str] = field(default_factory=dict[str, str])
     conditions: dict[str, Conditions] = field(default_factory=dict[str, Conditions])
+    planning_seconds: float = field(default=0.0, compare=False)
+    planning_steps: int = field(default=0, compare=False)
 
     @property
     def is_by_optimizer(self) -> bool:
@@ -225,7 +230,19 @@ class Plan:
             # Stores are measured where they are, while the seconds of recomputes may be those of a device elsewhere.
             slowdown=self.slowdown if self.stored else None,
             unmet=unmet_modules(model, self.calls),
-            overruns=overruns_on(model, budget_bytes=self.budget_bytes, peak_bytes=self.peak_bytes),
+            checks=checks_on(model, self._counted),
+        )
+
+    @property
+    def _counted(self) -> Counted:
+        return Counted(
+            device=self.device,
+            budget_bytes=self.budget_bytes,
+            peak_bytes=self.peak_bytes,
+            state_bytes=self.before_bytes.get("optimizer", 0),
+            has_optimizer=self.optimizer_peak_bytes is not None,
+            bucket_bytes=self.before_bytes.get("communication", 0),
+            recomputes=bool(self.recomputed_calls or self.recomputed_flops or self.stored),
         )
 
     def _check_count(self, given: tuple[Store, ...]) -> None:
@@ -360,28 +377,11 @@ class Plan:
             peak=peak,
         )
 
-    def html(self, path: str | Path) -> None:
-        """Write the plan as a page for a browser, into one file that needs no network: the step, and the units.
+    def _page(self) -> Page:
+        return page_of(self)
 
-        Raises:
-            UnsupportedError: plotly is not installed.
-            OSError: The file cannot be written.
-        """
-        write_page(page_of(self), path)
-
-    def trace(self, path: str | Path) -> None:
-        """Write the predicted step, plain and planned, as a trace for ui.perfetto.dev and chrome://tracing.
-
-        Args:
-            path: Of the file, `.json` or `.json.gz`.
-
-        Raises:
-            OSError: The file cannot be written.
-        """
-        write_trace(steps_of(self), path)
-
-    def _repr_html_(self) -> str:
-        return fragment(page_of(self))
+    def _steps(self) -> Sequence[Step]:
+        return steps_of(self)
 
     def __repr__(self) -> str:
         return (

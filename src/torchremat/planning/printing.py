@@ -61,6 +61,8 @@ def summary_rows(plan: Plan) -> list[tuple[str, str, str]]:
         rows.append(
             ("optimizer", format_bytes(plan.optimizer_state_bytes), f"of state to come; its step peaks at {peak}")
         )
+    if plan.planning_steps:
+        rows.append(("planning", f"{plan.planning_seconds:.1f} s", f"and {plan.planning_steps} runs of the step"))
     return rows
 
 

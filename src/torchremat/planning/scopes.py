@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from torchremat._compat.autograd import current_graph_task
 from torchremat.errors import OrderWarning, PlanWarning, ShapeWarning, warn
+from torchremat.planning.checks import Checks
 from torchremat.planning.conditions import Conditions, conditions_of
 from torchremat.planning.inputs import InputSizes
-from torchremat.planning.overruns import Overruns
 from torchremat.regions.calls import Body
 from torchremat.regions.rehearsals import is_rehearsing
 from torchremat.regions.runs import Scope
@@ -34,7 +35,7 @@ class PlannedScope(Scope):
     conditions: Conditions | None = None
     # What the first step was compared with. See NOTE [ The first step under a plan ]
     seen: list[object] = field(default_factory=list[object])
-    overruns: Overruns | None = None
+    checks: Checks | None = None
 
     def run(self, body: Body, /, *args: object, **kwargs: object) -> object:
         """Run `body` with the scope open."""
@@ -43,20 +44,33 @@ class PlannedScope(Scope):
             if said is not None:
                 self.told.append(said)
                 warn(said, ShapeWarning)
-        return super().run(body, *args, **kwargs)
+        if self.checks is None or not _is_a_step():
+            return super().run(body, *args, **kwargs)
+        try:
+            output = super().run(body, *args, **kwargs)
+        except BaseException:
+            self.checks.failed()
+            raise
+        self.checks.came(output)
+        return output
 
-    def begun(self, module: nn.Module) -> None:
+    def begun(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         """Compare, in the first step, how the call finds things with how the one that was planned did."""
-        if is_rehearsing():
+        if not _is_a_step():
             return
-        if self.overruns is not None:
-            self.overruns.look()
+        if self.checks is not None:
+            self.checks.begun(module, _named(self.root), (args, kwargs))
         if self.seen or self.conditions is None:
             return
         now = conditions_of(module)
         self.seen.append(now)
         for said in self.conditions.differences(now):
             warn(f"{_named(self.root)} has a plan that was made under other conditions: {said}.", PlanWarning)
+
+    def counted_elsewhere(self) -> None:
+        """Leave the bytes of the model that trains to the owner of the plan, which is one of several or changes."""
+        if self.checks is not None:
+            self.checks.only_counters()
 
     def ended(self, counts: Mapping[str, int]) -> None:
         """Compare, in the first step, how often modules were called with how often it was planned."""
@@ -74,6 +88,11 @@ class PlannedScope(Scope):
                 "the step that trains.",
                 OrderWarning,
             )
+
+
+def _is_a_step() -> bool:
+    """Return whether what begins is a step of the user's, and no recompute by a checkpoint that is around the model."""
+    return not is_rehearsing() and current_graph_task() == -1
 
 
 def _named(root: str) -> str:

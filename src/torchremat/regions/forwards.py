@@ -253,7 +253,7 @@ def _run(forward: WrappedForward, args: tuple[object, ...], kwargs: dict[str, ob
         with forward.settings:
             return function(*args, **kwargs)
     if forward.scope is not None:
-        forward.scope.begun(forward.module)
+        forward.scope.begun(forward.module, args, kwargs)
         return forward.scope.run(function, *args, **kwargs)
     choice = open_choice(forward.name)
     if choice is not None:

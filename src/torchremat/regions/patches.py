@@ -76,6 +76,12 @@ def scopes_on(model: nn.Module) -> list[Scope]:
     return [one.scope for one in forwards if one is not None and one.scope is not None]
 
 
+def count_elsewhere(model: nn.Module) -> None:
+    """Tell the scopes on a model that their owner counts more than the bytes of this model."""
+    for scope in scopes_on(model):
+        scope.counted_elsewhere()
+
+
 def is_wrapped(module: nn.Module) -> bool:
     """Return whether the module's own forward is a region, though others may have put something around it since."""
     return forward_under(module) is not None

@@ -98,8 +98,11 @@ class Scope:
         self.ended(opened.counts)
         return output
 
-    def begun(self, module: nn.Module) -> None:
-        """Take note that a module whose call opens the scope is called."""
+    def begun(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        """Take note that a module whose call opens the scope is called, with these arguments."""
+
+    def counted_elsewhere(self) -> None:
+        """Take note that its owner counts the bytes of more than the model that it is on."""
 
     def ended(self, counts: Mapping[str, int]) -> None:
         """Take note of how often each module that the scope has choices for was called in a run that has ended."""

@@ -12,6 +12,7 @@ from torchremat._compat.pipelining import stages_of
 from torchremat.errors import PipelineError, PlanError
 from torchremat.planning.layout import check_bare
 from torchremat.planning.plans import Plan
+from torchremat.regions.patches import count_elsewhere
 from torchremat.tensors.sizes import format_bytes
 
 
@@ -133,6 +134,7 @@ class StagePlans(Sequence[StagePlan]):
                 plan = self.stages[number].plan
                 if plan is not None:
                     plan.apply(module)
+                    count_elsewhere(module)
                     done.append((plan, module))
         except BaseException:
             for plan, module in done:

@@ -10,4 +10,5 @@ staircase_chart.py  peak against time
 tree_chart.py       bytes by module
 html.py             pages as HTML, with page.html, page.css and page.js
 trace.py            steps as events of the trace format
+viewed.py           what an object has that can be looked at: the two above as methods
 """

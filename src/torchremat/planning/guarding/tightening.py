@@ -16,7 +16,7 @@ from torchremat.planning.layout import bare
 from torchremat.planning.planner import Planner
 from torchremat.planning.plans import Plan
 from torchremat.planning.searches.chains import Cost
-from torchremat.regions.patches import is_wrapped
+from torchremat.regions.patches import count_elsewhere, is_wrapped
 from torchremat.tensors.sizes import format_bytes
 
 # What a caching allocator cannot give away because it lies in pieces, as a share of what it had given away at failure.
@@ -74,6 +74,7 @@ class Applied:
         if any(map(is_wrapped, self._model.modules())):
             self._aside.enter_context(bare(self._model))
         plan.apply(self._model)
+        count_elsewhere(self._model)
         self.plan = plan
 
     def remove(self) -> None:

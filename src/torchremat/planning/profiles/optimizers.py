@@ -18,6 +18,10 @@ from torchremat.planning.elsewhere.machines import Machine
 from torchremat.state.reach import reach
 from torchremat.state.world import World
 
+# How many steps show all the state of an optimizer. torch's own make it in the first one; those that others have
+# written may make some later, as Lookahead does at each fifth or sixth step.
+_STEPS = 12
+
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerBytes:
@@ -25,8 +29,8 @@ class OptimizerBytes:
 
     Attributes:
         name: Its type.
-        state_bytes: State that it has after its first step and did not have before.
-        peak_bytes: Highest live bytes during a step over those before it, new state included.
+        state_bytes: State that it has after its first steps and did not have before.
+        peak_bytes: Highest live bytes during a step over those before the first, new state included.
     """
 
     name: str
@@ -35,10 +39,10 @@ class OptimizerBytes:
 
 
 def measure_optimizer(subject: Subject, optimizer: torch.optim.Optimizer, machine: Machine) -> OptimizerBytes:
-    """Run one step with gradients of zero, and put parameters and state back; of what it wraps, too.
+    """Run a step with gradients of zero, or some, and put parameters and state back; of what it wraps, too.
 
     Copies lie in host memory meanwhile. The hooks of the optimizer are not run, and a scheduler that counts its steps
-    does not see this one.
+    does not see these. Some steps are run where code that is not torch's may make state later than in the first.
 
     Raises:
         UnsupportedError: See `step_alone`.
@@ -52,11 +56,16 @@ def measure_optimizer(subject: Subject, optimizer: torch.optim.Optimizer, machin
     with stepped_and_undone(subject, optimizer) as step:
         before = state_bytes()
         with machine.stepping(), machine.record() as recorder:
-            step()
+            for _ in range(1 if all(map(_is_of_torch, optimizers)) else _STEPS):
+                step()
         after = state_bytes()
     return OptimizerBytes(
         name=type(optimizer).__name__, state_bytes=after - before, peak_bytes=recorder.trace.peak_bytes
     )
+
+
+def _is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
+    return type(optimizer).__module__.partition(".")[0] == "torch"
 
 
 @contextmanager

@@ -33,7 +33,7 @@ from torchremat.errors import StepError, UnsupportedError
 from torchremat.measuring.flops import FlopCounter
 from torchremat.measuring.modules import has_compiled
 from torchremat.measuring.step import loss_of
-from torchremat.measuring.threads import OwnThread, check_here
+from torchremat.measuring.threads import OwnThread
 from torchremat.measuring.traces import AllocationTrace, Recorder
 from torchremat.measuring.tracker import address_of
 from torchremat.measuring.untouched import untouched
@@ -157,7 +157,7 @@ class _Tracer:
         args: tuple[object, ...],
         kwargs: dict[str, object],
     ) -> object:
-        check_here(self.thread, named(name))
+        self.thread.check_here(named(name))
         check_transform_around(named(name))
         hooks = top_saved_tensor_hooks(True)
         if hooks is None or hooks[0] is not self.hook:

@@ -1,0 +1,34 @@
+"""Who is about to start a profiler of torch's, told to what records meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from torch.autograd import profiler
+
+from torchremat._compat.binding import private
+
+# By these every profiler of torch's begins, in Python: the first warms one up, the second starts it.
+_STARTS = ("_prepare_profiler", "_enable_profiler")
+for _name in _STARTS:
+    private(f"autograd.profiler.{_name}", needed_for="measuring steps under a plan")
+
+
+@contextmanager
+def before_profilers(told: Callable[[], None]) -> Generator[None]:
+    """Call a function before anybody starts or warms up a profiler of torch's, in any thread, while the block runs."""
+    names = profiler.__dict__
+    had = {name: names[name] for name in _STARTS}
+    names.update({name: partial(_told, told, start) for name, start in had.items()})
+    try:
+        yield
+    finally:
+        names.update(had)
+
+
+def _told(told: Callable[[], None], start: Callable[..., object], /, *args: Any, **kwargs: Any) -> object:
+    told()
+    return start(*args, **kwargs)

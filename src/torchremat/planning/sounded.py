@@ -1,0 +1,246 @@
+"""A step of a training that is measured while somebody else runs it: its forward and backward, and its optimizer.
+
+What lies there before is counted, what happens then is recorded, and neither knows all of it: frees of what was there
+before are not recorded. So what is left of the gradients is counted once more when backward begins, for they may have
+been set to None meanwhile. What nobody hands to the model (labels, outputs of the step before) is not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from threading import get_ident
+from weakref import WeakMethod, finalize, ref
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from torchremat._compat.autograd import at_end_of_backward
+from torchremat._compat.compiled_autograd import traced_as
+from torchremat.errors import UnsupportedError
+from torchremat.measuring.glances import Glance
+from torchremat.planning.trained import Optimizer, Trained
+from torchremat.regions.rehearsals import is_rehearsing
+from torchremat.tensors.parts import parts_of
+from torchremat.tensors.structure import tensors_in
+
+# A forward in grad mode that no backward follows must not be recorded for ever.
+_MOST_CALLS = 32
+
+
+@dataclass
+class Log:
+    """What measuring has found, and the time that it has taken.
+
+    Attributes:
+        clock: Seconds that go by.
+        spent_s: Seconds that were spent.
+        peaks: Measured peaks in absolute bytes, with the words for when they were.
+    """
+
+    clock: Callable[[], float]
+    spent_s: float = 0.0
+    peaks: list[tuple[int, str]] = field(default_factory=list[tuple[int, str]])
+
+    @contextmanager
+    def spending(self) -> Generator[None]:
+        """Count what the block takes."""
+        start_s = self.clock()
+        try:
+            yield
+        finally:
+            self.spent_s += self.clock() - start_s
+
+
+class SoundedStep:
+    """A forward and its backward, from now to the end of the first backward through what the forward returns.
+
+    Args:
+        trained: The model.
+        device: The CPU.
+        args: What the forward is given.
+        log: Gets the peak.
+
+    Attributes:
+        inputs: What lies there beside the model.
+
+    Raises:
+        UnsupportedError: A profiler is active, or another recording.
+    """
+
+    def __init__(self, trained: Trained, device: torch.device, args: object, log: Log) -> None:
+        self._trained = trained
+        self._log = log
+        self._thread = get_ident()
+        self._calls = 1
+        self._late: list[tuple[int, int, int]] = []  # address, bytes and moment of what later calls are given
+        self._backward: int | None = None  # when it began
+        self._end: int | None = None  # when it had ended
+        self.inputs = Inputs(device)
+        self._known = {address for address, _ in self.inputs.add(args)}
+        self._before = trained.bytes_now()
+        self._before_bytes = self._before.total_bytes + self.inputs.bytes
+        self._gradient_bytes = 0
+        self._glance = Glance(device)
+        self._start = self._glance.recorder.mark("start")
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether it is recorded by another thread, which alone can end that."""
+        return self._glance.is_elsewhere
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether somebody else records, or is about to."""
+        return self._glance.is_wanted
+
+    def goes_on(self, args: object) -> bool:
+        """Return whether one more forward, with these arguments, belongs to the step; if not, the step has ended."""
+        self._calls += 1
+        if self._backward is not None or self._calls > _MOST_CALLS or self._glance.is_over:
+            self.settle()
+            return False
+        mark = self._glance.recorder.mark("call")
+        added = self.inputs.add(args)
+        self._late += [(address, size, mark) for address, size in added if address not in self._known]
+        self._known.update(address for address, _ in added)
+        return True
+
+    def watch(self, output: object) -> None:
+        """Look out for the backward through what a forward has returned."""
+        begins = WeakMethod(self._begins)
+        for node in dict.fromkeys(one.grad_fn for one in tensors_in(output)):
+            if node is not None and not self._glance.is_over:
+                node.register_prehook(partial(_call, begins))
+
+    def _begins(self, *_: object) -> None:
+        if self._backward is not None or self._glance.is_over or get_ident() != self._thread:
+            return
+        self._backward = self._glance.recorder.mark("backward")
+        self._gradient_bytes = self._trained.bytes_now().gradient_bytes
+        at_end_of_backward(partial(_call, WeakMethod(self._ends)))
+
+    def _ends(self) -> None:
+        # The recording ends later, see `Glance.end`.
+        self._end = self._glance.recorder.mark("end")
+
+    def settle(self) -> bool:
+        """End the recording, and log the peak if it is known; return whether nobody else can be recording."""
+        was_over = self._glance.is_over
+        with self._log.spending():
+            self._glance.end()
+        self._tell()
+        return not (was_over or self.is_wanted)
+
+    def _tell(self) -> None:
+        trace, self._glance.trace = self._glance.trace, None
+        if trace is None or self._backward is None or self._end is None:
+            return
+        late_bytes = sum(size for address, size, mark in self._late if not trace.has(address, mark))
+        gone_bytes = max(0, self._before.gradient_bytes - self._gradient_bytes)
+        forward_bytes = trace.peak_bytes_between(self._start, self._backward)
+        backward_bytes = trace.peak_bytes_between(self._backward, self._end) - gone_bytes
+        peak_bytes = self._before_bytes + late_bytes + max(forward_bytes, backward_bytes)
+        self._log.peaks.append((peak_bytes, "forward and backward"))
+
+
+class SoundedUpdate:
+    """The next step of an optimizer on the model.
+
+    Args:
+        trained: The model.
+        device: The CPU.
+        step: What goes before it. It is settled when the optimizer steps, and what is left of its inputs counts.
+        log: Gets the peak.
+    """
+
+    def __init__(self, trained: Trained, device: torch.device, step: SoundedStep, log: Log) -> None:
+        self._trained = trained
+        self._device = device
+        self._step = step
+        self._log = log
+        self._glance: Glance | None = None
+        self._optimizer: Optimizer | None = None
+        self._before_bytes = 0
+        handles = [
+            register_optimizer_step_pre_hook(partial(_call, WeakMethod(self._begins))),
+            register_optimizer_step_post_hook(partial(_call, WeakMethod(self._ends))),
+        ]
+        self._stops = [finalize(self, handle.remove) for handle in handles]
+
+    def drop(self) -> None:
+        """Measure nothing any more."""
+        for stop in self._stops:
+            stop()
+        if self._glance is not None:
+            self._glance.end()
+
+    def _begins(self, optimizer: Optimizer, *_: object) -> None:
+        # One that another one steps has hooks as well; the outermost is the step.
+        if self._optimizer is not None or is_rehearsing() or not self._trained.is_stepped_by(optimizer):
+            return
+        self._optimizer = optimizer
+        self._trained.note(optimizer)
+        is_free = self._step.settle()
+        if self._step.is_wanted:
+            self.drop()
+            return
+        with self._log.spending():
+            self._before_bytes = self._trained.bytes_now().total_bytes + self._step.inputs.bytes
+            try:
+                self._glance = Glance(self._device, is_free=is_free)
+            except UnsupportedError:
+                self.drop()
+
+    def _ends(self, optimizer: Optimizer, *_: object) -> None:
+        if optimizer is not self._optimizer or self._glance is None:
+            return
+        with self._log.spending():
+            self.drop()
+        if self._glance.trace is not None:
+            peak_bytes = self._before_bytes + self._glance.trace.peak_bytes
+            self._log.peaks.append((peak_bytes, f"{type(optimizer).__name__}.step()"))
+        self._glance = None
+
+
+class Inputs:
+    """The tensors that forwards are given; it keeps none of them alive."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._tensors: list[ref[Tensor]] = []
+
+    @property
+    def bytes(self) -> int:
+        """What those take that are still there. Of a view its own part: a batch may be one of a whole data set."""
+        taken: dict[int, int] = {}
+        for known in self._tensors:
+            if (tensor := known()) is not None:
+                storage = tensor.untyped_storage()
+                own_bytes = taken.get(storage.data_ptr(), 0) + tensor.numel() * tensor.element_size()
+                taken[storage.data_ptr()] = min(own_bytes, storage.nbytes())
+        return sum(taken.values())
+
+    def add(self, args: object) -> list[tuple[int, int]]:
+        """Add those of one more forward, and return the address of each, and what it takes."""
+        try:
+            found = tensors_in(args)
+        except RecursionError:  # what contains itself has no end
+            return []
+        here = [one for one in found if one.layout is torch.strided and one.device == self._device]
+        parts = [part for one in here for part in parts_of(one)]
+        self._tensors += map(ref, parts)
+        return [(one.untyped_storage().data_ptr(), one.numel() * one.element_size()) for one in parts]
+
+
+def _unseen(*_: object) -> None:
+    pass
+
+
+@traced_as(_unseen)  # under compiled autograd nobody looks, and no graph breaks
+def _call(method: WeakMethod[Callable[..., None]], *args: object) -> None:
+    if (own := method()) is not None:
+        own(*args)

@@ -1,0 +1,96 @@
+"""Whether a training takes more than the budget of its plan, where no device counts bytes: on the CPU.
+
+Only the profiler knows there what the allocator does, and it takes time. So steps are measured now and then: the
+second, and others at distances that double, as long as that is a small share of the time that goes by.
+
+    a forward begins      what lies there is counted, and the recording begins
+    backward begins       what has gone of the gradients is known
+    backward has ended    the peak of forward and backward is known
+    the optimizer steps   the peak of its step is known
+    a forward begins      what was above the budget is told
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+import torch
+
+from torchremat._compat.transforms import is_transformed
+from torchremat.errors import UnsupportedError
+from torchremat.planning.sounded import Log, SoundedStep, SoundedUpdate
+from torchremat.planning.trained import Trained
+
+# The first step is none like the others: optimizers make their state in it.
+_FIRST = 2
+# What measuring may take of the time of a training. The first time it may take more, as planning has.
+_SHARE = 0.01
+
+
+class Soundings:
+    """Measures steps of a model now and then.
+
+    Args:
+        trained: The model.
+        device: The CPU.
+        clock: Seconds that go by.
+
+    Attributes:
+        measured: The forwards whose steps were measured, by number.
+    """
+
+    def __init__(
+        self, trained: Trained, device: torch.device, *, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._trained = trained
+        self._device = device
+        self._log = Log(clock)
+        self._forwards = 0
+        self._due = _FIRST
+        self._began_s = 0.0
+        self._step: SoundedStep | None = None
+        self._update: SoundedUpdate | None = None
+        self.measured: list[int] = []
+
+    def begun(self, args: object) -> tuple[int, str] | None:
+        """Take note of a forward that begins, and return the highest peak measured since, with the words for it."""
+        self._forwards += 1
+        if self._step is not None and self._step.is_elsewhere:
+            return None
+        if self._step is not None and self._step.goes_on(args):
+            return None
+        self._step = None
+        found = max(self._log.peaks, default=None)
+        self._log.peaks.clear()
+        if self._forwards == 1:
+            self._began_s = self._log.clock()
+        if self._forwards >= self._due and not is_transformed():
+            self._due = 2 * self._forwards
+            self._sound(args)
+        return found
+
+    def came(self, output: object) -> None:
+        """Take note of what a forward has returned."""
+        if self._step is not None:
+            self._step.watch(output)
+
+    def stop(self) -> None:
+        """Measure what is under way no further: the forward has raised, or nobody asks any more."""
+        if self._step is not None and self._step.is_elsewhere:
+            return
+        if self._step is not None:
+            self._step.settle()
+        if self._update is not None:
+            self._update.drop()
+        self._step = self._update = None
+
+    def _sound(self, args: object) -> None:
+        if self.measured and self._log.spent_s > _SHARE * (self._log.clock() - self._began_s):
+            return
+        self.stop()  # an optimizer that has not stepped yet
+        with suppress(UnsupportedError), self._log.spending():  # a profiler runs, or another step is measured
+            self._step = step = SoundedStep(self._trained, self._device, args, self._log)
+            self._update = SoundedUpdate(self._trained, self._device, step, self._log)
+            self.measured.append(self._forwards)

@@ -1,0 +1,98 @@
+"""A model as it is trained: the optimizers that step on its parameters, found without being asked for, and its bytes.
+
+torch runs hooks around each step of an optimizer. One of ours, there only until it is known who steps, takes note of
+the optimizers that step on the model's parameters. What wraps one (accelerate's, Lightning's) has it step, so that it
+is met whatever the wrapper is. What is not met: an optimizer that is none of torch's, and the state of a wrapper around
+one whose own step torch runs no hooks for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
+from weakref import WeakSet, finalize, ref
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from torchremat.measuring.before import BytesBefore, bytes_before
+from torchremat.measuring.optimizers import parameters_of
+from torchremat.regions.rehearsals import is_rehearsing
+
+Optimizer = torch.optim.Optimizer
+T = TypeVar("T")
+
+
+class Trained:
+    """A model as it is trained. It keeps nothing alive.
+
+    Args:
+        model: The model that a plan was put on; None if it is not known.
+        device: Whose bytes count.
+    """
+
+    def __init__(self, model: nn.Module | None, device: torch.device) -> None:
+        self._model = None if model is None else ref(model)
+        self._device = device
+        self._met = WeakSet[nn.Module]()
+        self._models: list[ref[nn.Module]] = []
+        self._optimizers: list[ref[Optimizer]] = []
+        self._ends: Callable[[], object] | None = None
+
+    def meet(self, module: nn.Module) -> None:
+        """Take note of a module that is called: a part of the model, or of a copy that has the plan on it as well."""
+        if module in self._met:
+            return
+        self._met.add(module)
+        model = None if self._model is None else self._model()
+        is_part = model is not None and any(one is module for one in model.modules())
+        found = module if model is None or not is_part else model
+        if all(one() is not found for one in self._models):
+            self._models.append(ref(found))
+
+    def listen(self) -> None:
+        """Take note of optimizers that step, from now on."""
+        if self._ends is None:
+            handle = register_optimizer_step_post_hook(partial(_stepped, ref(self)))
+            self._ends = finalize(self, handle.remove)
+
+    def stop(self) -> None:
+        """Take note of no more."""
+        if self._ends is not None:
+            self._ends()
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The optimizers that were met."""
+        return _alive(self._optimizers)
+
+    def is_stepped_by(self, optimizer: Optimizer) -> bool:
+        """Return whether an optimizer steps on a parameter of the model."""
+        own = {id(one) for model in _alive(self._models) for one in model.parameters()}
+        return not own.isdisjoint(map(id, parameters_of([optimizer])))
+
+    def note(self, optimizer: Optimizer) -> None:
+        """Take note of an optimizer that steps on the model."""
+        if all(one is not optimizer for one in self.optimizers):
+            self._optimizers.append(ref(optimizer))
+
+    def bytes_now(self) -> BytesBefore:
+        """Return what of the model and of its optimizers lies on the device now."""
+        models, optimizers = _alive(self._models), self.optimizers
+        leaves = {id(one): one for model in models for one in model.parameters()}
+        leaves |= {id(one): one for one in parameters_of(optimizers)}
+        return bytes_before(
+            models=models, leaves=leaves.values(), optimizers=optimizers, inputs=(), device=self._device
+        )
+
+
+def _stepped(trained: ref[Trained], optimizer: Optimizer, *_: object) -> None:
+    own = trained()
+    if own is not None and not is_rehearsing() and own.is_stepped_by(optimizer):
+        own.note(optimizer)
+
+
+def _alive(seen: list[ref[T]]) -> list[T]:
+    return [one for known in seen if (one := known()) is not None]

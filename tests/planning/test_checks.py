@@ -1,0 +1,180 @@
+"""What is checked while a model trains under a plan, in bytes: the optimizer, and data parallelism around it."""
+
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, AdamW
+from torch.optim import optimizer as torch_optimizer
+
+import torchremat
+from planning.optimizer_kinds import Forwarding, Imitating, Trainer
+from torchremat import BudgetWarning, PlanWarning
+from torchremat.planning.layout import applied_scopes
+
+X = torch.randn(8, 64, 64)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(6))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def step(model):
+    return model(X).square().mean()
+
+
+def sgd(parameters):
+    return SGD(parameters, lr=1e-3)
+
+
+def planned(optimizer=None, budget="60%"):
+    model = Net()
+    given = None if optimizer is None else optimizer(model.parameters())
+    torchremat.plan(model, step, budget=budget, cost="flops", operators=False, optimizer=given).apply(model)
+    return model
+
+
+def told(model, optimizer, steps=3, category=PlanWarning):
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for _ in range(steps):
+            step(model).backward()
+            optimizer.step()
+            model.zero_grad()
+    return [str(one.message) for one in found if one.category is category]
+
+
+def hooks():
+    return len(torch_optimizer._global_optimizer_post_hooks)
+
+
+def test_an_optimizer_that_the_plan_does_not_know_is_told():
+    model = planned()
+
+    (said,) = told(model, AdamW(model.parameters()))
+
+    assert (
+        "the model is trained by AdamW, which has 1.51 MiB of state, and the plan was made without an optimizer" in said
+    )
+
+
+def test_state_that_is_more_than_was_planned_is_told():
+    model = planned(sgd)
+
+    (said,) = told(model, AdamW(model.parameters()))
+
+    assert "which has 1.51 MiB of state, and the plan has counted 0 B" in said
+
+
+def test_state_that_was_planned_and_is_not_there_is_told():
+    model = planned(AdamW)
+
+    (said,) = told(model, sgd(model.parameters()))
+
+    assert "trained by SGD, which has no state, and the plan has counted 1.51 MiB" in said
+
+
+def test_state_for_which_the_budget_has_room_is_not_told():
+    model = planned(budget="64MiB")
+
+    assert told(model, AdamW(model.parameters())) == []
+
+
+def imitating(parameters):
+    trainer = Trainer()
+    made = Imitating(AdamW(parameters), trainer)
+    made._optimizer.trainer = [trainer]
+    return made
+
+
+@pytest.mark.parametrize("wrapped", [AdamW, lambda ps: Forwarding(AdamW(ps)), imitating])
+def test_wrappers_and_schedulers_of_the_planned_one_are_no_other(wrapped):
+    model = planned(AdamW)
+    optimizer = wrapped(list(model.parameters()))
+    torch.optim.lr_scheduler.StepLR(getattr(optimizer, "optimizer", getattr(optimizer, "_optimizer", optimizer)), 1)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    optimizer.step  # noqa: B018  a wrapper that is asked for it
+
+    assert told(model, optimizer) == []
+    average.update_parameters(model)
+
+
+def test_warm_state_is_no_difference():
+    model = Net()
+    optimizer = AdamW(model.parameters())
+    step(model).backward()
+    optimizer.step()
+    torchremat.plan(model, step, budget="60%", cost="flops", operators=False, optimizer=optimizer).apply(model)
+
+    assert told(model, optimizer) == []
+
+
+def test_an_optimizer_of_another_model_is_not_looked_at():
+    model, other = planned(AdamW), Net()
+
+    assert told(model, sgd(other.parameters())) == []
+
+
+def test_nothing_listens_once_it_is_known_or_the_model_is_gone():
+    model, optimizer = planned(AdamW), None
+    before = hooks()
+    step(model).backward()
+    listening = hooks()
+    optimizer = AdamW(model.parameters())
+    optimizer.step()
+    step(model)
+    after = hooks()
+    other = planned(AdamW)
+    step(other).backward()
+    del other
+
+    assert listening > before
+    # The second forward is measured, and with it the next step of the optimizer; that hook goes with the step.
+    assert after == before + 1
+    optimizer.step()
+    assert hooks() == before
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_are_checked_by_their_own_optimizer(copied):
+    model = copied(planned())
+
+    assert len(told(model, AdamW(model.parameters()))) == 1
+
+
+def test_a_plan_for_the_optimizer_is_silent_and_its_steps_too():
+    model = planned(AdamW, budget="min")
+
+    assert told(model, AdamW(model.parameters()), steps=20, category=BudgetWarning) == []
+    (scope,) = applied_scopes(model)
+    assert scope.checks._soundings.measured[0] == 2
+
+
+def test_plans_that_a_guard_makes_are_its_own_affair():
+    model, failures = Net(), [True, False]
+    optimizer = AdamW(model.parameters())
+
+    def failing(model, x):
+        if failures and failures.pop():
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return model(x).square().mean()
+
+    with warnings.catch_warnings(), torchremat.guard(model, failing, optimizer=optimizer) as run:
+        warnings.simplefilter("error")
+        for _ in range(4):
+            run(X)
+            optimizer.step()
+        plans = applied_scopes(model)
+
+    assert len(run.attempts) == 1
+    assert plans[0].checks._soundings is None
