@@ -154,7 +154,7 @@ def test_generators_of_every_device():
 
 
 @pytest.mark.gpu
-def test_surroundings_on_a_thread_of_autograds():
+def test_global_state_on_a_thread_of_autograds():
     layer = nn.Linear(8, 8, device="cuda")
     x = torch.randn(4, 8, device="cuda", requires_grad=True)
 

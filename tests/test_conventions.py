@@ -154,7 +154,7 @@ def test_private_names_of_torch_are_used_in_compat_alone():
 
 
 # What describes devices that are not here, or lists the flags of all kinds, and asks no device for anything.
-_NAMES_KINDS = ("torchremat._compat", "torchremat.planning.elsewhere")
+_NAMES_KINDS = ("torchremat._compat", "torchremat.planning.devices")
 
 
 def questions_about_kinds(nodes):
@@ -185,6 +185,16 @@ def test_no_name_is_both_a_module_and_a_function():
     functions = {name for name in torchremat.__all__ if inspect.isfunction(getattr(torchremat, name))}
 
     assert functions & {name.rpartition(".")[2] for name in INSIDE} == set()
+
+
+# Each is public in two doors: the policy that users write, and ours; the callback of two frameworks.
+TWICE = {"MemoryBudget", "Policy"}
+
+
+def test_a_class_name_means_one_class():
+    names = Counter(node.name for name in MODULES for node in nodes_of(name) if isinstance(node, ast.ClassDef))
+
+    assert {name for name, times in names.items() if times > 1} == TWICE
 
 
 def test_errors_are_drawn():

@@ -13,7 +13,7 @@ SUITES = (
     "tests/regions/test_world_hooks.py",
     "tests/regions/test_state_fuzz.py",
     "tests/regions/test_engine.py",
-    "tests/regions/test_inside.py",
+    "tests/regions/test_runtime.py",
     "tests/regions/test_threads.py",
     "tests/regions/test_diagnosis.py",
 )

@@ -23,10 +23,10 @@ import models
 import torchremat
 import zoo
 from torchremat.planning.profiles.operators import Run
-from torchremat.planning.profiles.profiling import Grains
+from torchremat.planning.profiles.profiling import ProfilePair
 from torchremat.planning.searches.flows import flow_of
 from torchremat.planning.searches.solving import Search
-from torchremat.schedules.closures import select
+from torchremat.schedules.operator_selection import select
 
 
 def small_gpt(blocks: int) -> Make:
@@ -72,18 +72,18 @@ def planning_seconds(make: Make, cost: str, rounds: int) -> dict[str, object]:
     planner = torchremat.Planner(*make(), cost=cost)
     found = [planning_round(planner, cost) for _ in range(rounds)]
     seconds = {name: statistics.median(one[name] for one in found) for name in found[0]}
-    operators = len(grains_runs(planner.solver.grains))
+    operators = len(grains_runs(planner.solver.pair))
     return {"units": len(planner.profile.units.units), "operators": operators, "seconds": seconds}
 
 
 def planning_round(planner: torchremat.Planner, cost: str) -> dict[str, float]:
     """Time a first plan, the certificate of it, a later plan, and a frontier from the start."""
     before, plain = planner.fixed_bytes, planner.peak_of(planner.solver.plain)
-    grains = planner.solver.grains
+    pair = planner.solver.pair
     plans: list[torchremat.Plan] = []
 
     def anew() -> None:
-        planner.solver = Search(grains, cost)
+        planner.solver = Search(pair, cost)
 
     def plan(share: float) -> None:
         plans.append(planner.plan(max(planner.floor_bytes, before + int(share * (plain - before)))))
@@ -101,8 +101,8 @@ def planning_round(planner: torchremat.Planner, cost: str) -> dict[str, float]:
     return seconds
 
 
-def grains_runs(grains: Grains) -> list[Run]:
-    return grains.coarse.units.trace.operators.runs
+def grains_runs(pair: ProfilePair) -> list[Run]:
+    return pair.blocks.units.trace.operators.runs
 
 
 def program_seconds(make: Make) -> dict[str, object]:

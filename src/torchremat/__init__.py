@@ -41,19 +41,20 @@ from torchremat.pipeline.pipe import Pipe
 from torchremat.planning.bounds.certificates import Certificate
 from torchremat.planning.compiling.compilation import Compiled, compiled
 from torchremat.planning.compiling.partitioning import PeakPartitioner
-from torchremat.planning.elsewhere.devices import Device
+from torchremat.planning.devices.device import Device
+from torchremat.planning.doors import frontier, plan
 from torchremat.planning.fitting import fit
 from torchremat.planning.frontiers import Frontier, FrontierPoint
 from torchremat.planning.guarding.attempts import Attempt
 from torchremat.planning.guarding.steps import GuardedStep, guard
-from torchremat.planning.planner import Planner, frontier, plan
+from torchremat.planning.planner import Planner
 from torchremat.planning.plans import Plan
 from torchremat.planning.searches.progress import Progress
 from torchremat.planning.shapes.adaptive import Adaptive
 from torchremat.planning.verification import Report, verify
 from torchremat.regions.functions import checkpoint, checkpointed
-from torchremat.regions.inside import frozen, is_checkpointing, is_recomputing, run_once
 from torchremat.regions.naming import name
+from torchremat.regions.runtime import frozen, is_checkpointing, is_recomputing, run_once
 from torchremat.regions.sessions import Session, session
 from torchremat.regions.spilling import spill
 from torchremat.regions.wrapping import unwrap, wrap

@@ -21,8 +21,8 @@ A store is an object with the one method of `Store`. A policy is a function with
 with `SAVE`, `RECOMPUTE` or `stored_in(store)`.
 """
 
+from torchremat.ambient.global_state import only_watches
 from torchremat.ambient.registry import Ambient, numpy_random, python_random, register, registered, unregister
-from torchremat.ambient.surroundings import only_watches
 from torchremat.regions.decisions import RECOMPUTE, SAVE, Answer, Decision, OperatorContext, Policy, stored_in
 from torchremat.state.guarded import Guarded
 from torchremat.tensors.handles import Handle, Store

@@ -8,7 +8,7 @@ from distributed.comparing import compare, held
 from distributed.models import looped, net, partly_frozen, siamese, some, tied
 from torchremat import checkpoint, wrap
 from torchremat.regions.patches import set_forward
-from torchremat.regions.runs import Choice, Place, Scope
+from torchremat.regions.runs import CallDecision, RegionPlace, Scope
 from torchremat.regions.settings import Settings
 
 parallel = DistributedDataParallel
@@ -34,8 +34,8 @@ def checkpoints(model):
 
 def run_of_calls(model):
     """The blocks as one region, with glue between them in the parent."""
-    place = Place(3, "layers.0 .. layers.2")
-    set_forward(model, "", None, Scope({(f"layers.{i}", 0): Choice((place,)) for i in range(3)}, Settings()))
+    place = RegionPlace(3, "layers.0 .. layers.2")
+    set_forward(model, "", None, Scope({(f"layers.{i}", 0): CallDecision((place,)) for i in range(3)}, Settings()))
     for i, layer in enumerate(model.layers):
         set_forward(layer, f"layers.{i}", None)
     return model

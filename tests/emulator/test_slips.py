@@ -22,8 +22,8 @@ from torchremat.pipeline import copying
 from torchremat.policies import save_matmuls
 from torchremat.regions.threads import Now
 from torchremat.stores import transfers
-from torchremat.stores.pieces import Island
-from torchremat.stores.pinned import Place
+from torchremat.stores.pieces import ByteSpan
+from torchremat.stores.pinned import PinnedBlock
 
 DEVICE = torch.device("cuda", 0)
 SIZE = 1 << 18
@@ -270,16 +270,16 @@ SLIPS = {
         writes_what_is_put,
     ),
     "pinned memory is given while a copy uses it": Slip(
-        Place, "is_left", "all(use.query() for use in self._uses)", "True", uses_pinned_memory_again
+        PinnedBlock, "is_left", "all(use.query() for use in self._uses)", "True", uses_pinned_memory_again
     ),
     "what copies read goes with the store": Slip(
         Transfers, "__del__", "flight.copied.synchronize()", "pass", drops_the_store
     ),
     "a buffer is used where it was not loaded": Slip(
-        Island, "wait", "current.wait_event(event)", "pass", asks_for_parts_on_two_streams
+        ByteSpan, "wait", "current.wait_event(event)", "pass", asks_for_parts_on_two_streams
     ),
     "the allocator is not told of who uses a buffer": Slip(
-        Island, "wait", "record_stream(tensor, current)", "pass", asks_for_parts_on_two_streams
+        ByteSpan, "wait", "record_stream(tensor, current)", "pass", asks_for_parts_on_two_streams
     ),
     "a stage does not wait for its microbatch": Slip(
         copying, "wait_all", "wait_stream(waiting, awaited)", "pass", goes_through_a_pipe

@@ -8,8 +8,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from torchremat import measure, wrap
-from torchremat.measuring.lines import Ran, matched, noted
-from torchremat.measuring.timeline import UNKNOWN, Change, OperatorLine, timeline_of
+from torchremat.measuring.lines import OperatorStart, matched, noted
+from torchremat.measuring.timeline import UNKNOWN, ModuleChange, OperatorLine, timeline_of
 
 HERE = "tests/measuring/test_lines.py"
 
@@ -115,33 +115,33 @@ def lines_of(timeline):
 def test_events_that_were_noted_belong_to_the_operator_that_began_last():
     timeline = a_timeline([512, 512, 512])
 
-    assert lines_of(noted(timeline, [Ran(1, line("a")), Ran(2, line("b"))])) == ["", "a", "b"]
+    assert lines_of(noted(timeline, [OperatorStart(1, line("a")), OperatorStart(2, line("b"))])) == ["", "a", "b"]
 
 
 def test_allocations_of_two_runs_are_matched_by_size_and_temporaries_belong_to_the_one_before():
     # The allocator saw a temporary of 4096 that was no tensor; the sizes of devices are rounded up to 512.
-    changes = (Change(position=0, module="m"),)
+    changes = (ModuleChange(position=0, module="m"),)
     allocator = a_timeline([1024, 4096, -4096, 2048], changes)
     tensors = a_timeline([1000, 2048], changes)
 
-    found = matched(allocator, changes, tensors, changes, [Ran(0, line("a")), Ran(1, line("b"))])
+    found = matched(allocator, changes, tensors, changes, [OperatorStart(0, line("a")), OperatorStart(1, line("b"))])
 
     assert lines_of(found)[1:] == ["a", "a", "b"]
 
 
 def test_where_modules_were_called_otherwise_nothing_is_told():
-    changes, others = (Change(position=0, module="m"),), (Change(position=0, module="n"),)
+    changes, others = (ModuleChange(position=0, module="m"),), (ModuleChange(position=0, module="n"),)
     timeline = a_timeline([1024], changes)
 
-    assert lines_of(matched(timeline, changes, timeline, others, [Ran(0, line("a"))])) == [""]
+    assert lines_of(matched(timeline, changes, timeline, others, [OperatorStart(0, line("a"))])) == [""]
 
 
 def test_sizes_are_matched_within_one_module_alone():
-    changes = (Change(position=0, module="m"), Change(position=1, module="n"))
+    changes = (ModuleChange(position=0, module="m"), ModuleChange(position=1, module="n"))
     allocator = a_timeline([512, 1024, 512], changes)
     tensors = a_timeline([512, 512], changes)
 
-    found = matched(allocator, changes, tensors, changes, [Ran(0, line("m")), Ran(1, line("n"))])
+    found = matched(allocator, changes, tensors, changes, [OperatorStart(0, line("m")), OperatorStart(1, line("n"))])
 
     assert lines_of(found)[1:] == ["n", "n"]
 
@@ -149,7 +149,7 @@ def test_sizes_are_matched_within_one_module_alone():
 def test_long_stretches_are_matched_in_order():
     sizes = [512 * (1 + place % 3) for place in range(3000)]
     with_temporaries = [size for pair in zip(sizes, [8192] * 3000, strict=True) for size in pair]
-    ran = [Ran(place, line(str(place))) for place in range(3000)]
+    ran = [OperatorStart(place, line(str(place))) for place in range(3000)]
 
     found = matched(a_timeline(with_temporaries), (), a_timeline(sizes), (), ran)
 

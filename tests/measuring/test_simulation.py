@@ -6,8 +6,8 @@ from torch import nn
 
 from torchremat._compat.fakes import is_dense
 from torchremat.measuring.allocator import record_allocations
-from torchremat.measuring.simulation import Kernel, Simulation
-from torchremat.planning.elsewhere.fakes import Fakes
+from torchremat.measuring.simulation import KernelCost, Simulation
+from torchremat.planning.devices.fakes import Fakes
 
 CPU = torch.device("cpu")
 
@@ -22,7 +22,7 @@ class Model:
         return ()
 
     def kernel(self, func, args, kwargs, result, made):
-        return Kernel(1e-6)
+        return KernelCost(1e-6)
 
 
 def simulated(code):

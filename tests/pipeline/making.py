@@ -1,6 +1,6 @@
 """Events and timelines in few words."""
 
-from torchremat.pipeline.events import Event
+from torchremat.pipeline.events import PipelineEvent
 from torchremat.pipeline.timeline import Timeline
 from torchremat.schedules.pipelines import parse
 
@@ -8,7 +8,9 @@ from torchremat.schedules.pipelines import parse
 def event(word, start_s, end_s):
     """An event by its letter, stage and microbatch, such as F0.1."""
     (action,) = parse([word])[0]
-    return Event(kind=action.kind, stage=action.stage, microbatch=action.microbatch, start_s=start_s, end_s=end_s)
+    return PipelineEvent(
+        kind=action.kind, stage=action.stage, microbatch=action.microbatch, start_s=start_s, end_s=end_s
+    )
 
 
 def timeline(*events, stages=1, **others):

@@ -6,7 +6,7 @@ import pytest
 
 from pipeline.making import timeline
 from torchremat.errors import ScheduleError
-from torchremat.pipeline.events import Event, pieces
+from torchremat.pipeline.events import PipelineEvent, pieces
 from torchremat.pipeline.timeline import Timeline, merge
 
 
@@ -128,7 +128,7 @@ def test_a_text_that_is_no_timeline(content):
 
 def test_an_event_that_is_none_says_all_that_is_wrong():
     with pytest.raises(ScheduleError) as caught:
-        Event(stage=0, microbatch=-1, kind="nap", start_s=2, end_s=1)
+        PipelineEvent(stage=0, microbatch=-1, kind="nap", start_s=2, end_s=1)
 
     assert str(caught.value) == (
         "nap of stage 0, microbatch -1, from 2 s to 1 s is no event: its kind is none of forward, recompute, backward, "

@@ -19,12 +19,12 @@ from weakref import WeakKeyDictionary, ref
 from torchremat.measuring.tracker import address_of
 from torchremat.planning.layout import calls_of, installed
 from torchremat.planning.profiles.watching import UnitObserver
-from torchremat.planning.walks.memory import Walk
-from torchremat.planning.walks.moments import Live, Moment, Ran
-from torchremat.regions.runs import Place
+from torchremat.planning.simulator.points import Live, ProgramPoint, RanForward
+from torchremat.planning.simulator.simulator import MemorySimulator
+from torchremat.regions.runs import RegionPlace
 from torchremat.regions.settings import Settings
 from torchremat.regions.threads import thread
-from torchremat.schedules.chain import Keep
+from torchremat.schedules.chain import KeepNode
 from torchremat.tensors.held import holding
 
 
@@ -38,10 +38,10 @@ def executed(run, model, profile, tree):
 
 def simulated(profile, tree):
     """The events that the simulator tells."""
-    walk = Told(profile.units, profile.sizes, profile.order, profile.lifetimes, tree)
-    for state in walk:
-        walk.comes_to(state)
-    return walk.events
+    simulator = Told(profile.units, profile.sizes, profile.order, profile.lifetimes, tree)
+    for state in simulator:
+        simulator.comes_to(state)
+    return simulator.events
 
 
 def first_difference(ours, theirs):
@@ -81,7 +81,7 @@ def told(verb, name, storages):
 # ----------------------------------------------------------------------------------------------------- simulated
 
 
-class Told(Walk):
+class Told(MemorySimulator):
     """A walk that tells what it does."""
 
     def __init__(self, *args):
@@ -103,7 +103,7 @@ class Told(Walk):
 
     def let_go(self, region, gone):
         gone = gone & self.holding.get(self.name(region), set())
-        own = [node.stage for node in region.children if isinstance(node, Keep) and node.stage in self.again]
+        own = [node.stage for node in region.children if isinstance(node, KeepNode) and node.stage in self.again]
         saving = {storage: {unit for unit in own if storage in self.sizes[unit].saved} for storage in gone}
         self.staying.update({(region, storage): units for storage, units in saving.items() if units})
         self.told_gone(region, {storage for storage, units in saving.items() if not units})
@@ -132,12 +132,12 @@ class Told(Walk):
     def recompute(self, region, until):
         self.events.append(f"recompute {self.name(region)}")
         for state in super().recompute(region, until):
-            if isinstance(state, Ran):
+            if isinstance(state, RanForward):
                 self.events.append(f"run {state.unit}" + ", cut" * state.truncated)
             yield state
 
     def comes_to(self, state):
-        if isinstance(state, Live) and state.key[0] is Moment.BACKWARD and self.around[state.key[1]]:
+        if isinstance(state, Live) and state.key[0] is ProgramPoint.BACKWARD and self.around[state.key[1]]:
             self.events.append(f"backward {state.key[1]}")
 
     def drop(self, unit, *, again):
@@ -186,7 +186,7 @@ class Following(UnitObserver):
     def meets(self, region):
         if region not in self.names:
             label = region.label
-            first, last = (label.first, label.last) if isinstance(label, Place) else (self.unit_of(region),) * 2
+            first, last = (label.first, label.last) if isinstance(label, RegionPlace) else (self.unit_of(region),) * 2
             members = range(first, last + 1)
             depth = len(thread.now.calls) + 1
             self.names[region] = f"{first}-{last}/{depth}"

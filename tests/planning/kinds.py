@@ -31,16 +31,16 @@ def block():
 
 
 class Loop(nn.Module):
-    def __init__(self, blocks=4, glue=None):
+    def __init__(self, blocks=4, inter_call=None):
         super().__init__()
         self.layers = nn.ModuleList(block() for _ in range(blocks))
-        self.glue = glue
+        self.inter_call = inter_call
 
     def forward(self, x):
         for layer in self.layers:
             x = layer(x)
-            if self.glue is not None:
-                x = self.glue(x)
+            if self.inter_call is not None:
+                x = self.inter_call(x)
         return x
 
 
@@ -207,8 +207,8 @@ def _encoder():
 
 KINDS = {
     "loop": on_rows(Loop),
-    "glue in place": on_rows(lambda: Loop(glue=lambda h: h.add_(1))),
-    "glue": on_rows(lambda: Loop(glue=lambda h: h.sin())),
+    "glue in place": on_rows(lambda: Loop(inter_call=lambda h: h.add_(1))),
+    "glue": on_rows(lambda: Loop(inter_call=lambda h: h.sin())),
     "shared in-place relu": on_rows(InPlaceRelu),
     "sequential": on_rows(lambda: _sequential(linear, nn.GELU)),
     "sequential in place": on_rows(lambda: _sequential(linear, lambda: nn.ReLU(inplace=True))),

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from logs import Hidden
 from torchremat import BudgetError, Planner, RepeatWarning, StepError, measure, plan, unwrap, verify
 from torchremat.measuring.allocator import record_allocations
-from torchremat.planning.elsewhere.machines import Here
+from torchremat.planning.devices.machines import Here
 from torchremat.planning.profiles import profiling
 
 WIDTH = 32
@@ -328,7 +328,7 @@ def a_frontier_whose_search_ends_in_one_process():
         model = sharded()
         planner = Planner(model, step, cost="flops")
         if dist.get_rank() == slow:
-            planner.solver.pace.most_s = 0.0
+            planner.solver.search_budget.most_s = 0.0
 
         found = one_frontier(planner)
 
@@ -361,7 +361,7 @@ def all_watch_what_one_has_memory_for():
 
             names = [unit.name for unit in planner.profile.units.units]
             assert sum(name.endswith(".up") for name in names) == 4 * in_halves
-            assert (planner.solver.grains.fine is not None) == has_fine
+            assert (planner.solver.pair.leaves is not None) == has_fine
             for size in ("100%", planner.floor_bytes):
                 verified(model, planner.plan(size))
 
@@ -372,7 +372,7 @@ def no_process_runs_what_one_has_no_room_for():
             planner = Planner(model, step)
             chosen = planner.plan("90%")
 
-        assert planner.solver.grains.fine is None
+        assert planner.solver.pair.leaves is None
         assert chosen.plain_source == "predicted"
         assert "does not fit into memory" in str(chosen.certificate)
         verified(model, chosen)

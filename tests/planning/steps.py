@@ -9,13 +9,13 @@ import torch
 from torchremat.measuring.runs import run_counted, run_traced, subject_of
 from torchremat.measuring.step import run_backward
 from torchremat.planning.descriptions import held_of
-from torchremat.planning.elsewhere.machines import Here
+from torchremat.planning.devices.machines import Here
 from torchremat.planning.layout import calls_of, installed
 from torchremat.planning.profiles.profiling import profile_subject
-from torchremat.planning.searches.mixing import divisible, mixed
+from torchremat.planning.searches.granularity import divisible, mixed
 from torchremat.planning.searches.solving import fitted
 from torchremat.regions.settings import Settings
-from torchremat.schedules.chain import Keep, Region
+from torchremat.schedules.chain import KeepNode, RegionNode
 
 CPU = torch.device("cpu")
 
@@ -38,10 +38,10 @@ def random_tree(units, rng, *, depth=3):
             kind = rng.random()
             if levels and kind < 0.6:
                 end = min(last, place + rng.randint(0, max(0, (last - first + 1) // 2)))
-                result.append(Region(tuple(nodes(place, end, levels - 1))))
+                result.append(RegionNode(tuple(nodes(place, end, levels - 1))))
                 place = end + 1
             else:
-                result.append(Keep(place))
+                result.append(KeepNode(place))
                 place += 1
         return result
 
@@ -49,16 +49,16 @@ def random_tree(units, rng, *, depth=3):
 
 
 def keep_all(count):
-    return tuple(Keep(unit) for unit in range(count))
+    return tuple(KeepNode(unit) for unit in range(count))
 
 
 def each(count):
-    return tuple(Region((Keep(unit),)) for unit in range(count))
+    return tuple(RegionNode((KeepNode(unit),)) for unit in range(count))
 
 
 def text(tree):
     """A tree as one string: `0 (1 (2) 3)` keeps unit 0, and has a region with another inside."""
-    return " ".join(str(node.stage) if isinstance(node, Keep) else f"({text(node.children)})" for node in tree)
+    return " ".join(str(node.stage) if isinstance(node, KeepNode) else f"({text(node.children)})" for node in tree)
 
 
 # ----------------------------------------------------------------------------------------------- steps
@@ -114,19 +114,19 @@ def traced_peak(model, step):
     return run_traced(known_subject(step, model), CPU, before_bytes=0).peak_bytes
 
 
-def coarse(model, step):
+def blocks(model, step):
     """The profile in which every unit is one piece."""
-    return profile(model, step).coarse
+    return profile(model, step).blocks
 
 
 def mixtures(model, step, rng, count):
     """The coarse profile, and some in which units are split into the calls inside of them, at random."""
-    grains = profile(model, step)
-    whole = sorted(divisible(grains))
+    pair = profile(model, step)
+    whole = sorted(divisible(pair))
     chosen = [frozenset(), frozenset(whole)] + [
         frozenset(call for call in whole if rng.random() < 0.5) for _ in range(count)
     ]
-    return [mixed(grains, split) for split in dict.fromkeys(chosen)]
+    return [mixed(pair, split) for split in dict.fromkeys(chosen)]
 
 
 def under(model, profile, tree):

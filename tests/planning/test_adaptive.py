@@ -24,7 +24,7 @@ from torchremat.planning.profiles.watching import every_unit
 from torchremat.planning.shapes import gauges
 from torchremat.planning.shapes.figures import figures_of, form_of, with_figures
 from torchremat.planning.shapes.fits import cover
-from torchremat.planning.walks.prediction import predict
+from torchremat.planning.simulator.prediction import predict
 
 BATCH = 2
 
@@ -93,13 +93,13 @@ def learned():
 
 
 @pytest.fixture(scope="module")
-def grains():
+def pair():
     model = gpt()
     return {length: profile(model, partial(step, tokens=tokens(length))) for length in (16, 40, 64, 200)}
 
 
-def test_figures_make_the_profile_that_they_are_of(grains):
-    own, other = grains[40].coarse, grains[16].coarse
+def test_figures_make_the_profile_that_they_are_of(pair):
+    own, other = pair[40].blocks, pair[16].blocks
 
     made = with_figures(other, figures_of(own))
 
@@ -107,21 +107,21 @@ def test_figures_make_the_profile_that_they_are_of(grains):
     assert predict(made, every_unit(made.units)).peak_bytes == predict(own, every_unit(own.units)).peak_bytes
 
 
-def test_a_fit_of_three_lengths_is_exact_at_a_fourth_three_times_as_long(grains):
+def test_a_fit_of_three_lengths_is_exact_at_a_fourth_three_times_as_long(pair):
     known = (16, 40, 64)
     found = cover([(length,) for length in known], (200,), exact=True)
 
     for own in ("coarse", "fine"):
-        real = getattr(grains[200], own)
-        table = [figures_of(getattr(grains[length], own)) for length in known]
-        made = with_figures(getattr(grains[64], own), found.weights @ table)
+        real = getattr(pair[200], own)
+        table = [figures_of(getattr(pair[length], own)) for length in known]
+        made = with_figures(getattr(pair[64], own), found.weights @ table)
         for tree in (every_unit(real.units), every_unit(real.units, 2)):
             assert predict(made, tree).peak_bytes == pytest.approx(predict(real, tree).peak_bytes, abs=1024)
             assert predict(made, tree).flops == predict(real, tree).flops
 
 
-def test_shapes_that_take_the_same_way_have_the_same_form(grains):
-    assert form_of(grains[16]) == form_of(grains[200])
+def test_shapes_that_take_the_same_way_have_the_same_form(pair):
+    assert form_of(pair[16]) == form_of(pair[200])
 
 
 # --------------------------------------------------------------------------------------------------------------- steps

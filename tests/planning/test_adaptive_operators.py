@@ -69,7 +69,7 @@ def test_that_takes_fewer_flops_than_whole_blocks(model, adaptive):
 def test_calls_inside_of_such_blocks_are_watched_in_the_first_profile_alone(adaptive):
     (family,) = families(adaptive)
 
-    assert [grains.fine is None for grains in family.grains] == [False, True, True]
+    assert [pair.leaves is None for pair in family.pair] == [False, True, True]
 
 
 class Uneven(nn.Module):

@@ -8,7 +8,7 @@ import pytest
 from schedules.joint_chains import best, chain
 from torchremat.planning.compiling.aiming import aimed
 from torchremat.planning.compiling.halves import Halves
-from torchremat.schedules.corrections import beside_values
+from torchremat.schedules.adjustments import beside_values
 from torchremat.schedules.joint import Beside, live, split
 from torchremat.schedules.saving import Saver
 
@@ -26,12 +26,12 @@ class Programs:
     def of(self, found):
         self.made += 1
         more = self.odd(found)
-        heights = [
+        peak_bounds = [
             {name: size + more for size, name in one}
             for one in live(self.true, found.saved, found.forward, found.backward)
         ]
-        known = {} if self.is_silent else {"beside": beside_values(self.joint, found, *heights)}
-        peak = max(max(one.values()) for one in heights)
+        known = {} if self.is_silent else {"beside": beside_values(self.joint, found, *peak_bounds)}
+        peak = max(max(one.values()) for one in peak_bounds)
         return Halves(split=found, forward=None, backward=None, peak_bytes=peak, **known)
 
     def plain(self):

@@ -12,9 +12,9 @@ from torch import nn
 from planning.kinds import KINDS
 from planning.steps import differences, outcome, profile, traced_peak
 from torchremat import Planner, TorchrematError
-from torchremat.planning.profiles.profiling import Grains
+from torchremat.planning.profiles.profiling import ProfilePair
 from torchremat.planning.profiles.reading import UnitCosts
-from torchremat.planning.searches.pace import Pace
+from torchremat.planning.searches.search_budget import SearchBudget
 from torchremat.planning.searches.solving import Search
 
 SIZES = (
@@ -67,8 +67,8 @@ def test_whatever_the_bytes_are_there_is_a_lowest_peak_and_what_is_found_fits(na
     # In graph networks the scalars of a mixture's chain said that nothing fits at all: "min() arg is an empty
     # sequence".
     own = grains_of(name)
-    grains = Grains(coarse=figures(own.coarse, rng), fine=own.fine and figures(own.fine, rng))
-    search = Search(grains, cost, operators=False, pace=Pace())
+    pair = ProfilePair(blocks=figures(own.blocks, rng), leaves=own.leaves and figures(own.leaves, rng))
+    search = Search(pair, cost, operators=False, search_budget=SearchBudget())
 
     floor, plain = search.floor.prediction.peak_bytes, search.plain.prediction.peak_bytes
 

@@ -23,8 +23,8 @@ from planning.steps import (
 )
 from torchremat import Planner, verify
 from torchremat.planning.searches.options import options_of
-from torchremat.planning.walks.prediction import predict
-from torchremat.schedules.chain import Keep
+from torchremat.planning.simulator.prediction import predict
+from torchremat.schedules.chain import KeepNode
 
 
 def autocast(step):
@@ -66,7 +66,7 @@ def test_what_a_call_finds_cast_its_recompute_casts_again(name):
     # and casts for itself, which the prediction did not see: a step was up to a third above it.
     model, step = SHARING[name]()
     step = autocast(step)
-    own = profile(model, step).coarse
+    own = profile(model, step).blocks
     rng = random.Random(0)
 
     trees = [each(len(own.units.units)), *(random_tree(own.units, rng) for _ in range(4))]
@@ -102,7 +102,7 @@ def test_what_two_calls_have_cast_stays_until_both_are_done():
     torch.manual_seed(0)
     model, x = Twice(), inputs(64, 64)
     step = autocast(lambda model: square(model(x)))
-    own = profile(model, step).coarse
+    own = profile(model, step).blocks
     kept = keep_all(len(own.units.units))
 
     with under(model, own, kept):
@@ -116,14 +116,14 @@ def test_parts_of_blocks_are_offered_under_autocast_and_predicted():
     # They were not, since a block leaves its casts with autocast, as one that fills a cache leaves what it saves.
     model, step = models.gpt_step(blocks=3, width=64, context=64, batch=2)
     step = autocast(step)
-    own = profile(model, step).coarse
+    own = profile(model, step).blocks
     offered = options_of(own, "flops")
 
     own = replace(own, options=offered)
 
     assert [len(one) > 1 for one in offered] == ["blocks" in unit.name for unit in own.units.units]
     for number in (1, 2):
-        check(model, step, own, tuple(Keep(unit, number if one else 0) for unit, one in enumerate(offered)))
+        check(model, step, own, tuple(KeepNode(unit, number if one else 0) for unit, one in enumerate(offered)))
 
 
 def test_a_model_called_twice_has_one_plan_for_both_calls():
@@ -159,7 +159,7 @@ def test_parts_of_blocks_do_not_raise_the_lowest_budget():
         with_parts, without = (
             Planner(model, autocast(step), cost="flops", operators=operators) for operators in (True, False)
         )
-        chain, of_blocks = (one.solver.coarse.floor.prediction.peak_bytes for one in (with_parts, without))
+        chain, of_blocks = (one.solver.blocks.floor.prediction.peak_bytes for one in (with_parts, without))
         chain_is_higher.append(chain > of_blocks)
 
         assert with_parts.floor_bytes <= without.floor_bytes

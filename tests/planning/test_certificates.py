@@ -12,11 +12,11 @@ import torchremat
 from planning.steps import CPU, mixtures, random_tree
 from torchremat.measuring.runs import subject_of
 from torchremat.planning.bounds.executing import saves_of
-from torchremat.planning.bounds.pulls import Unseen, plain_step
-from torchremat.planning.bounds.underestimates import underestimate
-from torchremat.planning.elsewhere.machines import Here
+from torchremat.planning.bounds.plain_step import Unseen, plain_step
+from torchremat.planning.bounds.relaxation import underestimate
+from torchremat.planning.devices.machines import Here
 from torchremat.planning.searches.flows import operators_of
-from torchremat.planning.walks.prediction import predict
+from torchremat.planning.simulator.prediction import predict
 from torchremat.schedules.bounds import lower_bound
 from torchremat.schedules.interpreter import interpret
 

@@ -14,7 +14,7 @@ from planning.steps import CPU, outcome
 from torchremat import PlanError, Planner
 from torchremat.planning.layout import Calls, PlannedCall, installed
 from torchremat.regions.settings import Settings
-from torchremat.schedules.chain import Keep, Region, kept
+from torchremat.schedules.chain import KeepNode, RegionNode, kept
 from torchremat.schedules.depths import DEEPEST, depth
 
 
@@ -40,17 +40,17 @@ def calling(calls):
 
 def early(count):
     """The lowest tree of stages alike, `(((0) 1) 2)`: all is recomputed anew for each stage."""
-    node = Region((Keep(0),))
+    node = RegionNode((KeepNode(0),))
     for stage in range(1, count):
-        node = Region((node, Keep(stage)))
+        node = RegionNode((node, KeepNode(stage)))
     return node
 
 
 def late(count):
     """`(0 (1 (2)))`: the first backward asks for recomputes of all regions, each inside of the one before."""
-    node = Region((Keep(count - 1),))
+    node = RegionNode((KeepNode(count - 1),))
     for stage in reversed(range(count - 1)):
-        node = Region((Keep(stage), node))
+        node = RegionNode((KeepNode(stage), node))
     return node
 
 
@@ -82,7 +82,7 @@ def test_a_long_chain_has_a_plan():
 
 def test_trees_of_long_chains_are_judged_as_deep_as_they_run():
     with half_a_stack():
-        found = long().solver.whole.judged((late(299), Keep(299)))
+        found = long().solver.whole.judged((late(299), KeepNode(299)))
 
     assert depth(found.tree) == DEEPEST
     assert [node.stage for node in kept(found.tree)] == list(range(300))
@@ -93,7 +93,7 @@ def test_the_deepest_regions_run_in_half_of_a_stack(shape):
     model, step = calling(DEEPEST + 1)
     units = tuple((PlannedCall(name="cell", number=unit, inside=frozenset({"cell"})),) for unit in range(DEEPEST + 1))
     calls = Calls(units=units, others=(), roots=("",))
-    tree = (shape(DEEPEST), Keep(DEEPEST))
+    tree = (shape(DEEPEST), KeepNode(DEEPEST))
     plain = outcome(model, step)
 
     with installed(model, calls, tree, Settings()), half_a_stack():
@@ -106,10 +106,10 @@ def test_the_deepest_regions_run_in_half_of_a_stack(shape):
 def test_a_plan_that_nests_deeper_is_refused():
     model, step = calling(4)
     found = Planner(model, step, device=CPU, cost="flops", operators=False).plan("100%")
-    node = Keep(3)
+    node = KeepNode(3)
     for _ in range(DEEPEST + 1):
-        node = Region((node,))
-    deep = replace(found, tree=(Keep(0), Keep(1), Keep(2), node))
+        node = RegionNode((node,))
+    deep = replace(found, tree=(KeepNode(0), KeepNode(1), KeepNode(2), node))
 
     with pytest.raises(PlanError, match="regions that nest 65 deep, more than the 64 that Python's stack has room for"):
         deep.apply(model)

@@ -9,8 +9,8 @@ from torch import nn
 
 import torchremat
 from torchremat import Device, DeviceError
-from torchremat.planning.elsewhere.devices import MeasuredKernel, device_of
-from torchremat.planning.elsewhere.kernels import Kernels, signature
+from torchremat.planning.devices.device import MeasuredKernel, device_of
+from torchremat.planning.devices.kernels import Kernels, signature
 from torchremat.planning.profiles.overheads import Overheads
 
 FIELDS = {

@@ -11,7 +11,7 @@ from planning.steps import differences, outcome, recomputed_flops, traced_peak
 from torchremat import OrderWarning, Planner
 from torchremat.planning.searches import options
 from torchremat.planning.searches.flows import flow_of
-from torchremat.schedules.closures import choices, evaluate
+from torchremat.schedules.operator_selection import choices, evaluate
 
 CONFIG = mixtures.MixtureConfig(blocks=2, width=32, hidden=48, heads=4, key_heads=2, vocabulary=64, experts=4)
 
@@ -122,7 +122,7 @@ def test_blocks_whose_experts_get_other_tokens_are_solved_once(planned, monkeypa
 
 def test_no_more_is_held_than_spares_all_flops(planned):
     _, planner = planned
-    profile = planner.solver.grains.fine
+    profile = planner.solver.pair.leaves
     heavy = ("aten.mm.default", "aten._scaled_dot_product_flash_attention_for_cpu.default")
     seen = 0
 

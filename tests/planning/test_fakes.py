@@ -20,7 +20,7 @@ import torchremat
 from planning.kinds import KINDS
 from planning.steps import fingerprint, traced_peak
 from torchremat import Device, DeviceWarning, StepError, UnsupportedError
-from torchremat.planning.elsewhere.devices import MeasuredKernel, device_of
+from torchremat.planning.devices.device import MeasuredKernel, device_of
 from torchremat.planning.profiles.overheads import Overheads
 
 ADAM = functools.partial(torch.optim.AdamW, lr=1e-3)
@@ -122,7 +122,7 @@ def test_parts_of_a_module_are_held_without_running_as_well(pair):
     # Their bytes come from the simulated allocator's events between marks around each operator. There were none once,
     # and plans without running were worse than real ones.
     both = pair("gpt")
-    ours, theirs = (planner.solver.coarse.profile.options for planner in (both.meta, both.real))
+    ours, theirs = (planner.solver.blocks.profile.options for planner in (both.meta, both.real))
 
     assert any(option.kept_bytes for unit in theirs for option in unit)
     assert [[bytes_of(one) for one in unit] for unit in ours] == [[bytes_of(one) for one in unit] for unit in theirs]

@@ -10,14 +10,14 @@ from planning.kinds import KINDS
 from torchremat import PlanError, plan
 from torchremat.planning.layout import HeldOperators
 from torchremat.planning.plans import Plan
-from torchremat.planning.walks.cargo import StoredUnit
-from torchremat.schedules.chain import Keep, Region
+from torchremat.planning.simulator.offload_choices import StoredUnit
+from torchremat.schedules.chain import KeepNode, RegionNode
 
 
 @cache
 def made():
     model, step = KINDS["loop"]()
-    tree = (Keep(0), Region((Keep(1), Region((Keep(2),)))), Region((Keep(3),)))
+    tree = (KeepNode(0), RegionNode((KeepNode(1), RegionNode((KeepNode(2),)))), RegionNode((KeepNode(3),)))
     return replace(plan(model, step, budget="100%"), tree=tree)
 
 
@@ -74,7 +74,7 @@ def test_the_file_is_readable(path):
 
 
 def test_other_options_of_a_kept_unit_are_written_out(path):
-    tree = (Keep(0, 2), Region((Keep(1), Keep(2))), Keep(3))
+    tree = (KeepNode(0, 2), RegionNode((KeepNode(1), KeepNode(2))), KeepNode(3))
     held = (HeldOperators(units=(0,), operators=("aten.mm.default", "aten.relu.default"), held=(1,)),)
     one = replace(made(), tree=tree, held=held)
 
@@ -87,9 +87,21 @@ def test_other_options_of_a_kept_unit_are_written_out(path):
 @pytest.mark.parametrize(
     ("tree", "held", "said"),
     [
-        ((Keep(0, 1), Keep(1), Keep(2), Keep(3)), (), r"keeps the units \[0\] in part, and `held` is for .* \[\]"),
-        ((Region((Keep(0, 1),)), Keep(1), Keep(2), Keep(3)), ((0,), (0,)), r"units \[0\] in part inside of regions"),
-        ((Keep(0, 1), Keep(1), Keep(2), Keep(3)), ((0,), (0, 1)), r"numbers of operators that there are not: \(0, 1\)"),
+        (
+            (KeepNode(0, 1), KeepNode(1), KeepNode(2), KeepNode(3)),
+            (),
+            r"keeps the units \[0\] in part, and `held` is for .* \[\]",
+        ),
+        (
+            (RegionNode((KeepNode(0, 1),)), KeepNode(1), KeepNode(2), KeepNode(3)),
+            ((0,), (0,)),
+            r"units \[0\] in part inside of regions",
+        ),
+        (
+            (KeepNode(0, 1), KeepNode(1), KeepNode(2), KeepNode(3)),
+            ((0,), (0, 1)),
+            r"numbers of operators that there are not: \(0, 1\)",
+        ),
     ],
 )
 def test_what_is_held_belongs_to_the_tree(path, tree, held, said):
@@ -260,10 +272,10 @@ def test_a_tree_that_nests_without_end_is_an_error(path, depth):
 
 
 def test_a_deep_plan_comes_back(path):
-    tree = Keep(3)
+    tree = KeepNode(3)
     for _ in range(150):
-        tree = Region((tree,))
-    deep = replace(made(), tree=(Keep(0), Keep(1), Keep(2), tree))
+        tree = RegionNode((tree,))
+    deep = replace(made(), tree=(KeepNode(0), KeepNode(1), KeepNode(2), tree))
 
     deep.save(path)
 

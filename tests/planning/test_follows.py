@@ -36,14 +36,14 @@ class Made(nn.Module):
         super().__init__()
         self.parts = nn.ModuleList(rng.choice([*PARTS.values()])() for _ in range(rng.randint(4, 8)))
         self.parts.append(linear())  # something is trained
-        self.glue = [rng.choice([*GLUE.values()]) for _ in self.parts]
+        self.inter_call = [rng.choice([*GLUE.values()]) for _ in self.parts]
         self.skips = [rng.random() < 0.3 for _ in self.parts]
 
     def forward(self, x):
         first = x
-        for part, glue, skips in zip(self.parts, self.glue, self.skips, strict=True):
+        for part, inter_call, skips in zip(self.parts, self.inter_call, self.skips, strict=True):
             first = x if skips else first
-            x = glue(part(x), first)
+            x = inter_call(part(x), first)
         return x
 
 

@@ -7,10 +7,10 @@ from torch import nn
 
 from compiled import MARKS, fresh
 from planning.kinds import inputs, square
-from planning.steps import coarse, differences, each, keep_all, outcome, traced_peak, under
+from planning.steps import blocks, differences, each, keep_all, outcome, traced_peak, under
 from torchremat import Planner, verify
 from torchremat.planning.profiles.tracing import trace
-from torchremat.planning.walks.prediction import predict
+from torchremat.planning.simulator.prediction import predict
 
 pytestmark = MARKS
 
@@ -98,7 +98,7 @@ def test_predicted_is_measured_to_the_byte(kind, model_of, file):
     def step(model):
         return square(model(x))
 
-    profile, plain = coarse(model, step), outcome(model, step)
+    profile, plain = blocks(model, step), outcome(model, step)
     for tree in (keep_all(4), each(4), (*keep_all(2), *each(4)[2:])):
         with under(model, profile, tree):
             assert traced_peak(model, step) == predict(profile, tree).peak_bytes
@@ -133,7 +133,7 @@ def test_a_batch_from_an_array_changes_nothing():
     x, of_array = inputs(ROWS, 32), torch.from_numpy(inputs(ROWS, 32).numpy().copy())
 
     peaks = [
-        [predict(coarse(model, lambda m, x=x: square(m(x))), tree).peak_bytes for tree in (keep_all(4), each(4))]
+        [predict(blocks(model, lambda m, x=x: square(m(x))), tree).peak_bytes for tree in (keep_all(4), each(4))]
         for x in (x, of_array)
     ]
 
@@ -174,7 +174,7 @@ def test_blocks_that_are_compiled():
     def step(model):
         return square(model(x))
 
-    profile = coarse(model, step)
+    profile = blocks(model, step)
 
     for tree in (keep_all(4), each(4)):
         with under(model, profile, tree):

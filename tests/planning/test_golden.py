@@ -31,11 +31,11 @@ from torchremat import Adaptive, BudgetError, Compressed, Disk, Pipe, Planner, c
 from torchremat._compat.binding import RELEASE
 from torchremat.pipeline import StagePlanner
 from torchremat.planning import planner as planners
-from torchremat.planning.profiles import weighing
+from torchremat.planning.profiles import store_sizes as weighing
 from torchremat.planning.profiles.agreement import profiled_together
-from torchremat.planning.profiles.profiling import Grains
-from torchremat.planning.walks.cargo import Pace, Speed
-from torchremat.schedules.chain import Keep
+from torchremat.planning.profiles.profiling import ProfilePair
+from torchremat.planning.simulator.offload_choices import Bandwidth, Speed
+from torchremat.schedules.chain import KeepNode
 
 FOLDER = Path(__file__).parent / "golden"
 LOCKED = re.search(r"^torch==(\S+)", (Path(__file__).parents[2] / "requirements.lock").read_text(), re.MULTILINE)[1]
@@ -52,7 +52,7 @@ def chosen(plan):
     held = {unit: one.held for one in plan.held for unit in one.units}
 
     def text(node):
-        if not isinstance(node, Keep):
+        if not isinstance(node, KeepNode):
             return f"({', '.join(map(text, node.children))})"
         operators = f" {list(held[node.stage])}" if node.option else ""
         return plan.units[node.stage].name + operators
@@ -116,13 +116,13 @@ def without_seconds(profile):
 def timeless(*args):
     """What planners profile, without seconds."""
     agreed = profiled_together(*args)
-    grains = agreed.grains
-    fine = grains.fine and without_seconds(grains.fine)
-    return dataclasses.replace(agreed, grains=Grains(coarse=without_seconds(grains.coarse), fine=fine))
+    pair = agreed.pair
+    leaves = pair.leaves and without_seconds(pair.leaves)
+    return dataclasses.replace(agreed, pair=ProfilePair(blocks=without_seconds(pair.blocks), leaves=leaves))
 
 
 # A store that takes about as long for a block's tensors as the device of no name for computing them.
-DECLARED = Pace(tensor_s=1e-5, byte_s=1e-10, busy_tensor_s=2e-6, busy_byte_s=2e-11)
+DECLARED = Bandwidth(tensor_s=1e-5, byte_s=1e-10, busy_tensor_s=2e-6, busy_byte_s=2e-11)
 
 
 def stored(make, store, **options):

@@ -11,7 +11,7 @@ from planning.steps import differences, outcome, profile, traced_peak
 from torchremat import Planner
 from torchremat.planning.profiles.grain import find_units, finest_units, grain_of, need_bytes_of
 from torchremat.planning.profiles.tracing import trace
-from torchremat.planning.searches.mixing import divisible, mixed
+from torchremat.planning.searches.granularity import divisible, mixed
 
 BATCH, TIME, WIDTH = 4, 32, 32
 
@@ -160,7 +160,7 @@ def test_a_stage_is_planned_as_a_whole_too_where_that_recomputes_less():
     model, step = stages()
     plain = outcome(model, step)
     planner = Planner(model, step, cost="flops")
-    blocks, around = planner.profile.units, planner.solver.grains.around
+    blocks, around = planner.profile.units, planner.solver.pair.around
     budget = planner.fixed_bytes + int(0.5 * (planner.plain_peak()[0] - planner.fixed_bytes))
 
     plan = planner.plan(budget)
@@ -205,12 +205,12 @@ def test_a_call_of_which_no_part_is_a_unit_stays_whole_and_the_others_can_be_spl
         return model(x).square().mean()
 
     plain = outcome(model, step)
-    grains = profile(model, step)
+    pair = profile(model, step)
 
-    names = [unit.name for unit in grains.fine.units.units]
+    names = [unit.name for unit in pair.leaves.units.units]
     assert "0.norm" in names and "0.gate.norm" in names
-    units = mixed(grains, divisible(grains)).units
-    assert [unit.calls for unit in units.units] == [unit.calls for unit in grains.fine.units.units]
+    units = mixed(pair, divisible(pair)).units
+    assert [unit.calls for unit in units.units] == [unit.calls for unit in pair.leaves.units.units]
     planner = Planner(model, step, cost="flops")
     planner.plan(planner.floor_bytes).apply(model)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from torchremat.planning.budgets import capacity_of, free_on
-from torchremat.planning.hosts import Host
+from torchremat.planning.hosts import HostMachine
 
 GIB = 1 << 30
 PHYSICAL = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -17,7 +17,7 @@ def host(tmp_path):
     write(
         tmp_path, "proc/meminfo", "MemTotal: 99 kB\nMemFree:        1024 kB\nMemAvailable:   4194304 kB\nCached: 9 kB\n"
     )
-    return Host(tmp_path)
+    return HostMachine(tmp_path)
 
 
 def write(root, name, text):
@@ -43,7 +43,7 @@ def test_the_cache_of_files_is_free(host):
 
 
 def test_without_a_word_of_the_system_free_pages_are_counted(tmp_path):
-    assert 0 < Host(tmp_path).free_bytes() < PHYSICAL
+    assert 0 < HostMachine(tmp_path).free_bytes() < PHYSICAL
 
 
 def test_a_control_group_has_a_limit(host):

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import models
 from planning.kinds import square
-from planning.steps import coarse, differences, outcome, recomputed_flops, traced_peak, under
+from planning.steps import blocks, differences, outcome, recomputed_flops, traced_peak, under
 from torchremat import BudgetError, OrderWarning, Planner
 from torchremat.errors import PACKAGES
 from torchremat.measuring.flops import FlopCounter
@@ -19,9 +19,9 @@ from torchremat.planning.plans import Plan
 from torchremat.planning.profiles.overheads import Overheads
 from torchremat.planning.searches.flows import flow_of
 from torchremat.planning.searches.options import options_of
-from torchremat.planning.walks.prediction import predict
-from torchremat.regions.selecting import Collecting, Replaying
-from torchremat.schedules.chain import Keep
+from torchremat.planning.simulator.prediction import predict
+from torchremat.regions.selective.mode import Collecting, Replaying
+from torchremat.schedules.chain import KeepNode
 
 
 class InPlace(nn.Module):
@@ -57,13 +57,13 @@ STEPS = {
 def known(name):
     """A model with its step, its profile with options, and what a plain step computes."""
     model, step = STEPS[name]()
-    own = coarse(model, step)
+    own = blocks(model, step)
     return model, step, replace(own, options=options_of(own, "flops")), outcome(model, step)
 
 
 def tree_of(own, pick):
     """The tree in which each unit with options has the one that `pick` picks of their number; 0 is to keep it all."""
-    return tuple(Keep(unit, pick(len(options)) if options else 0) for unit, options in enumerate(own.options))
+    return tuple(KeepNode(unit, pick(len(options)) if options else 0) for unit, options in enumerate(own.options))
 
 
 PICKS = {
@@ -124,7 +124,7 @@ def test_each_operator_that_is_not_held_runs_again_once():
     model, step, own, _ = known("gpt")
     option = own.options[3][2]
     tree = tree_of(own, lambda _: 0)
-    tree = (*tree[:3], Keep(3, 3), *tree[4:])
+    tree = (*tree[:3], KeepNode(3, 3), *tree[4:])
     products = [n for n, name in enumerate(option.operators) if name in {"aten.addmm.default", "aten.mm.default"}]
 
     with FlopCounter() as plain:
@@ -253,6 +253,6 @@ def test_compiled_code_has_no_options():
     for number, block in enumerate(model.blocks):
         model.blocks[number] = torch.compile(block, backend="eager")
 
-    own = coarse(model, step)
+    own = blocks(model, step)
 
     assert options_of(own, "flops") == ()

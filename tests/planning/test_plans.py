@@ -32,7 +32,7 @@ from torchremat import (
 )
 from torchremat.planning.printing import described
 from torchremat.regions.patches import is_wrapped
-from torchremat.schedules.chain import Keep, Region
+from torchremat.schedules.chain import KeepNode, RegionNode
 
 # What is applied here is about values, and was planned without the optimizer that trains, and without DDP around it.
 pytestmark = pytest.mark.filterwarnings(
@@ -56,7 +56,7 @@ def planned_loop():
 def test_the_table():
     made = replace(
         loop_plan(),
-        tree=(Keep(0), Region((Keep(1), Region((Keep(2),)))), Region((Keep(3),))),
+        tree=(KeepNode(0), RegionNode((KeepNode(1), RegionNode((KeepNode(2),)))), RegionNode((KeepNode(3),))),
         budget_bytes=2**20,
         budget="1MiB",
         units=tuple(replace(unit, seconds=0.00125) for unit in loop_plan().units),
@@ -99,7 +99,11 @@ def test_the_optimizer_in_the_table():
 
 def test_trees_in_words():
     assert described(keep_all(2)) == ["keep", "keep"]
-    assert described((Region((Keep(0), Keep(1), Keep(2))),)) == ["┌ recompute", "│ recompute", "└ recompute"]
+    assert described((RegionNode((KeepNode(0), KeepNode(1), KeepNode(2))),)) == [
+        "┌ recompute",
+        "│ recompute",
+        "└ recompute",
+    ]
 
 
 # ----------------------------------------------------------------------------------------- apply and remove
@@ -268,7 +272,7 @@ def test_training_is_bit_identical():
     "copied",
     [
         copy.deepcopy,
-        lambda model: pickle.loads(pickle.dumps(model)),
+        lambda model: pickle.offloads(pickle.dumps(model)),
         lambda model: _saved_and_loaded(model),
         lambda model: copy.deepcopy(copy.deepcopy(model)),
     ],
@@ -457,7 +461,7 @@ def test_more_calls_than_planned_warn_and_are_exact():
 def test_another_order_of_calls_is_exact(order):
     model, _ = planned_loop()
     plain, _ = KINDS["loop"]()
-    deep = replace(loop_plan(), tree=(Region((Keep(0), Keep(1), Region((Keep(2), Keep(3))))),))
+    deep = replace(loop_plan(), tree=(RegionNode((KeepNode(0), KeepNode(1), RegionNode((KeepNode(2), KeepNode(3))))),))
     nested, _ = KINDS["loop"]()
     deep.apply(nested)
 
@@ -516,7 +520,7 @@ def test_two_plans_on_two_models():
     first, step = planned_loop()
     second = nn.Sequential(*(linear() for _ in range(4)))
     both = plan(second, step, budget="100%")
-    both = replace(both, tree=(Region((Keep(0), Keep(1))), Region((Keep(2),)), Keep(3)))
+    both = replace(both, tree=(RegionNode((KeepNode(0), KeepNode(1))), RegionNode((KeepNode(2),)), KeepNode(3)))
     plain = [outcome(model, step) for model in (KINDS["loop"]()[0], second)]
 
     both.apply(second)
@@ -583,7 +587,7 @@ def test_forward_hooks_that_change_outputs_run_once_in_forward():
     for layer in model.layers:
         layer.register_forward_hook(doubled)
     expected = outcome(model, step)
-    made = replace(loop_plan(), tree=tuple(Region((Keep(unit),)) for unit in range(4)))
+    made = replace(loop_plan(), tree=tuple(RegionNode((KeepNode(unit),)) for unit in range(4)))
     ran.clear()
 
     made.apply(model)
@@ -613,7 +617,10 @@ def test_buffers_that_count_end_as_after_one_forward():
     x = inputs()
     step = lambda m: square(m(x))  # noqa: E731
     model = factory()
-    made = replace(plan(model, step, budget="100%"), tree=(Region((Keep(0), Region((Keep(1), Keep(2))))), Keep(3)))
+    made = replace(
+        plan(model, step, budget="100%"),
+        tree=(RegionNode((KeepNode(0), RegionNode((KeepNode(1), KeepNode(2))))), KeepNode(3)),
+    )
 
     made.apply(model)
 
@@ -677,7 +684,7 @@ def test_parametrizations(norm):
     model = factory()
     made = replace(plan(model, step, budget="100%"))
     count = len(made.units)
-    made = replace(made, tree=(Region((Region((Keep(0),)), *map(Keep, range(1, count)))),))
+    made = replace(made, tree=(RegionNode((RegionNode((KeepNode(0),)), *map(KeepNode, range(1, count)))),))
 
     made.apply(model)
 

@@ -12,7 +12,7 @@ import models
 import zoo
 from planning.kinds import KINDS, block, inputs, square
 from planning.steps import (
-    coarse,
+    blocks,
     differences,
     each,
     keep_all,
@@ -29,9 +29,9 @@ from torchremat.errors import UnsupportedError
 from torchremat.planning.profiles import profiling
 from torchremat.planning.profiles.watching import every_unit, halves
 from torchremat.planning.searches.flows import flow_of
-from torchremat.planning.searches.mixing import divisible, mixed
-from torchremat.planning.walks.prediction import predict
-from torchremat.schedules.chain import Keep, Region
+from torchremat.planning.searches.granularity import divisible, mixed
+from torchremat.planning.simulator.prediction import predict
+from torchremat.schedules.chain import KeepNode, RegionNode
 
 
 def off(model, step, profile, trees, expected, *, flops=True):
@@ -77,7 +77,7 @@ MODELS = {
 @pytest.mark.parametrize("name", MODELS)
 def test_predicted_is_measured_to_the_byte(name):
     model, step = MODELS[name]()
-    profile = coarse(model, step)
+    profile = blocks(model, step)
     plain = outcome(model, step)
 
     found = off(model, step, profile, trees_over(profile, 0, 2), plain, flops="dropout" not in name)
@@ -98,7 +98,7 @@ def test_weights_that_a_hook_sets_are_predicted():
     def step(model):
         return square(model(x))
 
-    profile = coarse(model, step)
+    profile = blocks(model, step)
     found = off(model, step, profile, trees_over(profile, 0, 8), outcome(model, step))
 
     assert all(size.left for size in profile.sizes)
@@ -126,7 +126,7 @@ def test_what_is_saved_for_a_graph_that_is_dropped_is_not_counted():
     def step(model):
         return square(model(x))
 
-    profile = coarse(model, step)
+    profile = blocks(model, step)
     found = off(model, step, profile, trees_over(profile, 0, 6), outcome(model, step))
     plain, flat = found[text(keep_all(6))], found[text(each(6))]
 
@@ -227,9 +227,9 @@ def test_units_split_and_whole_are_predicted_to_a_thousandth(name):
 )
 def test_one_split_unit_is_predicted_to_the_byte(name, split):
     model, step = MODELS[name]()
-    grains = profile_of(model, step)
-    calls = grains.coarse.units.trace.calls
-    profile = mixed(grains, frozenset(call for call in divisible(grains) if calls[call].name == split))
+    pair = profile_of(model, step)
+    calls = pair.blocks.units.trace.calls
+    profile = mixed(pair, frozenset(call for call in divisible(pair) if calls[call].name == split))
 
     found = off(model, step, profile, trees_over(profile, 0, 2), outcome(model, step))
 
@@ -239,8 +239,11 @@ def test_one_split_unit_is_predicted_to_the_byte(name, split):
 def kept_by_links():
     return [
         # A nested region that stops at once, at the input of one nested in it, has taken its own input nevertheless.
-        ("attention", (Keep(0), Region((Keep(1), Region((Region((Keep(2),)),)))))),
-        ("encoder and decoder", (Region((Keep(0), Region((Region((Keep(1),)),)))), Keep(2), Keep(3))),
+        ("attention", (KeepNode(0), RegionNode((KeepNode(1), RegionNode((RegionNode((KeepNode(2),)),)))))),
+        (
+            "encoder and decoder",
+            (RegionNode((KeepNode(0), RegionNode((RegionNode((KeepNode(1),)),)))), KeepNode(2), KeepNode(3)),
+        ),
         # The result of 16 is a link to 17, and its graph has the nested region's input as a leaf.
         ("encoder layers", nest(24, (13, 18), (16, 18))),
         # What 14 returns is no link: glue follows. Its graph goes, and with it the nested region with its states.
@@ -250,16 +253,16 @@ def kept_by_links():
 
 def nest(count, outer, inner):
     """All kept but a region of the units in the range `outer`, with one of those in `inner` inside."""
-    parts = tuple(map(Keep, range(count)))
-    inside = (*parts[outer[0] : inner[0]], Region(parts[slice(*inner)]), *parts[inner[1] : outer[1]])
-    return (*parts[: outer[0]], Region(inside), *parts[outer[1] :])
+    parts = tuple(map(KeepNode, range(count)))
+    inside = (*parts[outer[0] : inner[0]], RegionNode(parts[slice(*inner)]), *parts[inner[1] : outer[1]])
+    return (*parts[: outer[0]], RegionNode(inside), *parts[outer[1] :])
 
 
 @pytest.mark.parametrize(("name", "tree"), kept_by_links())
 def test_what_a_nested_recompute_holds_is_predicted_to_the_byte(name, tree):
     model, step = KINDS[name]()
-    grains = profile_of(model, step)
-    profile = grains.coarse if name != "encoder layers" else mixed(grains, divisible(grains))
+    pair = profile_of(model, step)
+    profile = pair.blocks if name != "encoder layers" else mixed(pair, divisible(pair))
 
     found = off(model, step, profile, [tree], outcome(model, step))
 
@@ -269,7 +272,7 @@ def test_what_a_nested_recompute_holds_is_predicted_to_the_byte(name, tree):
 @pytest.mark.parametrize("name", KINDS)
 def test_every_kind_of_model_is_predicted_and_exact(name):
     model, step = KINDS[name]()
-    profile = coarse(model, step)
+    profile = blocks(model, step)
     plain = outcome(model, step)
 
     found = off(model, step, profile, trees_over(profile, 0, 3), plain, flops=False)
@@ -281,25 +284,25 @@ def test_every_kind_of_model_is_predicted_and_exact(name):
 
 def test_flops_of_nested_regions_are_counted_by_hand():
     model, step = KINDS["loop"]()
-    profile = coarse(model, step)
+    profile = blocks(model, step)
     one = 2 * 256 * 64 * 64  # flops of one linear; a block has two, and its last save comes before the second
 
     def flops(*tree):
         return predict(profile, tree).flops // one
 
-    k0, k1, k2, k3 = map(Keep, range(4))
+    k0, k1, k2, k3 = map(KeepNode, range(4))
     assert flops(k0, k1, k2, k3) == 0
-    assert flops(Region((k0,)), k1, k2, k3) == 1
-    assert flops(Region((k0, k1)), k2, k3) == 2 + 1
-    assert flops(Region((k0, k1, k2, k3))) == 6 + 1
+    assert flops(RegionNode((k0,)), k1, k2, k3) == 1
+    assert flops(RegionNode((k0, k1)), k2, k3) == 2 + 1
+    assert flops(RegionNode((k0, k1, k2, k3))) == 6 + 1
     # The outer region runs 0 and 1 to get the input of the inner one, which then runs 2 and 3.
-    assert flops(k0, Region((k1, Region((k2, k3))))) == 2 + 3
-    assert flops(Region((k0, Region((k1, Region((k2, Region((k3,))))))))) == (2) + (2) + (2) + 1
+    assert flops(k0, RegionNode((k1, RegionNode((k2, k3))))) == 2 + 3
+    assert flops(RegionNode((k0, RegionNode((k1, RegionNode((k2, RegionNode((k3,))))))))) == (2) + (2) + (2) + 1
 
 
 def test_bytes_of_a_loop_are_counted_by_hand():
     model, step = KINDS["loop"]()
-    profile = coarse(model, step)
+    profile = blocks(model, step)
     boundary = 65536
 
     plain = predict(profile, keep_all(4))
@@ -315,8 +318,8 @@ def test_bytes_of_a_loop_are_counted_by_hand():
 
 def test_the_peak_names_the_module():
     model, step = KINDS["loop"]()
-    profile = coarse(model, step)
-    deep = Region((Keep(0), Keep(1), Keep(2), Keep(3)))
+    profile = blocks(model, step)
+    deep = RegionNode((KeepNode(0), KeepNode(1), KeepNode(2), KeepNode(3)))
 
     assert predict(profile, keep_all(4)).where == "loss, between forward and backward"
     assert predict(profile, (deep,)).where == "backward of layers.3"
@@ -324,8 +327,8 @@ def test_the_peak_names_the_module():
 
 def test_an_outer_region_stops_at_the_input_of_its_last_inner_one():
     model, step = KINDS["loop"]()
-    profile = coarse(model, step)
-    tree = (Region((Region((Keep(0),)), Region((Keep(1),)))), Keep(2), Keep(3))
+    profile = blocks(model, step)
+    tree = (RegionNode((RegionNode((KeepNode(0),)), RegionNode((KeepNode(1),)))), KeepNode(2), KeepNode(3))
 
     with under(model, profile, tree):
         flops = recomputed_flops(model, step)
@@ -343,7 +346,7 @@ def test_autocast_to_bfloat16_is_predicted_to_the_byte():
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return square(m(x).float())
 
-    profile = coarse(model, step)
+    profile = blocks(model, step)
     plain = outcome(model, step)
 
     found = off(model, step, profile, trees_over(profile, 0, 2), plain)
@@ -357,12 +360,12 @@ def test_user_checkpoints_inside_are_refused():
     model.activation_checkpointing_enable({"use_reentrant": False})
 
     with pytest.raises(UnsupportedError, match="gradient_checkpointing_disable"):
-        coarse(model, step)
+        blocks(model, step)
 
 
 def test_random_trees_differ_and_nest():
     model, step = KINDS["sequential"]()
-    profile = coarse(model, step)
+    profile = blocks(model, step)
     rng = random.Random(0)
 
     found = {text(random_tree(profile.units, rng)) for _ in range(20)}
@@ -391,37 +394,37 @@ def watched_trees(monkeypatch, failing=0):
 @pytest.mark.parametrize("name", IN_PIECES)
 def test_a_step_that_is_watched_in_pieces_tells_the_same(name, monkeypatch):
     model, step = KINDS[name]()
-    whole = profile_of(model, step).coarse
+    whole = profile_of(model, step).blocks
     monkeypatch.setattr(profiling, "_fits", lambda *_: False)
     trees = watched_trees(monkeypatch)
 
-    grains = profile_of(model, step)
+    pair = profile_of(model, step)
 
     assert trees == [every_unit(whole.units, max(2, math.isqrt(len(whole.units.units))))]
-    assert any(isinstance(inner, Region) for node in trees[0] for inner in node.children)
-    assert grains.fine is None
-    assert grains.coarse.sizes == whole.sizes
-    assert grains.coarse.order == whole.order
+    assert any(isinstance(inner, RegionNode) for node in trees[0] for inner in node.children)
+    assert pair.leaves is None
+    assert pair.blocks.sizes == whole.sizes
+    assert pair.blocks.order == whole.order
     for tree in trees_over(whole, 0, 3):
-        assert predict(grains.coarse, tree).peak_bytes == predict(whole, tree).peak_bytes, text(tree)
+        assert predict(pair.blocks, tree).peak_bytes == predict(whole, tree).peak_bytes, text(tree)
 
 
 @pytest.mark.parametrize("name", IN_PIECES)
 def test_a_step_that_is_watched_in_halves_tells_the_same(name, monkeypatch):
     model, step = KINDS[name]()
-    grains = profile_of(model, step)
-    finest = grains.fine or grains.coarse
+    pair = profile_of(model, step)
+    finest = pair.leaves or pair.blocks
     trees = watched_trees(monkeypatch, failing=2)
 
     found = profile_of(model, step)
 
     assert len(trees) == 3
     assert trees[2] == halves(finest.units)
-    assert found.fine is None
-    assert found.coarse.units.units == finest.units.units
-    assert found.coarse.order == finest.order
+    assert found.leaves is None
+    assert found.blocks.units.units == finest.units.units
+    assert found.blocks.order == finest.order
     for tree in trees_over(finest, 0, 3):
-        assert predict(found.coarse, tree).peak_bytes == predict(finest, tree).peak_bytes, text(tree)
+        assert predict(found.blocks, tree).peak_bytes == predict(finest, tree).peak_bytes, text(tree)
 
 
 class Cache:
@@ -460,7 +463,7 @@ def test_what_a_step_returns_beside_its_loss_is_gone_before_backward():
     def step(model):
         return model(inputs())
 
-    profile = coarse(model, step)
+    profile = blocks(model, step)
     found = off(model, step, profile, trees_over(profile, 0, 6), outcome(model, step))
 
     assert {tree: measured - predicted for tree, (measured, predicted) in found.items() if measured != predicted} == {}

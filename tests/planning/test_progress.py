@@ -8,7 +8,7 @@ from torch import nn
 import torchremat
 from planning.kinds import inputs, linear, square
 from torchremat import Planner, Progress, UnsupportedError
-from torchremat.planning.searches.pace import Pace
+from torchremat.planning.searches.search_budget import SearchBudget
 
 
 def subject():
@@ -131,17 +131,17 @@ def test_what_is_no_function_is_refused_before_the_step_runs():
 
 def test_parts_of_parts_share_the_whole():
     told = []
-    pace = Pace(observer=told.append)
+    search_budget = SearchBudget(observer=told.append)
 
-    with pace.running():
-        with pace.part(0.0, 0.5):
-            for _ in pace.parts("ab"):
-                pace.tell("judging")
-                pace.tell("polishing", 0.5)
-        pace.tell("judging", 0.25)  # less than is told already
-        with pace.part(0.5, 1.0):
-            pace.tell("tables")
-            pace.tell("certificate", None)
+    with search_budget.running():
+        with search_budget.part(0.0, 0.5):
+            for _ in search_budget.parts("ab"):
+                search_budget.tell("judging")
+                search_budget.tell("polishing", 0.5)
+        search_budget.tell("judging", 0.25)  # less than is told already
+        with search_budget.part(0.5, 1.0):
+            search_budget.tell("tables")
+            search_budget.tell("certificate", None)
 
     assert [one.share for one in told] == [0.0, 0.125, 0.25, 0.375, 0.375, 0.5, None]
     assert told[-1] == Progress(phase="certificate", share=None, slowdown=None)
@@ -151,19 +151,19 @@ def test_what_runs_ahead_of_a_search_counts_in_its_time(monkeypatch):
     # Options had 18 seconds, and the search after them the whole minute that both are said to take.
     now_s = 100.0
     monkeypatch.setattr("time.perf_counter", lambda: now_s)
-    pace = Pace(60.0)
+    search_budget = SearchBudget(60.0)
 
-    with pace.running(0.3):
-        assert pace.left_s == 18
+    with search_budget.running(0.3):
+        assert search_budget.left_s == 18
         now_s += 10
-    with pace.running():
-        assert pace.left_s == 50
-        with pace.running(0.5):
-            assert pace.left_s == 25
+    with search_budget.running():
+        assert search_budget.left_s == 50
+        with search_budget.running(0.5):
+            assert search_budget.left_s == 25
         now_s += 5
-        assert pace.left_s == 45
-    with pace.running():
-        assert pace.left_s == 60
+        assert search_budget.left_s == 45
+    with search_budget.running():
+        assert search_budget.left_s == 60
 
 
 def test_a_plan_says_that_the_time_ran_out(tmp_path):
@@ -171,7 +171,7 @@ def test_a_plan_says_that_the_time_ran_out(tmp_path):
     planner = Planner(model, step, cost="flops")
     whole = planner.plan("60%")
     hurried = Planner(model, step, cost="flops")
-    hurried.solver.pace.most_s = 0.0
+    hurried.solver.search_budget.most_s = 0.0
 
     plan, frontier = hurried.plan("60%"), hurried.frontier(points=3)
     plan.save(tmp_path / "plan.json")

@@ -10,11 +10,11 @@ from torch.nn import functional as F
 
 import models
 from planning.kinds import KINDS, inputs, linear, square
-from planning.steps import coarse, profile, text, traced_peak, under
-from torchremat.planning.searches.pace import Pace
+from planning.steps import blocks, profile, text, traced_peak, under
+from torchremat.planning.searches.search_budget import SearchBudget
 from torchremat.planning.searches.solving import Search, Solver, fitted
-from torchremat.planning.walks.prediction import predict
-from torchremat.schedules.chain import Keep, Region
+from torchremat.planning.simulator.prediction import predict
+from torchremat.schedules.chain import KeepNode, RegionNode
 
 
 @cache
@@ -33,15 +33,15 @@ def every_tree(first, last):
 @cache
 def every_node(first, last):
     inside = [children for children in every_tree_inside(first, last) if not _is_single_region(children)]
-    kept = (Keep(first),) if first == last else ()
-    return (*kept, *map(Region, inside))
+    kept = (KeepNode(first),) if first == last else ()
+    return (*kept, *map(RegionNode, inside))
 
 
 @cache
 def every_tree_inside(first, last):
     """As `every_tree`, without the one whose only node is a region over everything."""
     if first == last:
-        return ((Keep(first),),)
+        return ((KeepNode(first),),)
     return tuple(
         (node, *rest)
         for end in range(first, last)
@@ -51,7 +51,7 @@ def every_tree_inside(first, last):
 
 
 def _is_single_region(children):
-    return len(children) == 1 and isinstance(children[0], Region)
+    return len(children) == 1 and isinstance(children[0], RegionNode)
 
 
 def test_the_brute_force_knows_all_trees():
@@ -99,7 +99,7 @@ def uneven(seed, blocks):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_no_tree_is_cheaper_than_the_one_found(seed):
-    own = coarse(*uneven(seed, 5))
+    own = blocks(*uneven(seed, 5))
     solver = Solver(own, "flops")
     judged = {tree: predict(own, tree) for tree in every_tree(0, len(own.units.units) - 1)}
     lowest = min(one.peak_bytes for one in judged.values())
@@ -114,7 +114,7 @@ def test_no_tree_is_cheaper_than_the_one_found(seed):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_the_floor_is_the_lowest_of_all_trees(seed):
-    own = coarse(*uneven(seed, 5))
+    own = blocks(*uneven(seed, 5))
     lowest = min(predict(own, tree).peak_bytes for tree in every_tree(0, len(own.units.units) - 1))
 
     floor = Solver(own, "flops").floor.prediction.peak_bytes
@@ -135,7 +135,7 @@ def test_the_floor_is_the_lowest_of_all_trees(seed):
 )
 @pytest.mark.parametrize("cost", ["flops", "seconds"])
 def test_cost_falls_with_the_budget_and_is_never_above_a_uniform_tree(make, cost):
-    own = coarse(*make())
+    own = blocks(*make())
     solver = Solver(own, cost)
     floor, plain = solver.floor.prediction.peak_bytes, solver.plain.prediction.peak_bytes
 
@@ -154,7 +154,7 @@ def test_cost_falls_with_the_budget_and_is_never_above_a_uniform_tree(make, cost
 
 
 def test_the_floor_itself_is_a_budget_that_works_and_a_byte_less_is_not():
-    solver = Solver(coarse(*models.gpt_step(blocks=4, width=64, context=64, batch=2)), "flops")
+    solver = Solver(blocks(*models.gpt_step(blocks=4, width=64, context=64, batch=2)), "flops")
     floor = solver.floor.prediction.peak_bytes
 
     assert solver.solve(floor).prediction.peak_bytes == floor
@@ -162,7 +162,7 @@ def test_the_floor_itself_is_a_budget_that_works_and_a_byte_less_is_not():
 
 
 def test_flops_and_seconds_are_different_aims():
-    own = coarse(*models.unet_step(batch=2, size=32))
+    own = blocks(*models.unet_step(batch=2, size=32))
     by_flops, by_seconds = Solver(own, "flops"), Solver(own, "seconds")
     limit = (by_flops.floor.prediction.peak_bytes + by_flops.plain.prediction.peak_bytes) // 2
 
@@ -174,15 +174,15 @@ def test_flops_and_seconds_are_different_aims():
 
 
 def test_the_same_limit_has_the_same_tree():
-    own = coarse(*models.gpt_step(blocks=4, width=64, context=64, batch=2))
+    own = blocks(*models.gpt_step(blocks=4, width=64, context=64, batch=2))
     limit = int(0.6 * Solver(own, "flops").plain.prediction.peak_bytes)
 
     assert text(Solver(own, "flops").solve(limit).tree) == text(Solver(own, "flops").solve(limit).tree)
 
 
 def test_the_search_over_both_grains_is_never_worse_than_the_coarse_one():
-    grains = profile(*models.gpt_step(blocks=4, width=64, context=64, batch=2))
-    search, alone = Search(grains, "flops"), Solver(grains.coarse, "flops")
+    pair = profile(*models.gpt_step(blocks=4, width=64, context=64, batch=2))
+    search, alone = Search(pair, "flops"), Solver(pair.blocks, "flops")
     floor, plain = alone.floor.prediction.peak_bytes, alone.plain.prediction.peak_bytes
 
     assert search.floor.prediction.peak_bytes <= floor
@@ -194,7 +194,7 @@ def test_the_search_over_both_grains_is_never_worse_than_the_coarse_one():
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.6])
 def test_what_was_found_is_what_is_measured(share):
     model, step = models.gpt_step(blocks=4, width=64, context=64, batch=2)
-    own = coarse(model, step)
+    own = blocks(model, step)
     solver = Solver(own, "flops")
     floor, plain = solver.floor.prediction.peak_bytes, solver.plain.prediction.peak_bytes
     limit = int(floor + share * (plain - floor))
@@ -209,11 +209,11 @@ def test_what_was_found_is_what_is_measured(share):
 @pytest.mark.parametrize("name", ["siamese", "the same submodule twice"])
 def test_calls_of_the_same_root_are_treated_alike(name):
     model, step = KINDS[name]()
-    own = coarse(model, step)
+    own = blocks(model, step)
     half = len(own.units.units) // 2
 
-    across = Region(tuple(map(Keep, range(half + 1))))
-    found = text(fitted(own.units, (across, *map(Keep, range(half + 1, 2 * half)))))
+    across = RegionNode(tuple(map(KeepNode, range(half + 1))))
+    found = text(fitted(own.units, (across, *map(KeepNode, range(half + 1, 2 * half)))))
 
     first, second = " ".join(map(str, range(half))), " ".join(map(str, range(half, 2 * half)))
     assert found == f"({first}) ({second})"
@@ -223,7 +223,7 @@ def test_two_hundred_units_are_solved():
     torch.manual_seed(0)
     model = nn.Sequential(*(linear() for _ in range(100)))
     x = inputs(64, 64)
-    own = coarse(model, lambda m: square(m(x)))
+    own = blocks(model, lambda m: square(m(x)))
     solver = Solver(own, "flops")
 
     found = solver.solve(int(0.4 * solver.plain.prediction.peak_bytes))
@@ -236,7 +236,7 @@ def test_two_hundred_units_are_solved():
 
 def test_one_unit():
     model, step = KINDS["one linear"]()
-    own = coarse(model, step)
+    own = blocks(model, step)
     solver = Solver(own, "flops")
 
     assert text(solver.plain.tree) == "0"
@@ -244,7 +244,7 @@ def test_one_unit():
     assert solver.solve(solver.plain.prediction.peak_bytes).cost == 0
 
 
-class Ticking(Pace):
+class Ticking(SearchBudget):
     """Time that goes by with each look at the clock."""
 
     def __init__(self, looks):
@@ -260,20 +260,20 @@ class Ticking(Pace):
 @pytest.mark.parametrize("looks", [0, 1, 2, 4, 8, 16])
 def test_a_search_without_time_still_has_a_plan_that_fits(looks):
     model, step = uneven(0, 8)
-    grains = profile(model, step)
-    limit = Search(grains, "flops").plain.prediction.peak_bytes * 6 // 10
+    pair = profile(model, step)
+    limit = Search(pair, "flops").plain.prediction.peak_bytes * 6 // 10
 
-    found = Search(grains, "flops", pace=Ticking(looks)).solve(limit)
+    found = Search(pair, "flops", search_budget=Ticking(looks)).solve(limit)
 
     assert found.prediction.peak_bytes <= limit
 
 
 def test_time_that_runs_out_ends_the_search():
-    grains = profile(*uneven(0, 8))
-    pace = Ticking(0)
-    search = Search(grains, "flops", pace=pace)
+    pair = profile(*uneven(0, 8))
+    search_budget = Ticking(0)
+    search = Search(pair, "flops", search_budget=search_budget)
 
     search.solve(search.plain.prediction.peak_bytes * 6 // 10)
 
-    assert not search.coarse.profile.options[0]
-    assert len(search.coarse._known) <= 5
+    assert not search.blocks.profile.options[0]
+    assert len(search.blocks._known) <= 5

@@ -30,13 +30,13 @@ from torchremat._compat import accelerators
 from torchremat.measuring.runs import subject_of
 from torchremat.planning.layout import calls_of, installed
 from torchremat.planning.plans import Plan
-from torchremat.planning.profiles.weighing import weighed
-from torchremat.planning.searches.mixing import divisible, mixed
-from torchremat.planning.walks.cargo import Load, StoredUnit
-from torchremat.planning.walks.prediction import predict
-from torchremat.regions.journeys import Itinerary
+from torchremat.planning.profiles.store_sizes import weighed
+from torchremat.planning.searches.granularity import divisible, mixed
+from torchremat.planning.simulator.offload_choices import OffloadChoice, StoredUnit
+from torchremat.planning.simulator.prediction import predict
+from torchremat.regions.offload_schedule import OffloadSchedule
 from torchremat.regions.settings import Settings
-from torchremat.schedules.chain import Keep
+from torchremat.schedules.chain import KeepNode
 
 MODELS = {
     "gpt": lambda: models.gpt_step(blocks=3, width=32, context=32, batch=2, dropout=0.1),
@@ -86,12 +86,12 @@ class Copy:
         self.store.live -= 1
 
 
-def random_loads(profile, offer, tree, rng):
+def random_loads(profile, store_profile, tree, rng):
     """Some of the kept units at top level, each with a random moment to leave and to come back."""
-    kept = [node.stage for node in tree if isinstance(node, Keep)]
+    kept = [node.stage for node in tree if isinstance(node, KeepNode)]
     order, last = profile.order, len(profile.sizes) - 1
-    cargoes = {unit: offer.cargoes.get(one.calls) for unit, one in enumerate(profile.units.units)}
-    loads = {}
+    cargoes = {unit: store_profile.cargoes.get(one.calls) for unit, one in enumerate(profile.units.units)}
+    offloads = {}
     for unit in kept:
         if cargoes[unit] and unit in order and rng.random() < 0.7:
             place = order.index(unit)
@@ -102,41 +102,41 @@ def random_loads(profile, offer, tree, rng):
                 comes_before=order[rng.randint(max(0, place - 3), place)],
                 stored_bytes=cargoes[unit].all_bytes,
             )
-            loads[unit] = Load(planned=planned, cargo=cargoes[unit])
-    return {unit: loads[unit] for unit in order if unit in loads}
+            offloads[unit] = OffloadChoice(planned=planned, offload_size=cargoes[unit])
+    return {unit: offloads[unit] for unit in order if unit in offloads}
 
 
 @cache
 def profiled(name):
     model, step = MODELS[name]()
-    grains = profile_of(model, step)
-    return model, step, grains, outcome(model, step)
+    pair = profile_of(model, step)
+    return model, step, pair, outcome(model, step)
 
 
 @pytest.mark.parametrize("kind", STORES)
 @pytest.mark.parametrize("name", MODELS)
 def test_predicted_is_measured_wherever_it_leaves_and_comes_back(name, kind):
-    model, step, grains, plain = profiled(name)
+    model, step, pair, plain = profiled(name)
     store = STORES[kind]()
-    [offer] = weighed(model, subject_of(step, model, None), grains, [store])
+    [store_profile] = weighed(model, subject_of(step, model, None), pair, [store])
     rng = random.Random(name + kind)
-    split = mixed(grains, frozenset(sorted(divisible(grains))[1::2]))
+    split = mixed(pair, frozenset(sorted(divisible(pair))[1::2]))
 
     for profile, tree in (
-        (grains.coarse, keep_all(len(grains.coarse.sizes))),
-        (grains.coarse, random_tree(grains.coarse.units, rng, depth=1)),
+        (pair.blocks, keep_all(len(pair.blocks.sizes))),
+        (pair.blocks, random_tree(pair.blocks.units, rng, depth=1)),
         (split, keep_all(len(split.sizes))),
     ):
-        loads = random_loads(profile, offer, tree, rng)
-        predicted = predict(profile, tree, loads).peak_bytes
-        itinerary = Itinerary((store,), {unit: load.planned.trip for unit, load in loads.items()})
-        with installed(model, calls_of(profile.units), tree, Settings(), itinerary=itinerary):
+        offloads = random_loads(profile, store_profile, tree, rng)
+        predicted = predict(profile, tree, offloads).peak_bytes
+        offload_schedule = OffloadSchedule((store,), {unit: load.planned.transfer for unit, load in offloads.items()})
+        with installed(model, calls_of(profile.units), tree, Settings(), offload_schedule=offload_schedule):
             measured = traced_peak(model, step)
             found = outcome(model, step)
 
         # Off by the statistics of BatchNorm and small gradients, as in plans without stores.
         assert abs(predicted - measured) <= 0.003 * measured
-        assert (differences(found, plain) == []) is (not kind.startswith("loss") or not loads)
+        assert (differences(found, plain) == []) is (not kind.startswith("loss") or not offloads)
 
 
 class Wave(nn.Module):
@@ -156,21 +156,21 @@ def test_a_move_is_predicted_to_the_byte_where_no_kernel_needs_more(kind, leaf):
     model = nn.Sequential(*[Wave() for _ in range(8)])
     x = torch.randn(64, 64, requires_grad=True)
     step = lambda model: model(x if leaf else x * 2).sum()  # noqa: E731
-    grains = profile_of(model, step)
-    profile, store = grains.coarse, STORES[kind]()
-    [offer] = weighed(model, subject_of(step, model, None), grains, [store])
+    pair = profile_of(model, step)
+    profile, store = pair.blocks, STORES[kind]()
+    [store_profile] = weighed(model, subject_of(step, model, None), pair, [store])
     tree = keep_all(len(profile.sizes))
     (plain,) = torch.autograd.grad(step(model), x)
 
     for seed in range(12):
-        loads = random_loads(profile, offer, tree, random.Random(seed))
-        predicted = predict(profile, tree, loads).peak_bytes
-        itinerary = Itinerary((store,), {unit: load.planned.trip for unit, load in loads.items()})
-        with installed(model, calls_of(profile.units), tree, Settings(), itinerary=itinerary):
+        offloads = random_loads(profile, store_profile, tree, random.Random(seed))
+        predicted = predict(profile, tree, offloads).peak_bytes
+        offload_schedule = OffloadSchedule((store,), {unit: load.planned.transfer for unit, load in offloads.items()})
+        with installed(model, calls_of(profile.units), tree, Settings(), offload_schedule=offload_schedule):
             measured = traced_peak(model, step)
             (found,) = torch.autograd.grad(step(model), x)
         assert predicted == measured
-        assert torch.equal(found, plain) is (not kind.startswith("loss") or not loads)
+        assert torch.equal(found, plain) is (not kind.startswith("loss") or not offloads)
 
 
 # ------------------------------------------------------------------------------------------------------------ planning
@@ -249,7 +249,7 @@ def test_a_full_store_is_not_filled_further():
 
     found = planner.solver.storing.solve(budget_of(planner, 0.45) - planner.fixed_bytes)
 
-    assert 0 < sum(load.planned.stored_bytes for load in found.loads.values()) <= 2**20
+    assert 0 < sum(load.planned.stored_bytes for load in found.offloads.values()) <= 2**20
     assert found.prediction.flops > 0
 
 
@@ -258,15 +258,15 @@ def test_a_store_with_room_for_little_spares_that_much(share):
     # It was not used at all where it has no room for what the trees that were tried leave over.
     model, step = models.gpt_step(blocks=6, width=32, context=64, batch=4)
     roomy = torchremat.Planner(model, step, cost="flops", stores=[Counting()])
-    cargoes = roomy.solver.offers[0].cargoes.values()
-    room = 2 * max(cargo.all_bytes for cargo in cargoes)
+    cargoes = roomy.solver.store_profiles[0].cargoes.values()
+    room = 2 * max(offload_size.all_bytes for offload_size in cargoes)
     planner = torchremat.Planner(model, step, cost="flops", stores=[torchremat.Disk(limit=room)])
     limit_bytes = int(share * roomy.solver.plain.prediction.peak_bytes)
 
     found = planner.solver.storing.solve(limit_bytes)
     without = planner.solver.storing.solver.solve(limit_bytes)
 
-    assert 0 < sum(load.planned.stored_bytes for load in found.loads.values()) <= room
+    assert 0 < sum(load.planned.stored_bytes for load in found.offloads.values()) <= room
     assert found.prediction.peak_bytes <= limit_bytes
     assert found.prediction.flops < without.prediction.flops
 
@@ -280,7 +280,7 @@ def test_a_store_that_has_no_room_for_a_tensor_is_weighed_without_a_word(strict,
     planner = torchremat.Planner(model, step, cost="flops", stores=[host])
     plan = planner.plan(budget_of(planner, 0.7))
 
-    assert planner.solver.offers[0].limit_bytes == 40 * 2**10
+    assert planner.solver.store_profiles[0].limit_bytes == 40 * 2**10
     assert [str(one.message) for one in recwarn if issubclass(one.category, torchremat.StoreWarning)] == []
     assert plan.stored == () and plan.recomputed_flops > 0
 
@@ -472,8 +472,8 @@ def test_what_is_encoded_for_a_disk_counts_until_it_has_left(codec):
     peaks = {planner.fixed_bytes + traced_peak(model, step) for _ in range(4)}
     plan.remove(model)
 
-    cargoes = planner.solver.offers[0].cargoes.values()
-    assert any(parcel.passing_bytes for cargo in cargoes for parcel in cargo.parcels)
+    cargoes = planner.solver.store_profiles[0].cargoes.values()
+    assert any(parcel.passing_bytes for offload_size in cargoes for parcel in offload_size.parcels)
     assert plan.stored and plan.recomputed_flops == 0
     assert peaks == {plan.peak_bytes}
 
@@ -521,12 +521,12 @@ def test_nothing_is_left_behind(how):
     model, step = raising()
     disk = torchremat.Disk()
     plan = torchremat.Planner(model, step, cost="flops", stores=[disk]).plan(10**9)
-    trips = {
-        unit: StoredUnit(unit=unit, store=0, leaves_after=unit + 1, comes_before=unit + 1, stored_bytes=0).trip
+    transfers = {
+        unit: StoredUnit(unit=unit, store=0, leaves_after=unit + 1, comes_before=unit + 1, stored_bytes=0).transfer
         for unit in range(4)
     }
-    itinerary = Itinerary((disk,), trips)
-    with installed(model, plan.calls, plan.tree, Settings(), itinerary=itinerary):
+    offload_schedule = OffloadSchedule((disk,), transfers)
+    with installed(model, plan.calls, plan.tree, Settings(), offload_schedule=offload_schedule):
         plain = outcome(model, step)
         if how == "dropped":
             step(model)
@@ -543,7 +543,7 @@ def test_nothing_is_left_behind(how):
         assert disk.statistics.stored_bytes == 0
     finally:
         gc.enable()
-    del disk, itinerary, plan
+    del disk, offload_schedule, plan
     assert set(threading.enumerate()) == threads
 
 

@@ -15,7 +15,7 @@ import torchremat
 from planning.steps import differences, outcome
 from stores.faults import Calls, broken, no_space
 from torchremat import Disk, Planner, StoreError, StoreWarning, UnsupportedError
-from torchremat.stores.spool import Spool
+from torchremat.stores.disk_writer import DiskWriter
 
 
 def made():
@@ -130,7 +130,7 @@ def test_a_directory_that_is_removed_is_not_missed(applied, tmp_path):
 
 def test_who_stops_the_forward_while_it_waits_for_the_store_leaves_nothing(applied, monkeypatch):
     model, disk, plain = applied
-    wait, waits = Spool.wait_until_written, []
+    wait, waits = DiskWriter.wait_until_written, []
 
     def interrupted(spool, entry):
         waits.append(entry.content.size_bytes)
@@ -139,7 +139,7 @@ def test_who_stops_the_forward_while_it_waits_for_the_store_leaves_nothing(appli
         wait(spool, entry)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Spool, "wait_until_written", interrupted)
+        patched.setattr(DiskWriter, "wait_until_written", interrupted)
         with pytest.raises(KeyboardInterrupt):
             step(model)
     assert disk.statistics.stored_bytes == 0
@@ -261,7 +261,7 @@ def test_a_model_goes_to_another_process_with_a_store_of_its_own(applied):
     model, disk, plain = applied
     copied = disk.statistics.copied_out_bytes
 
-    there = pickle.loads(pickle.dumps(model))
+    there = pickle.offloads(pickle.dumps(model))
 
     assert differences(outcome(there, step), plain) == []
     assert disk.statistics.copied_out_bytes == copied

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from planning.kinds import KINDS, Loop, block, inputs, linear, square
 from planning.steps import fingerprint
 from torchremat.errors import StepError
-from torchremat.measuring.traces import AllocationTrace, Mark, RecordedBlock
+from torchremat.measuring.traces import AllocationTrace, RecordedBlock, TraceMark
 from torchremat.planning.profiles.tracing import trace
 
 
@@ -293,7 +293,7 @@ class OneMillisecondEach(RecordedBlock):
             time_ns=nothing,
             ptr=nothing,
             delta_bytes=nothing,
-            marks=tuple(Mark(id=i, label="", time_ns=i * 10**6, position=0) for i in range(self.count)),
+            marks=tuple(TraceMark(id=i, label="", time_ns=i * 10**6, position=0) for i in range(self.count)),
             foreign_freed_bytes=0,
             has_device_time=True,
         )

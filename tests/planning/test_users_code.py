@@ -12,7 +12,7 @@ from planning.kinds import KINDS, Loop, block, inputs, linear, square
 from planning.steps import differences, each, outcome, profile, recomputed_flops
 from torchremat import OrderWarning, Planner, StepError, UnsupportedError, plan, verify
 from torchremat.planning.layout import calls_of, installed
-from torchremat.planning.searches.mixing import divisible, mixed
+from torchremat.planning.searches.granularity import divisible, mixed
 from torchremat.regions.settings import Settings
 
 
@@ -50,8 +50,8 @@ def test_a_shared_block_is_taken_apart_in_one_of_its_calls():
     # Autocast brought it up: the first call casts the weights and the others do not, so that the calls differ.
     model, step = KINDS["shared weights"]()
     plain = outcome(model, step)
-    grains = profile(model, step)
-    own = mixed(grains, frozenset({min(divisible(grains))}))
+    pair = profile(model, step)
+    own = mixed(pair, frozenset({min(divisible(pair))}))
     calls = calls_of(own.units)
 
     with installed(model, calls, each(len(own.units.units)), Settings()):

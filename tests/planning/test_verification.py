@@ -12,7 +12,7 @@ from logs import Count
 from planning.kinds import KINDS, Loop, block, inputs, square
 from planning.steps import each, fingerprint, keep_all, recomputed_flops
 from torchremat import Disk, Host, Planner, StepError, plan, verify, wrap
-from torchremat.schedules.chain import Keep, Region
+from torchremat.schedules.chain import KeepNode, RegionNode
 
 
 def gpt(**options):
@@ -243,9 +243,10 @@ def test_nothing_changes(name):
 @pytest.mark.parametrize("place", ["forward", "backward"])
 def test_an_error_in_any_run_leaves_everything(error, run, place):
     model, step = KINDS["loop"]()
-    replace(plan(model, step, budget="100%"), tree=(Region((Keep(0), Region((Keep(1),)))), Keep(2), Keep(3))).apply(
-        model
-    )
+    replace(
+        plan(model, step, budget="100%"),
+        tree=(RegionNode((KeepNode(0), RegionNode((KeepNode(1),)))), KeepNode(2), KeepNode(3)),
+    ).apply(model)
     step(model).backward()
     before = fingerprint(model)
     runs = []
@@ -299,4 +300,4 @@ def test_a_step_that_cannot_run_plain_is_not_compared(monkeypatch):
     assert report.plain_peak_bytes is None
     assert report.plain_seconds is None
     assert "not compared, the plain step does not fit" in str(report)
-    assert keep_all(1) == (Keep(0),)
+    assert keep_all(1) == (KeepNode(0),)

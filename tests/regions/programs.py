@@ -30,7 +30,7 @@ from torchremat.interop.torch_checkpoint import checkpoint as drop_in
 from torchremat.interop.torch_checkpoint import create_selective_checkpoint_contexts
 from torchremat.policies import everything_saved, nothing_saved, save_matmuls, save_operators, save_smaller_than
 from torchremat.regions.patches import set_forward
-from torchremat.regions.runs import Choice, Place, Scope
+from torchremat.regions.runs import CallDecision, RegionPlace, Scope
 from torchremat.regions.settings import Settings
 
 # ------------------------------------------------------------------------------------------------------- operations
@@ -562,11 +562,11 @@ class Run:
         model = Layers(self, chain)
         self.kept.append(model)
         if self.mode == "ours":
-            places = [(first, last, Place(last - first + 1, f"{first}..{last}")) for first, last in chain.places]
+            places = [(first, last, RegionPlace(last - first + 1, f"{first}..{last}")) for first, last in chain.places]
             choices = {}
             for index in range(len(model.layers)):
                 around = tuple(place for first, last, place in places if first <= index <= last)
-                choices[f"layers.{index}", 0] = Choice(around)
+                choices[f"layers.{index}", 0] = CallDecision(around)
             set_forward(model, "", None, Scope(choices, Settings()))
             for index, layer in enumerate(model.layers):
                 set_forward(layer, f"layers.{index}", None)

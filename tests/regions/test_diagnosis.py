@@ -16,8 +16,8 @@ from regions.comparing import Counted, leaf, live_regions, same, three
 from torchremat import CheckpointError, checkpoint, checkpointed, wrap
 from torchremat._compat.modes import dispatch_modes
 from torchremat.extend import only_watches
-from torchremat.regions.diagnosis import explain
-from torchremat.regions.differences import Difference
+from torchremat.regions.diagnosis.differences import Difference
+from torchremat.regions.diagnosis.message import explain
 
 TOO_FEW = "A different number of tensors was saved during the original forward and recomputation"
 TOO_MANY = "trying to save more tensors during recomputation than during the original forward pass"

@@ -14,7 +14,7 @@ import torchremat
 from logs import Count, Log
 from torchremat.regions.patches import set_forward
 from torchremat.regions.region import Region
-from torchremat.regions.runs import Choice, Place, Scope
+from torchremat.regions.runs import CallDecision, RegionPlace, Scope
 from torchremat.regions.settings import Settings
 
 
@@ -86,11 +86,11 @@ def test_wrapped_blocks_train_as_plain_ones(steps):
 
 def nested(model, places):
     """Put runs on a model: each place is (first, last), outermost first."""
-    made_places = [(first, last, Place(last - first + 1, f"{first}..{last}")) for first, last in places]
+    made_places = [(first, last, RegionPlace(last - first + 1, f"{first}..{last}")) for first, last in places]
     choices = {}
     for index in range(len(model.layers)):
         around = tuple(place for first, last, place in made_places if first <= index <= last)
-        choices[f"layers.{index}", 0] = Choice(around)
+        choices[f"layers.{index}", 0] = CallDecision(around)
     set_forward(model, "", None, Scope(choices, Settings()))
     for index, layer in enumerate(model.layers):
         set_forward(layer, f"layers.{index}", None)

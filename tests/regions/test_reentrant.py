@@ -189,7 +189,7 @@ def test_it_says_so_when_parameters_lose_their_gradients_by_that():
         reentrant(module, torch.ones(3))
 
 
-def test_inside_the_forward_of_another_one_they_do_not():
+def test_runtime_the_forward_of_another_one_they_do_not():
     inner = nn.Linear(3, 3)
 
     with pytest.warns(UserWarning, match=r"Gradients will be None$"):

@@ -742,7 +742,7 @@ def test_regions_of_worker_threads():
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_inside_a_checkpoint_of_torch(use_reentrant):
+def test_runtime_a_checkpoint_of_torch(use_reentrant):
     x = leaf(4)
 
     def body(x):

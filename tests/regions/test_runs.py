@@ -15,7 +15,7 @@ from logs import Count, Hidden
 from regions.comparing import equal, live_regions, result
 from torchremat import CheckpointError, MutationError, OrderWarning, checkpoint, wrap
 from torchremat.regions.patches import set_forward
-from torchremat.regions.runs import Choice, Place, Scope
+from torchremat.regions.runs import CallDecision, RegionPlace, Scope
 from torchremat.regions.settings import Settings
 
 
@@ -66,12 +66,12 @@ def net(forward=loop, blocks=4, kind=Block):
 
 def planned(model, *spans, settings=None, counts=None):
     """Put runs on a model, each a (first, last) of its layers, outermost first; `counts` calls per layer."""
-    places = [(first, last, Place(last - first + 1, f"{first}..{last}")) for first, last in spans]
+    places = [(first, last, RegionPlace(last - first + 1, f"{first}..{last}")) for first, last in spans]
     choices = {}
     for index in range(len(model.layers)):
         around = tuple(place for first, last, place in places if first <= index <= last)
         for number in range(counts or 1):
-            choices[f"layers.{index}", number] = Choice(around if number == 0 else ())
+            choices[f"layers.{index}", number] = CallDecision(around if number == 0 else ())
     set_forward(model, "", None, Scope(choices, settings or Settings()))
     for index, layer in enumerate(model.layers):
         set_forward(layer, f"layers.{index}", None)
@@ -243,9 +243,9 @@ def test_an_in_place_module_stays_attached_to_its_producer():
     plain = net(forward, 3, Conv)
     model = net(forward, 3, Conv)
     model.first, model.second = activation, activation2
-    place = Place(5, "all")
+    place = RegionPlace(5, "all")
     names = ["layers.0", "first", "layers.1", "second", "layers.2"]
-    set_forward(model, "", None, Scope({(name, 0): Choice((place,)) for name in names}, Settings()))
+    set_forward(model, "", None, Scope({(name, 0): CallDecision((place,)) for name in names}, Settings()))
     for name in names:
         set_forward(model.get_submodule(name), name, None)
 
@@ -548,12 +548,13 @@ def test_scopes_inside_scopes():
     model = net(kind=Outer)
     inner = {}
     for index in range(4):
-        place = Place(2, f"layers.{index}.a .. b")
+        place = RegionPlace(2, f"layers.{index}.a .. b")
         inner[index] = Scope(
-            {(f"layers.{index}.a", 0): Choice((place,)), (f"layers.{index}.b", 0): Choice((place,))}, Settings()
+            {(f"layers.{index}.a", 0): CallDecision((place,)), (f"layers.{index}.b", 0): CallDecision((place,))},
+            Settings(),
         )
-    whole = Place(2, "layers.2 .. 3")
-    choices = {(f"layers.{index}", 0): Choice((whole,) if index > 1 else (), inner[index]) for index in range(4)}
+    whole = RegionPlace(2, "layers.2 .. 3")
+    choices = {(f"layers.{index}", 0): CallDecision((whole,) if index > 1 else (), inner[index]) for index in range(4)}
     set_forward(model, "", None, Scope(choices, Settings()))
     for index in range(4):
         set_forward(model.layers[index], f"layers.{index}", None)

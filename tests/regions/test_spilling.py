@@ -244,12 +244,12 @@ def test_a_backward_in_another_thread():
     [torch.no_grad, torch.inference_mode, lambda: saved_tensors_hooks(lambda _: 1 / 0, lambda _: None)],
     ids=["no_grad", "inference_mode", "hooks"],
 )
-def test_what_surrounds_the_call_does_not_matter(surroundings):
+def test_what_surrounds_the_call_does_not_matter(ambient_state):
     x = leaf()
     expected = gradients(steps(x), [x], second=True)
     end = steps(x)
 
-    with surroundings():
+    with ambient_state():
         freed = spill(end, None, Shelf())
 
     assert freed == 6 * BYTES

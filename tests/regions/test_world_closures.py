@@ -819,7 +819,7 @@ def a_decorated_method(run):
 
 
 @pytest.mark.parametrize(("function", "ways", "options"), program.cases())
-def test_closures(function, ways, options):
+def test_operator_selection(function, ways, options):
     assert_agrees_in_all(function, ways, **options)
 
 

@@ -8,7 +8,7 @@ import pytest
 from matplotlib.colors import to_hex
 
 from torchremat.errors import UnsupportedError
-from torchremat.pipeline.events import Event
+from torchremat.pipeline.events import PipelineEvent
 from torchremat.pipeline.prediction import predict
 from torchremat.pipeline.timeline import Timeline
 from torchremat.reports.plots import plot_timelines
@@ -101,7 +101,7 @@ def test_short_steps_have_a_unit_of_their_own(tmp_path, figures):
 
 
 def test_seconds_count_from_the_first_event(tmp_path, figures):
-    late = Event(stage=0, microbatch=0, kind="forward", start_s=100, end_s=102)
+    late = PipelineEvent(stage=0, microbatch=0, kind="forward", start_s=100, end_s=102)
     Timeline(events=(late,), stages=1).plot(tmp_path / "p.png")
 
     assert stretches(figures[0].axes[0]) == [(0, 2)]
@@ -110,7 +110,7 @@ def test_seconds_count_from_the_first_event(tmp_path, figures):
 def test_every_kind_is_in_the_legend(tmp_path, figures):
     order = recomputing(parse(["F0.0 F0.1 B0.0 I0.1 W0.1", "F1.0 B1.0 F1.1 I1.1 W1.1"]))
     own = made(order, forward=1, recompute=1, backward=2, input=1, weight=1, copy=0.5)
-    wait = Event(stage=1, microbatch=0, kind="wait", start_s=0, end_s=1)
+    wait = PipelineEvent(stage=1, microbatch=0, kind="wait", start_s=0, end_s=1)
     replace(own, events=(*own.events, wait)).plot(tmp_path / "p.png")
 
     assert legend(figures[0]) == [

@@ -6,7 +6,7 @@ Here a tree is nested tuples: `(3, 0)` is stage 3 kept with option 0, `[..]` is 
 import functools
 import random
 
-from torchremat.schedules.chain import Chain, Keep, Option, Region, Stage
+from torchremat.schedules.chain import Chain, KeepNode, Option, RegionNode, Stage
 
 
 def make_option(saved=2, *, input=True, external=False, cost=0, peak=3, stopped=2, back=3):
@@ -103,7 +103,7 @@ def trees(chain):
 
 
 def as_tree(forest):
-    return tuple(Keep(*node) if isinstance(node, tuple) else Region(as_tree(node)) for node in forest)
+    return tuple(KeepNode(*node) if isinstance(node, tuple) else RegionNode(as_tree(node)) for node in forest)
 
 
 def evaluate(chain, forest):

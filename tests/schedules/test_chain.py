@@ -2,7 +2,7 @@ import pytest
 
 from schedules.brute_force import make_option, make_stage
 from torchremat.errors import ScheduleError
-from torchremat.schedules.chain import Chain, Keep, Region, kept
+from torchremat.schedules.chain import Chain, KeepNode, RegionNode, kept
 
 
 def test_all_problems_are_listed():
@@ -23,34 +23,34 @@ def test_empty_chains_and_regions_are_refused():
     with pytest.raises(ScheduleError, match="no chain: it has no stages"):
         Chain(stages=())
     with pytest.raises(ScheduleError, match="a region without children covers no stage"):
-        Region(())
+        RegionNode(())
 
 
 def test_nodes_know_their_stages():
-    region = Region((Region((Keep(2, 1), Keep(3))), Keep(4)))
+    region = RegionNode((RegionNode((KeepNode(2, 1), KeepNode(3))), KeepNode(4)))
 
     assert (region.first, region.last) == (2, 4)
-    assert list(kept((Keep(1), region))) == [Keep(1), Keep(2, 1), Keep(3), Keep(4)]
+    assert list(kept((KeepNode(1), region))) == [KeepNode(1), KeepNode(2, 1), KeepNode(3), KeepNode(4)]
 
 
 def test_regions_are_equal_by_their_children():
-    region = Region((Keep(0), Region((Keep(1, 1), Keep(2)))))
+    region = RegionNode((KeepNode(0), RegionNode((KeepNode(1, 1), KeepNode(2)))))
 
-    assert region == Region((Keep(0), Region((Keep(1, 1), Keep(2)))))
-    assert region != Region((Keep(0), Region((Keep(1), Keep(2)))))
-    assert region != Region((Keep(0), Keep(1, 1), Keep(2)))
-    assert Region((Keep(0),)) != Keep(0)
-    assert len({region, Region((Keep(0), Region((Keep(1, 1), Keep(2)))))}) == 1
-    assert repr(Region((Keep(0),))) == "Region(children=(Keep(stage=0, option=0),))"
+    assert region == RegionNode((KeepNode(0), RegionNode((KeepNode(1, 1), KeepNode(2)))))
+    assert region != RegionNode((KeepNode(0), RegionNode((KeepNode(1), KeepNode(2)))))
+    assert region != RegionNode((KeepNode(0), KeepNode(1, 1), KeepNode(2)))
+    assert RegionNode((KeepNode(0),)) != KeepNode(0)
+    assert len({region, RegionNode((KeepNode(0), RegionNode((KeepNode(1, 1), KeepNode(2)))))}) == 1
+    assert repr(RegionNode((KeepNode(0),))) == "Region(children=(Keep(stage=0, option=0),))"
 
 
 def test_trees_as_deep_as_a_chain_is_long_are_looked_up():
     # A plan of 520 calls asked whether a tree is known, which made its hash by as many calls in one another.
     def nested():
-        node = Region((Keep(0),))
+        node = RegionNode((KeepNode(0),))
         for stage in range(1, 5_000):
-            node = Region((node, Keep(stage)))
+            node = RegionNode((node, KeepNode(stage)))
         return node
 
     assert {(nested(),): "known"}[nested(),] == "known"
-    assert nested() != Region((nested(),))
+    assert nested() != RegionNode((nested(),))

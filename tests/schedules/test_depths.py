@@ -2,25 +2,25 @@
 
 import pytest
 
-from torchremat.schedules.chain import Keep, Region, kept
+from torchremat.schedules.chain import KeepNode, RegionNode, kept
 from torchremat.schedules.depths import DEEPEST, bounded, depth
 
 
 def nested(count):
     """The lowest tree of `count` stages alike: `((((0) 1) 2) 3)`."""
-    node = Region((Keep(0),))
+    node = RegionNode((KeepNode(0),))
     for stage in range(1, count):
-        node = Region((node, Keep(stage)))
+        node = RegionNode((node, KeepNode(stage)))
     return node
 
 
 def text(tree):
-    return " ".join(str(node.stage) if isinstance(node, Keep) else f"({text(node.children)})" for node in tree)
+    return " ".join(str(node.stage) if isinstance(node, KeepNode) else f"({text(node.children)})" for node in tree)
 
 
 def test_the_depth_of_trees():
-    assert depth(()) == depth((Keep(0),)) == 0
-    assert depth((Keep(0), Region((Keep(1), Keep(2))), nested(3))) == 3
+    assert depth(()) == depth((KeepNode(0),)) == 0
+    assert depth((KeepNode(0), RegionNode((KeepNode(1), KeepNode(2))), nested(3))) == 3
     assert depth((nested(5_000),)) == 5_000
 
 
@@ -39,16 +39,16 @@ def test_levels_are_dissolved_evenly(deepest, left):
 
 
 def test_each_outermost_region_is_looked_at_alone():
-    shallow = Region((Keep(3), Region((Keep(4),))))
+    shallow = RegionNode((KeepNode(3), RegionNode((KeepNode(4),))))
 
-    found = bounded((nested(3), shallow, Keep(5)), 2)
+    found = bounded((nested(3), shallow, KeepNode(5)), 2)
 
     assert text(found) == "((0 1) 2) (3 (4)) 5"
     assert found[1] is shallow
 
 
 def test_long_trees_are_bounded_and_cover_the_same_stages():
-    found = bounded((nested(5_000), Keep(5_000)))
+    found = bounded((nested(5_000), KeepNode(5_000)))
 
     assert depth(found) == DEEPEST == 64
     assert [node.stage for node in kept(found)] == list(range(5_001))
@@ -59,6 +59,6 @@ def _regions(tree):
     stack = list(tree)
     while stack:
         node = stack.pop()
-        if isinstance(node, Region):
+        if isinstance(node, RegionNode):
             yield node
             stack.extend(node.children)

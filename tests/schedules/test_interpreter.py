@@ -3,7 +3,7 @@ import pytest
 from schedules.brute_force import as_tree, evaluate, make_option, make_stage, random_chain, trees
 from torchremat.errors import ScheduleError
 from torchremat.schedules.actions import parse
-from torchremat.schedules.chain import Chain, Keep, Region
+from torchremat.schedules.chain import Chain, KeepNode, RegionNode
 from torchremat.schedules.interpreter import Outcome, interpret
 
 
@@ -27,16 +27,22 @@ def three_stages():
     ("tree", "expected"),
     [
         # 33 held and 5 in the first backward.
-        ((Keep(0), Keep(1), Keep(2)), Outcome(peak_bytes=38, cost=0, where="B2")),
+        ((KeepNode(0), KeepNode(1), KeepNode(2)), Outcome(peak_bytes=38, cost=0, where="B2")),
         # 3 held and the recompute's 10 + 5.
-        ([Region((Keep(stage),)) for stage in range(3)], Outcome(peak_bytes=18, cost=6, where="B2")),
+        ([RegionNode((KeepNode(stage),)) for stage in range(3)], Outcome(peak_bytes=18, cost=6, where="B2")),
         # 1 held by the region; kept in it 10 (its input is the region's), 11 and 11, and 5 in backward.
-        ([Region((Keep(0), Keep(1), Keep(2)))], Outcome(peak_bytes=38, cost=8, where="B2")),
+        ([RegionNode((KeepNode(0), KeepNode(1), KeepNode(2)))], Outcome(peak_bytes=38, cost=8, where="B2")),
         # The inner region runs 0 and 1 for 6, and holds nothing of its own. Then 2 holds 11 beside 1, and 5. Its
         # recompute, 3 + 2, is the peak: 1 + 10 + 11 + 5.
-        ([Region((Region((Keep(0), Keep(1))), Keep(2)))], Outcome(peak_bytes=27, cost=13, where="B1")),
+        (
+            [RegionNode((RegionNode((KeepNode(0), KeepNode(1))), KeepNode(2)))],
+            Outcome(peak_bytes=27, cost=13, where="B1"),
+        ),
         # The inner region ends the outer: it does not run (only 0 does, for 3), and holds 1. 1 + 10 + 1 + 10 + 11 + 5.
-        ([Region((Keep(0), Region((Keep(1), Keep(2)))))], Outcome(peak_bytes=38, cost=8, where="B2")),
+        (
+            [RegionNode((KeepNode(0), RegionNode((KeepNode(1), KeepNode(2)))))],
+            Outcome(peak_bytes=38, cost=8, where="B2"),
+        ),
     ],
 )
 def test_outcomes_by_hand(tree, expected):
@@ -47,13 +53,15 @@ def test_tail_and_bases_count():
     stages = [make_stage(forward_base_bytes=100 * index, backward_base_bytes=10) for index in range(2)]
 
     # Stage 1 in forward: base 100, 3 held by stage 0, its input 1 and 3.
-    assert interpret(Chain(stages=tuple(stages)), (Keep(0), Keep(1))) == Outcome(peak_bytes=107, cost=0, where="F1:0")
+    assert interpret(Chain(stages=tuple(stages)), (KeepNode(0), KeepNode(1))) == Outcome(
+        peak_bytes=107, cost=0, where="F1:0"
+    )
     # 6 held.
     tail = Chain(stages=tuple(stages), tail_bytes=200)
-    assert interpret(tail, (Keep(0), Keep(1))) == Outcome(peak_bytes=206, cost=0, where="tail")
+    assert interpret(tail, (KeepNode(0), KeepNode(1))) == Outcome(peak_bytes=206, cost=0, where="tail")
     # A recompute runs at the base of its region's last stage.
     late = Chain(stages=(make_stage(), make_stage(make_option(back=0), backward_base_bytes=50)))
-    assert interpret(late, (Region((Keep(0), Keep(1))),)).where == "R1:0!"
+    assert interpret(late, (RegionNode((KeepNode(0), KeepNode(1))),)).where == "R1:0!"
 
 
 def test_external_inputs_are_held_by_the_outermost_region():
@@ -61,11 +69,11 @@ def test_external_inputs_are_held_by_the_outermost_region():
     chain = Chain(stages=(make_stage(option, external=7, truncated=0),) * 2)
 
     # Both kept: 2 * (2 + 1 + 7) + 3.
-    assert interpret(chain, (Keep(0), Keep(1))).peak_bytes == 23
+    assert interpret(chain, (KeepNode(0), KeepNode(1))).peak_bytes == 23
     # One region: 1 + 7 + 7, and inside 2, 2 + 1, and 3.
-    assert interpret(chain, (Region((Keep(0), Keep(1))),)).peak_bytes == 23
+    assert interpret(chain, (RegionNode((KeepNode(0), KeepNode(1))),)).peak_bytes == 23
     # Nested: 1 + 7 + 7, and inside 2 + 1, and 3.
-    assert interpret(chain, (Region((Region((Keep(0),)), Keep(1))),)).peak_bytes == 21
+    assert interpret(chain, (RegionNode((RegionNode((KeepNode(0),)), KeepNode(1))),)).peak_bytes == 21
 
 
 def test_a_recompute_may_run_its_last_stage_in_full():
@@ -122,4 +130,4 @@ def test_a_region_over_a_stage_that_cannot_be_recomputed_is_refused():
 
 def test_actions_and_nodes_are_not_mixed():
     with pytest.raises(ScheduleError, match="1 nodes of a tree and 1 actions are mixed"):
-        interpret(three_stages(), (Keep(0), *parse("F1:0")))
+        interpret(three_stages(), (KeepNode(0), *parse("F1:0")))

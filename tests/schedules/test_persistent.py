@@ -9,7 +9,7 @@ from schedules.brute_force import as_tree, evaluate, make_option, make_stage, ra
 from torchremat.errors import BudgetError
 from torchremat.schedules import tables
 from torchremat.schedules.actions import schedule, text
-from torchremat.schedules.chain import Chain, Keep, Region
+from torchremat.schedules.chain import Chain, KeepNode, RegionNode
 from torchremat.schedules.interpreter import interpret
 from torchremat.schedules.persistent import Persistent, least_cost
 
@@ -103,7 +103,7 @@ def test_rounding_never_exceeds_the_limit(slot):
 
 def test_cost_falls_with_the_limit():
     chain = random_chain(1, 30, 3, recomputable=1)
-    full = interpret(chain, tuple(Keep(stage) for stage in range(30))).peak_bytes
+    full = interpret(chain, tuple(KeepNode(stage) for stage in range(30))).peak_bytes
     table = Persistent(chain, full, slot_bytes=1)
 
     costs = [table.cost(limit) for limit in range(table.floor(), full + 1)]
@@ -156,9 +156,9 @@ def test_a_second_option_is_taken_where_it_is_cheaper():
     chain = Chain(stages=(stage,) * 2)
     table = Persistent(chain, 17, slot_bytes=1)
 
-    assert table.solve(17) == (Keep(0, 0), Keep(1, 0))  # 7 + 7 + 3
-    assert table.solve(16) == (Keep(0, 0), Keep(1, 1))  # 7 + 3 + 3, and 7 + 1 + 6 in the forward of stage 1
-    assert table.solve(13) == (Keep(0, 1), Keep(1, 0))  # 3 + 7 + 3
+    assert table.solve(17) == (KeepNode(0, 0), KeepNode(1, 0))  # 7 + 7 + 3
+    assert table.solve(16) == (KeepNode(0, 0), KeepNode(1, 1))  # 7 + 3 + 3, and 7 + 1 + 6 in the forward of stage 1
+    assert table.solve(13) == (KeepNode(0, 1), KeepNode(1, 0))  # 3 + 7 + 3
     assert [table.cost(limit) for limit in (17, 16, 14, 13, 12)] == [0, 1, 1, 1, 2]
 
 
@@ -169,7 +169,7 @@ def test_stages_that_cannot_be_recomputed_stay_at_top_level():
     table = Persistent(chain, 20, slot_bytes=1)
 
     assert table.floor() == 10
-    assert table.solve(10) == (Region((Keep(0),)), Keep(1), Region((Keep(2),)))
+    assert table.solve(10) == (RegionNode((KeepNode(0),)), KeepNode(1), RegionNode((KeepNode(2),)))
 
 
 def test_a_nested_region_that_ends_its_parent_is_never_better():
@@ -191,7 +191,7 @@ def test_default_slots_lose_little(scale):
     option = make_option(14 * scale, peak=18 * scale, stopped=15 * scale, back=6 * scale)
     stage = make_stage(option, forward=3, truncated=2, linked=scale, output=scale, drop=5 * scale)
     chain = Chain(stages=(stage,) * 24)
-    full = interpret(chain, tuple(Keep(index) for index in range(24))).peak_bytes
+    full = interpret(chain, tuple(KeepNode(index) for index in range(24))).peak_bytes
     table = Persistent(chain, full)
 
     # All is kept at 24 * 15 + 6. Half of it: 11 stages kept, 11 regions of one stage at 2, one of two at 3 + 2, which
@@ -233,7 +233,10 @@ def test_limits_are_checked():
 
 
 def test_trees_as_brute_force_writes_them():
-    assert as_tree([(0, 1), [(1, 0), [(2, 0)]]]) == (Keep(0, 1), Region((Keep(1), Region((Keep(2),)))))
+    assert as_tree([(0, 1), [(1, 0), [(2, 0)]]]) == (
+        KeepNode(0, 1),
+        RegionNode((KeepNode(1), RegionNode((KeepNode(2),)))),
+    )
 
 
 @pytest.mark.parametrize("slot_bytes", [1, 40, 150])
@@ -241,7 +244,7 @@ def test_rounding_down_is_a_bound(slot_bytes):
     tight = 0
     for seed in range(20):
         chain = magnified(random_chain(seed, 4, 2), seed)
-        high = interpret(chain, tuple(Keep(stage) for stage in range(4))).peak_bytes
+        high = interpret(chain, tuple(KeepNode(stage) for stage in range(4))).peak_bytes
         table = Persistent(chain, high, slot_bytes=1)
         for limit in range(0, high, max(1, high // 12)):
             bound, best = least_cost(chain, limit, slot_bytes), table.cost(limit)

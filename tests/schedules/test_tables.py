@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 
 from schedules.brute_force import evaluate, make_option, make_stage, random_chain, trees
-from torchremat.schedules.chain import Chain, Keep, Region
+from torchremat.schedules.chain import Chain, KeepNode, RegionNode
 from torchremat.schedules.interpreter import Outcome, interpret
 from torchremat.schedules.tables import INFINITE, Tables, first_finite
 
@@ -38,7 +38,7 @@ def test_a_nested_region_is_not_run_where_its_forward_does_not_fit():
     chain = Chain(stages=(first, make_stage(plain, small, drop=12), last), tail_bytes=16)
 
     assert Tables(chain, slot_bytes=1, slots=17).top[0, 17] == 54
-    tree = (Region((Region((Keep(0),)), Keep(1, 1), Keep(2))),)
+    tree = (RegionNode((RegionNode((KeepNode(0),)), KeepNode(1, 1), KeepNode(2))),)
     assert interpret(chain, tree) == Outcome(peak_bytes=17, cost=54, where="tail")
 
 

@@ -5,7 +5,7 @@ import pytest
 from schedules.brute_force import make_stage, random_chain
 from torchremat.errors import ScheduleError
 from torchremat.schedules.actions import schedule, text
-from torchremat.schedules.chain import Chain, Keep, Region
+from torchremat.schedules.chain import Chain, KeepNode, RegionNode
 from torchremat.schedules.interpreter import interpret
 from torchremat.schedules.persistent import Persistent
 from torchremat.schedules.uniform import candidates, every, keep_all, segments
@@ -17,7 +17,7 @@ def chain_of(count, *fixed):
 
 def shape(tree):
     """Stages in order, regions in brackets."""
-    return " ".join(str(node.stage) if isinstance(node, Keep) else f"[{shape(node.children)}]" for node in tree)
+    return " ".join(str(node.stage) if isinstance(node, KeepNode) else f"[{shape(node.children)}]" for node in tree)
 
 
 def test_shapes():
@@ -58,7 +58,7 @@ def test_candidates_are_different_and_named():
         "2 segments, last kept": "[0 1] 2",
         "3 segments, last kept": "[0] [1] 2",
     }
-    assert candidates(chain_of(1, 0)) == {"keep all": (Keep(0),)}
+    assert candidates(chain_of(1, 0)) == {"keep all": (KeepNode(0),)}
 
 
 def test_the_persistent_solver_is_never_worse():
@@ -78,7 +78,7 @@ def test_counts_are_checked():
 
 
 def test_regions_are_regions():
-    assert every(chain_of(2), 2) == (Region((Keep(0),)), Keep(1))
+    assert every(chain_of(2), 2) == (RegionNode((KeepNode(0),)), KeepNode(1))
 
 
 def test_the_trees_with_small_numbers_are_those_that_all_have():

@@ -11,7 +11,7 @@ from torchremat import Session
 from torchremat.measuring.allocator import record_allocations
 from torchremat.planning.planner import Planner
 from torchremat.planning.searches.microbatches import SumsPrediction, shares
-from torchremat.schedules.chain import Keep, Region
+from torchremat.schedules.chain import KeepNode, RegionNode
 from torchremat.stages.samples import received
 
 WIDTH = 16
@@ -65,7 +65,7 @@ def measured(module, count):
 
 
 def depth(nodes):
-    return max((1 + depth(node.children) for node in nodes if isinstance(node, Region)), default=0)
+    return max((1 + depth(node.children) for node in nodes if isinstance(node, RegionNode)), default=0)
 
 
 def plainly(candidate):
@@ -102,5 +102,5 @@ def test_every_tree(name):
     assert is_within
     trees = [share.candidate.tree for share in found]
     assert len(trees) > 20
-    assert any(isinstance(node, Keep) and node.option for tree in trees for node in tree) == (name == "operators")
+    assert any(isinstance(node, KeepNode) and node.option for tree in trees for node in tree) == (name == "operators")
     assert (max(map(depth, trees)) > 2) == (name == "nested")

@@ -8,7 +8,7 @@ import pytest
 from torchremat.planning.searches.microbatches import Share, SumsPrediction
 from torchremat.schedules.pipelines import parse
 from torchremat.stages.choosing import Choices
-from torchremat.stages.loads import Load, loads_of
+from torchremat.stages.loads import DeviceLoad, loads_of
 
 ORDER = parse(["F0.0 F0.1 F1.0 F1.1 B1.0 I0.0 F0.2 W0.0 F1.2 B1.1 B0.1 B1.2 B0.2"])[0]
 
@@ -76,6 +76,6 @@ def test_the_floor_is_the_lowest_peak():
     shares = {0: [share(100, 120, 140, 0), share(10, 50, 160, 5), share(40, 50, 90, 1)]}
 
     # Two held beside the one that runs: 340, 180 and 170.
-    floor = Choices(shares, [Load(0, "backward", ((0, 2),))]).floor
+    floor = Choices(shares, [DeviceLoad(0, "backward", ((0, 2),))]).floor
 
     assert (floor.peak_bytes, floor.shares[0].cost) == (170, 1)

@@ -1,7 +1,7 @@
 """What a device of a pipe holds at each of its actions."""
 
 from torchremat.stages.clocks import Clocks, Passed
-from torchremat.stages.loads import Load
+from torchremat.stages.loads import DeviceLoad
 from torchremat.stages.losses import LossBytes
 
 LOSS = LossBytes(peak_bytes=50, held_bytes=(20, 10, 1), grads=())
@@ -13,16 +13,16 @@ def test_a_device_with_all_stages_runs_backward_in_the_order_turned_around():
 
     # F0.0 F0.1 F1.0 F1.1, and back. Each cell's own input counts with it, and so does the gradient that it begins from.
     assert list(clocks.loads()) == [
-        Load(0, "forward", ()),
-        Load(0, "forward", ((0, 1),), beside_bytes=8),
-        Load(1, "forward", ((0, 2),), beside_bytes=8),
-        Load(1, "forward", ((0, 2), (1, 1)), beside_bytes=16),
-        Load(None, "loss", ((0, 2), (1, 2)), beside_bytes=50),
-        Load(1, "first", ((0, 2), (1, 1)), beside_bytes=20),
+        DeviceLoad(0, "forward", ()),
+        DeviceLoad(0, "forward", ((0, 1),), beside_bytes=8),
+        DeviceLoad(1, "forward", ((0, 2),), beside_bytes=8),
+        DeviceLoad(1, "forward", ((0, 2), (1, 1)), beside_bytes=16),
+        DeviceLoad(None, "loss", ((0, 2), (1, 2)), beside_bytes=50),
+        DeviceLoad(1, "first", ((0, 2), (1, 1)), beside_bytes=20),
         # A gradient waits for the stage before, and the sums of stage 1 are there until its last microbatch has run.
-        Load(1, "last", ((0, 2),), beside_bytes=10 + 8 + 200),
-        Load(0, "first", ((0, 1),), beside_bytes=1 + 8),
-        Load(0, "last", (), beside_bytes=1 + 100),
+        DeviceLoad(1, "last", ((0, 2),), beside_bytes=10 + 8 + 200),
+        DeviceLoad(0, "first", ((0, 1),), beside_bytes=1 + 8),
+        DeviceLoad(0, "last", (), beside_bytes=1 + 100),
     ]
 
 
@@ -33,10 +33,10 @@ def test_of_other_devices_the_one_that_comes_first_is_not_known():
     # In the third clock of three stages microbatch 0 is in the last one, and in the first one when nothing is.
     backwards = [load for load in loads if load.phase in ("first", "last")]
     assert backwards == [
-        Load(2, "first", ((0, 2), (2, 1)), beside_bytes=20),
-        Load(2, "last", ((0, 2),), beside_bytes=10 + 200),
-        Load(0, "first", ((0, 1),), beside_bytes=1),
-        Load(0, "last", (), beside_bytes=1 + 100),
+        DeviceLoad(2, "first", ((0, 2), (2, 1)), beside_bytes=20),
+        DeviceLoad(2, "last", ((0, 2),), beside_bytes=10 + 200),
+        DeviceLoad(0, "first", ((0, 1),), beside_bytes=1),
+        DeviceLoad(0, "last", (), beside_bytes=1 + 100),
     ]
 
 

@@ -1,7 +1,7 @@
 """What a device holds at each of its actions."""
 
 from torchremat.schedules.pipelines import one_forward_one_backward, parse
-from torchremat.stages.loads import Load, loads_of, most_held
+from torchremat.stages.loads import DeviceLoad, loads_of, most_held
 
 
 def test_the_first_stage_of_1f1b_holds_two_and_the_last_one():
@@ -9,12 +9,12 @@ def test_the_first_stage_of_1f1b_holds_two_and_the_last_one():
 
     assert (most_held(first), most_held(last)) == ({0: 2}, {1: 1})
     assert loads_of(first, {}) == [
-        Load(0, "forward", ()),
-        Load(0, "forward", ((0, 1),)),
-        Load(0, "backward", ((0, 1),)),
-        Load(0, "backward", ()),
+        DeviceLoad(0, "forward", ()),
+        DeviceLoad(0, "forward", ((0, 1),)),
+        DeviceLoad(0, "backward", ((0, 1),)),
+        DeviceLoad(0, "backward", ()),
     ]
-    assert loads_of(last, {}) == [Load(1, "forward", ()), Load(1, "backward", ())]
+    assert loads_of(last, {}) == [DeviceLoad(1, "forward", ()), DeviceLoad(1, "backward", ())]
 
 
 def test_what_lies_between_the_parts_of_a_backward_is_counted_apart():
@@ -22,12 +22,12 @@ def test_what_lies_between_the_parts_of_a_backward_is_counted_apart():
 
     assert most_held(actions) == {1: 2}
     assert loads_of(actions, {1: 8}) == [
-        Load(1, "forward", ()),
-        Load(1, "forward", ((1, 1),)),
-        Load(1, "input", ((1, 1),)),
-        Load(1, "weight", ((1, 1),)),
-        Load(1, "input", (), beside_bytes=8),
-        Load(1, "weight", (), beside_bytes=8),
+        DeviceLoad(1, "forward", ()),
+        DeviceLoad(1, "forward", ((1, 1),)),
+        DeviceLoad(1, "input", ((1, 1),)),
+        DeviceLoad(1, "weight", ((1, 1),)),
+        DeviceLoad(1, "input", (), beside_bytes=8),
+        DeviceLoad(1, "weight", (), beside_bytes=8),
     ]
 
 
@@ -35,10 +35,10 @@ def test_between_the_parts_of_two_microbatches():
     (actions,) = parse(["F1.0 F1.1 I1.0 I1.1 W1.0 W1.1"])
 
     assert loads_of(actions, {})[2:] == [
-        Load(1, "input", ((1, 1),)),
-        Load(1, "input", (), ((1, 1),)),
-        Load(1, "weight", (), ((1, 1),)),
-        Load(1, "weight", ()),
+        DeviceLoad(1, "input", ((1, 1),)),
+        DeviceLoad(1, "input", (), ((1, 1),)),
+        DeviceLoad(1, "weight", (), ((1, 1),)),
+        DeviceLoad(1, "weight", ()),
     ]
 
 
@@ -46,12 +46,12 @@ def test_two_stages_of_a_process_and_outputs_that_stay():
     (actions,) = parse(["F0.0 F1.0 B1.0 B0.0 F0.1 F1.1 B1.1 B0.1"])
 
     assert loads_of(actions, {1: 8})[2:] == [
-        Load(1, "backward", ((0, 1),)),
-        Load(0, "backward", (), beside_bytes=8),
-        Load(0, "forward", (), beside_bytes=8),
-        Load(1, "forward", ((0, 1),), beside_bytes=8),
-        Load(1, "backward", ((0, 1),), beside_bytes=8),
-        Load(0, "backward", (), beside_bytes=16),
+        DeviceLoad(1, "backward", ((0, 1),)),
+        DeviceLoad(0, "backward", (), beside_bytes=8),
+        DeviceLoad(0, "forward", (), beside_bytes=8),
+        DeviceLoad(1, "forward", ((0, 1),), beside_bytes=8),
+        DeviceLoad(1, "backward", ((0, 1),), beside_bytes=8),
+        DeviceLoad(0, "backward", (), beside_bytes=16),
     ]
 
 
@@ -66,9 +66,9 @@ def test_a_recompute_ahead_comes_before_its_backward():
     (actions,) = parse(["F0.0 F0.1 R0.0 B0.0 R0.1 I0.1 W0.1"])
 
     assert loads_of(actions, {0: 8}, {0: 100})[2:] == [
-        Load(0, "ahead", ((0, 1),)),
-        Load(0, "backward", ((0, 1),), beside_bytes=100),
-        Load(0, "ahead", (), beside_bytes=8),
-        Load(0, "input", (), beside_bytes=8),
-        Load(0, "weight", (), beside_bytes=8),
+        DeviceLoad(0, "ahead", ((0, 1),)),
+        DeviceLoad(0, "backward", ((0, 1),), beside_bytes=100),
+        DeviceLoad(0, "ahead", (), beside_bytes=8),
+        DeviceLoad(0, "input", (), beside_bytes=8),
+        DeviceLoad(0, "weight", (), beside_bytes=8),
     ]

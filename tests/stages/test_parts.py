@@ -108,7 +108,7 @@ def worth_choosing(name, *, ahead=False):
     return (
         module,
         planner,
-        shares(planner.solver, Parts(module, forward, planner.solver.grains).predict, ahead=ahead),
+        shares(planner.solver, Parts(module, forward, planner.solver.pair).predict, ahead=ahead),
     )
 
 

@@ -186,16 +186,16 @@ def test_what_a_policy_keeps_may_be_written_in_place(name, program):
 def test_strides_come_back(name):
     # By them kernels choose: gradients of channels_last differed, where hooks put by hand.
     store = STORES[name]()
-    image = torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
+    surrogate = torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
     one_channel = torch.randn(2, 1, 4, 5).contiguous(memory_format=torch.channels_last)
-    signs = torch.where(image > 0, 1.0, -1.0)
+    signs = torch.where(surrogate > 0, 1.0, -1.0)
     matrix = torch.randn(6, 8)
     for tensor in (
-        image,
+        surrogate,
         one_channel,
         signs,
-        image > 0,
-        (image * 9).long(),
+        surrogate > 0,
+        (surrogate * 9).long(),
         matrix.t(),
         matrix[0].expand(4, 8),
         torch.ones(()).expand(3, 1),
@@ -207,7 +207,7 @@ def test_strides_come_back(name):
 
     # What has gaps comes back without, in the same order; by sliding windows each element comes as often as it does.
     column = matrix[:, :1].expand(6, 5)
-    for tensor in (matrix[:, 1:4], matrix.t()[2:5], image[:, :2], column, matrix.unfold(1, 3, 2)):
+    for tensor in (matrix[:, 1:4], matrix.t()[2:5], surrogate[:, :2], column, matrix.unfold(1, 3, 2)):
         got = store.put(tensor).get()
 
         assert torch.equal(got, tensor)

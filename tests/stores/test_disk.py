@@ -338,14 +338,14 @@ def test_a_handle_may_be_dropped_in_the_middle_of_anything():
     # The cycle collector starts in the middle of any line, of one that holds a lock as well.
     store = Disk()
     handles = [store.put(filled((100,), torch.float32)) for _ in range(2)]
-    spool = store._lease.spool()
+    writer = store._lease.writer()
 
-    with spool._condition, spool.ledger._lock:
+    with writer._condition, writer.ledger._lock:
         del handles[0]
     assert store.statistics.stored_bytes == 400
 
     del store
-    with spool._condition:
+    with writer._condition:
         handles.clear()  # the last one: its finalizer tells the threads to end
     assert left() == []
 
@@ -367,7 +367,7 @@ def test_what_lies_on_a_disk_cannot_be_copied_and_is_none_the_worse():
 
     # The copy of a file's number would close the file when it goes, and the number is the next file's then.
     with pytest.raises(TypeError, match="cannot be copied"):
-        copy.deepcopy(disk._lease.spool().slab)
+        copy.deepcopy(disk._lease.writer().file)
     gc.collect()
 
     assert same(handle.get(), filled((1000,), torch.float32))

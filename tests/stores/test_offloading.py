@@ -57,7 +57,7 @@ def test_the_inputs_of_a_region_are_stored_and_its_insides_recomputed():
 
 
 @pytest.mark.parametrize("policy", [None, save_matmuls, everything_saved], ids=repr)
-def test_inside_of_a_region_it_takes_what_would_be_recomputed(policy):
+def test_runtime_of_a_region_it_takes_what_would_be_recomputed(policy):
     # torch.utils.checkpoint silently recomputes nothing there.
     store, runs = Memory(), Log()
 
@@ -119,7 +119,7 @@ def test_a_region_of_torch_cannot_hold_an_offload():
         torch_checkpoint(body, torch.ones(400, requires_grad=True), use_reentrant=False)
 
 
-def test_inside_of_a_region_the_inner_one_of_two_takes_what_is_saved():
+def test_runtime_of_a_region_the_inner_one_of_two_takes_what_is_saved():
     outer, inner = Memory(), Memory()
     x = torch.randn(32, 32, requires_grad=True)
 

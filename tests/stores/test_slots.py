@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from torchremat.stores.codecs.bits import pack_bits
-from torchremat.stores.slots import NEEDS, SHAPE, geometry_of, image, in_order
+from torchremat.stores.slots import NEEDS, SHAPE, geometry_of, in_order, surrogate
 
 INDEX = torch.tensor([[0, 1, 2, 1]] * 4)
 MASK = torch.tensor([True, False] * 4)
@@ -169,7 +169,7 @@ def swap(node):
             split = need(node, in_order(saved)) if geometry.is_dense() else None
             if split is None:
                 continue
-            stand_in = image(geometry, pack_bits(split.bits), split.true, split.false)
+            stand_in = surrogate(geometry, pack_bits(split.bits), split.true, split.false)
         assert geometry_of(stand_in) == geometry
         hand_out = lambda _, stand_in=stand_in: stand_in  # noqa: E731
         getattr(node, f"_raw_saved_{slot}").register_hooks(hand_out, lambda packed: packed)

@@ -16,7 +16,7 @@ from torch import nn
 import torchremat
 from torchremat import UnsupportedError
 from torchremat.views.html import fragment, write_page
-from torchremat.views.page import Cell, Chart, Fact, Page, Row, Table
+from torchremat.views.page import Chart, Fact, Page, Table, TableCell, TableRow
 from torchremat.views.tree_chart import tree_chart
 
 ROOT = Path(__file__).parents[2]
@@ -27,7 +27,11 @@ PAGE = Page(
     facts=(Fact(name="peak", value="1 MiB", note="</dd>"), Fact(name="said", value="a sentence " * 6)),
     charts=(Chart(title="c", figure={"data": [{"x": ["</script>"]}], "layout": {}}, spans={"k": [(0.0, 1.0)]}),),
     tables=(
-        Table(title="t", columns=("name", "size"), rows=(Row(cells=(Cell("<b>x"), Cell("1 MiB", 2**20)), key='"k'),)),
+        Table(
+            title="t",
+            columns=("name", "size"),
+            rows=(TableRow(cells=(TableCell("<b>x"), TableCell("1 MiB", 2**20)), key='"k'),),
+        ),
     ),
 )
 
@@ -141,7 +145,7 @@ def test_the_boxes_in_a_box_fill_it():
 
 
 def test_long_tables_of_a_notebook_say_what_is_left_out():
-    rows = tuple(Row(cells=(Cell(str(number)),)) for number in range(100))
+    rows = tuple(TableRow(cells=(TableCell(str(number)),)) for number in range(100))
 
     text = fragment(Page(title="t", facts=(), tables=(Table(title="t", columns=("n",), rows=rows),)))
 
@@ -183,7 +187,7 @@ def test_what_waits_in_a_store_is_a_slice():
     x = torch.randn(512, 32)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(4)))
     from torchremat.planning.plan_page import steps_of
-    from torchremat.planning.walks.cargo import StoredUnit
+    from torchremat.planning.simulator.offload_choices import StoredUnit
 
     plan = torchremat.plan(model, lambda model: model(x).square().mean(), budget="100%", cost="flops")
     away = StoredUnit(unit=1, store=0, leaves_after=1, comes_before=2, stored_bytes=2048)

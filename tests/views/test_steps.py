@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 from torchremat.views.step_chart import step_chart, thinned
-from torchremat.views.steps import Moment, Slice, Step, phases_of, runs
+from torchremat.views.steps import CurvePoint, Slice, Step, phases_of, runs
 from torchremat.views.trace import write_trace
 
 
 def moment(seconds, live_bytes, phase="forward", **more):
-    return Moment(seconds=seconds, live_bytes=live_bytes, phase=phase, **more)
+    return CurvePoint(seconds=seconds, live_bytes=live_bytes, phase=phase, **more)
 
 
 STEP = Step(

@@ -32,7 +32,7 @@ class _Called:
 
 
 @dataclass  # slots would be the same in all threads
-class _Calls(threading.local):
+class _RunningCalls(threading.local):
     """The calls of this thread of which not all has been saved, innermost last."""
 
     open: list[_Called] = field(default_factory=list[_Called])
@@ -43,7 +43,7 @@ class _Calls(threading.local):
             self.open.pop()
 
 
-_calls = _Calls()
+_calls = _RunningCalls()
 _watchers = 0
 _lock = threading.Lock()
 _save_for_backward = FunctionCtx.save_for_backward

@@ -54,7 +54,7 @@ class Work(Protocol):
     def wait(self) -> object: ...
 
 
-class Stage(Protocol):
+class TorchStage(Protocol):
     """What is used of a stage as it is."""
 
     submod: nn.Module
@@ -118,7 +118,7 @@ def _loop_of(schedule: object) -> FunctionType:
     return cast("FunctionType", getattr(type(schedule), LOOP))
 
 
-def stages_of(schedule: object) -> Sequence[Stage]:
+def stages_of(schedule: object) -> Sequence[TorchStage]:
     """Return the stages that this process runs."""
     if name_of(schedule) in SINGLE:
         return [cast("Any", schedule)._stage]
@@ -156,7 +156,7 @@ def orders_of(schedule: object) -> Mapping[int, Sequence[TorchAction]]:
     return cast("Any", schedule).pipeline_order_with_comms
 
 
-def whole_part_of(stage: Stage) -> Literal["input", "weight"] | None:
+def whole_part_of(stage: TorchStage) -> Literal["input", "weight"] | None:
     """Return in which of two parts all of autograd's backward runs; None if it is split between both.
 
     With a `dw_builder` it is the input part, and the other one is the user's. Of the first stage it is the weight part:

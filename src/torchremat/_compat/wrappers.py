@@ -42,7 +42,7 @@ class Wrapper:
     origins: Mapping[str, Sequence[str]]
 
 
-class _Seen(BaseException):
+class _ProgramReceived(BaseException):
     """The program was received. It is no error: what watches for those would report it, and keep folders for it."""
 
 
@@ -92,7 +92,7 @@ def wrapper_of(
 
     def receive(code: str) -> None:
         found.append(_read(virtual.graph, code))
-        raise _Seen
+        raise _ProgramReceived
 
     tried = copy.deepcopy(graph)
     (output,) = tried.graph.find_nodes(op="output")
@@ -110,7 +110,7 @@ def wrapper_of(
         )
         # Where users switch caches off, each compilation has a folder of its own, and leaves it.
         stack.enter_context(_replaced(import_module(_COMPILE), "with_fresh_cache_if_config", nullcontext))
-        stack.enter_context(suppress(_Seen))
+        stack.enter_context(suppress(_ProgramReceived))
         compile_(tried, inputs, is_backward=is_backward)
     if not found:
         raise UnsupportedError("Inductor offers its program to nobody; something else has taken its compilation over.")

@@ -25,7 +25,7 @@ from torchremat._compat.modes import (
     push_dispatch_mode,
     push_function_mode,
 )
-from torchremat.ambient.surroundings import surroundings
+from torchremat.ambient.global_state import ambient_state
 
 R = TypeVar("R")
 
@@ -34,7 +34,7 @@ class Handover:
     """What surrounds the caller, for work in other threads."""
 
     def __init__(self) -> None:
-        self._surroundings = surroundings()
+        self._ambient_state = ambient_state()
         self._function_modes = function_modes()
         self._dispatch_modes = dispatch_modes()
         self._grad = torch.is_grad_enabled()
@@ -48,7 +48,7 @@ class Handover:
 
     def _run(self, work: Callable[[], R]) -> R:
         with torch.inference_mode(self._inference), torch.set_grad_enabled(self._grad), ExitStack() as stack:
-            self._surroundings.restore(stack)
+            self._ambient_state.restore(stack)
             stack.enter_context(_entered(self._dispatch_modes, dispatch_modes, push_dispatch_mode, pop_dispatch_mode))
             stack.enter_context(_entered(self._function_modes, function_modes, push_function_mode, pop_function_mode))
             if self._hooks is not None:

@@ -39,7 +39,7 @@ from torchremat.cli.options import (
     place_of,
     stores_of,
 )
-from torchremat.cli.targets import Subject, TargetError, load
+from torchremat.cli.targets import TargetError, TargetStep, load
 from torchremat.errors import DeviceWarning, TorchrematError
 from torchremat.measuring.keeping import saved
 from torchremat.measuring.measurement import measure
@@ -295,7 +295,7 @@ def _planner(
     operators: bool,
     store: list[str] | None,
     on: On = None,
-) -> tuple[Subject, Planner]:
+) -> tuple[TargetStep, Planner]:
     """Return what a factory makes, and its planner; what this warns of is said in the end, also if it fails."""
     place, stores = described_of(device, on), stores_of(store)  # what is wrong with them is said before a model is made
     own = load(target)

@@ -11,8 +11,8 @@ import typer
 
 from torchremat.cli.targets import SHAPE, TargetError
 from torchremat.planning.budgets import checked_bytes, relative_of
-from torchremat.planning.elsewhere.devices import Device as DeviceDescription
-from torchremat.planning.elsewhere.devices import device_of, is_described
+from torchremat.planning.devices.device import Device as DeviceDescription
+from torchremat.planning.devices.device import device_of, is_described
 from torchremat.planning.searches.chains import Cost
 from torchremat.stores.disk import Disk
 from torchremat.stores.host import Host

@@ -29,7 +29,7 @@ class TargetError(Exception):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Subject:
+class TargetStep:
     """What a factory returned."""
 
     model: nn.Module
@@ -44,7 +44,7 @@ class Subject:
             self.optimizer.zero_grad()
 
 
-def load(target: str) -> Subject:
+def load(target: str) -> TargetStep:
     """Return what the factory `module:function` makes.
 
     Raises:
@@ -93,7 +93,7 @@ def _offered(module_name: str) -> str:
     return f" It defines {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}." if names else ""
 
 
-def _subject(target: str, made: object) -> Subject:
+def _subject(target: str, made: object) -> TargetStep:
     parts = cast("tuple[object, ...]", made) if isinstance(made, tuple) else ()
     if len(parts) not in (2, 3):
         raise TargetError(f"{target} returned {_described(made)}; {SHAPE} is needed.")
@@ -104,7 +104,7 @@ def _subject(target: str, made: object) -> Subject:
         raise TargetError(f"{target} returned {_described(made)}; the second has to be a function, step(model).")
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise TargetError(f"{target} returned {_described(made)}; the third has to be a torch.optim.Optimizer.")
-    return Subject(model=model, step=cast("Step", step), optimizer=optimizer)
+    return TargetStep(model=model, step=cast("Step", step), optimizer=optimizer)
 
 
 def _described(made: object) -> str:

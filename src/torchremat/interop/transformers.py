@@ -72,7 +72,7 @@ class MemoryBudget(wishes.MemoryBudget, transformers.TrainerCallback):
         UnsupportedError: Another argument is something else than it can be.
     """
 
-    _watch: _Watch | None = None
+    _watch: _TrainingWatch | None = None
 
     def on_train_begin(
         self,
@@ -89,7 +89,7 @@ class MemoryBudget(wishes.MemoryBudget, transformers.TrainerCallback):
         self._end()  # what a training that failed has left
         trainer = _trainer_of(self, sys._getframe(1))
         _check(trainer, args)
-        self._watch = _Watch(trainer, self._wishes)
+        self._watch = _TrainingWatch(trainer, self._wishes)
 
     def on_step_end(
         self,
@@ -122,7 +122,7 @@ class MemoryBudget(wishes.MemoryBudget, transformers.TrainerCallback):
             watch.end()
 
 
-class _Watch:
+class _TrainingWatch:
     """One training of one trainer."""
 
     def __init__(self, trainer: transformers.Trainer, wishes: Wishes) -> None:

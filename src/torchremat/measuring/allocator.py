@@ -9,10 +9,10 @@ import torch
 from torchremat._compat.accelerators import accelerator_of
 from torchremat.measuring.history import recorded_by_history
 from torchremat.measuring.profiled import check_no_profiler, recorded_by_profiler
-from torchremat.measuring.traces import Recorder
+from torchremat.measuring.traces import AllocationRecorder
 
 
-def record_allocations(device: torch.device) -> AbstractContextManager[Recorder]:
+def record_allocations(device: torch.device) -> AbstractContextManager[AllocationRecorder]:
     """Record what the allocator of `device` does during the block.
 
     The recorder that it gives takes marks; its `trace` is there after the block. An error in the block goes through,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from torchremat.ambient.surroundings import only_watches
+from torchremat.ambient.global_state import only_watches
 from torchremat.measuring.modules import visible_modules
 from torchremat.measuring.storages import StorageNumbers
 from torchremat.tensors.structure import tensors_in

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchremat.measuring.pictures import new_figure
-from torchremat.measuring.timeline import Timeline
+from torchremat.measuring.timeline import MemoryTimeline
 from torchremat.tensors.sizes import format_bytes
 
 if TYPE_CHECKING:
@@ -58,14 +58,14 @@ class Curve:
     peak: str = ""
 
 
-def phase_at(timeline: Timeline, event: int) -> Phase:
+def phase_at(timeline: MemoryTimeline, event: int) -> Phase:
     """Return what runs at an event, a recompute told from the backward that it is for."""
     if not timeline.in_backward[event]:
         return "forward"
     return "recompute" if timeline.operator_at(event).recomputes else "backward"
 
 
-def curve_of(timeline: Timeline, *, name: str, before_bytes: int, budget_bytes: int | None = None) -> Curve:
+def curve_of(timeline: MemoryTimeline, *, name: str, before_bytes: int, budget_bytes: int | None = None) -> Curve:
     """Return a measured timeline as a curve: the bytes jump at each event and stay until the next.
 
     A recompute is told from the backward that it is for where the operators are known.

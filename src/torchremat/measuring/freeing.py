@@ -11,9 +11,9 @@ from torch import Tensor
 
 from torchremat.errors import PolicyError, UnsupportedError
 from torchremat.measuring.calls import ModuleCall
-from torchremat.measuring.saving import Ran, Save
+from torchremat.measuring.saving import RanOperator, Save
 from torchremat.regions.decisions import Decision, OperatorContext, Policy, decision_of
-from torchremat.regions.traits import traits_of
+from torchremat.regions.selective.op_info import traits_of
 from torchremat.tensors.metadata import Metadata
 from torchremat.tensors.structure import join
 
@@ -45,7 +45,7 @@ class StepLog:
         is_compiled: Whether compiled code ran.
     """
 
-    operators: tuple[Ran, ...]
+    operators: tuple[RanOperator, ...]
     saves: tuple[Save, ...]
     calls: tuple[ModuleCall, ...]
     roots: frozenset[str]
@@ -219,7 +219,7 @@ class _Choosing:
         if not self._served.issuperset(save.storages):
             self._end = save.position
 
-    def _ask(self, rank: int, ran: Ran) -> None:
+    def _ask(self, rank: int, ran: RanOperator) -> None:
         traits = traits_of(ran.function)
         if traits.is_ignored or ran.casts_weight:
             return
@@ -233,18 +233,18 @@ class _Choosing:
             self._results.append((rank, ran.storages, decision))
         (self.kept if decision.kind == "save" else self.stored).update(self._saved.intersection(ran.storages))
 
-    def _decision(self, ran: Ran) -> Decision:
+    def _decision(self, ran: RanOperator) -> Decision:
         call = join(ran.arguments, _without_values(ran.tensors))
         args, kwargs = cast("tuple[tuple[Any, ...], dict[str, Any]]", call)
-        context = OperatorContext(_Names(self._log, ran))
+        context = OperatorContext(_ModulesByName(self._log, ran))
         context.op_output = join(ran.result, _without_values(ran.outputs))
         return decision_of(self._policy(context, ran.function, *args, **kwargs), self._policy)
 
 
-class _Names:
+class _ModulesByName:
     """The modules that ran an operator, for policies that ask."""
 
-    def __init__(self, log: StepLog, ran: Ran) -> None:
+    def __init__(self, log: StepLog, ran: RanOperator) -> None:
         self._log = log
         self._ran = ran
 

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torchremat._compat.accelerators import Happened, accelerator_of
 from torchremat.errors import UnsupportedError
 from torchremat.measuring.interrupts import uninterrupted
-from torchremat.measuring.traces import AllocationTrace, Mark, RecordedBlock
+from torchremat.measuring.traces import AllocationTrace, RecordedBlock, TraceMark
 
 # NOTE [ What a device holds ]
 #
@@ -95,7 +95,7 @@ class HistoryRecorder(RecordedBlock):
             ptr=np.array([one.ptr for one in history], dtype=np.int64),
             delta_bytes=deltas,
             marks=tuple(
-                Mark(id=mark, label=one.label, time_ns=clock.time_ns(one), position=one.position - start.position)
+                TraceMark(id=mark, label=one.label, time_ns=clock.time_ns(one), position=one.position - start.position)
                 for mark, one in enumerate(moments)
             ),
             foreign_freed_bytes=foreign_freed_bytes,

@@ -17,9 +17,9 @@ from torch import nn
 from torchremat.measuring.freeing import StepLog, blocks_of
 from torchremat.measuring.needs import need_of
 from torchremat.measuring.packed import InStore, behind, kept_by
-from torchremat.measuring.saved_report import Copy, KeptStorage, Kind, Saved, SavedReport
-from torchremat.measuring.saving import Packed, SaveLog, Watched
-from torchremat.regions.operators import Operator
+from torchremat.measuring.saved_report import DerivedStorage, KeptStorage, Kind, Saved, SavedReport
+from torchremat.measuring.saving import SavedPlaceholder, SaveLog, WatchedForward
+from torchremat.regions.diagnosis.operators import LoggedOperator
 from torchremat.regions.region import Region
 from torchremat.regions.slots import Slot
 from torchremat.tensors.graphs import GraphSlot
@@ -30,13 +30,13 @@ _CHOSEN = "kept by a policy"
 
 
 @dataclass(slots=True)
-class _Found:
+class _FoundSave:
     """A save, before it is known who shares its storages."""
 
     storages: tuple[int, ...]
     metadata: Metadata
     node: GraphSlot | None
-    operator: Operator | None = None
+    operator: LoggedOperator | None = None
     custom: str = ""
     module: str = ""
     source: str = ""
@@ -53,19 +53,21 @@ class Inventory:
         savers: The operators that have saved something, by the number of the save.
     """
 
-    def __init__(self, run: Watched, savers: Mapping[int, Operator]) -> None:
+    def __init__(self, run: WatchedForward, savers: Mapping[int, LoggedOperator]) -> None:
         self.run = run
         self.log: SaveLog = run.log
         self.savers = savers
         self.kinds: dict[int, Kind] = {number: one.kind for number, one in run.before.items()}
         self.stored: dict[int, int] = {}  # bytes by number; what is in a store has a negative one
         self.stores: dict[int, int] = {}
-        self.found: list[_Found] = []
+        self.found: list[_FoundSave] = []
         self.regions: set[int] = set()
         self.region_slots = 0
         self.unknown: Counter[str] = Counter()
 
-    def report(self, alive: Mapping[int, Packed], slots: list[GraphSlot], *, requires_grad: bool) -> SavedReport:
+    def report(
+        self, alive: Mapping[int, SavedPlaceholder], slots: list[GraphSlot], *, requires_grad: bool
+    ) -> SavedReport:
         """Return the report.
 
         Args:
@@ -74,7 +76,7 @@ class Inventory:
             requires_grad: Whether the loss does.
         """
         inside = [(slot, slot.raw.data) for slot in sorted(slots, key=lambda slot: slot.sequence)]
-        held = {packed.index: slot for slot, packed in inside if isinstance(packed, Packed)}
+        held = {packed.index: slot for slot, packed in inside if isinstance(packed, SavedPlaceholder)}
         for index, packed in alive.items():
             self._add_packed(packed, held.get(index))
         for slot, packed in inside:
@@ -113,10 +115,10 @@ class Inventory:
 
     # -------------------------------------------------------------------------------------------------------- saves
 
-    def _add_packed(self, packed: Packed, slot: GraphSlot | None) -> None:
+    def _add_packed(self, packed: SavedPlaceholder, slot: GraphSlot | None) -> None:
         save = self.log.saves[packed.index]
         self.found.append(
-            _Found(
+            _FoundSave(
                 storages=self.run.numbers.of(packed.tensor),
                 metadata=self.log.metadata[packed.index],
                 node=slot,
@@ -138,7 +140,7 @@ class Inventory:
             slot: Where; None if it is in no node.
             words: What it is, if it is no operator's.
         """
-        if isinstance(packed, Packed):
+        if isinstance(packed, SavedPlaceholder):
             return
         if isinstance(packed, Slot):
             self._add_region(packed.region)
@@ -174,7 +176,7 @@ class Inventory:
     def _place(
         self, slot: GraphSlot | None, words: str, storages: tuple[int, ...], metadata: Metadata, version: int = -1
     ) -> None:
-        found = _Found(storages, metadata, slot, custom=words, version=version, version_now=version)
+        found = _FoundSave(storages, metadata, slot, custom=words, version=version, version_now=version)
         # Without a hook it is from before the step or from another thread, which has numbers of its own.
         is_known = slot is not None and slot.raw.unpack_hook is not None
         ran = self.log.by_node.get(slot.sequence) if slot is not None and is_known else None
@@ -185,7 +187,7 @@ class Inventory:
 
     # ------------------------------------------------------------------------------------------------------- entries
 
-    def _entry(self, index: int, one: _Found, sharing: Mapping[int, list[int]]) -> Saved:
+    def _entry(self, index: int, one: _FoundSave, sharing: Mapping[int, list[int]]) -> Saved:
         shape, dtype, device, strides = one.metadata
         others = sorted({other for number in one.storages for other in sharing[number]} - {index})
         kinds: list[Kind] = [self._kind(number) for number in one.storages]
@@ -224,7 +226,7 @@ class Inventory:
 
     # -------------------------------------------------------------------------------------------------------- copies
 
-    def _copies(self, sharing: Mapping[int, list[int]]) -> Iterator[Copy]:
+    def _copies(self, sharing: Mapping[int, list[int]]) -> Iterator[DerivedStorage]:
         for number in sharing:
             copied = self.log.copied.get(number)
             if copied is None or self._kind(number) != "saved" or not self._is_at(number, copied.version, sharing):
@@ -237,7 +239,7 @@ class Inventory:
                     break
                 source = further
             else:
-                yield Copy(
+                yield DerivedStorage(
                     storage=number,
                     source=source.source,
                     source_kind=self._kind(source.source),

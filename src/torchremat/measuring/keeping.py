@@ -12,11 +12,11 @@ from torchremat.measuring.arguments import Step, model_and_step, model_first
 from torchremat.measuring.inventory import Inventory
 from torchremat.measuring.runs import Subject, subject_of
 from torchremat.measuring.saved_report import SavedReport
-from torchremat.measuring.saving import Watched, watched
+from torchremat.measuring.saving import WatchedForward, watched
 from torchremat.measuring.step import loss_of
 from torchremat.measuring.tracebacks import without_our_frames
 from torchremat.regions.abandoning import abandon
-from torchremat.regions.operators import Operator
+from torchremat.regions.diagnosis.operators import LoggedOperator
 from torchremat.tensors.graphs import nodes_of, slots_of
 from torchremat.tensors.metadata import Metadata
 
@@ -58,7 +58,7 @@ def saved(model: nn.Module | Step, step: Step | None = None) -> SavedReport:
     return _compiled_report(subject, eager)
 
 
-def _compiled_report(subject: Subject, eager: list[tuple[Metadata, Operator | None]]) -> SavedReport:
+def _compiled_report(subject: Subject, eager: list[tuple[Metadata, LoggedOperator | None]]) -> SavedReport:
     """Return the report of a run with compiled code; the operators outside of that are those of another run."""
     with watched(subject, operators=False) as run:
         outside = [index for index, save in enumerate(run.log.saves) if not save.is_compiled]
@@ -83,7 +83,7 @@ def _root(result: object) -> Tensor | None:
     return loss_of(result)
 
 
-def _report(run: Watched, savers: Mapping[int, Operator]) -> SavedReport:
+def _report(run: WatchedForward, savers: Mapping[int, LoggedOperator]) -> SavedReport:
     root = _root(run.take_result())
     report = report_of(run, savers, [] if root is None else [root])
     if run.log.unpacks and not (report.entries or report.regions or report.unknown):
@@ -93,7 +93,7 @@ def _report(run: Watched, savers: Mapping[int, Operator]) -> SavedReport:
     return report
 
 
-def report_of(run: Watched, savers: Mapping[int, Operator], roots: Sequence[Tensor]) -> SavedReport:
+def report_of(run: WatchedForward, savers: Mapping[int, LoggedOperator], roots: Sequence[Tensor]) -> SavedReport:
     """Return the report of a forward that has been watched; no backward can go through its regions afterwards.
 
     Args:

@@ -22,7 +22,7 @@ from torchremat._compat.compiled_code import runs_compiled_code
 from torchremat._compat.modes import EagerMode, sequence_number
 from torchremat.measuring.callers import line_of_user, shown_line
 from torchremat.measuring.step import run_backward
-from torchremat.measuring.timeline import UNKNOWN, Change, OperatorLine, Timeline
+from torchremat.measuring.timeline import UNKNOWN, MemoryTimeline, ModuleChange, OperatorLine
 
 # An allocator of a device rounds sizes up to this.
 _ROUNDED_BYTES = 512
@@ -34,7 +34,7 @@ _NEXT_FEW = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
+class OperatorStart:
     """From the event with this index on, an operator runs."""
 
     position: int
@@ -55,7 +55,7 @@ class OperatorLines(EagerMode):
 
     def __init__(self, position: Callable[[], int], is_recomputing: Callable[[], bool]) -> None:
         super().__init__()
-        self.ran: list[Ran] = []
+        self.ran: list[OperatorStart] = []
         self.is_compiled = False
         self._position = position
         self._is_recomputing = is_recomputing
@@ -71,7 +71,7 @@ class OperatorLines(EagerMode):
     ) -> object:
         # What `backward` does before its first node, to begin with, is no recompute.
         recomputes = self._is_recomputing() and current_node() is not None
-        self.ran.append(Ran(self._position(), OperatorLine(str(func), self._line(recomputes), recomputes)))
+        self.ran.append(OperatorStart(self._position(), OperatorLine(str(func), self._line(recomputes), recomputes)))
         return func(*args, **(kwargs or {}))
 
     def _line(self, recomputes: bool) -> str:
@@ -92,7 +92,7 @@ class OperatorLines(EagerMode):
         return line
 
 
-def noted(timeline: Timeline, ran: Sequence[Ran]) -> Timeline:
+def noted(timeline: MemoryTimeline, ran: Sequence[OperatorStart]) -> MemoryTimeline:
     """Return the timeline that the operators were noted beside, with them."""
     if not ran:
         return timeline
@@ -101,12 +101,12 @@ def noted(timeline: Timeline, ran: Sequence[Ran]) -> Timeline:
 
 
 def matched(
-    timeline: Timeline,
-    changes: Sequence[Change],
-    other: Timeline,
-    other_changes: Sequence[Change],
-    ran: Sequence[Ran],
-) -> Timeline:
+    timeline: MemoryTimeline,
+    changes: Sequence[ModuleChange],
+    other: MemoryTimeline,
+    other_changes: Sequence[ModuleChange],
+    ran: Sequence[OperatorStart],
+) -> MemoryTimeline:
     """Return a timeline with the operators that were noted beside that of another run of the same step.
 
     Where modules were called otherwise in the two, as where compiled code ran, there are none.
@@ -124,11 +124,11 @@ def matched(
     return _with(timeline, found, ran)
 
 
-def _stretches(changes: Sequence[Change], events: int) -> list[tuple[int, int]]:
+def _stretches(changes: Sequence[ModuleChange], events: int) -> list[tuple[int, int]]:
     return list(pairwise([0, *(min(one.position, events) for one in changes), events]))
 
 
-def _deltas(timeline: Timeline) -> list[int]:
+def _deltas(timeline: MemoryTimeline) -> list[int]:
     # What was there before makes no difference: the first event is compared with nothing.
     deltas = np.diff(timeline.live_bytes, prepend=timeline.live_bytes[:1]).tolist()
     return [delta if delta <= 0 else -(-delta // _ROUNDED_BYTES) * _ROUNDED_BYTES for delta in deltas]
@@ -164,7 +164,7 @@ def _pairs(sizes: list[int], others: list[int]) -> Iterator[tuple[int, int]]:
             begin = found + 1
 
 
-def _with(timeline: Timeline, ran_at: Sequence[int], ran: Sequence[Ran]) -> Timeline:
+def _with(timeline: MemoryTimeline, ran_at: Sequence[int], ran: Sequence[OperatorStart]) -> MemoryTimeline:
     names = {UNKNOWN: 0}
     numbers = [names.setdefault(ran[place].what if place >= 0 else UNKNOWN, len(names)) for place in ran_at]
     return replace(timeline, operator=np.array(numbers, dtype=np.int64), operators=tuple(names))

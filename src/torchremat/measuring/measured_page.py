@@ -10,13 +10,13 @@ import numpy as np
 
 from torchremat.measuring.curves import Phase, phase_at
 from torchremat.tensors.sizes import format_bytes
-from torchremat.views.page import Cell, Fact, Page, Row, Table, milliseconds_cell, size_cell
+from torchremat.views.page import Fact, Page, Table, TableCell, TableRow, milliseconds_cell, size_cell
 from torchremat.views.step_chart import step_chart
-from torchremat.views.steps import Moment, Slice, Step, phases_of, runs
+from torchremat.views.steps import CurvePoint, Slice, Step, phases_of, runs
 
 if TYPE_CHECKING:
     from torchremat.measuring.measurement import Measurement
-    from torchremat.measuring.timeline import Timeline
+    from torchremat.measuring.timeline import MemoryTimeline
 
 OUTSIDE = "(outside of all)"
 
@@ -26,7 +26,7 @@ _HEADINGS = ("module", "highest", "left by forward", "forward", "recompute", "ba
 def step_of(measurement: Measurement) -> Step:
     """Return a measured step as there is to see of it."""
     timeline = measurement.timeline
-    start = Moment(seconds=0.0, live_bytes=measurement.before_bytes, phase="forward", says=("before the step",))
+    start = CurvePoint(seconds=0.0, live_bytes=measurement.before_bytes, phase="forward", says=("before the step",))
     moments = (start, *(_moment(timeline, event) for event in range(len(timeline))))
     return Step(
         name=f"measured on {measurement.device}",
@@ -44,9 +44,9 @@ def block_of(name: str) -> str:
     return ".".join(parts[: number + 1])
 
 
-def _moment(timeline: Timeline, event: int) -> Moment:
+def _moment(timeline: MemoryTimeline, event: int) -> CurvePoint:
     name, operator, phase = timeline.module_at(event), timeline.operator_at(event), phase_at(timeline, event)
-    return Moment(
+    return CurvePoint(
         seconds=float(timeline.seconds[event]),
         live_bytes=int(timeline.live_bytes[event]),
         phase=phase,
@@ -59,7 +59,7 @@ def _moment(timeline: Timeline, event: int) -> Moment:
     )
 
 
-def _modules(timeline: Timeline, *, row: str) -> tuple[Slice, ...]:
+def _modules(timeline: MemoryTimeline, *, row: str) -> tuple[Slice, ...]:
     names = [block_of(name) if row == "block" else name for name in timeline.names]
     return runs(
         (
@@ -71,7 +71,7 @@ def _modules(timeline: Timeline, *, row: str) -> tuple[Slice, ...]:
 
 
 @dataclass
-class _Took:
+class _ModuleTotals:
     """What a module took, added up."""
 
     highest_bytes: int
@@ -79,13 +79,13 @@ class _Took:
     seconds: dict[Phase, float]
 
 
-def _took(timeline: Timeline, before_bytes: int) -> dict[str, _Took]:
-    found: dict[str, _Took] = {}
+def _took(timeline: MemoryTimeline, before_bytes: int) -> dict[str, _ModuleTotals]:
+    found: dict[str, _ModuleTotals] = {}
     deltas = np.diff(timeline.live_bytes, prepend=before_bytes).tolist()
     lasts = np.diff(timeline.seconds, append=timeline.seconds[-1:]).tolist()
     for event, (delta, seconds) in enumerate(zip(deltas, lasts, strict=True)):
         name, phase = timeline.module_at(event) or OUTSIDE, phase_at(timeline, event)
-        one = found.setdefault(name, _Took(0, 0, defaultdict(float)))
+        one = found.setdefault(name, _ModuleTotals(0, 0, defaultdict(float)))
         one.highest_bytes = max(one.highest_bytes, int(timeline.live_bytes[event]))
         one.left_bytes += delta if phase == "forward" else 0
         one.seconds[phase] += seconds
@@ -96,9 +96,9 @@ def _table(measurement: Measurement) -> Table:
     took = _took(measurement.timeline, measurement.before_bytes)
     most = max((one.left_bytes for one in took.values()), default=0)
     rows = tuple(
-        Row(
+        TableRow(
             cells=(
-                Cell(name),
+                TableCell(name),
                 size_cell(one.highest_bytes),
                 size_cell(one.left_bytes),
                 *(milliseconds_cell(one.seconds[phase]) for phase in ("forward", "recompute", "backward")),

@@ -30,7 +30,7 @@ from torchremat.measuring.measured_page import page_of, step_of
 from torchremat.measuring.profiled import profiler_is_active
 from torchremat.measuring.runs import run_counted, run_plain, run_traced, subject_of
 from torchremat.measuring.step import run_backward
-from torchremat.measuring.timeline import Timeline
+from torchremat.measuring.timeline import MemoryTimeline
 from torchremat.measuring.tracebacks import without_our_frames
 from torchremat.tensors.sizes import format_bytes
 from torchremat.views.page import Page
@@ -82,7 +82,7 @@ class Measurement(ViewedOverTime):
     seconds: float
     flops: int
     recomputed_flops: int
-    timeline: Timeline
+    timeline: MemoryTimeline
     resident_bytes: int = 0
     slack_bytes: int = 0
     reserved_bytes: int | None = None

@@ -8,11 +8,11 @@ from typing import cast
 
 from torch import Tensor
 
-from torchremat.regions import selection
 from torchremat.regions.region import Region
+from torchremat.regions.selective import cache as selection
 from torchremat.stores.catalog import Apart
 from torchremat.stores.kept import Kept
-from torchremat.stores.narrowing import Image, Narrowable
+from torchremat.stores.narrowing import Narrowable, Surrogate
 from torchremat.stores.stored import Stored
 from torchremat.tensors.metadata import Metadata
 
@@ -53,13 +53,13 @@ def behind(packed: object) -> Iterator[Tensor | InStore]:
                 yield from behind(one)
         case Narrowable():
             yield from behind(packed.stored)
-        case Image():
+        case Surrogate():
             place = packed.geometry
             size = 0 if packed.bits is None else packed.bits.stored_bytes
             yield InStore(packed, size, (place.shape, place.dtype, place.device, place.strides))
-        case selection.Value():
+        case selection.KeptValue():
             yield packed.tensor
-        case selection.Stored():
+        case selection.StoredOutput():
             yield from behind(packed.packed)
         case tuple() | list():
             for one in cast("list[object]", packed):

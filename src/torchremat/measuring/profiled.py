@@ -50,7 +50,7 @@ from torchremat.measuring.bindings import (
     stop_profiler,
 )
 from torchremat.measuring.interrupts import uninterrupted
-from torchremat.measuring.traces import AllocationTrace, Mark, RecordedBlock
+from torchremat.measuring.traces import AllocationTrace, RecordedBlock, TraceMark
 
 _MARK = "torchremat.mark:"
 _BLOCK = -1  # the id of the mark that tells whether the profiler was ours to the end
@@ -94,7 +94,7 @@ class ProfilerRecorder(RecordedBlock):
         marked = [(label, marked_ns.get(mark, wall_ns)) for mark, (label, wall_ns) in sorted(self._marked.items())]
         positions = np.searchsorted(times, [time_ns for _, time_ns in marked]).tolist()
         marks = [
-            Mark(id=mark, label=label, time_ns=time_ns, position=position)
+            TraceMark(id=mark, label=label, time_ns=time_ns, position=position)
             for mark, ((label, time_ns), position) in enumerate(zip(marked, positions, strict=True))
         ]
         self._trace = AllocationTrace(

@@ -22,7 +22,7 @@ from torchremat.measuring.allocator import record_allocations
 from torchremat.measuring.before import BytesBefore, bytes_before
 from torchremat.measuring.flops import FlopCounter
 from torchremat.measuring.holding import used_up
-from torchremat.measuring.lines import OperatorLines, Ran
+from torchremat.measuring.lines import OperatorLines, OperatorStart
 from torchremat.measuring.modules import has_compiled, module_stack
 from torchremat.measuring.optimizers import with_wrapped
 from torchremat.measuring.step import (
@@ -34,7 +34,7 @@ from torchremat.measuring.step import (
     run_backward,
 )
 from torchremat.measuring.threads import OwnThread
-from torchremat.measuring.timeline import Change, Timeline, timeline_of
+from torchremat.measuring.timeline import MemoryTimeline, ModuleChange, timeline_of
 from torchremat.measuring.tracker import StorageTracker
 from torchremat.measuring.untouched import gradient_leaves, untouched
 from torchremat.measuring.writes import Known
@@ -204,9 +204,9 @@ class Counted:
     kept_bytes: int
     flops: int
     recomputed_flops: int
-    timeline: Timeline
-    changes: tuple[Change, ...]
-    ran: tuple[Ran, ...]
+    timeline: MemoryTimeline
+    changes: tuple[ModuleChange, ...]
+    ran: tuple[OperatorStart, ...]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -216,8 +216,8 @@ class Traced:
     peak_bytes: int
     kept_bytes: int
     slack_bytes: int
-    timeline: Timeline
-    changes: tuple[Change, ...]
+    timeline: MemoryTimeline
+    changes: tuple[ModuleChange, ...]
 
     def peak_beyond(self, before: BytesBefore) -> int:
         """Return the peak with what of the slack is not in `before`."""
@@ -264,13 +264,13 @@ class _Phase:
 
 def run_counted(subject: Subject, device: torch.device, *, lines: bool = False) -> Counted:
     """Run the step under the storage tracker and the flop counter; with `lines` operators are noted as well."""
-    phase, tracker, changes = _Phase(), StorageTracker(device), list[Change]()
+    phase, tracker, changes = _Phase(), StorageTracker(device), list[ModuleChange]()
     counter, own = FlopCounter(phase.is_recomputing), OwnThread()
     noting = OperatorLines(lambda: tracker.events, phase.is_recomputing)
 
     def changed(module: str) -> None:
         own.note(module)
-        changes.append(Change(position=tracker.events, module=module))
+        changes.append(ModuleChange(position=tracker.events, module=module))
 
     with subject.untouched():
         before = subject.before(device)
@@ -321,7 +321,7 @@ def run_traced(subject: Subject, device: torch.device, *, before_bytes: int) -> 
         del loss
     own.check(device)
     changes = [
-        Change(position=mark.position, module=mark.label)
+        ModuleChange(position=mark.position, module=mark.label)
         for mark in sorted(trace.marks, key=lambda mark: mark.position)
         if mark.id not in (start, forward_end)
     ]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from torchremat.measuring.measured_page import OUTSIDE
 from torchremat.measuring.saved_text import storage_rows, summary_rows
 from torchremat.tensors.sizes import format_bytes
-from torchremat.views.page import Cell, Fact, Page, Row, Table, size_cell
+from torchremat.views.page import Fact, Page, Table, TableCell, TableRow, size_cell
 from torchremat.views.tree_chart import tree_chart
 
 if TYPE_CHECKING:
@@ -42,8 +42,8 @@ def page_of(report: SavedReport) -> Page:
 
 def _totals(title: str, name: str, totals: Mapping[str, int], whole: int) -> Table:
     rows = tuple(
-        Row(
-            cells=(Cell(key or OUTSIDE), size_cell(size), Cell(f"{100 * size / whole:.1f}%", size)),
+        TableRow(
+            cells=(TableCell(key or OUTSIDE), size_cell(size), TableCell(f"{100 * size / whole:.1f}%", size)),
             key=key if name == "module" else "",
             share=size / whole,
         )
@@ -55,14 +55,14 @@ def _totals(title: str, name: str, totals: Mapping[str, int], whole: int) -> Tab
 
 def _storages(report: SavedReport) -> Table:
     rows = tuple(
-        Row(
+        TableRow(
             cells=(
-                Cell(first.place + (f" +{len(one.saves) - 1}" if len(one.saves) > 1 else "")),
-                Cell(format_bytes(one.size) + (" stored" if one.kind == "stored" else ""), one.size),
-                Cell(first.operator),
-                Cell(first.module),
-                Cell(first.source),
-                Cell(f"{first.dtype}{list(first.shape)}"),
+                TableCell(first.place + (f" +{len(one.saves) - 1}" if len(one.saves) > 1 else "")),
+                TableCell(format_bytes(one.size) + (" stored" if one.kind == "stored" else ""), one.size),
+                TableCell(first.operator),
+                TableCell(first.module),
+                TableCell(first.source),
+                TableCell(f"{first.dtype}{list(first.shape)}"),
             ),
             key=first.module,
         )
@@ -77,10 +77,10 @@ def _storages(report: SavedReport) -> Table:
 
 
 def _blocks(report: SavedReport) -> Table:
-    rows: list[Row] = []
+    rows: list[TableRow] = []
     for name in () if report.is_compiled else report.blocks:
         one = report.freed_by(blocks=[name])
-        rows.append(Row(cells=(Cell(name), size_cell(one.freed_bytes), size_cell(one.input_bytes))))
+        rows.append(TableRow(cells=(TableCell(name), size_cell(one.freed_bytes), size_cell(one.input_bytes))))
     return Table(
         title="Blocks as regions",
         columns=("as a region", "frees", "keeps"),

@@ -101,7 +101,7 @@ class KeptStorage:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Copy:
+class DerivedStorage:
     """A saved storage that could be made again from another one that is there anyway.
 
     Attributes:
@@ -139,7 +139,7 @@ class SavedReport(Viewed):
 
     entries: tuple[Saved, ...]
     storages: Mapping[int, KeptStorage]
-    copies: tuple[Copy, ...]
+    copies: tuple[DerivedStorage, ...]
     blocks: tuple[str, ...]
     region_slots: int
     regions: int

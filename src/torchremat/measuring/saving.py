@@ -26,7 +26,7 @@ from torchremat._compat.transforms import beside_transforms, transforms_beside_h
 from torchremat.errors import MutationError
 from torchremat.measuring.calls import ModuleCall, ModuleCalls, module_calls, names_of
 from torchremat.measuring.storages import StorageNumbers
-from torchremat.regions.operators import Operator, OperatorLog, Place, Source
+from torchremat.regions.diagnosis.operators import LoggedOperator, OperatorLog, Source, SourcePlace
 from torchremat.tensors.held import holding
 from torchremat.tensors.metadata import Metadata, metadata_of, version_of
 from torchremat.tensors.structure import split
@@ -42,7 +42,7 @@ BeforeKind = Literal["parameter", "buffer", "input"]
 _COPIES = ("aten._to_copy.", "aten.clone.", "aten._reshape_copy.", "aten.lift_fresh_copy.")
 
 
-class Packed:
+class SavedPlaceholder:
     """What autograd holds in place of a tensor while a step is watched."""
 
     __slots__ = ("__weakref__", "index", "tensor", "version")
@@ -80,7 +80,7 @@ class Save:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ran:
+class RanOperator:
     """An operator that ran, as far as a policy may want to know of it.
 
     Attributes:
@@ -95,7 +95,7 @@ class Ran:
         casts_weight: Whether autocast casts a parameter in it, which no policy is asked about.
     """
 
-    operator: Operator
+    operator: LoggedOperator
     function: Callable[..., object]
     call: int | None
     arguments: object
@@ -107,7 +107,7 @@ class Ran:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Before:
+class PriorTensor:
     """A tensor that was there before the step."""
 
     kind: BeforeKind
@@ -121,7 +121,7 @@ class Copied:
     source: int
     source_version: int
     version: int
-    operator: Operator
+    operator: LoggedOperator
 
 
 class SaveLog(OperatorLog):
@@ -143,20 +143,20 @@ class SaveLog(OperatorLog):
         self.numbers = numbers
         self.calls = calls
         self.saves: list[Save] = []
-        self.packed: list[ReferenceType[Packed]] = []
-        self.rans: list[Ran] = []
+        self.packed: list[ReferenceType[SavedPlaceholder]] = []
+        self.rans: list[RanOperator] = []
         self.copied: dict[int, Copied] = {}
-        self.by_node: dict[int, Ran] = {}
+        self.by_node: dict[int, RanOperator] = {}
         self.unpacks = 0
 
-    def pack(self, tensor: Tensor) -> Packed:
+    def pack(self, tensor: Tensor) -> SavedPlaceholder:
         """Take a tensor that autograd saves: the hook."""
-        packed = Packed(len(self.saves), tensor)
+        packed = SavedPlaceholder(len(self.saves), tensor)
         self.packed.append(ref(packed))
         self.save(tensor)
         return packed
 
-    def unpack(self, packed: Packed | Tensor) -> Tensor:
+    def unpack(self, packed: SavedPlaceholder | Tensor) -> Tensor:
         """Give it back, to a backward that the step itself runs: the hook.
 
         Raises:
@@ -175,7 +175,7 @@ class SaveLog(OperatorLog):
             )
         return packed.tensor
 
-    def saved(self, index: int, tensor: Tensor, place: Place) -> None:
+    def saved(self, index: int, tensor: Tensor, place: SourcePlace) -> None:
         """Note where a tensor is saved."""
         self.saves.append(
             Save(
@@ -192,8 +192,8 @@ class SaveLog(OperatorLog):
 
     def ran(
         self,
-        operator: Operator,
-        place: Place,
+        operator: LoggedOperator,
+        place: SourcePlace,
         func: Callable[..., object],
         args: tuple[object, ...],
         kwargs: Mapping[str, object],
@@ -204,7 +204,7 @@ class SaveLog(OperatorLog):
         outputs: list[Tensor] = []
         arguments = split((args, dict(kwargs)), tensors, [])
         template = split(result, outputs, [])
-        ran = Ran(
+        ran = RanOperator(
             operator=operator,
             function=func,
             call=self.calls.current,
@@ -229,7 +229,7 @@ class SaveLog(OperatorLog):
                 )
 
 
-def _casts_weight(operator: Operator, tensors: list[Tensor]) -> bool:
+def _casts_weight(operator: LoggedOperator, tensors: list[Tensor]) -> bool:
     # Whether autocast is on does not show in a mode: it is off while it casts.
     return (
         operator.name == "aten._to_copy.default" and bool(tensors) and tensors[0].requires_grad and tensors[0].is_leaf
@@ -237,7 +237,7 @@ def _casts_weight(operator: Operator, tensors: list[Tensor]) -> bool:
 
 
 @dataclass(kw_only=True, eq=False)
-class Watched:
+class WatchedForward:
     """A forward that has been watched, and is still there.
 
     Attributes:
@@ -253,7 +253,7 @@ class Watched:
     log: SaveLog
     calls: list[ModuleCall]
     numbers: StorageNumbers
-    before: Mapping[int, Before]
+    before: Mapping[int, PriorTensor]
     roots: frozenset[str]
 
     def take_result(self) -> object:
@@ -263,7 +263,7 @@ class Watched:
 
 
 @contextmanager
-def watched(subject: Subject, *, operators: bool) -> Generator[Watched]:
+def watched(subject: Subject, *, operators: bool) -> Generator[WatchedForward]:
     """Run the forward of a step for the block; afterwards model, gradients, buffers and generators are as before.
 
     Args:
@@ -286,7 +286,7 @@ def watched(subject: Subject, *, operators: bool) -> Generator[Watched]:
                         pop_saved_tensor_hooks()
 
             result = log.run(run, subject.step)
-        found = Watched(
+        found = WatchedForward(
             result=result,
             log=log,
             calls=calls.calls,
@@ -298,15 +298,15 @@ def watched(subject: Subject, *, operators: bool) -> Generator[Watched]:
         yield found
 
 
-def _before(subject: Subject, numbers: StorageNumbers) -> dict[int, Before]:
+def _before(subject: Subject, numbers: StorageNumbers) -> dict[int, PriorTensor]:
     kinds: dict[BeforeKind, list[Tensor]] = {
         "parameter": [one for model in subject.models for one in model.parameters()],
         "buffer": [one for model in subject.models for one in model.buffers()],
         "input": list(subject.inputs),
     }
-    found: dict[int, Before] = {}
+    found: dict[int, PriorTensor] = {}
     for kind, tensors in kinds.items():
         for tensor in tensors:
             for number in numbers.of(tensor):
-                found.setdefault(number, Before(kind=kind, tensor=tensor))
+                found.setdefault(number, PriorTensor(kind=kind, tensor=tensor))
     return found

@@ -6,10 +6,10 @@ cannot be seen with them is inside of kernels: temporaries and seconds. Both com
     of a real step                      of a simulated one
     allocation by an operator           a storage that an operator returns and did not get
     free                                its weak reference dies
-    temporary of a kernel               `Kernel.workspace_bytes`, over what the operator returns
+    temporary of a kernel               `KernelCost.workspace_bytes`, over what the operator returns
     state of a generator (CPU)          the same; it is real, and an operator with random numbers moves it
     sum of two gradients in place       one storage goes on as another: see NOTE [ Gradients that are added in place ]
-    time                                sum of `Kernel.seconds`
+    time                                sum of `KernelCost.seconds`
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from torchremat.ambient.generators import states_watched
 from torchremat.errors import StepError, UnsupportedError
 from torchremat.measuring.callers import asked_by_us, depends_on_data, place_of_user
 from torchremat.measuring.simulated_contents import Contents
-from torchremat.measuring.traces import AllocationTrace, Mark
+from torchremat.measuring.traces import AllocationTrace, TraceMark
 from torchremat.measuring.tracker import address_of, tensors_in
 
 _ATEN = torch.ops.aten
@@ -47,7 +47,7 @@ _LIFTED = (_ATEN.lift_fresh.default, _ATEN.lift_fresh_copy.default)
 
 
 @dataclass(frozen=True, slots=True)
-class Kernel:
+class KernelCost:
     """What running an operator once takes."""
 
     seconds: float
@@ -84,7 +84,7 @@ class KernelModel(Protocol):
         kwargs: Mapping[str, object],
         result: object,
         made: list[Tensor],
-    ) -> Kernel:
+    ) -> KernelCost:
         """Return what an operator takes.
 
         Args:
@@ -102,14 +102,14 @@ class SimulatedRecorder:
 
     def __init__(self, owner: Simulation) -> None:
         self._owner = owner
-        self._marks: list[Mark] = []
+        self._marks: list[TraceMark] = []
         self._trace: AllocationTrace | None = None
 
     def mark(self, label: str) -> int:
         """Mark this moment and return the mark's id."""
         number = len(self._marks)
         time_ns, position = int(self._owner.now_ns), len(self._owner.events)
-        self._marks.append(Mark(id=number, label=label, time_ns=time_ns, position=position))
+        self._marks.append(TraceMark(id=number, label=label, time_ns=time_ns, position=position))
         return number
 
     def seconds(self) -> float:

@@ -1,4 +1,4 @@
-"""`Timeline`: live bytes over a training step, with the phase and the module at each moment."""
+"""`MemoryTimeline`: live bytes over a training step, with the phase and the module at each moment."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, kw_only=True)
-class Change:
+class ModuleChange:
     """From the event with this index on, `module` runs."""
 
     position: int
@@ -37,7 +37,7 @@ UNKNOWN = OperatorLine("", "")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Timeline:
+class MemoryTimeline:
     """What the memory of a step was after each event (an allocation or a free): arrays of one length.
 
     Attributes:
@@ -89,8 +89,8 @@ def timeline_of(
     live_bytes: NDArray[np.int64],
     start_ns: int,
     backward_at: int,
-    changes: Sequence[Change],
-) -> Timeline:
+    changes: Sequence[ModuleChange],
+) -> MemoryTimeline:
     """Return the timeline of events.
 
     Args:
@@ -106,7 +106,7 @@ def timeline_of(
     events = np.arange(len(time_ns))
     # How many changes had happened by each event; none yet is the entry 0, outside.
     happened = np.searchsorted(positions, events, side="right")
-    return Timeline(
+    return MemoryTimeline(
         seconds=(time_ns - start_ns) / 1e9,
         live_bytes=live_bytes,
         in_backward=events >= backward_at,

@@ -17,7 +17,7 @@ from torchremat.errors import UnsupportedError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mark:
+class TraceMark:
     """A moment between two events of a trace.
 
     `position` is the index of the first event after it, or the number of events if there is none. `time_ns` is on the
@@ -45,7 +45,7 @@ class AllocationTrace:
     time_ns: NDArray[np.int64]
     ptr: NDArray[np.int64]
     delta_bytes: NDArray[np.int64]
-    marks: tuple[Mark, ...]
+    marks: tuple[TraceMark, ...]
     foreign_freed_bytes: int | None
     slack_bytes: int = 0
     has_device_time: bool = False
@@ -89,7 +89,7 @@ class AllocationTrace:
         return len(deltas) > 0 and bool(deltas[-1] > 0)
 
 
-class Recorder(Protocol):
+class AllocationRecorder(Protocol):
     """Takes marks while a block runs, has the `trace` afterwards; of this machine, or simulated."""
 
     def mark(self, label: str) -> int:
@@ -120,11 +120,11 @@ class RecordedBlock:
         self._has_ended = False
 
     def seconds(self) -> float:
-        """See `Recorder`."""
+        """See `AllocationRecorder`."""
         return time.perf_counter()
 
     def pointer_of(self, storage: UntypedStorage) -> int:
-        """See `Recorder`; 0 for a storage without memory."""
+        """See `AllocationRecorder`; 0 for a storage without memory."""
         return 0 if storage.device.type == "meta" else storage.data_ptr()
 
     @property

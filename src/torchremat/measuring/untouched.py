@@ -220,7 +220,7 @@ def _contents(before: Snapshot) -> Generator[None]:
 @contextmanager
 def _given_back(world: World) -> Generator[None]:
     """Put back what containers hold if a tensor is missing then; one that has but grown is somebody's log."""
-    taken_from = [one for own in (*world.dicts, *(rest.item for rest in world.rest)) if (one := _Held.of(own))]
+    taken_from = [one for own in (*world.dicts, *(rest.item for rest in world.rest)) if (one := _HeldContainer.of(own))]
     del world
     try:
         yield
@@ -229,7 +229,7 @@ def _given_back(world: World) -> Generator[None]:
             one.put_back()
 
 
-class _Held:
+class _HeldContainer:
     """A container with tensors in it, none of them with a graph, which would not go while this is there."""
 
     def __init__(self, item: object, tensors: list[Tensor]) -> None:
@@ -238,7 +238,7 @@ class _Held:
         self._tensors = tensors
 
     @classmethod
-    def of(cls, item: object) -> _Held | None:
+    def of(cls, item: object) -> _HeldContainer | None:
         """Return that for an object, None if it is no such container."""
         tensors = _tensors_in(item)
         return cls(item, tensors) if tensors and all(one.is_leaf for one in tensors) else None

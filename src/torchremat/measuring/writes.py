@@ -31,8 +31,8 @@ from torchremat.errors import StepError
 from torchremat.measuring.bindings import set_version
 from torchremat.measuring.interrupts import uninterrupted
 from torchremat.measuring.tracker import address_of
-from torchremat.regions.selection import written_by
-from torchremat.regions.traits import traits_of
+from torchremat.regions.selective.cache import written_by
+from torchremat.regions.selective.op_info import traits_of
 from torchremat.state.code import is_library
 from torchremat.state.reach import reach
 from torchremat.state.watching import only_looks_on
@@ -101,7 +101,7 @@ class Writes:
         self._versions = [(one, version_of(one)) for one in watched.values()]
         with hiding():
             self._places = [_Place(one) for one in plain]
-        self._copies = Copies(one for one in plain if id(one) in at_once or known.has(one))
+        self._copies = HostCopies(one for one in plain if id(one) in at_once or known.has(one))
 
     @contextmanager
     def undone(self) -> Generator[None]:
@@ -150,7 +150,7 @@ class _Place:
             self.tensor.data = self._alias
 
 
-class Copies:
+class HostCopies:
     """Copies of tensors in host memory, to be put back.
 
     Args:
@@ -201,7 +201,7 @@ class _Looking(EagerMode):
         copies: Gets the copies.
     """
 
-    def __init__(self, tensors: Iterable[Tensor], copies: Copies) -> None:
+    def __init__(self, tensors: Iterable[Tensor], copies: HostCopies) -> None:
         super().__init__()
         self._copies = copies
         self._watched: defaultdict[int, list[Tensor]] = defaultdict(list)

@@ -31,7 +31,7 @@ from torchremat._compat.norms import AnyBatchNorm
 from torchremat.ambient.hidden import hiding
 from torchremat.ambient.locks import EXCHANGING
 from torchremat.errors import ScheduleError, UnsupportedError
-from torchremat.regions.inside import is_recomputing
+from torchremat.regions.runtime import is_recomputing
 
 _Kind = type[nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d]
 _CONVERTIBLE = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)

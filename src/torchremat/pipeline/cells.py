@@ -22,7 +22,7 @@ from torchremat.regions.transforms import new_region
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class CellName:
     """The words for a cell in messages."""
 
     stage: int
@@ -44,7 +44,7 @@ class Cell:
         settings: How it is recomputed; None if it is not.
     """
 
-    place: Place
+    place: CellName
     module: nn.Module
     layout: SkipLayout
     stream: Stream

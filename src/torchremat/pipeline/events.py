@@ -22,7 +22,7 @@ from torchremat.schedules.pipelines import KINDS, LETTERS, Kind
 
 
 @dataclass(frozen=True, kw_only=True)
-class Event:
+class PipelineEvent:
     """Something that a stage did with a microbatch.
 
     Attributes:
@@ -62,10 +62,10 @@ class Event:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class EventPiece:
     """A stretch of time that belongs to one event."""
 
-    event: Event
+    event: PipelineEvent
     start_s: float
     end_s: float
 
@@ -75,14 +75,14 @@ class Piece:
         return self.end_s - self.start_s
 
 
-def pieces(events: Iterable[Event]) -> list[Piece]:
+def pieces(events: Iterable[PipelineEvent]) -> list[EventPiece]:
     """Return the events cut where a later one has the time. See NOTE [ Whose time it is ]."""
     every = list(events)
-    copies = [Piece(event=one, start_s=one.start_s, end_s=one.end_s) for one in every if one.kind == "copy"]
+    copies = [EventPiece(event=one, start_s=one.start_s, end_s=one.end_s) for one in every if one.kind == "copy"]
     return copies + _cut([one for one in every if one.kind != "copy"])
 
 
-def busy_s(events: Iterable[Event]) -> float:
+def busy_s(events: Iterable[PipelineEvent]) -> float:
     """Return the time in which a computation or a copy runs. See NOTE [ Whose time it is ]."""
     total_s, reached_s = 0.0, -math.inf
     for piece in sorted((one for one in pieces(events) if one.event.kind != "wait"), key=lambda one: one.start_s):
@@ -91,12 +91,12 @@ def busy_s(events: Iterable[Event]) -> float:
     return total_s
 
 
-def _cut(events: Sequence[Event]) -> list[Piece]:
+def _cut(events: Sequence[PipelineEvent]) -> list[EventPiece]:
     """Return each stretch between two starts or ends as a piece of the event that began last; those in a row as one."""
     order = sorted(range(len(events)), key=lambda index: (events[index].start_s, index))
     times = sorted({moment for event in events for moment in (event.start_s, event.end_s)})
-    open_events: list[tuple[int, Event]] = []  # the one that began last comes first
-    found: list[Piece] = []
+    open_events: list[tuple[int, PipelineEvent]] = []  # the one that began last comes first
+    found: list[EventPiece] = []
     begun = 0
     for start_s, end_s in pairwise(times):
         while begun < len(order) and events[order[begun]].start_s <= start_s:
@@ -108,7 +108,7 @@ def _cut(events: Sequence[Event]) -> list[Piece]:
             continue
         event = open_events[0][1]
         if found and found[-1].event is event and found[-1].end_s == start_s:
-            found[-1] = Piece(event=event, start_s=found[-1].start_s, end_s=end_s)
+            found[-1] = EventPiece(event=event, start_s=found[-1].start_s, end_s=end_s)
         else:
-            found.append(Piece(event=event, start_s=start_s, end_s=end_s))
+            found.append(EventPiece(event=event, start_s=start_s, end_s=end_s))
     return found

@@ -55,7 +55,7 @@ _UNITS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bar:
+class GanttBar:
     """A stretch of time in a row; its text is drawn where there is room."""
 
     kind: Kind
@@ -65,7 +65,7 @@ class Bar:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class GanttRow:
     """One stage.
 
     Attributes:
@@ -79,20 +79,20 @@ class Row:
     name: str
     group: int
     idle_share: float
-    bars: tuple[Bar, ...]
+    bars: tuple[GanttBar, ...]
     elsewhere: tuple[tuple[float, float], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chart:
+class GanttChart:
     """Rows below each other, from 0 to `step_s`, which stands behind the name."""
 
     name: str
     step_s: float
-    rows: tuple[Row, ...]
+    rows: tuple[GanttRow, ...]
 
 
-def draw(charts: Sequence[Chart], path: str | Path) -> None:
+def draw(charts: Sequence[GanttChart], path: str | Path) -> None:
     """Draw the charts below each other into an image file; its ending says which kind.
 
     Raises:
@@ -133,7 +133,7 @@ def draw(charts: Sequence[Chart], path: str | Path) -> None:
     figure.savefig(path)
 
 
-def _draw_chart(panel: Axes, chart: Chart, *, unit: str, scale: float, inches_per_s: float) -> dict[str, Artist]:
+def _draw_chart(panel: Axes, chart: GanttChart, *, unit: str, scale: float, inches_per_s: float) -> dict[str, Artist]:
     """Draw one chart, and return what its legend shows by name."""
     from matplotlib.patches import Patch
 
@@ -197,7 +197,9 @@ def _draw_chart(panel: Axes, chart: Chart, *, unit: str, scale: float, inches_pe
     return {name: one for name, one in found.items() if name in present} | {"idle": Patch(facecolor=_IDLE)}
 
 
-def _write(panel: Axes, bars: Sequence[Bar], middle: float, kind: Kind, *, scale: float, inches_per_s: float) -> None:
+def _write(
+    panel: Axes, bars: Sequence[GanttBar], middle: float, kind: Kind, *, scale: float, inches_per_s: float
+) -> None:
     """Write the text of each bar that has room for it; two of one kind for one microbatch are parts of one event."""
     for bar in bars:
         if (bar.end_s - bar.start_s) * inches_per_s >= _DIGIT_INCHES * (len(bar.text) + 1):

@@ -25,7 +25,7 @@ from torchremat.pipeline.streams import CpuStream, Stream
 from torchremat.schedules.pipelines import Kind
 
 
-class Mark(torch.autograd.Function):
+class BackwardMark(torch.autograd.Function):
     """Passes tensors on; in backward, says that it runs."""
 
     @staticmethod
@@ -46,7 +46,7 @@ def _marked(tensors: Sequence[Tensor], runs: Callable[[], None]) -> list[Tensor]
     places = with_grad(tensors)
     if not places:
         return list(tensors)
-    return replaced(tensors, places, Mark.apply(runs, *(tensors[place] for place in places)))
+    return replaced(tensors, places, BackwardMark.apply(runs, *(tensors[place] for place in places)))
 
 
 class Passage:

@@ -22,8 +22,8 @@ from torchremat.pipeline.skip import inspect_skip_layout, verify_skippables
 from torchremat.pipeline.streams import Stream, new_stream
 from torchremat.pipeline.timeline import Timeline
 from torchremat.regions.decisions import Policy
-from torchremat.regions.inside import is_checkpointing, is_recomputing
 from torchremat.regions.patches import count_elsewhere
+from torchremat.regions.runtime import is_checkpointing, is_recomputing
 from torchremat.regions.settings import Check, Settings
 
 Mode = Literal["always", "except_last", "never"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from statistics import median
 
-from torchremat.pipeline.events import Event
+from torchremat.pipeline.events import PipelineEvent
 from torchremat.pipeline.timeline import Timeline
 from torchremat.schedules.pipelines import Kind, Order
 from torchremat.schedules.simulation import Costs, simulate
@@ -47,7 +47,7 @@ def predict(timeline: Timeline, order: Order, *, lookahead: bool = False, costs:
     """
     known: Mapping[tuple[int, Kind], float] = {**costs_of(timeline), **(costs or {})}
     events = tuple(
-        Event(
+        PipelineEvent(
             stage=span.action.stage,
             microbatch=span.action.microbatch,
             kind=span.action.kind,

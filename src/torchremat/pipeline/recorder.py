@@ -19,7 +19,7 @@ from typing import TypeAlias
 import torch
 
 from torchremat._compat.accelerators import accelerator_of
-from torchremat.pipeline.events import Event
+from torchremat.pipeline.events import PipelineEvent
 from torchremat.pipeline.timeline import Timeline
 from torchremat.schedules.pipelines import Kind
 
@@ -84,7 +84,7 @@ class Recorder:
             return _OnCPU(self._taken, stage, microbatch, kind)
         return _OnStream(self._taken, stage, microbatch, kind, stream, self._zero_of(stream.device))
 
-    def events(self) -> tuple[Event, ...]:
+    def events(self) -> tuple[PipelineEvent, ...]:
         """Return the events since the start, in the order in which they ended; waits for the streams that have them."""
         return tuple(_event(taken, self._start_s) for taken in list(self._taken))
 
@@ -172,9 +172,9 @@ def _zero(device: torch.device) -> _Zero:
     return _Zero(mark=accelerator.event(accelerator.current_stream(device), timed=True), seconds=seconds)
 
 
-def _event(taken: _Taken, since_s: float) -> Event:
+def _event(taken: _Taken, since_s: float) -> PipelineEvent:
     start_s, end_s = taken.times()
-    return Event(
+    return PipelineEvent(
         stage=taken.stage,
         microbatch=taken.microbatch,
         kind=taken.kind,

@@ -27,7 +27,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from torchremat.pipeline.cells import Cell, Place
+from torchremat.pipeline.cells import Cell, CellName
 from torchremat.pipeline.copying import copy_all, wait_all
 from torchremat.pipeline.dependency import fork_all, join_all
 from torchremat.pipeline.marks import Passage
@@ -117,7 +117,7 @@ class Runner:
                     passage = self._passage(stage, number, "forward", "backward", streams[stage])
                     given.tensors = passage.given(given.tensors)
                 cell = Cell(
-                    place=Place(stage, number),
+                    place=CellName(stage, number),
                     module=self.stages[stage],
                     layout=self.layout,
                     stream=streams[stage],
@@ -128,7 +128,7 @@ class Runner:
                 del given
             wait(running)
             for number, stage in places:
-                ran = _result(running, Place(stage, number))
+                ran = _result(running, CellName(stage, number))
                 output, stashed = cast("tuple[object, dict[Key, object]]", ran.value)
                 portals[number].stashed(stage, stashed)
                 microbatches[number] = Microbatch.of(output)
@@ -160,7 +160,7 @@ def _run(cell: Cell, given: Microbatch, passage: Passage, copy_stream: Stream | 
     return ran
 
 
-def _result(running: list[Future[Microbatch]], place: Place) -> Microbatch:
+def _result(running: list[Future[Microbatch]], place: CellName) -> Microbatch:
     """Return the result of the first one, and hold it no longer.
 
     An error has this frame, and a frame that had the future would have the error: only the cycle collector would free

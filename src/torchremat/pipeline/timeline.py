@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import cast
 
 from torchremat.errors import ScheduleError
-from torchremat.pipeline.events import Event, Piece, busy_s, pieces
-from torchremat.pipeline.gantt import Bar, Chart, Row, draw
+from torchremat.pipeline.events import EventPiece, PipelineEvent, busy_s, pieces
+from torchremat.pipeline.gantt import GanttBar, GanttChart, GanttRow, draw
 from torchremat.schedules.pipelines import COMPUTES, KINDS, Kind
 
 _COLUMNS: dict[str, tuple[Kind, ...]] = {
@@ -20,7 +20,7 @@ _COLUMNS: dict[str, tuple[Kind, ...]] = {
     "backward": ("backward", "input", "weight"),
     "copies": ("copy",),
 }
-_FIELDS = tuple(field.name for field in fields(Event))
+_FIELDS = tuple(field.name for field in fields(PipelineEvent))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class Timeline:
         ScheduleError: An event is of a stage that there is not, or the workers do not have each stage once.
     """
 
-    events: tuple[Event, ...]
+    events: tuple[PipelineEvent, ...]
     stages: int
     workers: tuple[tuple[int, ...], ...] = ()
     predicted: Timeline | None = None
@@ -66,7 +66,7 @@ class Timeline:
         """From the start of the first event to the end of the last."""
         return max((event.end_s for event in self.events), default=0.0) - self.start_s
 
-    def events_of(self, stage: int) -> tuple[Event, ...]:
+    def events_of(self, stage: int) -> tuple[PipelineEvent, ...]:
         """Return the events of one stage in the order in which they started."""
         return tuple(sorted((one for one in self.events if one.stage == stage), key=lambda one: one.start_s))
 
@@ -77,7 +77,7 @@ class Timeline:
             found[piece.event.kind] += piece.seconds
         return found
 
-    def pieces_of(self, stage: int) -> list[Piece]:
+    def pieces_of(self, stage: int) -> list[EventPiece]:
         """Return the time that belongs to the events of a stage. See NOTE [ Whose time it is ].
 
         A worker does one thing at a time, so events of the other stages that it has are cut out as well.
@@ -173,7 +173,7 @@ def merge(timelines: Sequence[Timeline]) -> Timeline:
     return Timeline(events=tuple(event for one in timelines for event in one.events), stages=stages, workers=workers)
 
 
-def charts_of(timeline: Timeline, *, name: str = "") -> list[Chart]:
+def charts_of(timeline: Timeline, *, name: str = "") -> list[GanttChart]:
     """Return the charts that a picture of a timeline is made of: itself, and what was predicted."""
     title = f"{name}, " if name else ""
     if timeline.predicted is None:
@@ -184,12 +184,12 @@ def charts_of(timeline: Timeline, *, name: str = "") -> list[Chart]:
     ]
 
 
-def _chart(timeline: Timeline, *, name: str) -> Chart:
+def _chart(timeline: Timeline, *, name: str) -> GanttChart:
     shares = timeline.idle_share
     start_s = timeline.start_s
     bars = [
         tuple(
-            Bar(
+            GanttBar(
                 kind=piece.event.kind,
                 text=str(piece.event.microbatch),
                 start_s=piece.start_s - start_s,
@@ -200,7 +200,7 @@ def _chart(timeline: Timeline, *, name: str) -> Chart:
         for stage in range(timeline.stages)
     ]
     rows = [
-        Row(
+        GanttRow(
             name=f"stage {stage}",
             group=group,
             idle_share=shares[stage],
@@ -216,7 +216,7 @@ def _chart(timeline: Timeline, *, name: str) -> Chart:
         for group, stages in enumerate(timeline._groups())
         for stage in stages
     ]
-    return Chart(name=name, step_s=timeline.step_s, rows=tuple(rows))
+    return GanttChart(name=name, step_s=timeline.step_s, rows=tuple(rows))
 
 
 def _ms(seconds: float) -> str:
@@ -250,9 +250,9 @@ def _read(content: Mapping[str, object]) -> Timeline:
     )
 
 
-def _event(values: Sequence[object]) -> Event:
+def _event(values: Sequence[object]) -> PipelineEvent:
     stage, microbatch, kind, start_s, end_s = values
-    return Event(
+    return PipelineEvent(
         stage=cast("int", stage),
         microbatch=cast("int", microbatch),
         kind=cast("Kind", kind),

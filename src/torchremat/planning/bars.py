@@ -55,7 +55,7 @@ def progress_bar(
             name="rich",
         ) from error
 
-    class Bar(rich_progress.Progress):
+    class ProgressBar(rich_progress.Progress):
         """One task, which is not to be seen until it has taken two seconds."""
 
         def get_renderables(self) -> Iterable[RenderableType]:
@@ -71,7 +71,7 @@ def progress_bar(
         rich_progress.TextColumn("{task.fields[best]}", markup=False),
         rich_progress.TimeElapsedColumn(),
     )
-    with Bar(
+    with ProgressBar(
         *columns,
         console=place,
         get_time=clock,

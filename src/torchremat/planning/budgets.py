@@ -12,7 +12,7 @@ import torch
 
 from torchremat._compat.accelerators import accelerator_of
 from torchremat.errors import BudgetError
-from torchremat.planning.hosts import Host
+from torchremat.planning.hosts import HostMachine
 from torchremat.tensors.sizes import format_bytes, parse_bytes
 
 _SHARE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*(?:of\s+(\w+)\s*)?", re.IGNORECASE)
@@ -164,10 +164,10 @@ def margin_of(margin: int | str) -> int:
 def capacity_of(device: torch.device) -> int | None:
     """Return the bytes that a device has in all; None if that cannot be known."""
     accelerator = accelerator_of(device)
-    return Host().capacity_bytes() if accelerator.is_host else accelerator.total_bytes(device)
+    return HostMachine().capacity_bytes() if accelerator.is_host else accelerator.total_bytes(device)
 
 
 def free_on(device: torch.device) -> int | None:
     """Return the bytes that are free on a device now; None if that cannot be known."""
     accelerator = accelerator_of(device)
-    return Host().free_bytes() if accelerator.is_host else accelerator.free_bytes(device)
+    return HostMachine().free_bytes() if accelerator.is_host else accelerator.free_bytes(device)

@@ -17,14 +17,14 @@ from torchremat.planning.conditions import Conditions
 from torchremat.planning.inputs import InputSizes
 from torchremat.planning.layout import HeldOperators, calls_of
 from torchremat.planning.plans import PlainSource, Plan, PlannedUnit, Point, claimed
+from torchremat.planning.profiles.not_replayable import told
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.profiles.traces import named
-from torchremat.planning.profiles.unlike import told
+from torchremat.planning.searches.candidates import Candidate
 from torchremat.planning.searches.flows import operators_of
-from torchremat.planning.searches.solving import Candidate
-from torchremat.planning.walks.cargo import NO_LOADS, Loads
-from torchremat.planning.walks.moments import Live, Moment
-from torchremat.planning.walks.prediction import chosen_options, live_bytes, over_bytes, walk_of
+from torchremat.planning.simulator.offload_choices import NO_LOADS, Offloads
+from torchremat.planning.simulator.points import Live, ProgramPoint
+from torchremat.planning.simulator.prediction import chosen_options, live_bytes, over_bytes, walk_of
 from torchremat.schedules.chain import Tree
 from torchremat.tensors.handles import Store
 from torchremat.tensors.sizes import format_bytes
@@ -86,7 +86,7 @@ def conditions_by_root(own: Profile) -> dict[str, Conditions]:
 
 
 def curve_of(
-    own: Profile, tree: Tree, fixed_bytes: int, loads: Loads = NO_LOADS, *, lasts_s: float
+    own: Profile, tree: Tree, fixed_bytes: int, offloads: Offloads = NO_LOADS, *, lasts_s: float
 ) -> tuple[Point, ...]:
     """Return the predicted step under a tree: a point where each piece begins, and one at its peak.
 
@@ -95,17 +95,17 @@ def curve_of(
     """
     points: list[Point] = []
     now_s, running = 0.0, 0.0
-    for state in walk_of(own, tree, loads):
+    for state in walk_of(own, tree, offloads):
         if not isinstance(state, Live):
             continue
         live = fixed_bytes + live_bytes(own, state)
-        moment, unit = state.key
+        point, unit = state.key
         over = over_bytes(own, state)
         if state.moves:
             running = 0.0
         elif state.unit >= 0:
             running = own.costs[state.unit].seconds
-        elif moment is Moment.BACKWARD:
+        elif point is ProgramPoint.BACKWARD:
             running = own.costs[unit].seconds_backward
         else:
             running = 0.0
@@ -172,14 +172,14 @@ def made_plan(
         parameters=parameters,
         inputs=input_sizes(own),
         conditions=conditions_by_root(own),
-        curve=curve_of(own, found.tree, planner.fixed_bytes, found.loads, lasts_s=lasts_s),
+        curve=curve_of(own, found.tree, planner.fixed_bytes, found.offloads, lasts_s=lasts_s),
         plain_curve=curve_of(planner.profile, planner.solver.plain.tree, planner.fixed_bytes, lasts_s=own.seconds),
         moving_seconds=found.prediction.moving_s,
-        stored=tuple(load.planned for load in found.loads.values()),
+        stored=tuple(load.planned for load in found.offloads.values()),
         stores=tuple(map(repr, stores)),
-        speeds=tuple(offer.speed for offer in planner.solver.offers),
+        speeds=tuple(store_profile.speed for store_profile in planner.solver.store_profiles),
         given_stores=stores,
-        ran_out=planner.solver.pace.ran_out,
+        ran_out=planner.solver.search_budget.ran_out,
         unlike=dict(own.units.unlike),
         planning_seconds=planner.spent_seconds,
         planning_steps=planner.subject.runs,
@@ -191,7 +191,7 @@ def made_plan(
         unit=planner.solver.cost_unit,
         step=step,
         limit_bytes=size - margin_bytes - planner.fixed_bytes,
-        stores=bool(found.loads),
+        stores=bool(found.offloads),
     )
     return claimed(made, claim)
 

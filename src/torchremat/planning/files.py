@@ -14,8 +14,8 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import TypeVar, cast
 
 from torchremat.errors import PlanError, ScheduleError
-from torchremat.planning.walks.cargo import StoredUnit
-from torchremat.schedules.chain import Keep, Region, Tree, kept
+from torchremat.planning.simulator.offload_choices import StoredUnit
+from torchremat.schedules.chain import KeepNode, RegionNode, Tree, kept
 
 SCHEMA = "torchremat.plan"
 VERSION = 1
@@ -79,7 +79,7 @@ def _check_tree(plan: object, source: str) -> None:
     held = [cast("dict[str, tuple[int, ...]]", vars(one)) for one in cast("tuple[object, ...]", fields_of["held"])]
     parts = sorted(unit for one in held for unit in one["units"])
     chosen = [keep.stage for keep in kept(tree) if keep.option]
-    nested = [keep.stage for node in tree if isinstance(node, Region) for keep in kept((node,)) if keep.option]
+    nested = [keep.stage for node in tree if isinstance(node, RegionNode) for keep in kept((node,)) if keep.option]
     if nested:
         raise PlanError(f"{source}: the tree keeps the units {nested} in part inside of regions, which nothing can do.")
     if parts != chosen:
@@ -105,9 +105,9 @@ def _check_tree(plan: object, source: str) -> None:
 
 
 def _written(value: object) -> object:
-    if isinstance(value, Keep):
+    if isinstance(value, KeepNode):
         return value.stage if not value.option else {"keep": value.stage, "option": value.option}
-    if isinstance(value, Region):
+    if isinstance(value, RegionNode):
         return [_written(child) for child in value.children]
     if is_dataclass(value):
         return {one.name: _written(getattr(value, one.name)) for one in _written_fields(type(value))}
@@ -200,26 +200,26 @@ def _written_fields(kind: type) -> list[Field[object]]:
 
 
 def _is_node(kind: object) -> bool:
-    return Keep in typing.get_args(kind)
+    return KeepNode in typing.get_args(kind)
 
 
-def _nodes(value: object, where: str) -> tuple[Keep | Region, ...]:
+def _nodes(value: object, where: str) -> tuple[KeepNode | RegionNode, ...]:
     if not isinstance(value, list):
         raise PlanError(f"{where} is {value!r:.60}, a list is needed.")
     return tuple(_node(item, f"{where}[{i}]") for i, item in enumerate(cast("list[object]", value)))
 
 
-def _node(value: object, where: str) -> Keep | Region:
+def _node(value: object, where: str) -> KeepNode | RegionNode:
     if isinstance(value, list):
         try:
-            return Region(_nodes(cast("list[object]", value), where))
+            return RegionNode(_nodes(cast("list[object]", value), where))
         except ScheduleError as error:
             raise PlanError(f"{where}: {error}.") from error
     if isinstance(value, dict):
         content = cast("dict[str, object]", value)
         if content.keys() == {"keep", "option"}:
-            return Keep(
+            return KeepNode(
                 cast("int", _read_plain(content["keep"], int, where)),
                 cast("int", _read_plain(content["option"], int, where)),
             )
-    return Keep(cast("int", _read_plain(value, int, where)))
+    return KeepNode(cast("int", _read_plain(value, int, where)))

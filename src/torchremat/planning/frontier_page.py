@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from torchremat.tensors.sizes import format_bytes
-from torchremat.views.page import Cell, Fact, Page, Row, Table, size_cell
+from torchremat.views.page import Fact, Page, Table, TableCell, TableRow, size_cell
 from torchremat.views.staircase_chart import staircase_chart
 
 if TYPE_CHECKING:
@@ -53,14 +53,14 @@ def _table(frontier: Frontier) -> Table:
     return Table(title="Points", columns=columns, rows=rows)
 
 
-def _row(point: FrontierPoint, place: int, whole: int, *, stores: bool) -> Row:
+def _row(point: FrontierPoint, place: int, whole: int, *, stores: bool) -> TableRow:
     cells = (
         size_cell(point.budget_bytes),
-        Cell(str(point.budget_bytes), point.budget_bytes),
+        TableCell(str(point.budget_bytes), point.budget_bytes),
         size_cell(point.peak_bytes),
-        Cell(f"{100 * point.peak_bytes / whole:.0f}%", point.peak_bytes),
-        Cell(f"{point.slowdown:.2f} x", point.slowdown),
-        Cell(f"{point.recomputed_flops / 1e9:.2f}", point.recomputed_flops),
+        TableCell(f"{100 * point.peak_bytes / whole:.0f}%", point.peak_bytes),
+        TableCell(f"{point.slowdown:.2f} x", point.slowdown),
+        TableCell(f"{point.recomputed_flops / 1e9:.2f}", point.recomputed_flops),
         *([size_cell(point.stored_bytes)] if stores else []),
     )
-    return Row(cells=cells, key=str(place))
+    return TableRow(cells=cells, key=str(place))

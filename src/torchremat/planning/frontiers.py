@@ -14,9 +14,9 @@ from torchremat.measuring.heap import heap_set_aside
 from torchremat.planning.budgets import Relative, relative_of
 from torchremat.planning.frontier_page import page_of
 from torchremat.planning.plans import Plan
+from torchremat.planning.searches.candidates import Candidate
 from torchremat.planning.searches.chains import Cost
-from torchremat.planning.searches.pace import TIME_IS_OVER
-from torchremat.planning.searches.solving import Candidate
+from torchremat.planning.searches.search_budget import TIME_IS_OVER
 from torchremat.planning.staircases import Staircase, draw, knee_of
 from torchremat.tensors.sizes import format_bytes, format_flops
 from torchremat.views.page import Page
@@ -216,7 +216,7 @@ def frontier_of(planner: Planner, points: int) -> Frontier:
 
     def sought() -> tuple[tuple[FrontierPoint, ...], bool]:
         candidates.extend(_sought(planner, points))
-        return tuple(_point(planner, found) for found in candidates), planner.solver.pace.ran_out
+        return tuple(_point(planner, found) for found in candidates), planner.solver.search_budget.ran_out
 
     found, ran_out = planner.for_all(sought)
     return Frontier(
@@ -231,12 +231,14 @@ def frontier_of(planner: Planner, points: int) -> Frontier:
 
 def _sought(planner: Planner, points: int) -> tuple[Candidate, ...]:
     search = planner.solver
-    with heap_set_aside(), search.pace.running():
-        with search.pace.part(0.0, _FLOOR_SHARE):
+    with heap_set_aside(), search.search_budget.running():
+        with search.search_budget.part(0.0, _FLOOR_SHARE):
             lowest, plain = search.floor.prediction.peak_bytes, search.plain.prediction.peak_bytes
         limits = [lowest + (plain - lowest) * place // (points - 1) for place in range(points)]
-        with search.pace.part(_FLOOR_SHARE, 1.0):
-            solved = [found for limit in search.pace.parts(limits) if (found := search.solve(limit)) is not None]
+        with search.search_budget.part(_FLOOR_SHARE, 1.0):
+            solved = [
+                found for limit in search.search_budget.parts(limits) if (found := search.solve(limit)) is not None
+            ]
     return _undominated(planner, [*solved, search.floor])
 
 
@@ -258,6 +260,6 @@ def _point(planner: Planner, found: Candidate) -> FrontierPoint:
         step_bytes=prediction.peak_bytes,
         recompute_seconds=prediction.seconds,
         recomputed_flops=prediction.flops,
-        stored_bytes=sum(load.planned.stored_bytes for load in found.loads.values()),
+        stored_bytes=sum(load.planned.stored_bytes for load in found.offloads.values()),
         slowdown=found.slowdown,
     )

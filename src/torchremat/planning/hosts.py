@@ -14,7 +14,7 @@ from pathlib import Path
 
 
 @dataclass(frozen=True)
-class Host:
+class HostMachine:
     """A machine.
 
     Attributes:
@@ -40,7 +40,7 @@ class Host:
         found = re.search(r"^MemAvailable:\s*(\d+) kB$", _text(self.root / "proc/meminfo"), re.MULTILINE)
         return None if found is None else 1024 * int(found[1])
 
-    def _groups(self) -> Generator[_Group]:
+    def _groups(self) -> Generator[_ControlGroup]:
         """Yield the control groups of the process that have a limit, its own and those around it."""
         for line in _text(self.root / "proc/self/cgroup").splitlines():
             _, controllers, path = (*line.split(":", 2), "", "")[:3]
@@ -57,11 +57,11 @@ class Host:
                     break
                 limit_bytes = _number(folder / names.limit)
                 if limit_bytes is not None:
-                    yield _Group(folder, names, limit_bytes)
+                    yield _ControlGroup(folder, names, limit_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Names:
+class _GroupNames:
     """The names of the files of a control group, and of the numbers in the last one that the cache of files has."""
 
     limit: str
@@ -70,8 +70,8 @@ class _Names:
     numbers: str = "memory.stat"
 
 
-_SECOND = _Names(limit="memory.max", used="memory.current", cached=("inactive_file", "active_file"))
-_FIRST = _Names(
+_SECOND = _GroupNames(limit="memory.max", used="memory.current", cached=("inactive_file", "active_file"))
+_FIRST = _GroupNames(
     limit="memory.limit_in_bytes",
     used="memory.usage_in_bytes",
     cached=("total_inactive_file", "total_active_file"),
@@ -79,11 +79,11 @@ _FIRST = _Names(
 
 
 @dataclass(frozen=True)
-class _Group:
+class _ControlGroup:
     """A control group with a limit; without one it has the word `max`, or in the first version a number beyond all."""
 
     folder: Path
-    names: _Names
+    names: _GroupNames
     limit_bytes: int
 
     @property

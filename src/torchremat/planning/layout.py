@@ -18,7 +18,7 @@ from torchremat.planning.profiles.units import Units
 from torchremat.planning.scopes import PlannedScope, is_part_of
 from torchremat.policies.ordinals import save_ordinals
 from torchremat.regions.decisions import Policy
-from torchremat.regions.journeys import Itinerary, Stop, Trip
+from torchremat.regions.offload_schedule import OffloadSchedule, Transfer, Trigger
 from torchremat.regions.patches import (
     called_attribute,
     can_be_wrapped,
@@ -30,9 +30,9 @@ from torchremat.regions.patches import (
     set_forward,
     wrapped_forward,
 )
-from torchremat.regions.runs import Choice, Place
+from torchremat.regions.runs import CallDecision, RegionPlace
 from torchremat.regions.settings import Settings
-from torchremat.schedules.chain import Keep, Region, Tree
+from torchremat.schedules.chain import KeepNode, RegionNode, Tree
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +130,7 @@ class Application:
     calls: Calls
     tree: Tree
     held: tuple[HeldOperators, ...]
-    trips: Mapping[int, Trip]
+    transfers: Mapping[int, Transfer]
 
 
 def choices_of(
@@ -139,34 +139,34 @@ def choices_of(
     settings: Settings,
     held: Iterable[HeldOperators] = (),
     stops: frozenset[int] = frozenset(),
-) -> dict[tuple[str, int], Choice]:
+) -> dict[tuple[str, int], CallDecision]:
     """Return the regions that each call runs in, and the stops of the calls of some units.
 
     A kept call has no entry, unless a module that has one is called inside of it and would be counted.
     """
-    choices: dict[tuple[str, int], Choice] = {}
+    choices: dict[tuple[str, int], CallDecision] = {}
     own = {unit: replace(settings, policy=one.policy) for one in held for unit in one.units}
     kept = list(_choose(calls.units, tree, (), choices, own))
     for unit in stops:
         last = len(calls.units[unit]) - 1
         for place, call in enumerate(calls.units[unit]):
             key = call.name, call.number
-            choices[key] = replace(choices.get(key, Choice()), stop=Stop(unit, is_last=place == last))
+            choices[key] = replace(choices.get(key, CallDecision()), stop=Trigger(unit, is_last=place == last))
     names = {name for name, _ in choices}
     for call in (*(call for unit in kept for call in calls.units[unit]), *calls.others):
         if call.inside & names:
-            choices.setdefault((call.name, call.number), Choice())
+            choices.setdefault((call.name, call.number), CallDecision())
     for call in calls.opened:
         if call.name in names:
-            choices[call.name, call.number] = Choice(is_open=True)
+            choices[call.name, call.number] = CallDecision(is_open=True)
     return choices
 
 
 def _choose(
     units: Sequence[Sequence[PlannedCall]],
-    nodes: Iterable[Keep | Region],
-    places: tuple[Place, ...],
-    choices: dict[tuple[str, int], Choice],
+    nodes: Iterable[KeepNode | RegionNode],
+    places: tuple[RegionPlace, ...],
+    choices: dict[tuple[str, int], CallDecision],
     own: dict[int, Settings],
 ) -> Iterable[int]:
     """Enter the calls in regions into `choices`, and yield the units that are in none.
@@ -174,18 +174,18 @@ def _choose(
     `own` are the settings of units that are regions of their own, since they are kept in part.
     """
     for node in nodes:
-        if isinstance(node, Region):
+        if isinstance(node, RegionNode):
             count = sum(len(units[unit]) for unit in range(node.first, node.last + 1))
             ends = [units[node.first][0].name, units[node.last][-1].name]
-            place = Place(count, " .. ".join(dict.fromkeys(ends)), node.first, node.last)
+            place = RegionPlace(count, " .. ".join(dict.fromkeys(ends)), node.first, node.last)
             yield from _choose(units, node.children, (*places, place), choices, own)
         elif places:
-            choices.update(((call.name, call.number), Choice(places)) for call in units[node.stage])
+            choices.update(((call.name, call.number), CallDecision(places)) for call in units[node.stage])
         elif node.option:
             calls = units[node.stage]
             name = " .. ".join(dict.fromkeys([calls[0].name, calls[-1].name]))
-            place = Place(len(calls), name, node.stage, node.stage, own[node.stage])
-            choices.update(((call.name, call.number), Choice((place,))) for call in calls)
+            place = RegionPlace(len(calls), name, node.stage, node.stage, own[node.stage])
+            choices.update(((call.name, call.number), CallDecision((place,))) for call in calls)
         else:
             yield node.stage
 
@@ -200,7 +200,7 @@ def install(
     inputs: InputSizes | None = None,
     conditions: Mapping[str, Conditions] | None = None,
     rise_bytes: int | None = None,
-    itinerary: Itinerary | None = None,
+    offload_schedule: OffloadSchedule | None = None,
     slowdown: float | None = None,
     unmet: Mapping[str, str] | None = None,
     checks: Checks | None = None,
@@ -209,9 +209,11 @@ def install(
 
     Calls of `unmet` modules, by name with the root of each, are told and are regions of their own.
     """
-    held, trips = tuple(held), {} if itinerary is None else dict(itinerary.trips)
-    applied = Application(calls=calls, tree=tree, held=held, trips=trips)
-    choices = choices_of(calls, tree, settings, held, frozenset() if itinerary is None else itinerary.stops)
+    held, transfers = tuple(held), {} if offload_schedule is None else dict(offload_schedule.transfers)
+    applied = Application(calls=calls, tree=tree, held=held, transfers=transfers)
+    choices = choices_of(
+        calls, tree, settings, held, frozenset() if offload_schedule is None else offload_schedule.stops
+    )
     names = {name for name, _ in choices}
     watched = {name: root for name, root in (unmet or {}).items() if root not in names}
     done: list[nn.Module] = []
@@ -233,7 +235,7 @@ def install(
                     inputs,
                     rise_bytes,
                     slowdown,
-                    itinerary=itinerary,
+                    offload_schedule=offload_schedule,
                     conditions=(conditions or {}).get(name),
                     unmet=frozenset(one for one, root in watched.items() if root == name),
                     calls_vary=calls.vary,
@@ -332,10 +334,10 @@ def installed(
     settings: Settings,
     held: Iterable[HeldOperators] = (),
     *,
-    itinerary: Itinerary | None = None,
+    offload_schedule: OffloadSchedule | None = None,
 ) -> Generator[None]:
     """Put a tree on the model for a block."""
-    applied = install(model, calls, tree, settings, held=held, itinerary=itinerary)
+    applied = install(model, calls, tree, settings, held=held, offload_schedule=offload_schedule)
     try:
         yield
     finally:

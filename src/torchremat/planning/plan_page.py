@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Literal
 
 from torchremat.measuring.curves import Phase
 from torchremat.planning.printing import described, summary_rows
-from torchremat.schedules.chain import Region
+from torchremat.schedules.chain import RegionNode
 from torchremat.tensors.sizes import format_bytes
-from torchremat.views.page import Cell, Fact, Page, Row, Table, milliseconds_cell, size_cell
+from torchremat.views.page import Fact, Page, Table, TableCell, TableRow, milliseconds_cell, size_cell
 from torchremat.views.step_chart import step_chart
-from torchremat.views.steps import Moment, Slice, Step, phases_of, runs
+from torchremat.views.steps import CurvePoint, Slice, Step, phases_of, runs
 
 if TYPE_CHECKING:
     from torchremat.planning.plans import Plan, Point
@@ -86,9 +86,9 @@ def _unit_of(what: str) -> str:
     return words[2] if len(words) == 3 and words[0] in ("forward", "recompute", "backward") else ""
 
 
-def _moments(curve: Sequence[Point], said: dict[str, tuple[str, ...]]) -> tuple[Moment, ...]:
+def _moments(curve: Sequence[Point], said: dict[str, tuple[str, ...]]) -> tuple[CurvePoint, ...]:
     return tuple(
-        Moment(
+        CurvePoint(
             seconds=point.seconds,
             live_bytes=point.live_bytes,
             phase=phase_of(point),
@@ -134,7 +134,7 @@ def _recomputed(plan: Plan) -> Iterator[tuple[list[str], tuple[str, ...]]]:
     held = {unit: one for one in plan.held for unit in one.units}
     for node in plan.tree:
         names = [*dict.fromkeys(unit.name for unit in plan.units[node.first : node.last + 1])]
-        if isinstance(node, Region):
+        if isinstance(node, RegionNode):
             count = node.last - node.first + 1
             yield (
                 names,
@@ -187,16 +187,16 @@ def _table(plan: Plan) -> Table:
     parts = {unit: f" {len(one.held)} of {len(one.operators)} operators" for one in plan.held for unit in one.units}
     stored = {one.unit: f"store {one.store}" for one in plan.stored}
     rows = tuple(
-        Row(
+        TableRow(
             cells=(
-                Cell(unit.name or "(the model)"),
-                Cell(unit.kind),
+                TableCell(unit.name or "(the model)"),
+                TableCell(unit.kind),
                 size_cell(unit.saved_bytes),
                 size_cell(unit.input_bytes),
                 milliseconds_cell(unit.seconds),
-                Cell(f"{unit.flops / 1e9:.2f}", unit.flops),
-                Cell(f"{stored.get(place, words)}{parts.get(place, '')}"),
-                Cell(unit.line),
+                TableCell(f"{unit.flops / 1e9:.2f}", unit.flops),
+                TableCell(f"{stored.get(place, words)}{parts.get(place, '')}"),
+                TableCell(unit.line),
             ),
             key=unit.name,
             share=unit.saved_bytes / most if most else None,

@@ -16,27 +16,26 @@ from torchremat.measuring.exhaustion import is_out_of_memory
 from torchremat.measuring.heap import heap_set_aside
 from torchremat.measuring.runs import run_traced
 from torchremat.measuring.tracebacks import without_our_frames
-from torchremat.planning.bars import shown
-from torchremat.planning.bounds.pulls import PlainStep, Unseen, plain_step
+from torchremat.planning.bounds.plain_step import PlainStep, Unseen, plain_step
 from torchremat.planning.budgets import Relative, bytes_of, margin_of, relative_of
 from torchremat.planning.descriptions import lines_of, made_plan, nothing_fits
-from torchremat.planning.elsewhere.calibration import device_here
-from torchremat.planning.elsewhere.devices import Device
-from torchremat.planning.elsewhere.fakes import placed
-from torchremat.planning.elsewhere.machines import Here, has_room
+from torchremat.planning.devices.calibration import device_here
+from torchremat.planning.devices.device import Device
+from torchremat.planning.devices.fakes import placed
+from torchremat.planning.devices.machines import Here, has_room
 from torchremat.planning.frontiers import POINTS, Frontier, check_points, frontier_of
 from torchremat.planning.layout import bare
 from torchremat.planning.plans import PlainSource, Plan
 from torchremat.planning.profiles.agreement import profiled_together
 from torchremat.planning.profiles.peers import peers_of
 from torchremat.planning.profiles.reading import Profile
+from torchremat.planning.profiles.store_sizes import check_stores, weighed
 from torchremat.planning.profiles.tracing import Step
-from torchremat.planning.profiles.weighing import check_stores, weighed
-from torchremat.planning.requests import check_request
+from torchremat.planning.searches.candidates import Candidate
 from torchremat.planning.searches.chains import Cost, check_cost
-from torchremat.planning.searches.pace import Pace
 from torchremat.planning.searches.progress import Progress, checked
-from torchremat.planning.searches.solving import Candidate, Search
+from torchremat.planning.searches.search_budget import SearchBudget
+from torchremat.planning.searches.solving import Search
 from torchremat.tensors.handles import Store
 
 T = TypeVar("T")
@@ -98,7 +97,7 @@ class Planner:
         self._began_s, self._profiled_s = time.perf_counter(), 0.0
         check_cost(cost)
         check_flags(operators=operators, allow_lossy=allow_lossy)
-        pace = Pace(observer=checked(progress))
+        search_budget = SearchBudget(observer=checked(progress))
         self._stores = check_stores(stores, allow_lossy=allow_lossy)
         if self._stores and on is not None:
             raise UnsupportedError(
@@ -112,14 +111,14 @@ class Planner:
                 "stores are measured by each process for itself, and processes that train one model need one plan: "
                 "leave out stores."
             )
-        pace.tell("profiling", None)
+        search_budget.tell("profiling", None)
         agreed = profiled_together(self._peers, profiled, self.subject, self._machine)
-        grains, self._leader = agreed.grains, agreed.largest
+        pair, self._leader = agreed.pair, agreed.largest
         if self._machine.notice:
             warn(self._machine.notice, DeviceWarning)
-        self.profile: Profile = grains.coarse
-        offers = weighed(model, self.subject, grains, self._stores)
-        self.solver = Search(grains, cost, offers, operators=operators, pace=pace)
+        self.profile: Profile = pair.blocks
+        store_profiles = weighed(model, self.subject, pair, self._stores)
+        self.solver = Search(pair, cost, store_profiles, operators=operators, search_budget=search_budget)
         self._model = model
         self._parameters = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         self._plain: tuple[int, PlainSource] | None = None
@@ -177,7 +176,7 @@ class Planner:
     def plain_peak(self) -> tuple[int, PlainSource]:
         """Return the peak of a plain training step, measured if it fits, else predicted."""
         if self._plain is None:
-            self.solver.pace.tell("profiling", None)
+            self.solver.search_budget.tell("profiling", None)
             risen = self._measured_plain()
             if risen is None:
                 self._plain = self.peak_of(self.solver.plain), "predicted"
@@ -231,12 +230,12 @@ class Planner:
         optimizer_peak = self.optimizer_peak_bytes or 0
         if self.peak_of(self.solver.plain) > target:
             target -= _ROOM_BYTES
-        pace = self.solver.pace
+        search_budget = self.solver.search_budget
         with heap_set_aside():
-            with pace.running():
-                with pace.part(0.0, _SOLVING_SHARE):
+            with search_budget.running():
+                with search_budget.part(0.0, _SOLVING_SHARE):
                     found = self.solver.solve(target - self.fixed_bytes) if target >= optimizer_peak else None
-                with pace.part(_SOLVING_SHARE, 1.0):
+                with search_budget.part(_SOLVING_SHARE, 1.0):
                     _ = self.solver.floor  # which the plan tells, and the error
             if found is None:
                 reserved_bytes = margin_bytes + tighten_bytes
@@ -265,7 +264,7 @@ class Planner:
         """Return a budget that depends on the step in bytes; what is reserved comes on top of the smallest."""
 
         def smallest() -> int:
-            with heap_set_aside(), self.solver.pace.running(1 - _SOLVING_SHARE):
+            with heap_set_aside(), self.solver.search_budget.running(1 - _SOLVING_SHARE):
                 return self.floor_bytes + reserved_bytes
 
         plain_bytes, _ = self._known_plain()
@@ -305,7 +304,7 @@ class Planner:
         margin_bytes: int = 0,
     ) -> Plan:
         """Return a candidate of the solver as a plan for a budget."""
-        self.solver.pace.tell("certificate", None)
+        self.solver.search_budget.tell("certificate", None)
         return made_plan(
             self,
             found,
@@ -317,122 +316,3 @@ class Planner:
             lines=lines_of(self._model),
             stores=self._stores,
         )
-
-
-@without_our_frames
-def plan(
-    model: nn.Module,
-    step: Step,
-    *,
-    budget: int | str,
-    optimizer: torch.optim.Optimizer | None = None,
-    device: torch.device | str | Path | Device | None = None,
-    cost: Cost = "seconds",
-    margin: int | str = 0,
-    operators: bool = True,
-    stores: Sequence[Store] = (),
-    allow_lossy: bool = False,
-    on: Literal["meta"] | None = None,
-    progress: Callable[[Progress], None] | Literal[False] | None = None,
-) -> Plan:
-    """Return the fastest plan found under which a training step stays within a budget; nothing is applied.
-
-    A few runs of the step profile it; model, gradients, buffers, generators and hooks are as before afterwards. For
-    several budgets of one model make one `Planner`.
-
-    Args:
-        model: The model.
-        step: Called as `step(model)`; runs the forward on a sample batch and returns the loss.
-        budget: Peak bytes of a whole training step: an int, `"6GiB"`, `"800MB"`; `"60%"` of the plain step's peak;
-            `"40% of activations"`, of what of that does not lie there before the step; or `"min"`, the smallest that
-            works.
-        optimizer: If given, its state and the peak of its step count.
-        device: Whose bytes count; that of the first parameter if not given. With `on="meta"` see `Planner`.
-        cost: What to minimise, `"seconds"` or `"flops"`.
-        margin: Bytes of the budget to leave free, for what an allocator needs beside the tensors.
-        operators: Whether parts of a module may be kept: the outputs of some of its operators.
-        stores: Where saved tensors may wait instead of being recomputed, where that is faster; how fast each of them
-            is gets measured. Without any, nothing is stored.
-        allow_lossy: Whether stores may lose digits, so that gradients are not those of the plain run.
-        on: `"meta"` to plan without running anything, for a device that need not be here; see `Planner`.
-        progress: Called with how far planning is; what it raises ends planning. If not given, a bar is shown in a
-            terminal beyond two seconds, where rich is installed. False for neither.
-
-    Raises:
-        BudgetError: The budget or the margin is no size, or no plan fits it.
-        DeviceError: With `on="meta"`: the device is not known, or its description lacks something.
-        PlanError: The model has wrapped modules already.
-        StepError: The step returns no loss, or calls other modules each time.
-        UnsupportedError: See `Planner`; or a profiler is active, the device has no allocation events, or stores are
-            given for a step that calls several modules.
-    """
-    check_request(model, step, budget, margin=margin, optimizer=optimizer, device=device, on=on)
-    with shown(progress) as observer:
-        planner = Planner(
-            model,
-            step,
-            optimizer=optimizer,
-            device=device,
-            cost=cost,
-            operators=operators,
-            stores=stores,
-            allow_lossy=allow_lossy,
-            on=on,
-            progress=observer,
-        )
-        return planner.plan(budget, margin=margin)
-
-
-@without_our_frames
-def frontier(
-    model: nn.Module,
-    step: Step,
-    *,
-    optimizer: torch.optim.Optimizer | None = None,
-    device: torch.device | str | Path | Device | None = None,
-    cost: Cost = "seconds",
-    points: int = POINTS,
-    operators: bool = True,
-    stores: Sequence[Store] = (),
-    allow_lossy: bool = False,
-    on: Literal["meta"] | None = None,
-    progress: Callable[[Progress], None] | Literal[False] | None = None,
-) -> Frontier:
-    """Return what a step takes under the best plan for each budget, from the plain step to the lowest peak.
-
-    Profiles once, as `plan` does; model, gradients, buffers, generators and hooks are as they were.
-
-    Args:
-        model: The model.
-        step: As for `plan`.
-        optimizer: As for `plan`.
-        device: As for `plan`.
-        cost: What to minimise, `"seconds"` or `"flops"`.
-        points: For how many budgets, at least 2, plans are sought. Those no lower than a cheaper one are left out.
-        operators: As for `plan`.
-        stores: As for `plan`.
-        allow_lossy: As for `plan`.
-        on: As for `plan`.
-        progress: As for `plan`.
-
-    Raises:
-        DeviceError: See `plan`.
-        PlanError: See `plan`.
-        StepError: See `plan`.
-        UnsupportedError: See `plan`; or `points` is below 2.
-    """
-    check_points(points)
-    with shown(progress) as observer:
-        planner = Planner(
-            model,
-            step,
-            optimizer=optimizer,
-            device=device,
-            cost=cost,
-            operators=operators,
-            stores=stores,
-            allow_lossy=allow_lossy,
-            on=on,
-            progress=observer,
-        )
-        return planner.frontier(points=points)

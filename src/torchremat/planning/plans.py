@@ -31,10 +31,10 @@ from torchremat.planning.layout import (
 )
 from torchremat.planning.plan_page import page_of, phase_of, steps_of
 from torchremat.planning.printing import text_of
-from torchremat.planning.profiles.weighing import check_stores
+from torchremat.planning.profiles.store_sizes import check_stores
 from torchremat.planning.searches.chains import Cost
-from torchremat.planning.walks.cargo import Speed, StoredUnit
-from torchremat.regions.journeys import Itinerary
+from torchremat.planning.simulator.offload_choices import Speed, StoredUnit
+from torchremat.regions.offload_schedule import OffloadSchedule
 from torchremat.regions.settings import Settings
 from torchremat.schedules.chain import Tree
 from torchremat.schedules.depths import DEEPEST, depth
@@ -216,7 +216,7 @@ class Plan(ViewedOverTime):
                 "has room for beside a model. Plan again: plans that are made now do not."
             )
         self._check_count(given)
-        itinerary = self._itinerary(given or self.given_stores)
+        offload_schedule = self._itinerary(given or self.given_stores)
         install(
             model,
             self.calls,
@@ -226,7 +226,7 @@ class Plan(ViewedOverTime):
             inputs=self.inputs,
             conditions=self.conditions,
             rise_bytes=self.step_peak_bytes - sum(self.before_bytes.values()),
-            itinerary=itinerary,
+            offload_schedule=offload_schedule,
             # Stores are measured where they are, while the seconds of recomputes may be those of a device elsewhere.
             slowdown=self.slowdown if self.stored else None,
             unmet=unmet_modules(model, self.calls),
@@ -262,12 +262,12 @@ class Plan(ViewedOverTime):
             "like these, in this order, or `--store` for each on the command line."
         )
 
-    def _itinerary(self, stores: tuple[Store, ...]) -> Itinerary | None:
+    def _itinerary(self, stores: tuple[Store, ...]) -> OffloadSchedule | None:
         if not self.stored:
             return None
         if len(stores) != len(self.stores):
             raise PlanError(self._wrong_count(len(stores)))
-        return Itinerary(stores, {one.unit: one.trip for one in self.stored})
+        return OffloadSchedule(stores, {one.unit: one.transfer for one in self.stored})
 
     def remove(self, model: nn.Module) -> None:
         """Take the plan off a model, which is then as it was before.
@@ -291,8 +291,8 @@ class Plan(ViewedOverTime):
 
     @property
     def _application(self) -> Application:
-        trips = {one.unit: one.trip for one in self.stored}
-        return Application(calls=self.calls, tree=self.tree, held=self.held, trips=trips)
+        transfers = {one.unit: one.transfer for one in self.stored}
+        return Application(calls=self.calls, tree=self.tree, held=self.held, transfers=transfers)
 
     def check(self, model: nn.Module) -> None:
         """Raise a PlanError that lists all differences if the plan was made for another model."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torchremat.planning.profiles.unlike import shortened
-from torchremat.planning.searches.pace import TIME_IS_OVER
-from torchremat.schedules.chain import Keep, Region, Tree
+from torchremat.planning.profiles.not_replayable import shortened
+from torchremat.planning.searches.search_budget import TIME_IS_OVER
+from torchremat.schedules.chain import KeepNode, RegionNode, Tree
 from torchremat.tensors.sizes import format_bytes, format_flops
 
 if TYPE_CHECKING:
@@ -84,15 +84,15 @@ def described(tree: Tree) -> list[str]:
     """Return for each unit what the tree makes of it, in words, with nested regions drawn as brackets."""
     words: list[str] = []
 
-    def walk(node: Keep | Region, brackets: str) -> None:
-        if isinstance(node, Keep):
+    def simulator(node: KeepNode | RegionNode, brackets: str) -> None:
+        if isinstance(node, KeepNode):
             words.append(f"{brackets} recompute" if brackets else "keep")
             return
         for place, child in enumerate(node.children):
             last = len(node.children) - 1
             edge = "─" if not last else "┌" if place == 0 else "└" if place == last else "│"
-            walk(child, brackets + edge)
+            simulator(child, brackets + edge)
 
     for node in tree:
-        walk(node, "")
+        simulator(node, "")
     return words

@@ -10,8 +10,8 @@ from torch import nn
 
 from torchremat.measuring.runs import subject_of
 from torchremat.planning.budgets import check_budget
-from torchremat.planning.elsewhere.devices import Device, device_of
-from torchremat.planning.elsewhere.fakes import torch_device
+from torchremat.planning.devices.device import Device, device_of
+from torchremat.planning.devices.fakes import torch_device
 from torchremat.planning.profiles.tracing import Step
 
 

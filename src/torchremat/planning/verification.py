@@ -18,7 +18,7 @@ from torchremat.measuring.runs import Subject, run_counted, run_plain, run_trace
 from torchremat.measuring.step import run_backward
 from torchremat.measuring.tracebacks import without_our_frames
 from torchremat.measuring.untouched import gradient_leaves
-from torchremat.planning.elsewhere.machines import Here
+from torchremat.planning.devices.machines import Here
 from torchremat.planning.layout import applied_scopes, bare
 from torchremat.planning.profiles.optimizers import measure_optimizer
 from torchremat.planning.profiles.peers import peers_of
@@ -233,7 +233,7 @@ def _verified(
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Run:
+class _VerifiedRun:
     outcome: dict[str, Tensor]
     before_bytes: int
     peak_bytes: int
@@ -242,14 +242,14 @@ class _Run:
     slack_bytes: int
 
 
-def _run(subject: Subject, device: torch.device, state_bytes: int) -> _Run:
+def _run(subject: Subject, device: torch.device, state_bytes: int) -> _VerifiedRun:
     """Run the step twice: for what it computes, then for its bytes, `state_bytes` of an optimizer beside them."""
     outcome = _outcome(subject)
     with subject.untouched():
         found = subject.before(device)
         before = found.total_bytes + state_bytes
     traced = run_traced(subject, device, before_bytes=before)
-    return _Run(
+    return _VerifiedRun(
         outcome=outcome,
         before_bytes=before,
         peak_bytes=before + traced.peak_bytes,
@@ -351,7 +351,7 @@ def _predicted(model: nn.Module, before_bytes: int) -> int | None:
     return next((before_bytes + rise for rise in rises if rise is not None), None)
 
 
-def _why_not(model: nn.Module, ours: _Run, plain: _Run | None, regions: int) -> str:
+def _why_not(model: nn.Module, ours: _VerifiedRun, plain: _VerifiedRun | None, regions: int) -> str:
     if plain is None or ours.peak_bytes < plain.peak_bytes:
         return ""
     if not regions:
@@ -366,6 +366,6 @@ def _why_not(model: nn.Module, ours: _Run, plain: _Run | None, regions: int) -> 
             "but the peak of the step "
             "is not where these are held"
         )
-    if any(scope.itinerary is not None for scope in applied_scopes(model)):
+    if any(scope.offload_schedule is not None for scope in applied_scopes(model)):
         return "what the plan's stores are given stays on the device that is measured, or takes as much there meanwhile"
     return "the wrapped modules save nothing between forward and backward that their inputs do not hold"

@@ -11,7 +11,7 @@ from torchremat.errors import OrderWarning, warn
 from torchremat.policies.policy import Policy
 from torchremat.regions.decisions import RECOMPUTE, SAVE, Decision, OperatorContext
 from torchremat.regions.naming import name
-from torchremat.regions.traits import traits_of
+from torchremat.regions.selective.op_info import traits_of
 
 
 @dataclass(frozen=True)
@@ -26,12 +26,12 @@ class _Ordinals(Policy):
         return asked_about(self.operators, self.held)
 
     def __call__(self, ctx: OperatorContext, op: Any, /, *args: Any, **kwargs: Any) -> Decision:
-        traits = traits_of(op)
-        if op is name or not traits.is_counted:
+        op_info = traits_of(op)
+        if op is name or not op_info.is_counted:
             return RECOMPUTE
         ordinal = ctx.ordinal
         planned = self.operators[ordinal] if ordinal < len(self.operators) else "no operator any more"
-        if planned != traits.name:
+        if planned != op_info.name:
             # Whatever is decided is exact; what is no longer known is the memory, of which this takes least.
             self._tell(ctx.module, f"runs {op} as its operator number {ordinal}, and was planned with {planned} there")
             return RECOMPUTE

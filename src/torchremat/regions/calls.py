@@ -16,15 +16,15 @@ from torch import Tensor
 from torchremat._compat.accelerators import current_devices
 from torchremat._compat.transforms import is_in_batch, outside_batches
 from torchremat.ambient.generators import States, drawn, generator_states, restore
+from torchremat.ambient.global_state import AmbientState, ambient_state
 from torchremat.ambient.locks import EXCHANGING
 from torchremat.ambient.registry import Captured, entries
-from torchremat.ambient.surroundings import Surroundings, surroundings
 from torchremat.errors import MutationError
 from torchremat.regions.inputs import Source
 from torchremat.regions.settings import Settings
 from torchremat.regions.threads import thread
 from torchremat.state.code import function_of, reads_of
-from torchremat.state.containers import Copies
+from torchremat.state.containers import ContainerCopies
 from torchremat.state.exchange import Exchange
 from torchremat.state.following.code import plain_cells
 from torchremat.state.following.tensors import reach_arguments
@@ -32,15 +32,15 @@ from torchremat.state.guarded import looks_after_itself
 from torchremat.state.holders import contents_of
 from torchremat.state.naming import name_of
 from torchremat.state.reach import reach
-from torchremat.state.reading import Reading, Watched, WrittenError
+from torchremat.state.reading import Reading, WrittenError, WrittenTensors
 from torchremat.state.snapshot import NOTHING, Snapshot
 from torchremat.state.world import World
 from torchremat.tensors.metadata import version_of
 from torchremat.tensors.structure import join, split
 
 if TYPE_CHECKING:
-    from torchremat.regions.operators import OperatorLog
-    from torchremat.regions.selection import Selection
+    from torchremat.regions.diagnosis.operators import OperatorLog
+    from torchremat.regions.selective.cache import Selection
 
 # What a call runs: the user's function, or something of ours around it. A body is run in a recompute as in the forward,
 # so it must look up nothing that may have changed since.
@@ -51,11 +51,11 @@ class Call:
     """What one call needs to run again."""
 
     __slots__ = (
+        "_ambient_state",
         "_captured",
         "_cells",
         "_context",
         "_frozen",
-        "_surroundings",
         "body",
         "generators",
         "is_pure",
@@ -85,7 +85,7 @@ class Call:
         self.generators: States = {}
         self.log: OperatorLog | None = None  # of the forward, with `debug=True`
         self.selection: Selection | None = None  # what is kept by a policy, here or in a region inside
-        self._surroundings: Surroundings
+        self._ambient_state: AmbientState
         self._context: Context
         self._captured: Captured | None = None
         # The function's cells and what they held, where there is nothing else.
@@ -106,7 +106,7 @@ class Call:
     @property
     def is_under_autocast(self) -> bool:
         """Whether autocast was on around the call."""
-        return self._surroundings.casts
+        return self._ambient_state.casts
 
     def look(self, tensors: list[Tensor], roots: Sequence[object], objects: list[object], settings: Settings) -> None:
         """Capture what the call is about to see and may change; all of it, as Rule 6 may ask for it in the middle.
@@ -117,11 +117,11 @@ class Call:
             objects: What else is among its arguments and could have state.
             settings: What to look at beside.
         """
-        self._surroundings = surroundings()
+        self._ambient_state = ambient_state()
         self._context = copy_context()
         guard = settings.guard
         special = [one for one in tensors if type(one) is not Tensor or one.__dict__]
-        modes = self._surroundings.modes if self._surroundings.has_modes else ()
+        modes = self._ambient_state.modes if self._ambient_state.has_modes else ()
         contents = None if objects or guard or special or modes or len(roots) != 1 else plain_cells(roots[0])
         if contents is not None:
             function = cast("FunctionType", roots[0])
@@ -181,7 +181,9 @@ class Call:
         """Return the name of a tensor that it reaches, None if it is not found."""
         return name_of(tensor, function_of(self.body), self.template, self.world.roots)
 
-    def run_again(self, copies: Copies, written: Watched | None, /, *args: object, **kwargs: object) -> object:
+    def run_again(
+        self, copies: ContainerCopies, written: WrittenTensors | None, /, *args: object, **kwargs: object
+    ) -> object:
         """Run the call in a recompute: what it sets in context variables or has frozen is not set or frozen again.
 
         Args:
@@ -275,15 +277,15 @@ class Restored:
     __slots__ = ("_exchange", "_here", "_stack", "written")
 
     def __init__(self, call: Call, without_gradients: bool) -> None:
-        self.written: Watched | None = None
+        self.written: WrittenTensors | None = None
         self._exchange: Exchange | None = None
         self._stack: ExitStack | None = None
         # What surrounds the backward now; None where the call cannot change it.
-        self._here: Surroundings | None = None
-        then = call._surroundings
+        self._here: AmbientState | None = None
+        then = call._ambient_state
         is_here = then.are_here()
         if not (is_here and call.is_pure):
-            self._here = then if is_here else Surroundings()
+            self._here = then if is_here else AmbientState()
         try:
             if not is_here or call.generators or call._captured is not None:
                 self._stack = ExitStack()
@@ -300,7 +302,7 @@ class Restored:
         if call.generators or call._captured is not None:
             stack.enter_context(EXCHANGING)
         if not is_here:
-            call._surroundings.restore(stack)
+            call._ambient_state.restore(stack)
         if call.generators:
             if is_in_batch():
                 stack.enter_context(outside_batches())

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from torchremat.errors import UnsupportedError
-from torchremat.regions.selecting import SeenBy
+from torchremat.regions.selective.mode import SeenBy
 from torchremat.regions.threads import thread
 
 

@@ -13,16 +13,16 @@ from torchremat._compat.compiled_autograd import in_compiled_backward
 from torchremat._compat.graphs import outside_graphs
 from torchremat._compat.modes import count_dispatch_modes, except_traced, is_traced_since, left_alone, modes_now
 from torchremat.errors import MutationError, TorchrematError, UnsupportedError, bug
-from torchremat.regions.choosing import Replay
-from torchremat.regions.differences import Difference, DivergedError, Kind
+from torchremat.regions.diagnosis.differences import Difference, DivergedError, Kind
 from torchremat.regions.rules import ended, last_needed, last_uses
-from torchremat.regions.selection import memory_of
+from torchremat.regions.selective.forward import ChosenRecompute
+from torchremat.regions.selective.kept import memory_of
 from torchremat.regions.sessions import Session
 from torchremat.regions.slots import waits, written_since
 from torchremat.regions.threads import Now, thread
 from torchremat.regions.values import ValueCheck
-from torchremat.state.containers import Copies
-from torchremat.state.reading import Watched, WrittenError
+from torchremat.state.containers import ContainerCopies
+from torchremat.state.reading import WrittenError, WrittenTensors
 from torchremat.tensors.held import ChangedError, holding
 from torchremat.tensors.metadata import Metadata, agree, metadata_of
 from torchremat.tensors.packed import DIFFERENTIATED
@@ -31,8 +31,8 @@ from torchremat.tensors.structure import join, place_of, split
 if TYPE_CHECKING:
     from torchremat._compat.autograd import Pack
     from torchremat.regions.calls import Call
+    from torchremat.regions.diagnosis.operators import OperatorLog
     from torchremat.regions.inputs import Source
-    from torchremat.regions.operators import OperatorLog
     from torchremat.regions.region import Region
     from torchremat.regions.settings import Observer
     from torchremat.regions.slots import Key
@@ -129,7 +129,7 @@ class Recompute:
         self.count = 0
         self.metadata = region.metadata if region.settings.check != "none" else None
         self.values = None
-        self.written: Watched | None = None  # see NOTE [ What is saved without being read ]
+        self.written: WrittenTensors | None = None  # see NOTE [ What is saved without being read ]
         if region.fingerprints is not None and checks:
             self.values = ValueCheck(region.name(0), region.fingerprints, region.metadata)
         self.keeps = region.runs_backward  # See Rule 6
@@ -137,7 +137,7 @@ class Recompute:
         self.difference: Difference | None = None
         self.log = log
         self.checks = checks
-        self.copies = Copies()  # See NOTE [ What a recompute leaves behind ], 1
+        self.copies = ContainerCopies()  # See NOTE [ What a recompute leaves behind ], 1
         self._found: tuple[Tensor, int] | None = None
 
     def found(self, region: Region) -> Tensor:
@@ -246,7 +246,7 @@ class Recompute:
             # What an input pass recomputes serves the weight passes after it. See NOTE [ Selective recompute ], 5
             is_last = self.task is not None or (isinstance(self.key, Session) and self.key.recomputes_once)
             takes = is_last and self.only is None and not call.is_running
-            replay = Replay(call.selection, takes=takes, is_running=call.is_running)
+            replay = ChosenRecompute(call.selection, takes=takes, is_running=call.is_running)
             run, pack = partial(replay.run, run), replay.hook(pack)
         else:
             thread.now.inner = None  # what another recompute or call was to take over

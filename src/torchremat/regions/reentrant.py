@@ -23,7 +23,7 @@ from torchremat.errors import MutationError, UnsupportedError, warn
 from torchremat.regions.calls import Call
 from torchremat.regions.settings import Settings
 from torchremat.regions.threads import Now, thread
-from torchremat.state.containers import Copies
+from torchremat.state.containers import ContainerCopies
 from torchremat.state.reading import WrittenError
 from torchremat.tensors.metadata import version_of
 from torchremat.tensors.structure import join, place_of, split
@@ -39,7 +39,7 @@ class CheckpointFunction(torch.autograd.Function):
         """Run the function; nothing that it saves is kept."""
         if not callable(run_function):
             raise TypeError(f"function: a callable is needed, got {type(run_function).__name__}.")
-        inputs = _Held(args)
+        inputs = _HeldArguments(args)
         call = Call(run_function, None, [])
         settings = _PRESERVING if preserve_rng_state else _NOT_PRESERVING
         call.look(inputs.tensors, (run_function,), inputs.objects, settings)
@@ -70,7 +70,7 @@ class CheckpointFunction(torch.autograd.Function):
                 ".backward() without passing the `inputs` argument."
             )
         is_differentiated_again = torch.is_grad_enabled()
-        inputs = cast("_Held", ctx.inputs)
+        inputs = cast("_HeldArguments", ctx.inputs)
         saved = cast("tuple[Tensor, ...]", ctx.saved_tensors)
         inputs.check(ctx.function_name)
         detached = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in saved]
@@ -91,7 +91,7 @@ class CheckpointFunction(torch.autograd.Function):
         return (None, None, *inputs.in_their_places(found))
 
 
-class _Held:
+class _HeldArguments:
     """The arguments of a reentrant call, and what is known of the tensors among them."""
 
     __slots__ = ("_count", "_nested", "_places", "_template", "_versions", "_written", "objects", "own", "tensors")
@@ -159,7 +159,7 @@ def _run_again(call: Call, args: _Inputs, function: str) -> object:
         restored = call.restored()
         try:
             with torch.enable_grad():
-                return call.run_again(Copies(), restored.written, *args)
+                return call.run_again(ContainerCopies(), restored.written, *args)
         finally:
             restored.close()
     except WrittenError as error:

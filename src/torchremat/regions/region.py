@@ -39,13 +39,13 @@ from torchremat._compat.modes import Began, count_dispatch_modes, except_traced,
 from torchremat._compat.transforms import check_transform_inside
 from torchremat.errors import CheckpointError
 from torchremat.regions.calls import Body, Call
-from torchremat.regions.choosing import Choosing, served
 from torchremat.regions.decisions import check_met
-from torchremat.regions.diagnosis import explain, log_of
-from torchremat.regions.differences import DivergedError
+from torchremat.regions.diagnosis.differences import DivergedError
+from torchremat.regions.diagnosis.message import explain, log_of
 from torchremat.regions.inputs import Inputs
 from torchremat.regions.recompute import Recompute
-from torchremat.regions.selecting import SeenBy
+from torchremat.regions.selective.forward import Choosing, served
+from torchremat.regions.selective.mode import SeenBy
 from torchremat.regions.sessions import UNPACKED_ONCE, Session, active_session, open_sessions
 from torchremat.regions.settings import Settings
 from torchremat.regions.slots import GONE, LOST, Key, Slot, noted, pin, told, unpack, waits

@@ -27,7 +27,7 @@ from torchremat._compat.checkpoints import is_hook_of_torch_checkpoint
 from torchremat._compat.sharding import is_sharded
 from torchremat.errors import OrderWarning, UnsupportedError, warn
 from torchremat.regions.calls import Body
-from torchremat.regions.journeys import Itinerary, Journey, Stop
+from torchremat.regions.offload_schedule import OffloadRun, OffloadSchedule, Trigger
 from torchremat.regions.region import Region
 from torchremat.regions.settings import Settings
 from torchremat.regions.threads import thread
@@ -35,7 +35,7 @@ from torchremat.regions.transforms import new_region
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Place:
+class RegionPlace:
     """One region of a scope, by identity.
 
     Attributes:
@@ -57,15 +57,15 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Choice:
+class CallDecision:
     """What becomes of one call: the regions around it, outermost first, the scope for the calls inside it, its stop.
 
     One that `is_open` is only counted, and the calls inside it belong to the scope that it is made in.
     """
 
-    places: tuple[Place, ...] = ()
+    places: tuple[RegionPlace, ...] = ()
     inside: Scope | None = None
-    stop: Stop | None = None
+    stop: Trigger | None = None
     is_open: bool = False
 
 
@@ -76,14 +76,14 @@ class Scope:
     Attributes:
         choices: By name of the module and the number of times that it was called before in the scope.
         settings: How the regions behave.
-        itinerary: What moves into stores and back, at the calls that have a stop.
+        offload_schedule: What moves into stores and back, at the calls that have a stop.
         unmet: The names of modules of which no call was expected.
         calls_vary: Whether other calls than those expected are no surprise.
     """
 
-    choices: Mapping[tuple[str, int], Choice]
+    choices: Mapping[tuple[str, int], CallDecision]
     settings: Settings
-    itinerary: Itinerary | None = field(default=None, kw_only=True)
+    offload_schedule: OffloadSchedule | None = field(default=None, kw_only=True)
     unmet: frozenset[str] = field(default=frozenset(), kw_only=True)
     calls_vary: bool = field(default=False, kw_only=True)
     names: frozenset[str] = field(init=False)
@@ -111,16 +111,16 @@ class Scope:
 class _Opened:
     """One run of a scope: the regions that wait for further calls. They go with it, also when the run raises."""
 
-    __slots__ = ("counts", "journey", "pack", "regions", "scope")
+    __slots__ = ("counts", "in_flight", "pack", "regions", "scope")
 
     def __init__(self, scope: Scope, counts: dict[str, int] | None = None) -> None:
         self.scope = scope
         self.counts: dict[str, int] = {} if counts is None else counts
-        self.regions: dict[Place, Region] = {}
-        self.journey = None if scope.itinerary is None else Journey(scope.itinerary)
+        self.regions: dict[RegionPlace, Region] = {}
+        self.in_flight = None if scope.offload_schedule is None else OffloadRun(scope.offload_schedule)
         self.pack = _pack_hook()
 
-    def choice(self, name: str) -> Choice | None:
+    def choice(self, name: str) -> CallDecision | None:
         """Return the choice for the next call of `name`; None if the scope does not know the name."""
         if name not in self.scope.names:
             return None
@@ -137,7 +137,7 @@ class _Opened:
             )
             if not (self.scope.calls_vary and name in self.scope.unmet):
                 warn(said, OrderWarning)
-            found = Choice((Place(1, name),))
+            found = CallDecision((RegionPlace(1, name),))
         return _PLAINLY if self.is_overruled() else found
 
     def is_overruled(self) -> bool:
@@ -153,8 +153,8 @@ class _Opened:
             output = body(*args, **kwargs)
         finally:
             scopes.pop()
-        if self.journey is not None:
-            self.journey.end()
+        if self.in_flight is not None:
+            self.in_flight.end()
         return output
 
 
@@ -205,14 +205,14 @@ def is_in_scope() -> bool:
     return bool(thread.now.scopes) and bool(cast("_Opened", thread.now.scopes[-1]).scope.names)
 
 
-def open_choice(name: str) -> Choice | None:
+def open_choice(name: str) -> CallDecision | None:
     """Return what the innermost open scope says of the next call of `name`; None without one."""
     scopes = thread.now.scopes
     return cast("_Opened", scopes[-1]).choice(name) if scopes else None
 
 
 def run_choice(
-    choice: Choice,
+    choice: CallDecision,
     function: Callable[..., object],
     module: nn.Module,
     args: tuple[object, ...],
@@ -224,15 +224,15 @@ def run_choice(
     opened = cast("_Opened", thread.now.scopes[-1])
     # The calls inside have a scope of their own, or none: never the one that this call is made in.
     inside = partial((choice.inside or _PLAIN).run, function)
-    if choice.stop is None or opened.journey is None:
+    if choice.stop is None or opened.in_flight is None:
         return _enter(choice.places, opened.regions, opened.scope.settings, inside, module, args, kwargs)
     entering = partial(_enter, choice.places, opened.regions, opened.scope.settings, inside, module, args, kwargs)
-    return opened.journey.run(choice.stop, opened.pack, entering)
+    return opened.in_flight.run(choice.stop, opened.pack, entering)
 
 
 def _enter(
-    places: tuple[Place, ...],
-    regions: dict[Place, Region],
+    places: tuple[RegionPlace, ...],
+    regions: dict[RegionPlace, Region],
     settings: Settings,
     body: Body,
     module: nn.Module,
@@ -268,10 +268,15 @@ class _Nested:
     __slots__ = ("body", "module", "places", "regions", "settings")
 
     def __init__(
-        self, places: tuple[Place, ...], regions: dict[Place, Region], settings: Settings, body: Body, module: nn.Module
+        self,
+        places: tuple[RegionPlace, ...],
+        regions: dict[RegionPlace, Region],
+        settings: Settings,
+        body: Body,
+        module: nn.Module,
     ) -> None:
         self.places = places
-        self.regions: dict[Place, Region] | None = regions
+        self.regions: dict[RegionPlace, Region] | None = regions
         self.settings = settings
         self.body = body
         self.module = module
@@ -284,7 +289,7 @@ class _Nested:
         return _enter(self.places, regions, self.settings, self.body, self.module, args, kwargs)
 
 
-def _regions_of_recompute() -> dict[Place, Region]:
+def _regions_of_recompute() -> dict[RegionPlace, Region]:
     if not thread.now.scopes:
         thread.now.scopes.append(_Opened(_PLAIN))
     return cast("_Opened", thread.now.scopes[-1]).regions
@@ -297,4 +302,4 @@ def _pack_hook() -> object:
 
 # The scope in which every call is a plain call.
 _PLAIN = Scope({}, Settings())
-_PLAINLY = Choice()
+_PLAINLY = CallDecision()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torchremat.errors import PolicyError, UnsupportedError
 from torchremat.regions.decisions import Decision, Policy, describe
-from torchremat.regions.traits import Traits
+from torchremat.regions.selective.op_info import OpInfo
 from torchremat.state.guarded import check_named
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class Settings:
     policy: Policy | None = None
     observer: Observer | None = None
     turns: Turns = field(init=False, compare=False)
-    decisions: dict[Traits, Decision] = field(init=False, compare=False)
+    decisions: dict[OpInfo, Decision] = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         """Refuse what cannot be honoured: users are not type-checked."""

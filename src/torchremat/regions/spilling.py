@@ -31,7 +31,7 @@ from torchremat.stores.catalog import Catalog, unpack
 from torchremat.stores.disk import Disk
 from torchremat.stores.held import InCatalog
 from torchremat.stores.host import Host
-from torchremat.stores.landing import land
+from torchremat.stores.release import land
 from torchremat.tensors.graphs import GraphSlot, leaves_of, nodes_of, slots_of
 from torchremat.tensors.held import HeldTensor
 from torchremat.tensors.sizes import format_bytes, parse_bytes
@@ -97,11 +97,11 @@ def _catalog_for(device: torch.device, store: Store | None, catalogs: dict[str, 
     if key not in catalogs:
         target = store if store is not None else Disk() if device.type == "cpu" else Host()
         # Sequence numbers say nothing of the order in which these will be asked for, so nothing is brought back ahead.
-        catalogs[key] = Catalog(_Whole(target), min_bytes=1, window_bytes=0)
+        catalogs[key] = Catalog(_WholeStore(target), min_bytes=1, window_bytes=0)
     return catalogs[key]
 
 
-class _Whole:
+class _WholeStore:
     """A store that takes what it is given, or raises: what it leaves where it is would not be freed."""
 
     def __init__(self, store: Store) -> None:

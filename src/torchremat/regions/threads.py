@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     from torchremat.regions.calls import Call, Frozen
     from torchremat.regions.carriers import Carried
-    from torchremat.regions.selecting import Collecting, Replaying
-    from torchremat.regions.selection import Selection
+    from torchremat.regions.selective.cache import Selection
+    from torchremat.regions.selective.mode import Collecting, Replaying
 
 
 # NOTE [ In which thread a backward runs ]

@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from torchremat.errors import ScheduleError
-from torchremat.schedules.chain import Chain, Keep, Region, Tree, check_tree
+from torchremat.schedules.chain import Chain, KeepNode, RegionNode, Tree, check_tree
 
 
 @dataclass(frozen=True)
-class Forward:
+class ForwardAction:
     """The first forward of a stage; `option` is None if nothing is kept."""
 
     stage: int
@@ -34,7 +34,7 @@ class Forward:
 
 
 @dataclass(frozen=True)
-class Hold:
+class HoldAction:
     """From here on, the inputs of the region over stages `first` to `last` are held."""
 
     first: int
@@ -45,7 +45,7 @@ class Hold:
 
 
 @dataclass(frozen=True)
-class Recompute:
+class RecomputeAction:
     """One more forward of a stage; `option` is None if nothing is kept, `stops` if it ends at its last save."""
 
     stage: int
@@ -57,7 +57,7 @@ class Recompute:
 
 
 @dataclass(frozen=True)
-class Backward:
+class BackwardAction:
     """The backward of a stage."""
 
     stage: int
@@ -66,7 +66,7 @@ class Backward:
         return f"B{self.stage}"
 
 
-Action: TypeAlias = Forward | Hold | Recompute | Backward
+Action: TypeAlias = ForwardAction | HoldAction | RecomputeAction | BackwardAction
 
 
 def _kept(option: int | None) -> str:
@@ -93,33 +93,33 @@ def schedule(tree: Tree, chain: Chain) -> Iterator[Action]:
 
 def _step(tree: Tree) -> Iterator[Action]:
     for node in tree:
-        if isinstance(node, Keep):
-            yield Forward(node.stage, node.option)
+        if isinstance(node, KeepNode):
+            yield ForwardAction(node.stage, node.option)
         else:
-            yield Hold(node.first, node.last)
-            yield from (Forward(stage) for stage in range(node.first, node.last + 1))
+            yield HoldAction(node.first, node.last)
+            yield from (ForwardAction(stage) for stage in range(node.first, node.last + 1))
     stack = list(tree)
     while stack:
         node = stack.pop()
-        if isinstance(node, Keep):
-            yield Backward(node.stage)
+        if isinstance(node, KeepNode):
+            yield BackwardAction(node.stage)
         else:
             yield from _recompute(node)
             stack.extend(node.children)
 
 
-def _recompute(region: Region) -> Iterator[Action]:
+def _recompute(region: RegionNode) -> Iterator[Action]:
     *before, last = region.children
     for child in before:
-        if isinstance(child, Keep):
-            yield Recompute(child.stage, child.option)
+        if isinstance(child, KeepNode):
+            yield RecomputeAction(child.stage, child.option)
         else:
-            yield Hold(child.first, child.last)
-            yield from (Recompute(stage) for stage in range(child.first, child.last + 1))
-    if isinstance(last, Keep):
-        yield Recompute(last.stage, last.option, stops=True)
+            yield HoldAction(child.first, child.last)
+            yield from (RecomputeAction(stage) for stage in range(child.first, child.last + 1))
+    if isinstance(last, KeepNode):
+        yield RecomputeAction(last.stage, last.option, stops=True)
     else:
-        yield Hold(last.first, last.last)
+        yield HoldAction(last.first, last.last)
 
 
 def text(actions: Iterable[Action]) -> str:
@@ -147,9 +147,9 @@ def _action(position: int, word: str) -> Action:
         raise ScheduleError(f"action {position}: {word!r} is none of F3, F3:0, H3-5, R3, R3:0, R3:0! and B3")
     number = {name: int(found) for name, found in match.groupdict().items() if found is not None and found != "!"}
     if "F" in number:
-        return Forward(number["F"], number.get("Fo"))
+        return ForwardAction(number["F"], number.get("Fo"))
     if "H" in number:
-        return Hold(number["H"], number["Hl"])
+        return HoldAction(number["H"], number["Hl"])
     if "R" in number:
-        return Recompute(number["R"], number.get("Ro"), stops=match["stops"] is not None)
-    return Backward(number["B"])
+        return RecomputeAction(number["R"], number.get("Ro"), stops=match["stops"] is not None)
+    return BackwardAction(number["B"])

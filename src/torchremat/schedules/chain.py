@@ -1,7 +1,7 @@
 """Chains of stages with their bytes and costs, and the trees that say which stages are kept and which recomputed.
 
-A stage is one call of the model. A tree covers the stages in order: `Keep` is a stage that keeps its saved tensors,
-`Region` a run of stages that is recomputed in backward, and may have regions inside. What a tree costs and how many
+A stage is one call of the model. A tree covers the stages in order: `KeepNode` is a stage that keeps its saved tensors,
+`RegionNode` a run of stages that is recomputed in backward, and may have regions inside. What a tree costs and how many
 bytes it needs is defined in one place. See NOTE [ What a tree means ].
 
 The lowest trees nest as deep as the chain is long, so nothing here recurses.
@@ -119,7 +119,7 @@ def _negative(where: str, owner: Chain | Stage | Option) -> Iterator[str]:
 
 
 @dataclass(frozen=True)
-class Keep:
+class KeepNode:
     """A stage that keeps what its option says, from its forward or its region's recompute to its backward."""
 
     stage: int
@@ -137,7 +137,7 @@ class Keep:
 
 
 @dataclass(frozen=True, eq=False)
-class Region:
+class RegionNode:
     """A run of stages that is recomputed in backward, as its children say. Those with equal children are equal.
 
     Attributes:
@@ -146,7 +146,7 @@ class Region:
         last: The last stage.
     """
 
-    children: tuple[Keep | Region, ...]
+    children: tuple[KeepNode | RegionNode, ...]
     first: int = field(init=False, repr=False)
     last: int = field(init=False, repr=False)
     # Made of those of the children: solvers look trees up, and each time anew it would be made by calls in one another.
@@ -157,20 +157,20 @@ class Region:
             raise ScheduleError("a region without children covers no stage")
         object.__setattr__(self, "first", self.children[0].first)
         object.__setattr__(self, "last", self.children[-1].last)
-        object.__setattr__(self, "_hash", hash((Region, self.children)))
+        object.__setattr__(self, "_hash", hash((RegionNode, self.children)))
 
     def __hash__(self) -> int:
         return self._hash
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Region):
+        if not isinstance(other, RegionNode):
             return NotImplemented
-        pairs: list[tuple[Keep | Region, Keep | Region]] = [(self, other)]
+        pairs: list[tuple[KeepNode | RegionNode, KeepNode | RegionNode]] = [(self, other)]
         while pairs:
             one, two = pairs.pop()
             if one is two:
                 continue
-            if not (isinstance(one, Region) and isinstance(two, Region)):
+            if not (isinstance(one, RegionNode) and isinstance(two, RegionNode)):
                 if one != two:
                     return False
             elif one._hash != two._hash or len(one.children) != len(two.children):
@@ -180,15 +180,15 @@ class Region:
         return True
 
 
-Tree: TypeAlias = tuple[Keep | Region, ...]
+Tree: TypeAlias = tuple[KeepNode | RegionNode, ...]
 
 
-def kept(tree: Tree) -> Iterator[Keep]:
+def kept(tree: Tree) -> Iterator[KeepNode]:
     """Yield every stage of the tree with its option, in order; inside regions too."""
     stack = list(reversed(tree))
     while stack:
         node = stack.pop()
-        if isinstance(node, Keep):
+        if isinstance(node, KeepNode):
             yield node
         else:
             stack.extend(reversed(node.children))
@@ -210,7 +210,7 @@ def check_tree(tree: Tree, chain: Chain) -> None:
         if not 0 <= keep.option < options:
             raise ScheduleError(f"stage {keep.stage}: option {keep.option} of {options} does not exist")
     for node in tree:
-        if isinstance(node, Region):
+        if isinstance(node, RegionNode):
             for stage in range(node.first, node.last + 1):
                 if not chain.stages[stage].recomputable:
                     raise ScheduleError(f"stage {stage} cannot be recomputed, but a region contains it")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from torchremat.schedules.chain import Keep, Region, Tree
+from torchremat.schedules.chain import KeepNode, RegionNode, Tree
 
 # NOTE [ How deep regions may nest ]
 #
@@ -27,7 +27,7 @@ def depth(tree: Tree) -> int:
     most, stack = 0, [(node, 1) for node in tree]
     while stack:
         node, level = stack.pop()
-        if isinstance(node, Region):
+        if isinstance(node, RegionNode):
             most = max(most, level)
             stack.extend((child, level + 1) for child in node.children)
     return most
@@ -53,11 +53,11 @@ def bounded(tree: Tree, deepest: int = DEEPEST) -> Tree:
 class _Open:
     """A region whose children are being looked at."""
 
-    waiting: Iterator[Keep | Region]
-    nodes: list[Keep | Region] = field(default_factory=list["Keep | Region"])
+    waiting: Iterator[KeepNode | RegionNode]
+    nodes: list[KeepNode | RegionNode] = field(default_factory=list["KeepNode | RegionNode"])
 
 
-def _bounded(node: Keep | Region, deepest: int) -> Keep | Region:
+def _bounded(node: KeepNode | RegionNode, deepest: int) -> KeepNode | RegionNode:
     levels = depth((node,))
     if levels <= deepest:
         return node
@@ -66,13 +66,13 @@ def _bounded(node: Keep | Region, deepest: int) -> Keep | Region:
     around = [_Open(iter((node,)))]
     while True:
         child = next(around[-1].waiting, None)
-        if isinstance(child, Region):
+        if isinstance(child, RegionNode):
             around.append(_Open(iter(child.children)))
         elif child is not None:
             around[-1].nodes.append(child)
         elif len(around) > 1:
             nodes = around.pop().nodes
-            around[-1].nodes += [Region(tuple(nodes))] if stays[len(around) - 1] else nodes
+            around[-1].nodes += [RegionNode(tuple(nodes))] if stays[len(around) - 1] else nodes
         else:
             (found,) = around[0].nodes
             return found

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from torchremat.errors import ScheduleError
-from torchremat.schedules.actions import Action, Backward, Forward, Hold, Recompute, schedule
-from torchremat.schedules.chain import Chain, Keep, Option, Region, Tree
+from torchremat.schedules.actions import Action, BackwardAction, ForwardAction, HoldAction, RecomputeAction, schedule
+from torchremat.schedules.chain import Chain, KeepNode, Option, RegionNode, Tree
 
 # NOTE [ What a tree means ]
 #
@@ -63,8 +63,8 @@ def interpret(chain: Chain, plan: Tree | Iterable[Action]) -> Outcome:
             or if the tree is not one of this chain.
     """
     steps = tuple(plan)
-    nodes = tuple(step for step in steps if isinstance(step, Keep | Region))
-    actions = tuple(step for step in steps if not isinstance(step, Keep | Region))
+    nodes = tuple(step for step in steps if isinstance(step, KeepNode | RegionNode))
+    actions = tuple(step for step in steps if not isinstance(step, KeepNode | RegionNode))
     if nodes and actions:
         raise ScheduleError(f"{len(nodes)} nodes of a tree and {len(actions)} actions are mixed; give one or the other")
     if nodes:
@@ -112,13 +112,13 @@ class _Machine:
 
     def run(self, action: Action) -> None:
         match action:
-            case Forward():
+            case ForwardAction():
                 self.forward(action)
-            case Hold():
+            case HoldAction():
                 self.hold(action)
-            case Recompute():
+            case RecomputeAction():
                 self.recompute(action)
-            case Backward():
+            case BackwardAction():
                 self.backward(action)
         self.position += 1
 
@@ -131,7 +131,7 @@ class _Machine:
             raise ScheduleError(f"after {self.position} actions: the backward of stage {stage} is missing")
         return Outcome(peak_bytes=self.peak, cost=self.cost, where=self.where)
 
-    def forward(self, action: Forward) -> None:
+    def forward(self, action: ForwardAction) -> None:
         if action.stage != self.next or self.next == len(self.chain.stages):
             self.refuse(action, f"{self.due()} comes next")
         stage, region = self.chain.stages[action.stage], self.dropping()
@@ -151,7 +151,7 @@ class _Machine:
         if self.next == len(self.chain.stages):
             self.live(self.chain.tail_bytes, "tail")
 
-    def hold(self, action: Hold) -> None:
+    def hold(self, action: HoldAction) -> None:
         stages = self.chain.stages
         if action.first > action.last:
             self.refuse(action, "it ends before it begins")
@@ -179,7 +179,7 @@ class _Machine:
         if trailing:
             self.end_recompute(outer)
 
-    def recompute(self, action: Recompute) -> None:
+    def recompute(self, action: RecomputeAction) -> None:
         region = self.dropping() if self.next == len(self.chain.stages) else None
         if region is not None and action.stage != region.ran + 1:
             self.refuse(action, f"stage {region.ran + 1} of H{region.first}-{region.last} has to run first")
@@ -209,7 +209,7 @@ class _Machine:
         if action.stage == outer.last:
             self.end_recompute(outer)
 
-    def backward(self, action: Backward) -> None:
+    def backward(self, action: BackwardAction) -> None:
         if self.next < len(self.chain.stages):
             self.refuse(action, f"the first forward of stage {self.next} comes first")
         if self.running is not None:
@@ -228,7 +228,7 @@ class _Machine:
         while self.stack and isinstance(over := self.stack[-1], _Region) and over.begun and over.first == action.stage:
             self.pop()
 
-    def recomputing(self, action: Hold | Recompute, stage: int) -> _Region:
+    def recomputing(self, action: HoldAction | RecomputeAction, stage: int) -> _Region:
         """Return the region whose recompute this action belongs to; it may be the first action of that recompute."""
         if self.next < len(self.chain.stages):
             self.refuse(action, f"the first forward of stage {self.next} comes first")
@@ -276,7 +276,7 @@ class _Machine:
         if self.held + over_held > self.peak:
             self.peak, self.where = self.held + over_held, str(what)
 
-    def option(self, action: Forward | Recompute, number: int) -> Option:
+    def option(self, action: ForwardAction | RecomputeAction, number: int) -> Option:
         options = self.chain.stages[action.stage].options
         if not 0 <= number < len(options):
             self.refuse(action, f"option {number} of {len(options)} does not exist")

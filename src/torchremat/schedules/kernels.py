@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torchremat.schedules.dataflow import Operator
 
 
-class Kernel(NamedTuple):
+class FusedKernel(NamedTuple):
     """Operators that run as one.
 
     Attributes:
@@ -58,7 +58,7 @@ def walk(
                 live -= size_bytes[value]
 
 
-def fused(operators: Sequence[Operator], keep: set[int]) -> list[Kernel]:
+def fused(operators: Sequence[Operator], keep: set[int]) -> list[FusedKernel]:
     """Return the kernels of a list: an operator, and with it those whose values nobody else reads, if all of them fuse.
 
     Such a value is never in memory. What it is made of is, until its reader has run.
@@ -67,7 +67,7 @@ def fused(operators: Sequence[Operator], keep: set[int]) -> list[Kernel]:
         operators: In the order in which they run.
         keep: Values that are read after the list.
     """
-    kernels = {place: Kernel(operator, place, operator.inputs) for place, operator in enumerate(operators)}
+    kernels = {place: FusedKernel(operator, place, operator.inputs) for place, operator in enumerate(operators)}
     readers: dict[int, set[int]] = {}
     for place, operator in enumerate(operators):
         for value in operator.inputs:

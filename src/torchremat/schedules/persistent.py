@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchremat.errors import BudgetError, bug
-from torchremat.schedules.chain import Chain, Keep, Region, Tree
+from torchremat.schedules.chain import Chain, KeepNode, RegionNode, Tree
 from torchremat.schedules.interpreter import Outcome, interpret
 from torchremat.schedules.rounding import default_slot, rounded_down
 from torchremat.schedules.tables import INFINITE, Tables, first_finite
@@ -56,7 +56,7 @@ class Persistent:
         self._slots = useful_bytes // self.slot_bytes + self._spare
         self._tables = Tables(chain, slot_bytes=self.slot_bytes, slots=self._slots, most_seconds=most_seconds)
         self._lowest = first_finite(self._tables.top[0])
-        self._trees: dict[int, _Found] = {}
+        self._trees: dict[int, _FoundNodes] = {}
         # Choices made before: most trees differ in few of them.
         self._chosen_top: dict[tuple[int, int], _Choice | None] = {}
         self._chosen: dict[tuple[int, int, int, bool], _Choice | None] = {}
@@ -122,7 +122,7 @@ class Persistent:
         """
         return self._trees[slots].tree if slots in self._trees else self._tree(slots)
 
-    def _search(self, limit_bytes: int) -> _Found | None:
+    def _search(self, limit_bytes: int) -> _FoundNodes | None:
         """Return the tree of the most slots whose exact peak is at most the limit.
 
         Each of the up to n things that a tree holds at a time was rounded up, so a tree for more slots than the limit
@@ -146,33 +146,33 @@ class Persistent:
                 above = middle
         return self._found(fits)
 
-    def _found(self, m: int) -> _Found:
+    def _found(self, m: int) -> _FoundNodes:
         if m not in self._trees:
             tree = self._tree(m)
-            self._trees[m] = _Found(tree=tree, outcome=interpret(self.chain, tree))
+            self._trees[m] = _FoundNodes(tree=tree, outcome=interpret(self.chain, tree))
         return self._trees[m]
 
     def _tree(self, m: int) -> Tree:
         """Return the tree of least cost for m slots, by making again the choices that the tables made."""
-        runs = [_Run(first=0, last=len(self.chain.stages) - 1, next=0, m=m, nodes=[])]
+        runs = [_RegionRun(first=0, last=len(self.chain.stages) - 1, next=0, m=m, nodes=[])]
         while True:
             run = runs[-1]
             if run.next > run.last:
                 runs.pop()
                 if not runs:
                     return tuple(run.nodes)
-                runs[-1].nodes.append(Region(tuple(run.nodes)))
+                runs[-1].nodes.append(RegionNode(tuple(run.nodes)))
                 continue
             choice = self._next(run, is_top=len(runs) == 1)
             if choice is None:
                 raise bug(f"no tree for stages {run.next} to {run.last} in {run.m} slots of {self.slot_bytes} bytes")
             begin, run.next, run.m = run.next, choice.last + 1, run.m - choice.held
             if choice.option is None:
-                runs.append(_Run(first=begin, last=choice.last, next=begin, m=run.m, nodes=[]))
+                runs.append(_RegionRun(first=begin, last=choice.last, next=begin, m=run.m, nodes=[]))
             else:
-                run.nodes.append(Keep(begin, choice.option))
+                run.nodes.append(KeepNode(begin, choice.option))
 
-    def _next(self, run: _Run, *, is_top: bool) -> _Choice | None:
+    def _next(self, run: _RegionRun, *, is_top: bool) -> _Choice | None:
         if is_top:
             asked = run.next, run.m
             if asked not in self._chosen_top:
@@ -224,16 +224,16 @@ class Persistent:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Found:
+class _FoundNodes:
     tree: Tree
     outcome: Outcome
 
 
-def _all_kept(chain: Chain) -> _Found:
+def _all_kept(chain: Chain) -> _FoundNodes:
     """Return the cheapest tree of all, in which every stage is kept with its cheapest option."""
     costs = [[option.cost for option in stage.options] for stage in chain.stages]
-    tree = tuple(Keep(stage, option.index(min(option))) for stage, option in enumerate(costs))
-    return _Found(tree=tree, outcome=interpret(chain, tree))
+    tree = tuple(KeepNode(stage, option.index(min(option))) for stage, option in enumerate(costs))
+    return _FoundNodes(tree=tree, outcome=interpret(chain, tree))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,14 +244,14 @@ class _Choice:
 
 
 @dataclass(kw_only=True, slots=True)
-class _Run:
+class _RegionRun:
     """A region, or the top level, while its nodes are chosen from left to right."""
 
     first: int
     last: int
     next: int
     m: int
-    nodes: list[Keep | Region]
+    nodes: list[KeepNode | RegionNode]
 
 
 def least_cost(chain: Chain, limit_bytes: int, slot_bytes: int | None = None) -> float:

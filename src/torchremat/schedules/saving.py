@@ -30,10 +30,10 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array, csr_array
 
-from torchremat.schedules.exchanges import lowered, raised
 from torchremat.schedules.joint import Beside, Joint, Split, is_possible, split
+from torchremat.schedules.local_search import lowered, raised
 from torchremat.schedules.prices import Prices
-from torchremat.schedules.stretches import Choice, Stretches
+from torchremat.schedules.recompute_spans import RecomputeSpans, SpanChoice
 
 _MOST_TRIES = 8
 _MOST_ROWS = 60
@@ -116,8 +116,8 @@ class Saver:
         return sorted(found, key=lambda one: one.peak_bytes)
 
     @cached_property
-    def _stretches(self) -> Stretches:
-        return Stretches(self.joint, self._prices.hull)
+    def _stretches(self) -> RecomputeSpans:
+        return RecomputeSpans(self.joint, self._prices.hull)
 
     def _cover(self, limit_bytes: int | None) -> frozenset[int] | None:
         """Return what a cover of stretches saves, of least cost within a limit, or of least peak for None."""
@@ -163,7 +163,7 @@ class Saver:
         assert chosen is not None
         return frozenset[int]().union(*(choices[index].saved for index in np.flatnonzero(chosen)))
 
-    def _flow(self, choices: Sequence[Choice]) -> tuple[csr_array, np.ndarray]:
+    def _flow(self, choices: Sequence[SpanChoice]) -> tuple[csr_array, np.ndarray]:
         """The rows that make a path of stretches from the first cut to the last."""
         cuts = len(self._stretches.cuts)
         starts = [choice.first for choice in choices]

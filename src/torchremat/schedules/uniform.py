@@ -8,12 +8,12 @@ from __future__ import annotations
 from itertools import groupby
 
 from torchremat.errors import ScheduleError
-from torchremat.schedules.chain import Chain, Keep, Region, Tree
+from torchremat.schedules.chain import Chain, KeepNode, RegionNode, Tree
 
 
 def keep_all(chain: Chain) -> Tree:
     """Return the tree in which nothing is recomputed."""
-    return tuple(Keep(stage) for stage in range(len(chain.stages)))
+    return tuple(KeepNode(stage) for stage in range(len(chain.stages)))
 
 
 def every(chain: Chain, step: int) -> Tree:
@@ -26,7 +26,9 @@ def every(chain: Chain, step: int) -> Tree:
     if step < 1:
         raise ScheduleError(f"step={step} must be at least 1")
     chosen = set(_recomputable(chain)[::step])
-    return tuple(Region((node,)) if node.stage in chosen else node for node in map(Keep, range(len(chain.stages))))
+    return tuple(
+        RegionNode((node,)) if node.stage in chosen else node for node in map(KeepNode, range(len(chain.stages)))
+    )
 
 
 def segments(chain: Chain, count: int, *, keep_last: bool = False) -> Tree:
@@ -49,10 +51,10 @@ def segments(chain: Chain, count: int, *, keep_last: bool = False) -> Tree:
         number = place // (short + 1) if place < in_longer else longer + (place - in_longer) // short
         if not (keep_last and number == count - 1):
             segment[stage] = number
-    nodes: list[Keep | Region] = []
+    nodes: list[KeepNode | RegionNode] = []
     for number, stages in groupby(range(len(chain.stages)), segment.get):
-        keeps = tuple(map(Keep, stages))
-        nodes.extend(keeps if number is None else (Region(keeps),))
+        keeps = tuple(map(KeepNode, stages))
+        nodes.extend(keeps if number is None else (RegionNode(keeps),))
     return tuple(nodes)
 
 

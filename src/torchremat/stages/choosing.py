@@ -19,7 +19,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 
 from torchremat.errors import bug
 from torchremat.planning.searches.microbatches import Share
-from torchremat.stages.loads import Load
+from torchremat.stages.loads import DeviceLoad
 
 # The solver works in floats, with a tolerance. So bytes are counted in parts, rounded up, of which there are this many.
 _PARTS = 1 << 20
@@ -37,7 +37,7 @@ class Chosen:
 
     shares: Mapping[int, Share]
     peak_bytes: int
-    highest: Load
+    highest: DeviceLoad
 
 
 class Choices:
@@ -48,7 +48,7 @@ class Choices:
         loads: The loads of the device.
     """
 
-    def __init__(self, shares: Mapping[int, Sequence[Share]], loads: Sequence[Load]) -> None:
+    def __init__(self, shares: Mapping[int, Sequence[Share]], loads: Sequence[DeviceLoad]) -> None:
         self._shares = shares
         self._loads = loads
 
@@ -125,7 +125,7 @@ class Choices:
     def _chosen(self, picks: Mapping[int, int]) -> Chosen:
         shares = {stage: found[picks[stage]] for stage, found in self._shares.items()}
 
-        def bytes_at(load: Load) -> int:
+        def bytes_at(load: DeviceLoad) -> int:
             return load.beside_bytes + sum(load.bytes_of(stage, share) for stage, share in shares.items())
 
         highest = max(self._loads, key=bytes_at)

@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torchremat.schedules.pipelines import clock_cycles
-from torchremat.stages.loads import Load, Phase, counted
+from torchremat.stages.loads import DeviceLoad, Phase, counted
 from torchremat.stages.losses import LossBytes
 
 
@@ -57,7 +57,7 @@ class Clocks:
     passed: Sequence[Passed]
     loss: LossBytes
 
-    def loads(self) -> Iterator[Load]:
+    def loads(self) -> Iterator[DeviceLoad]:
         """Yield what the device holds at each of its actions."""
         last = self.stages - 1
         clocks = [[stage for _, stage in clock] for clock in clock_cycles(self.microbatches, self.stages)]
@@ -66,12 +66,12 @@ class Clocks:
         ran = Counter[int]()
         for clock in clocks:
             for stage in self._here(clock):
-                yield Load(
+                yield DeviceLoad(
                     stage, "forward", self._held(ran), beside_bytes=self._waiting(self.passed, ran, clock, stage)
                 )
             ran.update(clock)
         if last in self.sums:
-            yield Load(None, "loss", self._held(ran), beside_bytes=self.loss.peak_bytes)
+            yield DeviceLoad(None, "loss", self._held(ran), beside_bytes=self.loss.peak_bytes)
         back = [Passed(one.target, one.source, one.size_bytes) for one in self.passed if one.target <= last]
         done = Counter[int]()
         for clock in reversed(clocks):
@@ -79,7 +79,7 @@ class Clocks:
                 beside = self._waiting(back, done, clock, stage) + self._added(done, clock, stage)
                 if last in self.sums:
                     beside += self.loss.held_bytes[done[last]]
-                yield Load(
+                yield DeviceLoad(
                     stage, self._phase(done[stage]), self._held(ran - done - Counter([stage])), beside_bytes=beside
                 )
             done.update(clock)

@@ -23,7 +23,7 @@ Phase = Literal["forward", "ahead", "backward", "first", "second", "last", "inpu
 
 
 @dataclass(frozen=True)
-class Load:
+class DeviceLoad:
     """A device at one of its actions.
 
     Attributes:
@@ -70,7 +70,7 @@ class Load:
 
 def loads_of(
     actions: Sequence[Action], left_bytes: Mapping[int, int], output_bytes: Mapping[int, int] | None = None
-) -> list[Load]:
+) -> list[DeviceLoad]:
     """Return the loads of a device, each once.
 
     Args:
@@ -81,11 +81,13 @@ def loads_of(
     return list(dict.fromkeys(_loads(actions, left_bytes, output_bytes or {})))
 
 
-def _loads(actions: Sequence[Action], left_bytes: Mapping[int, int], output_bytes: Mapping[int, int]) -> Iterator[Load]:
+def _loads(
+    actions: Sequence[Action], left_bytes: Mapping[int, int], output_bytes: Mapping[int, int]
+) -> Iterator[DeviceLoad]:
     held, between, left = Counter[int](), Counter[int](), 0
 
-    def load(stage: int, phase: Phase, own_bytes: int = 0) -> Load:
-        return Load(stage, phase, counted(held), counted(between), beside_bytes=left + own_bytes)
+    def load(stage: int, phase: Phase, own_bytes: int = 0) -> DeviceLoad:
+        return DeviceLoad(stage, phase, counted(held), counted(between), beside_bytes=left + own_bytes)
 
     for action in actions:
         stage = action.stage

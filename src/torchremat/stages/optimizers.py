@@ -10,7 +10,7 @@ from torch import nn
 from torchremat.measuring.before import bytes_before
 from torchremat.measuring.runs import Subject
 from torchremat.measuring.step import check_kinds, check_steps_on
-from torchremat.planning.elsewhere.machines import Here
+from torchremat.planning.devices.machines import Here
 from torchremat.planning.profiles.optimizers import OptimizerBytes, measure_optimizer
 
 

@@ -23,16 +23,16 @@ from torchremat.measuring.heap import heap_set_aside
 from torchremat.measuring.runs import Subject, subject_of
 from torchremat.measuring.traces import AllocationTrace
 from torchremat.measuring.tracker import address_of
-from torchremat.planning.elsewhere.machines import Here
+from torchremat.planning.devices.machines import Here
 from torchremat.planning.layout import calls_of, installed
 from torchremat.planning.profiles.events import intervals_of, without_copies
-from torchremat.planning.profiles.profiling import Grains
+from torchremat.planning.profiles.profiling import ProfilePair
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.profiles.watching import Watcher, every_unit
-from torchremat.planning.searches.mixing import aligned, mixed
-from torchremat.planning.searches.solving import Candidate
-from torchremat.planning.walks.moments import Key, Lifetimes, Live, Moment
-from torchremat.planning.walks.parts import PartBytes, PartsPrediction, PartsWalk, input_part
+from torchremat.planning.searches.candidates import Candidate
+from torchremat.planning.searches.granularity import aligned, mixed
+from torchremat.planning.simulator.parts import PartBytes, PartsPrediction, PartsSimulator, input_part
+from torchremat.planning.simulator.points import Key, Lifetimes, Live, ProgramPoint
 from torchremat.regions.footprints import footprint_bytes, waiting_storages
 from torchremat.regions.region import Region
 from torchremat.regions.sessions import Session
@@ -48,19 +48,19 @@ class Parts:
     Args:
         module: The stage.
         step: Runs its forward.
-        grains: Its profile.
+        pair: Its profile.
 
     Raises:
         VersionError: This torch has no such parts.
     """
 
-    def __init__(self, module: nn.Module, step: Callable[[nn.Module], Ends], grains: Grains) -> None:
+    def __init__(self, module: nn.Module, step: Callable[[nn.Module], Ends], pair: ProfilePair) -> None:
         subject = subject_of(step, module, None, needs_model=True)
         with heap_set_aside():
-            runs = [_Run(module, step, subject, one) for one in (grains.coarse, grains.fine) if one is not None]
-        self._whole = grains.coarse
-        grains = Grains(coarse=runs[0].profile(), fine=runs[1].profile() if len(runs) > 1 else None)
-        self._grains = aligned(grains, stays=True)
+            runs = [_PartsRun(module, step, subject, one) for one in (pair.blocks, pair.leaves) if one is not None]
+        self._whole = pair.blocks
+        pair = ProfilePair(blocks=runs[0].profile(), leaves=runs[1].profile() if len(runs) > 1 else None)
+        self._pair = aligned(pair, stays=True)
         self._mixtures: dict[int, tuple[Profile, Profile]] = {}
         self._weight_rise_bytes = max(run.weight_rise_bytes for run in runs)
 
@@ -73,13 +73,13 @@ class Parts:
         """
         own, kept_bytes = self._of(candidate.profile), candidate.prediction.kept_bytes
 
-        def walk() -> PartsWalk:
-            options, loads = candidate.profile.options, candidate.loads
-            return PartsWalk(own.units, own.sizes, own.order, own.lifetimes, candidate.tree, options, loads)
+        def simulator() -> PartsSimulator:
+            options, offloads = candidate.profile.options, candidate.offloads
+            return PartsSimulator(own.units, own.sizes, own.order, own.lifetimes, candidate.tree, options, offloads)
 
-        highest, between = input_part(own, walk(), kept_bytes=kept_bytes)
+        highest, between = input_part(own, simulator(), kept_bytes=kept_bytes)
         if ahead:
-            highest = max(highest, input_part(own, walk(), kept_bytes=kept_bytes, ahead=True)[0])
+            highest = max(highest, input_part(own, simulator(), kept_bytes=kept_bytes, ahead=True)[0])
         return PartsPrediction(
             input_bytes=highest, between_bytes=between, weight_bytes=between + self._weight_rise_bytes
         )
@@ -89,7 +89,7 @@ class Parts:
         if id(profile) not in self._mixtures:
             whole = {call for unit in profile.units.units for call in unit.calls}
             split = {call for unit in self._whole.units.units for call in unit.calls if call not in whole}
-            self._mixtures[id(profile)] = profile, mixed(self._grains, frozenset(split), stays=True)
+            self._mixtures[id(profile)] = profile, mixed(self._pair, frozenset(split), stays=True)
         return self._mixtures[id(profile)][1]
 
 
@@ -110,7 +110,7 @@ class _Unneeded:
         self.was_needed = True
 
 
-class _Run:
+class _PartsRun:
     """One microbatch with every unit of a profile as a region, its backward in two parts."""
 
     def __init__(self, module: nn.Module, step: Callable[[nn.Module], Ends], subject: Subject, whole: Profile) -> None:
@@ -187,21 +187,23 @@ class _Run:
             for unit, (size, (needed, needed_bytes)) in enumerate(zip(whole.sizes, self.needs, strict=True))
         )
         begin = self._position(self.forward)
-        after: dict[Key, int] = {(Moment.END, 0): int(live[begin : starts[0] + 1].max() - live[begin])}
+        after: dict[Key, int] = {(ProgramPoint.END, 0): int(live[begin : starts[0] + 1].max() - live[begin])}
         at: dict[Key, int] = {}
         for unit, start, end in zip(order, starts, starts[1:], strict=False):
             middle = self._position(watched[unit].recomputed)
-            at[Moment.RECOMPUTE, unit], at[Moment.BACKWARD, unit] = int(live[start]), int(live[middle])
-            at[Moment.RELEASED, unit] = int(live[end])
-            after[Moment.BACKWARD, unit] = int(live[middle : end + 1].max() - live[middle])
-            after[Moment.RECOMPUTE, unit] = after[Moment.RELEASED, unit] = 0
+            at[ProgramPoint.RECOMPUTE, unit], at[ProgramPoint.BACKWARD, unit] = int(live[start]), int(live[middle])
+            at[ProgramPoint.RELEASED, unit] = int(live[end])
+            after[ProgramPoint.BACKWARD, unit] = int(live[middle : end + 1].max() - live[middle])
+            after[ProgramPoint.RECOMPUTE, unit] = after[ProgramPoint.RELEASED, unit] = 0
         died = {storage: time for storage, time in whole.units.trace.died.items() if storage not in self.outputs}
         units = replace(whole.units, trace=replace(whole.units.trace, died=died))
         lifetimes = Lifetimes(units, sizes, whole.lifetimes.boundary)
-        walk = PartsWalk(units, sizes, tuple(order), lifetimes, self.tree)
-        for _ in walk.forward():
+        simulator = PartsSimulator(units, sizes, tuple(order), lifetimes, self.tree)
+        for _ in simulator.forward():
             pass
-        extra = {state.key: at[state.key] - state.held_bytes for state in walk.backward() if isinstance(state, Live)}
+        extra = {
+            state.key: at[state.key] - state.held_bytes for state in simulator.backward() if isinstance(state, Live)
+        }
         return replace(
             whole,
             units=units,

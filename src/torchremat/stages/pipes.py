@@ -61,7 +61,7 @@ def sites_of_pipe(pipe: Pipe, step: PipeStep) -> list[Site]:
                     Sample(
                         stage=stage,
                         module=pipe.partitions[stage],
-                        step=_Run(
+                        step=_PipeRun(
                             taken=inputs[stage], layout=layout, stage=stage, grads=loss.grads if stage == last else ()
                         ),
                         added=microbatches > 1,
@@ -75,7 +75,7 @@ def sites_of_pipe(pipe: Pipe, step: PipeStep) -> list[Site]:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Run:
+class _PipeRun:
     """Runs a stage on a microbatch, as a cell of the pipe does.
 
     The input of the first stage is a part of the batch, which is there all the time; that of another one is made for

@@ -23,7 +23,7 @@ from torchremat.planning.planner import Planner
 from torchremat.planning.profiles.peers import gathered
 from torchremat.planning.searches.chains import Cost, check_cost
 from torchremat.planning.searches.microbatches import Share, shares
-from torchremat.regions.selection import memory_of
+from torchremat.regions.selective.kept import memory_of
 from torchremat.stages.choosing import Choices, Chosen
 from torchremat.stages.optimizers import optimizer_bytes
 from torchremat.stages.parts import Parts
@@ -141,12 +141,12 @@ class _Planned:
         self._optimizer = None if optimizer is None else optimizer_bytes(modules, optimizer, site.device)
         self._planners = {sample.stage: _planner(sample, site, cost) for sample in site.samples}
         self._parts = {
-            one.stage: Parts(one.module, one.ends, self._planners[one.stage].solver.grains).predict
+            one.stage: Parts(one.module, one.ends, self._planners[one.stage].solver.pair).predict
             for one in site.samples
             if one.ends is not None
         }
         self._sums = {
-            one.stage: Sums(one.module, one.step, self._planners[one.stage].solver.grains, site.microbatches).predict
+            one.stage: Sums(one.module, one.step, self._planners[one.stage].solver.pair, site.microbatches).predict
             for one in site.samples
             if one.added
         }

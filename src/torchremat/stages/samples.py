@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
 from torchremat.pipeline.microbatch import Microbatch
-from torchremat.stages.loads import Load
+from torchremat.stages.loads import DeviceLoad
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -69,7 +69,7 @@ class Site:
 
     name: str
     device: torch.device
-    loads: Sequence[Load]
+    loads: Sequence[DeviceLoad]
     in_flight: Mapping[int, int]
     microbatches: int
     samples: Sequence[Sample]
@@ -111,7 +111,7 @@ def received(output: object, *, held: bool = False, grads: Sequence[Tensor] = ()
     return cast("Tensor", _Received.apply(held, grads, *outputs))  # pyright: ignore[reportUnknownMemberType]
 
 
-class _Holding(torch.autograd.Function):
+class _HoldUntilBackward(torch.autograd.Function):
     """Holds tensors from the forward to the backward of what it is given with."""
 
     @staticmethod
@@ -129,7 +129,7 @@ class _Holding(torch.autograd.Function):
 def holding(loss: Tensor, output: object) -> Tensor:
     """Return a loss such that an output lives until its backward begins."""
     held = [tensor.detach() for tensor in Microbatch.of(output).tensors]
-    return cast("Tensor", _Holding.apply(loss, *held))  # pyright: ignore[reportUnknownMemberType]
+    return cast("Tensor", _HoldUntilBackward.apply(loss, *held))  # pyright: ignore[reportUnknownMemberType]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

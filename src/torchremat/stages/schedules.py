@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from torchremat._compat.pipelining import (
     LOSS,
-    Stage,
+    TorchStage,
     group_of,
     loss_function_of,
     microbatches_of,
@@ -79,7 +79,7 @@ def site_of_schedule(schedule: object, step: Callable[[object], object], *, look
     for stage in stages:
         found = seen[stage.stage_index]
         is_first, is_last = stage.stage_index == 0, stage.stage_index == stage.num_stages - 1
-        run = _Run(seen=found, loss=loss if is_last else None)
+        run = _ScheduleRun(seen=found, loss=loss if is_last else None)
         ends = run.ends if stage.stage_index in split else None
         samples.append(
             Sample(
@@ -111,7 +111,7 @@ def site_of_schedule(schedule: object, step: Callable[[object], object], *, look
     )
 
 
-def _as_run(actions: Sequence[Action], stages: Sequence[Stage], ahead: Container[int]) -> Iterator[Action]:
+def _as_run(actions: Sequence[Action], stages: Sequence[TorchStage], ahead: Container[int]) -> Iterator[Action]:
     """Yield the actions as torch runs them: not all that are in two parts in the order are in the stage.
 
     Args:
@@ -131,7 +131,7 @@ def _as_run(actions: Sequence[Action], stages: Sequence[Stage], ahead: Container
 
 
 @dataclass
-class _Seen:
+class _StagePass:
     """What a stage was given, and what it returned."""
 
     taken: Taken
@@ -140,15 +140,15 @@ class _Seen:
     loss_bytes: int = 0  # a loss may have the memory of what it is the mean of
 
 
-def _seen(schedule: object, step: Callable[[object], object]) -> dict[int, _Seen]:
+def _seen(schedule: object, step: Callable[[object], object]) -> dict[int, _StagePass]:
     """Run a step, and return the last microbatch of each stage: the first calls may be torch's own."""
     stages = stages_of(schedule)
-    seen: dict[int, _Seen] = {}
+    seen: dict[int, _StagePass] = {}
 
-    def entered(stage: Stage, _: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        seen[stage.stage_index] = _Seen(taken((args, kwargs)))
+    def entered(stage: TorchStage, _: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        seen[stage.stage_index] = _StagePass(taken((args, kwargs)))
 
-    def left(stage: Stage, _: nn.Module, args: object, output: object) -> None:
+    def left(stage: TorchStage, _: nn.Module, args: object, output: object) -> None:
         outputs = Microbatch.of(output).tensors
         seen[stage.stage_index].output = [torch.empty_like(one, requires_grad=False) for one in outputs]
 
@@ -183,10 +183,10 @@ def _is_root(name: str, _: nn.Module) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Run:
+class _ScheduleRun:
     """Runs a stage on a microbatch, as the schedule does."""
 
-    seen: _Seen
+    seen: _StagePass
     loss: Callable[..., object] | None
 
     def __call__(self, module: nn.Module) -> object:

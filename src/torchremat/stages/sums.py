@@ -25,19 +25,19 @@ from torch import Tensor, nn
 
 from torchremat.measuring.heap import heap_set_aside
 from torchremat.measuring.runs import Subject, subject_of
-from torchremat.measuring.traces import AllocationTrace, Mark, Recorder
-from torchremat.planning.elsewhere.machines import Here
+from torchremat.measuring.traces import AllocationRecorder, AllocationTrace, TraceMark
+from torchremat.planning.devices.machines import Here
 from torchremat.planning.profiles.events import intervals_of
-from torchremat.planning.profiles.profiling import Grains, watch
+from torchremat.planning.profiles.profiling import ProfilePair, watch
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.profiles.tracing import Step
 from torchremat.planning.profiles.watching import every_unit
+from torchremat.planning.searches.candidates import Candidate
+from torchremat.planning.searches.granularity import aligned, mixed
 from torchremat.planning.searches.microbatches import SumsPrediction
-from torchremat.planning.searches.mixing import aligned, mixed
 from torchremat.planning.searches.options import options_like
-from torchremat.planning.searches.solving import Candidate
-from torchremat.planning.walks.prediction import predict
-from torchremat.regions.selection import memory_of
+from torchremat.planning.simulator.prediction import predict
+from torchremat.regions.selective.kept import memory_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,20 +55,20 @@ class Sums:
     Args:
         module: The stage.
         step: Runs a microbatch.
-        grains: Its profile, with options.
+        pair: Its profile, with options.
         microbatches: How many one backward runs, at least 2.
     """
 
-    def __init__(self, module: nn.Module, step: Step, grains: Grains, microbatches: int) -> None:
+    def __init__(self, module: nn.Module, step: Step, pair: ProfilePair, microbatches: int) -> None:
         subject = subject_of(step, module, None, needs_model=True)
         with heap_set_aside():
-            runs = [_Run(module, subject, one) for one in (grains.coarse, grains.fine) if one is not None]
-        self._whole = grains.coarse
+            runs = [_SumsRun(module, subject, one) for one in (pair.blocks, pair.leaves) if one is not None]
+        self._whole = pair.blocks
         last = _Turn(is_second=microbatches == 2, is_last=True)
         self._turns = [
-            _grains(runs, turn) for turn in (_Turn(is_first=True), _Turn(is_second=True, is_last=microbatches == 2))
+            _pair(runs, turn) for turn in (_Turn(is_first=True), _Turn(is_second=True, is_last=microbatches == 2))
         ]
-        self._turns.append(_grains(runs, last))
+        self._turns.append(_pair(runs, last))
         self._mixtures: dict[int, tuple[Profile, list[Profile]]] = {}
 
     def predict(self, candidate: Candidate) -> SumsPrediction:
@@ -85,13 +85,13 @@ class Sums:
         return self._mixtures[id(profile)][1]
 
 
-def _grains(runs: list[_Run], turn: _Turn) -> Grains:
+def _pair(runs: list[_SumsRun], turn: _Turn) -> ProfilePair:
     profiles = [run.profile(turn) for run in runs]
-    return aligned(Grains(coarse=profiles[0], fine=profiles[1] if len(profiles) > 1 else None))
+    return aligned(ProfilePair(blocks=profiles[0], leaves=profiles[1] if len(profiles) > 1 else None))
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Made:
+class _WeightGradient:
     """A gradient of a weight.
 
     Attributes:
@@ -107,30 +107,32 @@ class _Made:
     is_view: bool
 
 
-class _Run:
+class _SumsRun:
     """A watched step in which gradients of weights are noted."""
 
     def __init__(self, module: nn.Module, subject: Subject, whole: Profile) -> None:
         self._whole = whole
         self._parameters = [one for one in module.parameters() if one.requires_grad]
-        self._made: list[_Made] = []
+        self._made: list[_WeightGradient] = []
         self._step = watch(
             module, subject, whole.units, every_unit(whole.units), Here(whole.device), noting=self._noting
         )
         self._intervals = intervals_of(self._step.trace)
 
     @contextmanager
-    def _noting(self, recorder: Recorder) -> Generator[None]:
+    def _noting(self, recorder: AllocationRecorder) -> Generator[None]:
         with ExitStack() as stack:
             for parameter in self._parameters:
                 stack.callback(parameter.register_hook(partial(self._note, recorder, parameter.nbytes)).remove)
             yield
 
-    def _note(self, recorder: Recorder, size_bytes: int, gradient: Tensor) -> None:
+    def _note(self, recorder: AllocationRecorder, size_bytes: int, gradient: Tensor) -> None:
         memory = memory_of(gradient)
         pointer = None if memory is None else recorder.pointer_of(memory)
         mark = recorder.mark("gradient")
-        self._made.append(_Made(mark=mark, pointer=pointer, size_bytes=size_bytes, is_view=gradient._is_view()))
+        self._made.append(
+            _WeightGradient(mark=mark, pointer=pointer, size_bytes=size_bytes, is_view=gradient._is_view())
+        )
 
     def profile(self, turn: _Turn) -> Profile:
         """Return the profile of a backward in its turn."""
@@ -162,7 +164,7 @@ class _Run:
                 more.append((made.mark, -made.size_bytes))
         return _with_events(replace(trace, delta_bytes=delta), more)
 
-    def _freed(self, made: _Made) -> int | None:
+    def _freed(self, made: _WeightGradient) -> int | None:
         """Return the event that frees a gradient; None if there is none."""
         trace = self._step.trace
         position = trace.marks[made.mark].position
@@ -177,7 +179,7 @@ def _with_events(trace: AllocationTrace, events: list[tuple[int, int]]) -> Alloc
     ids = np.array([mark for mark, _ in events], np.int64)
     at = np.array([trace.marks[mark].position for mark in ids], np.int64)
 
-    def before(mark: Mark) -> int:
+    def before(mark: TraceMark) -> int:
         return int(((at < mark.position) | ((at == mark.position) & (ids < mark.id))).sum())
 
     return replace(

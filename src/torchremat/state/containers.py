@@ -114,7 +114,7 @@ def other(value: object, others: Mapping[int, object]) -> object:
     return with_others(value, others) if type(value) is tuple else others.get(id(value), value)
 
 
-class Copies(dict[int, tuple[object, object, object]]):
+class ContainerCopies(dict[int, tuple[object, object, object]]):
     """Copies of built-in containers, with copies of those inside of them, each made once.
 
     By the id of a container: itself, its copy, and what that held at first. Nobody else has the copies, so that other

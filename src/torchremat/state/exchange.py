@@ -14,7 +14,7 @@ from torchremat.state.containers import other, with_others
 from torchremat.state.dicts import Dicts
 from torchremat.state.holders import Holder
 from torchremat.state.leaves import copied_hooks, flags_of, put_hooks_back
-from torchremat.state.reading import Watched
+from torchremat.state.reading import WrittenTensors
 from torchremat.state.snapshot import Snapshot
 
 
@@ -201,4 +201,4 @@ def _is_shown_elsewhere(snapshot: Snapshot) -> bool:
 
 
 # Nothing is ever put into it.
-_NONE = Watched()
+_NONE = WrittenTensors()

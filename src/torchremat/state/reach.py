@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.optim.lr_scheduler import LRScheduler
 
-from torchremat.ambient.surroundings import WATCHES
+from torchremat.ambient.global_state import WATCHES
 from torchremat.state.code import is_library
 from torchremat.state.following.code import follow_class, follow_function, follow_method, follow_methods
 from torchremat.state.following.objects import (

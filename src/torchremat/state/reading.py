@@ -30,7 +30,7 @@ class WrittenError(BaseException):
         self.now = now
 
 
-class Watched(dict[int, WrittenError]):
+class WrittenTensors(dict[int, WrittenError]):
     """The tensors that were written since, by id, with the error for each."""
 
     def check(self, tensor: Tensor) -> None:
@@ -51,7 +51,7 @@ class Reading(EagerMode):
         found: What it has stopped at; user code may make another error of what is raised.
     """
 
-    def __init__(self, written: Watched) -> None:
+    def __init__(self, written: WrittenTensors) -> None:
         super().__init__()
         self._written = written
         self.found: WrittenError | None = None

@@ -18,7 +18,7 @@ from torchremat.state.dicts import Dicts
 from torchremat.state.guarded import Guarded, looks_after_itself
 from torchremat.state.leaves import copied_hooks, flags_of, put_hooks_back
 from torchremat.state.optimizers import listen_to_optimizers
-from torchremat.state.reading import Watched, WrittenError
+from torchremat.state.reading import WrittenError, WrittenTensors
 from torchremat.state.sharding import WatchedShard
 from torchremat.state.world import World
 
@@ -264,9 +264,9 @@ class Snapshot:
         for one, before in self.guarded:
             one.restore(before)
 
-    def written_since(self, now: Sequence[tuple[int, bool]]) -> Watched:
+    def written_since(self, now: Sequence[tuple[int, bool]]) -> WrittenTensors:
         """Return the tensors that are not at the version that they had."""
-        found = Watched()
+        found = WrittenTensors()
         for tensor, (then, _), (version, _) in zip(self.watched, self.flags, now, strict=True):
             if version != then:
                 found[id(tensor)] = WrittenError(tensor, then, version)

@@ -7,7 +7,7 @@ import types
 from collections.abc import Container
 from typing import cast
 
-from torchremat.ambient.surroundings import WATCHES
+from torchremat.ambient.global_state import WATCHES
 
 
 def only_looks_on(item: object) -> bool:

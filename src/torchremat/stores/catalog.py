@@ -27,7 +27,7 @@ from torchremat._compat.transforms import transform_level_of
 from torchremat.errors import StoreError, UnsupportedError
 from torchremat.stores.held import InCatalog
 from torchremat.stores.kept import Kept
-from torchremat.stores.owned import is_in_running_module, is_leaf_of_model
+from torchremat.stores.parameters import is_in_running_module, is_leaf_of_model
 from torchremat.stores.records import Record
 from torchremat.stores.shared import Shared, Totals
 from torchremat.stores.stored import Stored
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from torchremat.tensors.handles import Handle, Store
 
 
-class _Waiting(threading.local):
+class _UnfilledPuts(threading.local):
     """What a thread has put and its operation may not have filled yet."""
 
     record: ReferenceType[Record] | None = None
@@ -82,7 +82,7 @@ class Catalog:
         self.by_storage = by_storage
         self._shared = Shared(store, window_bytes, by_storage=by_storage)
         self._records: WeakValueDictionary[tuple[StorageWeakRef, object], Record] = WeakValueDictionary()
-        self._waiting = _Waiting()
+        self._waiting = _UnfilledPuts()
         self._lock = threading.RLock()
 
     @property

@@ -11,8 +11,8 @@ from torchremat.stores.codecs.codec import Codec, Form, LossyCodec
 from torchremat.stores.codecs.lossless import MaskBits, NarrowIndices, TwoValues
 from torchremat.stores.contents import Content, content_of
 from torchremat.stores.keep import Keep
-from torchremat.stores.landing import settle
-from torchremat.stores.remade import Remade
+from torchremat.stores.pickling import Remade
+from torchremat.stores.release import settle
 from torchremat.stores.statistics import StoreStatistics
 from torchremat.tensors.handles import Handle, Store
 

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from torchremat.errors import StoreError, StoreWarning, UnsupportedError, warn
 from torchremat.stores.contents import Content, content_of, written_since
+from torchremat.stores.disk_file import DiskFile
+from torchremat.stores.disk_writer import DiskWriter, Entry, State
 from torchremat.stores.extents import Extent
-from torchremat.stores.landing import goes_on_reading
-from torchremat.stores.remade import Remade
-from torchremat.stores.slab import Slab
-from torchremat.stores.spool import Entry, Spool, State
+from torchremat.stores.pickling import Remade
+from torchremat.stores.release import goes_on_reading
 from torchremat.stores.statistics import Ledger, StoreStatistics, bytes_of, filled, limit_of
 from torchremat.tensors.held import version_of
 from torchremat.tensors.sizes import format_bytes
@@ -68,8 +68,8 @@ class Disk(Remade):
         self._described = f"Disk({str(self.directory)!r}{limited})"
         self._warned = False
         self._lease = _Lease(
-            Spool(
-                Slab(self.directory, limit_bytes),
+            DiskWriter(
+                DiskFile(self.directory, limit_bytes),
                 Ledger(limit_bytes),
                 threads=threads,
                 pending_limit_bytes=pending_bytes,
@@ -81,9 +81,9 @@ class Disk(Remade):
     @property
     def statistics(self) -> StoreStatistics:
         """What the store has done so far."""
-        spool = self._lease.spool()
-        spool.settle()
-        return spool.ledger.statistics()
+        writer = self._lease.writer()
+        writer.settle()
+        return writer.ledger.statistics()
 
     def put(self, tensor: Tensor) -> DiskHandle | None:
         """Have a tensor written to the file; None if there is no room.
@@ -91,27 +91,27 @@ class Disk(Remade):
         Raises:
             StoreError: There is none, or an earlier write has failed, and the store is strict; or the disk hangs.
         """
-        spool = self._lease.spool()
-        self._report(spool)
+        writer = self._lease.writer()
+        self._report(writer)
         content = content_of(tensor)
         # Before the limit is asked: what was dropped no longer counts.
-        spool.settle()
-        if not spool.ledger.reserve(content.size_bytes):
+        writer.settle()
+        if not writer.ledger.reserve(content.size_bytes):
             if self.strict:
-                raise StoreError(f"no room for {content}: {self!r} {filled(spool.ledger.statistics())}.")
+                raise StoreError(f"no room for {content}: {self!r} {filled(writer.ledger.statistics())}.")
             return None
         extents: list[Extent] | None = None
         try:
-            extents = spool.take(content.size_bytes)
+            extents = writer.take(content.size_bytes)
             handle = None if extents is None else self._handle(tensor, content, extents)
         except BaseException:
             if extents is not None:
-                spool.give(extents)
-            spool.ledger.release(content.size_bytes)
+                writer.give(extents)
+            writer.ledger.release(content.size_bytes)
             raise
         if handle is None:
-            spool.ledger.refuse(content.size_bytes)
-            self._complain(f"no room for {content}: {self._described} cannot grow: {spool.slab.full}.")
+            writer.ledger.refuse(content.size_bytes)
+            self._complain(f"no room for {content}: {self._described} cannot grow: {writer.file.full}.")
             return None
         # From here on the handle gives back what was taken.
         handle.begin()
@@ -129,10 +129,10 @@ class Disk(Remade):
             entry.changed = str(written_since(tensor, version=version, now=now))
         return DiskHandle(entry, self._lease)
 
-    def _report(self, spool: Spool) -> None:
+    def _report(self, writer: DiskWriter) -> None:
         """Tell of a write that has failed since, for which nobody was there to be told."""
-        if spool.failure is not None:
-            failure, spool.failure = spool.failure, None
+        if writer.failure is not None:
+            failure, writer.failure = writer.failure, None
             self._complain(failure)
 
     def _complain(self, message: str) -> None:
@@ -149,12 +149,12 @@ class Disk(Remade):
 class _Lease:
     """What the store and its handles share; with the last of them the threads end, and then the file goes."""
 
-    def __init__(self, spool: Spool) -> None:
-        self._spool = spool
+    def __init__(self, writer: DiskWriter) -> None:
+        self._writer = writer
         self._process = os.getpid()
-        weakref.finalize(self, _close, spool, self._process)
+        weakref.finalize(self, _close, writer, self._process)
 
-    def spool(self) -> Spool:
+    def writer(self) -> DiskWriter:
         """Return the spool, in the process that made it.
 
         Raises:
@@ -166,19 +166,19 @@ class _Lease:
                 f"a Disk of process {self._process} is used in process {os.getpid()}, a fork of it. Make a Disk of its "
                 "own there."
             )
-        return self._spool
+        return self._writer
 
     def drop(self, entry: Entry) -> None:
         """Forget a tensor. See NOTE [ What a finalizer may do ]."""
-        self._spool.dropped.append(entry)
+        self._writer.dropped.append(entry)
         # After it is in the queue, so that whoever finds no source finds it there.
         entry.source = None
         entry.ahead = None
 
 
-def _close(spool: Spool, process: int) -> None:
+def _close(writer: DiskWriter, process: int) -> None:
     if os.getpid() == process:
-        spool.close()
+        writer.close()
 
 
 class DiskHandle:
@@ -197,7 +197,7 @@ class DiskHandle:
 
     def begin(self) -> None:
         """Have it written; called once, by the store."""
-        self._lease.spool().add(self._entry)
+        self._lease.writer().add(self._entry)
 
     def get(self) -> Tensor:
         """Return the tensor on the device that it came from, in fresh memory.
@@ -206,16 +206,16 @@ class DiskHandle:
             StoreError: It cannot be read, or is not what was written.
             MutationError: It was written in place before it was in the file.
         """
-        fresh = self._lease.spool().get(self._entry)
+        fresh = self._lease.writer().get(self._entry)
         return self._entry.content.back(fresh.to(self._entry.content.device))
 
     def prefetch(self) -> None:
         """Have a thread read it, for the next `get`."""
-        self._lease.spool().prefetch(self._entry)
+        self._lease.writer().prefetch(self._entry)
 
     def before_write(self) -> None:
         """Go on with a copy, if the tensor is not in the file yet. See NOTE [ Who may write to what was put ]."""
-        self._lease.spool().own(self._entry)
+        self._lease.writer().own(self._entry)
 
     def settle(self) -> None:
         """Wait until the tensor is in the file, so that its own memory is free; or until it is known to stay there.
@@ -223,7 +223,7 @@ class DiskHandle:
         Raises:
             StoreError: The disk hangs.
         """
-        self._lease.spool().wait_until_written(self._entry)
+        self._lease.writer().wait_until_written(self._entry)
 
     def __del__(self) -> None:
         self._lease.drop(self._entry)

@@ -67,10 +67,10 @@ class Entry:
         self.mover: threading.Thread | None = None
         self.checksum = 0
         self.changed: str | None = None  # the message of the error, if it was written in place
-        self.ahead: Ahead | None = None
+        self.ahead: ReadAhead | None = None
 
 
-class Ahead:
+class ReadAhead:
     """A read that was begun before anybody waited for it.
 
     Args:
@@ -87,7 +87,7 @@ class Ahead:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class WriteOutcome:
     """What became of a write."""
 
     state: State

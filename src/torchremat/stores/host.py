@@ -9,8 +9,8 @@ from torch import Tensor
 from torchremat._compat.accelerators import accelerator_of
 from torchremat.errors import MutationError, StoreError
 from torchremat.stores.contents import Content, content_of, written_since
+from torchremat.stores.pickling import Remade
 from torchremat.stores.pinned import Pool
-from torchremat.stores.remade import Remade
 from torchremat.stores.statistics import Ledger, StoreStatistics, bytes_of, filled, limit_of
 from torchremat.stores.transfers import TransferHandle, Transfers
 from torchremat.tensors.held import version_of

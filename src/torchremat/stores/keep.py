@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from torchremat.stores.contents import check_version
-from torchremat.stores.remade import Remade
+from torchremat.stores.pickling import Remade
 from torchremat.stores.statistics import Ledger, StoreStatistics
 from torchremat.tensors.copies import apart
 from torchremat.tensors.held import version_of

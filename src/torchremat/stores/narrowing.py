@@ -29,15 +29,15 @@ from torchremat._compat.autograd import current_graph_task, current_node, packed
 from torchremat._compat.binding import NEWEST, RELEASE
 from torchremat._compat.modes import sequence_number
 from torchremat._compat.transforms import transform_level_of
-from torchremat.ambient.surroundings import only_watches
+from torchremat.ambient.global_state import only_watches
 from torchremat.errors import MutationError, StoreError, StoreWarning, warn
 from torchremat.stores.catalog import Catalog
 from torchremat.stores.codecs.bits import pack_bits
 from torchremat.stores.compressed import Compressed
 from torchremat.stores.contents import written_since
 from torchremat.stores.held import InCatalog
-from torchremat.stores.owned import is_leaf_of_model
-from torchremat.stores.slots import NEEDS, Geometry, Shape, geometry_of, image, in_order
+from torchremat.stores.parameters import is_leaf_of_model
+from torchremat.stores.slots import NEEDS, Geometry, Shape, geometry_of, in_order, surrogate
 from torchremat.stores.tiers import Tiers
 from torchremat.tensors.handles import Handle, Store
 from torchremat.tensors.metadata import Metadata, metadata_of
@@ -102,7 +102,7 @@ class Narrowable(InCatalog):
 
 
 @dataclass(frozen=True)
-class Image(InCatalog):
+class Surrogate(InCatalog):
     """What is held of a tensor whose values nobody needs.
 
     Attributes:
@@ -139,7 +139,7 @@ class Image(InCatalog):
             )
         if self.bits is None:
             return self.geometry.empty()
-        return image(self.geometry, self.catalog.get_mask(self.bits), self.true, self.false)
+        return surrogate(self.geometry, self.catalog.get_mask(self.bits), self.true, self.false)
 
     @property
     def metadata(self) -> Metadata:
@@ -170,7 +170,7 @@ class _Written(InCatalog):
 
 
 @dataclass(frozen=True, slots=True)
-class _Waiting:
+class _WaitingSlots:
     narrowable: Narrowable
     # The tensor itself, by which a catalog knows parameters. A cycle with its node, until the operation is over.
     tensor: Tensor
@@ -178,7 +178,7 @@ class _Waiting:
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _NarrowedSlot:
     """A slot that needs less, of a node that has just been made."""
 
     node: Node
@@ -201,7 +201,7 @@ class SlotWatch(TorchFunctionMode):
         self._catalog = catalog
         self._thread = get_ident()
         self._since = -1  # the number that the first node of the running operation gets; -1 if none runs
-        self._waiting: list[_Waiting] = []
+        self._waiting: list[_WaitingSlots] = []
 
     def pack(self, tensor: Tensor) -> InCatalog:
         """Return what autograd holds in place of a tensor: the pack hook."""
@@ -214,7 +214,7 @@ class SlotWatch(TorchFunctionMode):
         ):
             return self._catalog.put(tensor)
         narrowable = Narrowable(self)
-        self._waiting.append(_Waiting(narrowable, tensor, tensor._version))
+        self._waiting.append(_WaitingSlots(narrowable, tensor, tensor._version))
         return narrowable
 
     def __torch_function__(
@@ -237,7 +237,7 @@ class SlotWatch(TorchFunctionMode):
                 self.settle(self._found(result, since))
         return result
 
-    def settle(self, found: Mapping[Narrowable, _Found] | None = None) -> None:
+    def settle(self, found: Mapping[Narrowable, _NarrowedSlot] | None = None) -> None:
         """Store what waits, narrowed where it is known to be enough.
 
         Raises:
@@ -259,21 +259,21 @@ class SlotWatch(TorchFunctionMode):
         finally:
             set_grad_mode(enabled)
 
-    def _narrowed(self, tensor: Tensor, found: _Found) -> Image | None:
+    def _narrowed(self, tensor: Tensor, found: _NarrowedSlot) -> Surrogate | None:
         geometry, need = geometry_of(tensor), NEEDS[found.name][found.slot]
         if isinstance(need, Shape):
             self._catalog.put_shape(tensor)
-            return Image(found.name, found.slot, geometry, self._catalog)
+            return Surrogate(found.name, found.slot, geometry, self._catalog)
         split = need(found.node, in_order(tensor)) if geometry.is_dense() else None
         bits = None if split is None else self._catalog.put_mask(tensor, pack_bits(split.bits))
         if split is None or bits is None:
             return None
-        return Image(found.name, found.slot, geometry, self._catalog, bits, split.true, split.false)
+        return Surrogate(found.name, found.slot, geometry, self._catalog, bits, split.true, split.false)
 
-    def _found(self, result: object, since: int) -> dict[Narrowable, _Found]:
+    def _found(self, result: object, since: int) -> dict[Narrowable, _NarrowedSlot]:
         """Return the slots that need less among those that wait, by what they hold."""
         waiting = {one.narrowable for one in self._waiting}
-        found: dict[Narrowable, _Found] = {}
+        found: dict[Narrowable, _NarrowedSlot] = {}
         nodes = [tensor.grad_fn for tensor in _tensors_in(result)]
         seen: set[Node] = set()
         while nodes and len(found) < len(waiting) and len(seen) < _MOST_NODES:
@@ -287,7 +287,7 @@ class SlotWatch(TorchFunctionMode):
             for slot in NEEDS.get(name, ()):
                 packed = packed_in(node, slot)
                 if isinstance(packed, Narrowable) and packed in waiting:
-                    found[packed] = _Found(node, name, slot)
+                    found[packed] = _NarrowedSlot(node, name, slot)
         return found
 
 

@@ -16,8 +16,8 @@ from torchremat.ambient.hidden import hiding
 from torchremat.errors import UnsupportedError
 from torchremat.stores.catalog import Catalog, unpack
 from torchremat.stores.held import InCatalog
-from torchremat.stores.landing import land
 from torchremat.stores.narrowing import SlotWatch, narrows
+from torchremat.stores.release import land
 
 if TYPE_CHECKING:
     from torchremat.tensors.handles import Store
@@ -155,11 +155,11 @@ def _of_region(pack: Callable[[Tensor], object]) -> Callable[[Tensor], object]:
 _REGIONS = "torchremat.regions."
 
 
-class _Entered(threading.local):
+class _EnteredOffloads(threading.local):
     """The watches of what a thread has entered, None where a store does not narrow; the last is the innermost."""
 
     def __init__(self) -> None:
         self.watches: list[SlotWatch | None] = []
 
 
-_entered = _Entered()
+_entered = _EnteredOffloads()

@@ -63,7 +63,7 @@ class Piece:
         return tensor.detach()
 
 
-class Island:
+class ByteSpan:
     """Pieces that share bytes, or that a saved tensor spans; they come back in one buffer.
 
     Attributes:

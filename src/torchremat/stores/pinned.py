@@ -27,7 +27,7 @@ _WAIT_S = 0.5
 _LOOK_S = 0.0002
 
 
-class Event(Protocol):
+class DeviceEvent(Protocol):
     """What is asked of an event of a device."""
 
     def query(self) -> bool:
@@ -35,7 +35,7 @@ class Event(Protocol):
         ...
 
 
-class Place:
+class PinnedBlock:
     """Pinned memory for one tensor. Whoever takes it gives it back; copies from or to it may still run then."""
 
     __slots__ = ("_chunk", "_extent", "_uses")
@@ -43,14 +43,14 @@ class Place:
     def __init__(self, chunk: _Chunk, extent: Extent) -> None:
         self._chunk = chunk
         self._extent = extent
-        self._uses: list[Event] = []
+        self._uses: list[DeviceEvent] = []
 
     def tensor(self, content: Content) -> Tensor:
         """Return the memory as a tensor in a line. See NOTE [ In a line ]."""
         memory = self._chunk.memory[self._extent.start : self._extent.start + content.size_bytes]
         return memory.view(content.dtype)
 
-    def used(self, event: Event) -> None:
+    def used(self, event: DeviceEvent) -> None:
         """Note a copy that ends at an event."""
         self._uses = [use for use in self._uses if not use.query()]
         self._uses.append(event)
@@ -92,10 +92,10 @@ class Pool:
         self._allocate = allocate
         self._lock = threading.Lock()
         self._chunks: list[_Chunk] = []
-        self._given: deque[Place] = deque()  # See NOTE [ What a finalizer may do ]
-        self._leaving: list[Place] = []  # given back while copies ran
+        self._given: deque[PinnedBlock] = deque()  # See NOTE [ What a finalizer may do ]
+        self._leaving: list[PinnedBlock] = []  # given back while copies ran
 
-    def take(self, size: int) -> Place | None:
+    def take(self, size: int) -> PinnedBlock | None:
         """Return a place for so many bytes; None if no more memory can be pinned."""
         size = -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         until_s = time.monotonic() + _WAIT_S
@@ -109,7 +109,7 @@ class Pool:
                     return place
             time.sleep(_LOOK_S)
 
-    def give(self, place: Place) -> None:
+    def give(self, place: PinnedBlock) -> None:
         """Give a place back. A finalizer may do it."""
         self._given.append(place)
 
@@ -124,11 +124,11 @@ class Pool:
                 leaving.append(place)
         self._leaving = leaving
 
-    def _cut(self, size: int) -> Place | None:
+    def _cut(self, size: int) -> PinnedBlock | None:
         for chunk in self._chunks:
             taken = chunk.extents.take_one(size)
             if taken is not None:
-                return Place(chunk, taken[0])
+                return PinnedBlock(chunk, taken[0])
         return None
 
     def _grow(self, size: int) -> bool:

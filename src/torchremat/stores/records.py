@@ -30,7 +30,7 @@ from torchremat._compat.autograd import at_end_of_backward, current_graph_task
 from torchremat.errors import MutationError
 from torchremat.stores.geometry import missing, without_repeats
 from torchremat.stores.kept import Kept
-from torchremat.stores.pieces import WORST_ITEMSIZE, Island, Piece, covers, cut
+from torchremat.stores.pieces import WORST_ITEMSIZE, ByteSpan, Piece, covers, cut
 from torchremat.stores.weak import WeakBytes
 from torchremat.tensors.handles import Protecting
 
@@ -54,10 +54,10 @@ class Record:
         "_aliases",
         "_device",
         "_is_complete",
-        "_islands",
         "_lock",
         "_origin",
         "_shared",
+        "_spans",
         "_start_address",
         "_waiting",
     )
@@ -70,7 +70,7 @@ class Record:
         self._device = tensor.device
         self._origin = WeakBytes(tensor) if is_watched else None
         self._is_complete = False
-        self._islands: list[Island] = []
+        self._spans: list[ByteSpan] = []
         self._aliases: list[ReferenceType[Stored]] = []
         self._waiting: list[tuple[Tensor, int, ReferenceType[Stored]]] = []
         self._shared = shared
@@ -118,10 +118,10 @@ class Record:
         """Have nothing in that memory any more, which is about to be written."""
         with self._lock:
             self._origin = None
-            for island in self._islands:
-                island.hot = None
-                island.held.clear()
-                for piece in island.pieces:
+            for span in self._spans:
+                span.hot = None
+                span.held.clear()
+                for piece in span.pieces:
                     self._own(piece, storage)
 
     def _own(self, piece: Piece, storage: UntypedStorage) -> None:
@@ -199,16 +199,16 @@ class Record:
         return Piece(handle, *span, tensor.dtype, tensor.numel())
 
     def _pieces(self) -> list[Piece]:
-        return [piece for island in self._islands for piece in island.pieces]
+        return [piece for span in self._spans for piece in span.pieces]
 
     def _join(self, start: int, stop: int, pieces: list[Piece]) -> None:
         """Make one island of the pieces and the islands that they meet."""
-        met = [island for island in self._islands if island.start < stop and start < island.stop]
+        met = [span for span in self._spans if span.start < stop and start < span.stop]
         if met:
-            start = min(start, *[island.start for island in met])
-            stop = max(stop, *[island.stop for island in met])
-            self._islands = [island for island in self._islands if island not in met]
-        self._islands.append(Island(start, stop, [*(piece for island in met for piece in island.pieces), *pieces]))
+            start = min(start, *[span.start for span in met])
+            stop = max(stop, *[span.stop for span in met])
+            self._spans = [span for span in self._spans if span not in met]
+        self._spans.append(ByteSpan(start, stop, [*(piece for span in met for piece in span.pieces), *pieces]))
 
     @property
     def handles(self) -> list[Handle]:
@@ -236,29 +236,29 @@ class Record:
         with self._lock:
             if self._waiting:
                 self.settle()
-            island = self._island_of(stored)
+            span = self._island_of(stored)
             where = self._origin
             storage = None if where is None else where.storage()
             if storage is None:
-                where = island.hot
+                where = span.hot
                 storage = None if where is None else where.storage()
             task = current_graph_task()
             if storage is None:
-                self._shared.loaded(island.stored_bytes)
-                base = island.load(self._start_address, self._device)
-                storage, where = base.untyped_storage(), island.hot
-                self._hold(island, task, base)
+                self._shared.loaded(span.stored_bytes)
+                base = span.load(self._start_address, self._device)
+                storage, where = base.untyped_storage(), span.hot
+                self._hold(span, task, base)
                 if self._is_complete:
                     self._shared.lies(self, storage)
-            _asked(island, task, stored)
+            _asked(span, task, stored)
             assert where is not None
             found = where.view(storage, stored)
-            if where is island.hot:
-                island.wait(found)
+            if where is span.hot:
+                span.wait(found)
             return found
 
-    def _island_of(self, stored: Stored) -> Island:
-        return next(one for one in self._islands if one.start <= stored.start and stored.stop <= one.stop)
+    def _island_of(self, stored: Stored) -> ByteSpan:
+        return next(one for one in self._spans if one.start <= stored.start and stored.stop <= one.stop)
 
     def prefetch(self, stored: Stored) -> int:
         """Let the store begin to bring a saved tensor back; return how many bytes that will be."""
@@ -268,13 +268,13 @@ class Record:
         try:
             if self._waiting or (self._origin is not None and self._origin.storage() is not None):
                 return 0
-            island = self._island_of(stored)
-            if island.is_coming or island.is_hot:
+            span = self._island_of(stored)
+            if span.is_coming or span.is_hot:
                 return 0
-            island.is_coming = True
-            for piece in island.pieces:
+            span.is_coming = True
+            for piece in span.pieces:
                 piece.handle.prefetch()
-            return island.stored_bytes
+            return span.stored_bytes
         finally:
             self._lock.release()
 
@@ -283,10 +283,10 @@ class Record:
         with self._lock:
             if self._stays():
                 return
-            for island in self._islands:
-                if not island.is_coming and not island.is_hot:
-                    island.is_coming = True
-                    for piece in island.pieces:
+            for span in self._spans:
+                if not span.is_coming and not span.is_hot:
+                    span.is_coming = True
+                    for piece in span.pieces:
                         piece.handle.prefetch()
 
     def bring(self) -> None:
@@ -294,11 +294,11 @@ class Record:
         with self._lock:
             if self._stays():
                 return
-            for island in self._islands:
-                if not island.is_hot:
-                    self._shared.loaded(island.stored_bytes)
-                    base = island.load(self._start_address, self._device)
-                    self._hold(island, current_graph_task(), base)
+            for span in self._spans:
+                if not span.is_hot:
+                    self._shared.loaded(span.stored_bytes)
+                    base = span.load(self._start_address, self._device)
+                    self._hold(span, current_graph_task(), base)
 
     def _stays(self) -> bool:
         """Hold the storage that it was made of, if that still lives."""
@@ -306,28 +306,28 @@ class Record:
         storage = None if self._origin is None else self._origin.storage()
         if storage is None:
             return False
-        for island in self._islands:
-            self._hold(island, current_graph_task(), storage)
+        for span in self._spans:
+            self._hold(span, current_graph_task(), storage)
         return True
 
     def forget(self, key: int) -> None:
         """Hold nothing any more that the backward of that number has loaded."""
         with self._lock:
-            for island in self._islands:
-                island.held.pop(key, None)
+            for span in self._spans:
+                span.held.pop(key, None)
 
     # NOTE [ How long what is loaded is held ]
     # Each byte comes back once per backward: what is loaded is held until every saved tensor of the record that still
     # lives has been asked for by the backward that loaded it; at the latest until that backward ends. From then on the
     # nodes that have it are alone in holding it.
 
-    def _hold(self, island: Island, task: int, base: Tensor | UntypedStorage) -> None:
+    def _hold(self, span: ByteSpan, task: int, base: Tensor | UntypedStorage) -> None:
         if task >= 0:
-            if task not in island.held:
-                at_end_of_backward(partial(_release, ref(island), task))
-            island.held[task] = (
+            if task not in span.held:
+                at_end_of_backward(partial(_release, ref(span), task))
+            span.held[task] = (
                 base,
-                {alive for alive in self._aliases if (one := alive()) is not None and self._island_of(one) is island},
+                {alive for alive in self._aliases if (one := alive()) is not None and self._island_of(one) is span},
             )
 
 
@@ -336,15 +336,15 @@ def _whole(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,), 0)
 
 
-def _asked(island: Island, task: int, stored: Stored) -> None:
-    held = island.held.get(task)
+def _asked(span: ByteSpan, task: int, stored: Stored) -> None:
+    held = span.held.get(task)
     if held is not None:
         held[1].discard(ref(stored))
         if all(alive() is None for alive in held[1]):
-            del island.held[task]  # See NOTE [ How long what is loaded is held ]
+            del span.held[task]  # See NOTE [ How long what is loaded is held ]
 
 
-def _release(island: ReferenceType[Island], task: int) -> None:
-    alive = island()
+def _release(span: ReferenceType[ByteSpan], task: int) -> None:
+    alive = span()
     if alive is not None:
         alive.held.pop(task, None)

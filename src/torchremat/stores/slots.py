@@ -63,7 +63,7 @@ def geometry_of(tensor: Tensor) -> Geometry:
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class TwoCases:
     """A tensor of which it matters only which of two cases each element is.
 
     Attributes:
@@ -77,14 +77,14 @@ class Split:
     false: float
 
 
-def image(geometry: Geometry, packed: Tensor, true: float, false: float) -> Tensor:
+def surrogate(geometry: Geometry, packed: Tensor, true: float, false: float) -> Tensor:
     """Return the image of a tensor that was split.
 
     Args:
         geometry: That of the tensor, which is dense.
         packed: The bits of the split, by `pack_bits`.
-        true: See `Split`.
-        false: See `Split`.
+        true: See `TwoCases`.
+        false: See `TwoCases`.
     """
     flat = spread_bits(packed, geometry.shape.numel(), true, false, geometry.dtype)
     return flat.as_strided(geometry.shape, geometry.strides)
@@ -101,7 +101,7 @@ class Shape:
 
 SHAPE = Shape()
 # Makes the split of a slot out of the node and the saved tensor, in the order of the memory; None if there is none.
-Splitter = Callable[[Any, Tensor], "Split | None"]
+Splitter = Callable[[Any, Tensor], "TwoCases | None"]
 
 
 def _ones(tensor: Tensor) -> Tensor:
@@ -112,63 +112,63 @@ def _ones(tensor: Tensor) -> Tensor:
 # nothing has to be known of how it compares (bfloat16 with 0.1, NaNs with anything).
 
 
-def _relu(_: object, result: Tensor) -> Split:
-    return Split((result <= 0).logical_not_(), 1.0, 0.0)  # NaNs let the gradient through
+def _relu(_: object, result: Tensor) -> TwoCases:
+    return TwoCases((result <= 0).logical_not_(), 1.0, 0.0)  # NaNs let the gradient through
 
 
-def _leaky_relu(_: object, tensor: Tensor) -> Split:
-    return Split(tensor > 0, 1.0, 0.0)
+def _leaky_relu(_: object, tensor: Tensor) -> TwoCases:
+    return TwoCases(tensor > 0, 1.0, 0.0)
 
 
-def _hardtanh(node: Any, tensor: Tensor) -> Split | None:
+def _hardtanh(node: Any, tensor: Tensor) -> TwoCases | None:
     least, most = node._saved_min_val, node._saved_max_val
     middle = _middle(least, most, tensor.dtype)
     if middle is None or _has_unsure_nans(tensor):
         return None
-    return Split(_aten.hardtanh_backward(_ones(tensor), tensor, least, most) != 0, middle, inf)
+    return TwoCases(_aten.hardtanh_backward(_ones(tensor), tensor, least, most) != 0, middle, inf)
 
 
-def _threshold(node: Any, tensor: Tensor) -> Split | None:
+def _threshold(node: Any, tensor: Tensor) -> TwoCases | None:
     threshold = node._saved_threshold
     if not math.isfinite(threshold):
         return None
-    return Split(_aten.threshold_backward(_ones(tensor), tensor, threshold) != 0, inf, -inf)
+    return TwoCases(_aten.threshold_backward(_ones(tensor), tensor, threshold) != 0, inf, -inf)
 
 
-def _hardsigmoid(_: object, tensor: Tensor) -> Split:
-    return Split(_aten.hardsigmoid_backward(_ones(tensor), tensor) != 0, 0.0, inf)
+def _hardsigmoid(_: object, tensor: Tensor) -> TwoCases:
+    return TwoCases(_aten.hardsigmoid_backward(_ones(tensor), tensor) != 0, 0.0, inf)
 
 
-def _hardshrink(node: Any, tensor: Tensor) -> Split | None:
+def _hardshrink(node: Any, tensor: Tensor) -> TwoCases | None:
     return _shrink(_aten.hardshrink_backward, node._saved_lambd, tensor)
 
 
-def _softshrink(node: Any, tensor: Tensor) -> Split | None:
+def _softshrink(node: Any, tensor: Tensor) -> TwoCases | None:
     return _shrink(_aten.softshrink_backward, node._saved_lambd, tensor)
 
 
-def _shrink(backward: Callable[[Tensor, Tensor, float], Tensor], width: float, tensor: Tensor) -> Split | None:
+def _shrink(backward: Callable[[Tensor, Tensor, float], Tensor], width: float, tensor: Tensor) -> TwoCases | None:
     if not 0 <= width < inf or _has_unsure_nans(tensor):
         return None
-    return Split(backward(_ones(tensor), tensor, width) != 0, inf, 0.0)
+    return TwoCases(backward(_ones(tensor), tensor, width) != 0, inf, 0.0)
 
 
-def _clamp(node: Any, tensor: Tensor) -> Split | None:
+def _clamp(node: Any, tensor: Tensor) -> TwoCases | None:
     least, most = node._saved_min, node._saved_max
     if least is None or most is None:
         return _clamp_min(node, tensor) if most is None else _clamp_max(node, tensor)
     middle = _middle(least, most, tensor.dtype)
-    return None if middle is None else Split(_above(tensor, least).logical_and_(_below(tensor, most)), middle, nan)
+    return None if middle is None else TwoCases(_above(tensor, least).logical_and_(_below(tensor, most)), middle, nan)
 
 
-def _clamp_min(node: Any, tensor: Tensor) -> Split | None:
+def _clamp_min(node: Any, tensor: Tensor) -> TwoCases | None:
     least = node._saved_min
-    return None if math.isnan(least) else Split(_above(tensor, least), inf, nan)
+    return None if math.isnan(least) else TwoCases(_above(tensor, least), inf, nan)
 
 
-def _clamp_max(node: Any, tensor: Tensor) -> Split | None:
+def _clamp_max(node: Any, tensor: Tensor) -> TwoCases | None:
     most = node._saved_max
-    return None if math.isnan(most) else Split(_below(tensor, most), -inf, nan)
+    return None if math.isnan(most) else TwoCases(_below(tensor, most), -inf, nan)
 
 
 # Up to torch 2.13 clamp lets the gradient through at the very bound, from 2.14 on it does not.

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from torchremat.errors import StoreError, UnsupportedError
 from torchremat.stores.contents import content_of
-from torchremat.stores.landing import land
-from torchremat.stores.remade import Remade
+from torchremat.stores.pickling import Remade
+from torchremat.stores.release import land
 from torchremat.stores.statistics import StoreStatistics, filled
 
 if TYPE_CHECKING:

@@ -37,7 +37,7 @@ from torch import Tensor
 from torchremat._compat.accelerators import accelerator_of, record_stream
 from torchremat.errors import MutationError, UnsupportedError
 from torchremat.stores.contents import Content, check_version, written_since
-from torchremat.stores.pinned import Place, Pool
+from torchremat.stores.pinned import PinnedBlock, Pool
 from torchremat.stores.statistics import Ledger
 from torchremat.tensors.held import version_of
 
@@ -57,7 +57,7 @@ def new_stream(device: torch.device) -> torch.Stream:
     return cast("torch.Stream", accelerator_of(device).new_stream(device))
 
 
-class Ahead(NamedTuple):
+class CopyAhead(NamedTuple):
     """One copy in.
 
     Attributes:
@@ -102,7 +102,7 @@ class Transfers:
         self._in: dict[torch.device, torch.Stream] = {}
         self._flights: dict[torch.device, deque[Flight]] = {}  # in the order of their stream
         self._flying_bytes = 0
-        self._left: deque[Ahead] = deque()  # that nobody asked for, see NOTE [ What a finalizer may do ]
+        self._left: deque[CopyAhead] = deque()  # that nobody asked for, see NOTE [ What a finalizer may do ]
 
     def out(self, tensor: Tensor, content: Content) -> TransferHandle | None:
         """Begin to copy a tensor of a device; None if there is no pinned memory for it."""
@@ -157,7 +157,7 @@ class Transfers:
                     return
             oldest[0].copied.synchronize()
 
-    def leave(self, ahead: Ahead) -> None:
+    def leave(self, ahead: CopyAhead) -> None:
         """Hold what comes and nobody asked for until it is there. A finalizer may call it."""
         self._left.append(ahead)
 
@@ -203,14 +203,16 @@ class TransferHandle:
 
     __slots__ = ("__weakref__", "_ahead", "_content", "_flight", "_host", "_lock", "_place", "_transfers")
 
-    def __init__(self, transfers: Transfers, flight: Flight, place: Place, host: Tensor, content: Content) -> None:
+    def __init__(
+        self, transfers: Transfers, flight: Flight, place: PinnedBlock, host: Tensor, content: Content
+    ) -> None:
         self._transfers = transfers
         self._flight = flight
         self._place = place
         self._host = host
         self._content = content
         self._lock = threading.Lock()
-        self._ahead: Ahead | None = None
+        self._ahead: CopyAhead | None = None
 
     @property
     def stored_bytes(self) -> int:
@@ -256,7 +258,7 @@ class TransferHandle:
             current_stream(self._content.device).wait_event(flight.copied)
             flight.is_awaited = True
 
-    def _copy(self, stream: torch.Stream, owner: torch.Stream) -> Ahead:
+    def _copy(self, stream: torch.Stream, owner: torch.Stream) -> CopyAhead:
         """Copy it on a stream, to memory of the current one."""
         fresh = self._content.empty()
         if stream is not owner:
@@ -267,7 +269,7 @@ class TransferHandle:
             fresh.copy_(self._host, non_blocking=True)
         copied = accelerator.event(stream)
         self._place.used(copied)
-        return Ahead(fresh, copied, owner)
+        return CopyAhead(fresh, copied, owner)
 
     def _check(self) -> None:
         self._transfers.land()

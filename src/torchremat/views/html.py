@@ -10,7 +10,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from torchremat.errors import UnsupportedError
-from torchremat.views.page import Cell, Fact, Page, Row, Table
+from torchremat.views.page import Fact, Page, Table, TableCell, TableRow
 
 _MOST_ROWS = 40  # in a notebook
 _LONGEST_VALUE = 32  # what is longer is no number but a sentence
@@ -107,7 +107,7 @@ def _table(table: Table) -> str:
     )
 
 
-def _cell(cell: Cell, is_number: bool, share: float | None) -> str:
+def _cell(cell: TableCell, is_number: bool, share: float | None) -> str:
     kind = ' class="number"' if is_number else ""
     order = "" if cell.order is None else f' data-order="{cell.order!r}"'
     bar = "" if share is None else f'<i class="bar" style="width:{100 * share:.1f}%"></i>'
@@ -141,7 +141,7 @@ def _plain_table(table: Table) -> str:
     return f"<table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>{more}"
 
 
-def _plain_row(row: Row, sides: Sequence[str]) -> str:
+def _plain_row(row: TableRow, sides: Sequence[str]) -> str:
     cells = "".join(
         f'<td style="text-align:{side}">{escape(cell.text)}</td>' for cell, side in zip(row.cells, sides, strict=True)
     )

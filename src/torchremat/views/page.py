@@ -18,7 +18,7 @@ class Fact:
 
 
 @dataclass(frozen=True)
-class Cell:
+class TableCell:
     """What a cell shows, and what it is sorted by; text is sorted by itself, and has no `order`."""
 
     text: str
@@ -26,10 +26,10 @@ class Cell:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class TableRow:
     """Cells, and the key by which charts know the row; the share of its bar, if the table has bars."""
 
-    cells: tuple[Cell, ...]
+    cells: tuple[TableCell, ...]
     key: str = ""
     share: float | None = None
 
@@ -47,7 +47,7 @@ class Table:
 
     title: str
     columns: tuple[str, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[TableRow, ...]
     note: str = ""
 
 
@@ -87,11 +87,11 @@ class Page:
     tables: tuple[Table, ...] = ()
 
 
-def size_cell(size: int) -> Cell:
+def size_cell(size: int) -> TableCell:
     """Return the cell of a size in bytes."""
-    return Cell(format_bytes(size), size)
+    return TableCell(format_bytes(size), size)
 
 
-def milliseconds_cell(seconds: float) -> Cell:
+def milliseconds_cell(seconds: float) -> TableCell:
     """Return the cell of a duration."""
-    return Cell(f"{1e3 * seconds:.2f} ms", seconds)
+    return TableCell(f"{1e3 * seconds:.2f} ms", seconds)

@@ -9,7 +9,7 @@ from itertools import groupby
 from torchremat.tensors.sizes import format_bytes
 from torchremat.views.charts import Figure, layout_of, unit_of
 from torchremat.views.page import Chart
-from torchremat.views.steps import Kind, Moment, Slice, Step
+from torchremat.views.steps import CurvePoint, Kind, Slice, Step
 
 _PHASES = ("forward", "recompute", "backward")
 _MOST_OUTLINED, _MOST_NAMED = 120, 400  # slices of a row: of more, outlines would be all there is to see
@@ -79,7 +79,7 @@ def step_chart(step: Step, *, beside: Sequence[Step] = (), title: str, note: str
     return Chart(title=title, figure={"data": data, "layout": layout}, spans=spans, note=note, height=height)
 
 
-def thinned(moments: Sequence[Moment], most: int = MOST_POINTS) -> list[Moment]:
+def thinned(moments: Sequence[CurvePoint], most: int = MOST_POINTS) -> list[CurvePoint]:
     """Return about so many of the moments: of equal stretches the first, the lowest, the highest and the last.
 
     Where the phase changes nothing is left out, so there may be a few more.
@@ -87,7 +87,7 @@ def thinned(moments: Sequence[Moment], most: int = MOST_POINTS) -> list[Moment]:
     if len(moments) <= most:
         return [*moments]
     length = -(-len(moments) * 4 // most)
-    found: list[Moment] = []
+    found: list[CurvePoint] = []
     for start in range(0, len(moments), length):
         places = range(start, min(start + length, len(moments)))
         lowest = min(places, key=lambda place: moments[place].live_bytes)
@@ -121,7 +121,7 @@ _AREA: Figure = {
 }
 
 
-def _area(step: Step, moments: Sequence[Moment], phase: str, scale: float, size: int) -> Figure:
+def _area(step: Step, moments: Sequence[CurvePoint], phase: str, scale: float, size: int) -> Figure:
     """Return the area of one phase: a closed shape for each stretch of it, with gaps between."""
     base = step.before_bytes / size
     xs: list[float | None] = []
@@ -140,7 +140,7 @@ def _area(step: Step, moments: Sequence[Moment], phase: str, scale: float, size:
     return {**_AREA, "name": phase, "x": xs, "y": ys, "fillcolor": f"@{phase}"}
 
 
-def _points(step: Step, moments: Sequence[Moment], scale: float, size: int) -> tuple[list[float], list[float]]:
+def _points(step: Step, moments: Sequence[CurvePoint], scale: float, size: int) -> tuple[list[float], list[float]]:
     """Return the corners of the curve."""
     xs = [one.seconds * scale for one in moments]
     ys = [one.live_bytes / size for one in moments]
@@ -152,7 +152,7 @@ def _points(step: Step, moments: Sequence[Moment], scale: float, size: int) -> t
     return [x for x, _ in corners], [y for _, y in corners]
 
 
-def _line(step: Step, moments: Sequence[Moment], scale: float, size: int, *, is_beside: bool) -> Figure:
+def _line(step: Step, moments: Sequence[CurvePoint], scale: float, size: int, *, is_beside: bool) -> Figure:
     line: Figure = {"shape": "hv" if step.jumps else "linear", "width": 1.5, "color": "@ink"}
     if is_beside:
         line |= {"color": "@plain", "dash": "dot"}
@@ -168,7 +168,7 @@ def _line(step: Step, moments: Sequence[Moment], scale: float, size: int, *, is_
     }
 
 
-def _hover(moment: Moment, name: str) -> str:
+def _hover(moment: CurvePoint, name: str) -> str:
     lines = [f"<b>{format_bytes(moment.live_bytes)}</b> at {1e3 * moment.seconds:.2f} ms", *map(escape, moment.says)]
     return "<br>".join([f"<i>{escape(name)}</i>", *lines] if name else lines)
 

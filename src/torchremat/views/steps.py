@@ -11,7 +11,7 @@ Kind = Literal["forward", "recompute", "backward", "module", "other", "region", 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Moment:
+class CurvePoint:
     """A point of the curve.
 
     Attributes:
@@ -66,14 +66,14 @@ class Step:
     """
 
     name: str
-    moments: tuple[Moment, ...]
+    moments: tuple[CurvePoint, ...]
     slices: tuple[Slice, ...] = ()
     jumps: bool = False
     before_bytes: int = 0
     budget_bytes: int | None = None
 
     @property
-    def peak(self) -> Moment | None:
+    def peak(self) -> CurvePoint | None:
         """The first of the highest moments."""
         return max(self.moments, key=lambda one: one.live_bytes, default=None)
 
@@ -83,7 +83,7 @@ class Step:
         return self.moments[-1].seconds if self.moments else 0.0
 
 
-def phases_of(moments: Sequence[Moment]) -> tuple[Slice, ...]:
+def phases_of(moments: Sequence[CurvePoint]) -> tuple[Slice, ...]:
     """Return the slices of the phases."""
     return runs((one.seconds, one.phase, one.phase, "") for one in moments) if moments else ()
 

@@ -341,7 +341,7 @@ def test_the_check_can_be_left_out():
 
 
 @WAYS
-def test_inside_a_compiled_function_it_is_torchs_operator(use_reentrant):
+def test_runtime_a_compiled_function_it_is_torchs_operator(use_reentrant):
     graphs = []
 
     def backend(graph, _):

@@ -13,7 +13,7 @@ from torchremat.measuring.modules import visible_modules
 from torchremat.pipeline.skip import Namespace, pop, skippable, stash
 from torchremat.planning.layout import Calls, PlannedCall, install
 from torchremat.regions.settings import Settings
-from torchremat.schedules.chain import Keep, Region
+from torchremat.schedules.chain import KeepNode, RegionNode
 
 
 def block(width):
@@ -102,7 +102,7 @@ def test_a_run_of_calls_around_both_ends_does_not_hold_the_skip():
         units=tuple((PlannedCall(name=str(number), number=0),) for number in range(4)),
     )
     counts[:] = [Count(), Count()]
-    install(model, calls, (Region(tuple(Keep(number) for number in range(3))), Keep(3)), Settings())
+    install(model, calls, (RegionNode(tuple(KeepNode(number) for number in range(3))), KeepNode(3)), Settings())
     y = model(x).sum()
 
     assert len(made) == 0

@@ -76,10 +76,10 @@ def test_memory_that_runs_out_in_the_midst_of_an_optimizer_is_told(known):
     def backward(loss, optimizer=optimizer if known == "held" else None):
         loss.backward()
         for state in (model[0], model[1]):
-            moments.state[state[0].weight]["exp_avg"].mul_(0.9)
+            points.state[state[0].weight]["exp_avg"].mul_(0.9)
         raise out_of_memory()
 
-    moments = optimizer if known == "held" else type("", (), {"state": optimizer.state})
+    points = optimizer if known == "held" else type("", (), {"state": optimizer.state})
     given = {"optimizer": optimizer} if known == "given" else {}
     told = pytest.raises(GuardError, match="state of an optimizer")
     with guard(model, loss_of, backward=backward, **given) as run, told:

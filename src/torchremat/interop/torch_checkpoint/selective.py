@@ -18,9 +18,9 @@ from torchremat._compat.autograd import current_graph_task, retains_graph
 from torchremat._compat.modes import is_recording, is_traced_with_fakes
 from torchremat._compat.operators import is_operator, is_packet
 from torchremat.regions.decisions import Answer, OperatorContext, Policy
-from torchremat.regions.draws import PutBack
-from torchremat.regions.selecting import Collecting, Replaying, SeenBy
-from torchremat.regions.selection import Selection
+from torchremat.regions.selective.cache import Selection
+from torchremat.regions.selective.draws import PutBack
+from torchremat.regions.selective.mode import Collecting, Replaying, SeenBy
 
 _create_torchs = torch_checkpoint.create_selective_checkpoint_contexts
 

@@ -15,6 +15,6 @@ What is different on purpose: docs/from-torchgpipe.md.
 
 from torchremat.interop.torchgpipe import balance, skip
 from torchremat.interop.torchgpipe.gpipe import GPipe
-from torchremat.regions.inside import is_checkpointing, is_recomputing
+from torchremat.regions.runtime import is_checkpointing, is_recomputing
 
 __all__ = ["GPipe", "balance", "is_checkpointing", "is_recomputing", "skip"]

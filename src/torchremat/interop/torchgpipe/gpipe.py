@@ -13,7 +13,7 @@ from torchremat.pipeline.dependency import replaced, with_grad
 from torchremat.pipeline.microbatch import Microbatch
 from torchremat.pipeline.partitions import listed_devices
 from torchremat.pipeline.pipe import Pipe
-from torchremat.regions.inside import is_checkpointing
+from torchremat.regions.runtime import is_checkpointing
 
 Device = torch.device | str | int
 

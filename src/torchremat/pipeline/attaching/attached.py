@@ -26,7 +26,7 @@ from torchremat.pipeline.attaching.orders import followed_at_once, order_of
 from torchremat.pipeline.attaching.patches import Patch, undo_all
 from torchremat.pipeline.attaching.stages import SessionsOfStage
 from torchremat.pipeline.attaching.waits import Waits
-from torchremat.pipeline.events import Event
+from torchremat.pipeline.events import PipelineEvent
 from torchremat.pipeline.prediction import costs_of, predict
 from torchremat.pipeline.recorder import Recorder
 from torchremat.pipeline.timeline import Timeline
@@ -69,7 +69,7 @@ class Attached:
         self._patches.append(Patch(schedule, STEP, _Step(schedule, self)))
 
     @property
-    def events(self) -> tuple[Event, ...]:
+    def events(self) -> tuple[PipelineEvent, ...]:
         """What this process has done in the last step, in the order in which it ended; empty without `record`."""
         return self._recorder.events()
 

@@ -7,7 +7,7 @@ from typing import cast
 
 import torch.distributed as dist
 
-from torchremat.pipeline.events import Event
+from torchremat.pipeline.events import PipelineEvent
 from torchremat.pipeline.recorder import Recorder
 from torchremat.pipeline.timeline import Timeline
 from torchremat.schedules.pipelines import Order
@@ -25,7 +25,7 @@ def gathered(recorder: Recorder, order: Order, group: object) -> Timeline:
     ours = cast("dist.ProcessGroup | None", group)
     dist.barrier(group=ours)
     now_s = recorder.elapsed_s()  # all processes are here now
-    found: list[tuple[float, tuple[Event, ...]] | None] = [None] * dist.get_world_size(ours)
+    found: list[tuple[float, tuple[PipelineEvent, ...]] | None] = [None] * dist.get_world_size(ours)
     dist.all_gather_object(found, (now_s, events), group=ours)
     known = [one for one in found if one is not None]
     end_s = max(then_s for then_s, _ in known)

@@ -21,7 +21,7 @@ from weakref import ref
 
 import torch
 
-from torchremat._compat.pipelining import BACKWARD, FORWARD, WEIGHT, Stage, whole_part_of
+from torchremat._compat.pipelining import BACKWARD, FORWARD, WEIGHT, TorchStage, whole_part_of
 from torchremat.pipeline.attaching.patches import Patch
 from torchremat.pipeline.recorder import Recorder
 from torchremat.regions.footprints import footprint_bytes
@@ -45,7 +45,7 @@ class SessionsOfStage:
         weighs: Whether `costs` are measured.
     """
 
-    def __init__(self, stage: Stage, recorder: Recorder, plain: Container[int], *, weighs: bool) -> None:
+    def __init__(self, stage: TorchStage, recorder: Recorder, plain: Container[int], *, weighs: bool) -> None:
         self._stage = ref(stage)
         self._recorder = recorder
         self._plain = plain
@@ -80,7 +80,7 @@ class SessionsOfStage:
         if not self._has_backward() or not torch.is_grad_enabled():
             return call(fwd_chunk_id, *args, **kwargs)
         self._close(fwd_chunk_id)
-        session = self._open[fwd_chunk_id] = Session(serves_all=self._drops, watch=_Watch(self, fwd_chunk_id))
+        session = self._open[fwd_chunk_id] = Session(serves_all=self._drops, watch=_RecomputeWatch(self, fwd_chunk_id))
         with self._recorder.event(self.index, fwd_chunk_id, "forward"), session.active(), ExitStack() as stack:
             if fwd_chunk_id in self._plain:
                 stack.enter_context(plainly())
@@ -126,7 +126,7 @@ class SessionsOfStage:
             session.close()
 
 
-class _Watch:
+class _RecomputeWatch:
     """Follows the recomputes of one microbatch."""
 
     def __init__(self, sessions: SessionsOfStage, microbatch: int) -> None:

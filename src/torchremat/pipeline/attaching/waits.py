@@ -15,7 +15,7 @@ from torchremat._compat.pipelining import (
     RECEIVES_OF_SCHEDULE,
     RECEIVES_OF_STAGE,
     SINGLE,
-    Stage,
+    TorchStage,
     Work,
     looping,
     name_of,
@@ -98,7 +98,7 @@ class _Loop:
 class _Receives:
     """In the place of `get_bwd_recv_ops` or `get_fwd_recv_ops`: what is asked for is waited for next."""
 
-    def __init__(self, stage: Stage, name: str, direction: Direction, waits: Waits) -> None:
+    def __init__(self, stage: TorchStage, name: str, direction: Direction, waits: Waits) -> None:
         self._stage = ref(stage)
         self._name = name
         self._own = cast("Callable[[int], list[object]] | None", vars(stage).get(name))
@@ -107,7 +107,7 @@ class _Receives:
 
     def __call__(self, microbatch: int) -> list[object]:
         """Return the receives of a microbatch."""
-        stage = cast("Stage", self._stage())
+        stage = cast("TorchStage", self._stage())
         own = self._own or cast("Callable[[int], list[object]]", getattr(type(stage), self._name).__get__(stage))
         receives = own(microbatch)
         if receives:

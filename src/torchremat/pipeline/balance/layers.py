@@ -57,7 +57,7 @@ class Boundary:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Cell:
+class LayerCopy:
     """A copy of a layer, and what it gets.
 
     Attributes:
@@ -106,7 +106,7 @@ class Cell:
 
 
 def run_each(
-    module: nn.Sequential, value: object, device: torch.device, run: Callable[[Cell], tuple[T, Boundary]]
+    module: nn.Sequential, value: object, device: torch.device, run: Callable[[LayerCopy], tuple[T, Boundary]]
 ) -> Iterator[T]:
     """Yield what a function says of each layer, in order.
 
@@ -129,7 +129,7 @@ def run_each(
     for place, layer in enumerate(layers):
         # Only the cell holds the copy, and nobody the cell when the next one is made.
         copied = copy.deepcopy(layer).to(device).train()
-        found, boundary = run(Cell(layer=copied, place=place, layout=layout, before=boundary))
+        found, boundary = run(LayerCopy(layer=copied, place=place, layout=layout, before=boundary))
         del copied
         yield found
 

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from torchremat.measuring.keeping import report_of
 from torchremat.measuring.runs import Subject
-from torchremat.measuring.saving import Watched, watched
+from torchremat.measuring.saving import WatchedForward, watched
 from torchremat.measuring.storages import StorageNumbers
 from torchremat.measuring.untouched import untouched
-from torchremat.pipeline.balance.layers import Boundary, Cell, mapped, run_each
+from torchremat.pipeline.balance.layers import Boundary, LayerCopy, mapped, run_each
 from torchremat.tensors.structure import tensors_in
 
 # NOTE [ Whose a saved storage is ]
@@ -36,7 +36,7 @@ def layer_bytes(module: nn.Sequential, microbatch: object, *, param_scale: float
     """
     counter = _Counter()
 
-    def sized(cell: Cell) -> tuple[int, Boundary]:
+    def sized(cell: LayerCopy) -> tuple[int, Boundary]:
         saved_bytes, after = _run(cell, counter)
         return saved_bytes + round(param_scale * _parameter_bytes(cell.layer)), after
 
@@ -68,7 +68,7 @@ class _Counter:
         return sum(self.numbers.sizes[number] for number in new)
 
 
-def _run(cell: Cell, counter: _Counter) -> tuple[int, Boundary]:
+def _run(cell: LayerCopy, counter: _Counter) -> tuple[int, Boundary]:
     """Run a layer's forward; return the bytes that autograd keeps of it, and what passes on."""
     entered = cell.entered(copied=False)
     subject = Subject(
@@ -83,7 +83,7 @@ def _run(cell: Cell, counter: _Counter) -> tuple[int, Boundary]:
         return _kept_bytes(run, tensors_in(ran), counter), cell.after(ran)
 
 
-def _kept_bytes(run: Watched, outputs: list[Tensor], counter: _Counter) -> int:
+def _kept_bytes(run: WatchedForward, outputs: list[Tensor], counter: _Counter) -> int:
     report = report_of(run, {}, [tensor for tensor in outputs if tensor.requires_grad])
     inputs = [run.before[number].tensor for number, one in report.storages.items() if one.kind == "input"]
     saved_bytes = report.saved_bytes + sum(counter.add(tensor) for tensor in inputs)

@@ -11,7 +11,7 @@ from torch import nn
 from torchremat._compat.accelerators import accelerator_of
 from torchremat.measuring.heap import heap_set_aside
 from torchremat.measuring.untouched import untouched
-from torchremat.pipeline.balance.layers import Boundary, Cell, run_each
+from torchremat.pipeline.balance.layers import Boundary, LayerCopy, run_each
 from torchremat.pipeline.skip.layouts import SkipLayout
 from torchremat.tensors.structure import tensors_in
 
@@ -35,7 +35,7 @@ def layer_seconds(module: nn.Sequential, sample: object, *, timeout: float, devi
         idle_s = _idle_seconds(device)
         until = time.perf_counter() + timeout
 
-        def timed(cell: Cell) -> tuple[float, Boundary]:
+        def timed(cell: LayerCopy) -> tuple[float, Boundary]:
             share = max(0.0, until - time.perf_counter()) / (len(module) - cell.place)
             return _timed(cell, device, share, idle_s)
 
@@ -45,11 +45,11 @@ def layer_seconds(module: nn.Sequential, sample: object, *, timeout: float, devi
 def _idle_seconds(device: torch.device) -> float:
     """Return the seconds of a backward with nothing to do: one begins for each layer here, and for a model only one."""
     value = torch.ones(1, device=device, requires_grad=True)
-    cell = Cell(layer=nn.Identity(), place=0, layout=SkipLayout(1, {}), before=Boundary(value=value, skips={}))
+    cell = LayerCopy(layer=nn.Identity(), place=0, layout=SkipLayout(1, {}), before=Boundary(value=value, skips={}))
     return median(_run(cell, device)[0] for _ in range(_IDLE_RUNS))
 
 
-def _timed(cell: Cell, device: torch.device, timeout: float, idle_s: float) -> tuple[float, Boundary]:
+def _timed(cell: LayerCopy, device: torch.device, timeout: float, idle_s: float) -> tuple[float, Boundary]:
     """Run a layer until the time is up; return the median of its seconds, and what passes on."""
     stop = time.perf_counter() + timeout
     _, after = _run(cell, device, idle_s)
@@ -59,7 +59,7 @@ def _timed(cell: Cell, device: torch.device, timeout: float, idle_s: float) -> t
     return median(runs), after
 
 
-def _run(cell: Cell, device: torch.device, idle_s: float = 0.0) -> tuple[float, Boundary]:
+def _run(cell: LayerCopy, device: torch.device, idle_s: float = 0.0) -> tuple[float, Boundary]:
     """Run a layer forward and backward; return its seconds, and what passes on."""
     entered = cell.entered(copied=True)
     start = _now(device)

@@ -14,7 +14,7 @@ from torchremat.pipeline.skip.skippables import Skippable
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundSkippable:
     """A skippable module and its path in the model."""
 
     path: str
@@ -25,7 +25,7 @@ class Found:
 
 
 # Skippables that run in an order which is not known. Groups are in the order in which they run.
-Group = list[Found]
+Group = list[FoundSkippable]
 
 
 def groups_of(module: nn.Module, path: str = "") -> list[Group]:
@@ -38,7 +38,7 @@ def groups_of(module: nn.Module, path: str = "") -> list[Group]:
         names = {id(child): name for name, child in module.named_children()}
         return [group for child in module for group in groups_of(child, _joined(path, names[id(child)]))]
     found = [
-        Found(name, one)
+        FoundSkippable(name, one)
         for name, one in module.named_modules(prefix=path, remove_duplicate=False)
         if isinstance(one, Skippable)
     ]
@@ -112,7 +112,7 @@ def check(groups: Sequence[Group]) -> None:
         raise SkippableError(f"one or more pairs of stash and pop do not match:\n\n{listed}")
 
 
-def _redeclared(one: Found, keys: set[Key], kind: str) -> str:
+def _redeclared(one: FoundSkippable, keys: set[Key], kind: str) -> str:
     return f"{one} redeclared {_words(keys)} as {kind} but not isolated by namespace"
 
 

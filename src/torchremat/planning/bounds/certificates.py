@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torchremat.planning.bounds.executing import regions_of
-from torchremat.planning.bounds.pulls import PlainStep, Unseen
-from torchremat.planning.bounds.underestimates import Underestimate, underestimate
+from torchremat.planning.bounds.plain_step import PlainStep, Unseen
+from torchremat.planning.bounds.relaxation import Relaxation, underestimate
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.searches.chains import Cost
-from torchremat.planning.walks.prediction import Prediction
+from torchremat.planning.simulator.prediction import Prediction
 from torchremat.schedules.bounds import Regions, lower_bound
 from torchremat.schedules.chain import Tree, kept
 from torchremat.schedules.interpreter import interpret
@@ -127,7 +127,7 @@ class Claim:
     step_cost: float
     limit_bytes: int
     step: PlainStep | Unseen
-    nested: Underestimate | None
+    nested: Relaxation | None
     regions: Regions | None = None
     stores: bool = False
 

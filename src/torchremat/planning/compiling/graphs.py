@@ -42,7 +42,7 @@ _TIE = 1e-3
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Reading:
+class JointReading:
     """A joint graph, read.
 
     Attributes:
@@ -118,7 +118,7 @@ class Reading:
         return operators, {value for node in output.all_input_nodes for value in self.values_of(node)}
 
 
-def read_graph(graph: Graph, num_fwd_outputs: int, cost: Cost = "seconds", *, fuses: bool = False) -> Reading:
+def read_graph(graph: Graph, num_fwd_outputs: int, cost: Cost = "seconds", *, fuses: bool = False) -> JointReading:
     """Return a joint graph as data.
 
     Args:
@@ -193,7 +193,7 @@ def read_graph(graph: Graph, num_fwd_outputs: int, cost: Cost = "seconds", *, fu
         incoming=tuple(dict.fromkeys(incoming)),
         begins=begins,
     )
-    return Reading(
+    return JointReading(
         joint=joint,
         nodes=nodes,
         flops=tuple(flops),

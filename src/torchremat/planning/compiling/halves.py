@@ -8,10 +8,10 @@ from torch.fx import GraphModule
 
 from torchremat._compat.inductor import partition_saving
 from torchremat.errors import CompileWarning, warn
-from torchremat.planning.compiling.graphs import Reading
+from torchremat.planning.compiling.graphs import JointReading
 from torchremat.planning.compiling.running import needs_of_programs
 from torchremat.planning.compiling.trials import Trials
-from torchremat.schedules.corrections import beside_values
+from torchremat.schedules.adjustments import beside_values
 from torchremat.schedules.joint import NOTHING_BESIDE, Beside, Split, split
 
 
@@ -43,7 +43,7 @@ class Halver:
         num_fwd_outputs: How many of its outputs are the forward's.
     """
 
-    def __init__(self, joint: GraphModule, reading: Reading, num_fwd_outputs: int) -> None:
+    def __init__(self, joint: GraphModule, reading: JointReading, num_fwd_outputs: int) -> None:
         self.reading = reading
         self._joint = joint
         self._num_fwd_outputs = num_fwd_outputs

@@ -34,7 +34,7 @@ from torchremat._compat.inductor import (
 from torchremat.errors import BudgetError, CompileWarning, warn
 from torchremat.planning.budgets import bytes_of, check_budget, margin_of, relative_of
 from torchremat.planning.compiling.aiming import aimed
-from torchremat.planning.compiling.graphs import Reading, read_graph
+from torchremat.planning.compiling.graphs import JointReading, read_graph
 from torchremat.planning.compiling.halves import Halver, Halves
 from torchremat.planning.searches.chains import Cost, check_cost
 from torchremat.schedules.joint import split
@@ -181,7 +181,7 @@ class PeakPartitioner:
         code = hashlib.sha256(b"".join(path.read_bytes() for path in _code())).hexdigest()
         return f"torchremat {code} {self.budget} {self.margin_bytes} {self.cost}"
 
-    def _bytes(self, reading: Reading, plain_bytes: int) -> int:
+    def _bytes(self, reading: JointReading, plain_bytes: int) -> int:
         relative = relative_of(self.budget)
         if relative is None:
             return bytes_of(self.budget, reading.device)
@@ -199,7 +199,7 @@ class PeakPartitioner:
         )
 
     def _note(
-        self, reading: Reading, prices: Prices, found: Halves, budget: int, plain_bytes: int, *, is_torchs: bool
+        self, reading: JointReading, prices: Prices, found: Halves, budget: int, plain_bytes: int, *, is_torchs: bool
     ) -> None:
         joint, chosen = reading.joint, found.split
         costs = (joint.operators[index].cost for index in joint.of_forward)
@@ -223,7 +223,7 @@ class PeakPartitioner:
 
 
 def _torchs(
-    untidied: GraphModule, reading: Reading, inputs: Sequence[object], *, num_fwd_outputs: int, **options: object
+    untidied: GraphModule, reading: JointReading, inputs: Sequence[object], *, num_fwd_outputs: int, **options: object
 ) -> Iterator[frozenset[int]]:
     """Yield what torch saves under budgets of its own."""
     for share in _SHARES:

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from torchremat._compat.wrappers import Wrapper, extern_kernels
 from torchremat.errors import UnsupportedError
-from torchremat.planning.compiling.trials import OF_TORCH, Shape, Trials, made_up
+from torchremat.planning.compiling.trials import OF_TORCH, TensorShape, Trials, made_up
 
 _OPERATORS = ("torch.ops.", "extern_kernels.", "aten.")
 
@@ -50,7 +50,7 @@ class Program:
     """
 
     def __init__(self, wrapper: Wrapper) -> None:
-        self.tensors = {name: Shape(*one) for name, one in wrapper.tensors.items()}
+        self.tensors = {name: TensorShape(*one) for name, one in wrapper.tensors.items()}
         self.origins = wrapper.origins
         self._hints = wrapper.hints
         functions = [one for one in ast.walk(ast.parse(wrapper.code)) if isinstance(one, ast.FunctionDef)]
@@ -83,7 +83,7 @@ class Program:
 
     def _prepared(self, call: ast.Call) -> Callable[[], object]:
         """Return an operator with zeros to run it on."""
-        meanings, names = _meanings(), _Names(self.tensors, self._hints)
+        meanings, names = _meanings(), _ProgramNames(self.tensors, self._hints)
         function, *args = (eval(_compiled(one), meanings, names) for one in (call.func, *call.args))
         kwargs = {str(one.arg): eval(_compiled(one.value), meanings, names) for one in call.keywords}
         return partial(function, *args, **kwargs)
@@ -129,10 +129,10 @@ def _compiled(value: ast.expr) -> Any:
     return compile(ast.Expression(value), "<program>", "eval")
 
 
-class _Names(dict[str, object]):
+class _ProgramNames(dict[str, object]):
     """The names of a program, with zeros for its tensors."""
 
-    def __init__(self, tensors: dict[str, Shape], hints: Any) -> None:
+    def __init__(self, tensors: dict[str, TensorShape], hints: Any) -> None:
         super().__init__(hints)
         self._tensors = tensors
 
@@ -145,7 +145,7 @@ def _meanings() -> dict[str, object]:
     """What a program calls operators by, and what it gives them beside its own names."""
 
     def view(tensor: Tensor, size: list[int], stride: list[int], _: int = 0) -> object:
-        return made_up(Shape(size, stride, tensor.dtype, tensor.device))
+        return made_up(TensorShape(size, stride, tensor.dtype, tensor.device))
 
     return {
         "torch": torch,

@@ -15,9 +15,9 @@ from torch.fx import GraphModule, Node
 from torchremat._compat.inductor import is_incoming
 from torchremat._compat.wrappers import donated, wrapper_of
 from torchremat.errors import UnsupportedError
-from torchremat.planning.compiling.graphs import Reading
+from torchremat.planning.compiling.graphs import JointReading
 from torchremat.planning.compiling.programs import Program, is_operator
-from torchremat.planning.compiling.trials import Shape, Trials
+from torchremat.planning.compiling.trials import TensorShape, Trials
 
 _EMPTY = "empty_strided_"
 _VIEW = "reinterpret_tensor"
@@ -42,7 +42,7 @@ class Needs:
 
 
 def needs_of_programs(
-    reading: Reading, forward: GraphModule, backward: GraphModule, num_fwd_outputs: int, trials: Trials
+    reading: JointReading, forward: GraphModule, backward: GraphModule, num_fwd_outputs: int, trials: Trials
 ) -> Needs:
     """Return what two graphs need that were made of a joint one, as Inductor will run them.
 
@@ -108,7 +108,7 @@ class Memory:
         heights: Of the last program, the most while a buffer of each node is made or filled.
     """
 
-    def __init__(self, reading: Reading, trials: Trials) -> None:
+    def __init__(self, reading: JointReading, trials: Trials) -> None:
         self._reading = reading
         self._trials = trials
         self._live_bytes = self.peak_bytes = reading.joint.fixed_bytes
@@ -159,7 +159,7 @@ class Memory:
         match value:
             case ast.Call(func=ast.Name(id=function), args=[size, stride, dtype, *_]) if function.startswith(_EMPTY):
                 device = torch.device(function.removeprefix(_EMPTY))
-                shape = Shape(program.number(size), program.number(stride), program.number(dtype), device)
+                shape = TensorShape(program.number(size), program.number(stride), program.number(dtype), device)
                 held = self._made([self._counted(shape)])
             case ast.Call() if is_operator(value):
                 held = self._run(program, name, value)
@@ -198,7 +198,7 @@ class Memory:
             self._places[name, place] = frozenset({storage})
         return held
 
-    def _counted(self, shape: Shape) -> int:
+    def _counted(self, shape: TensorShape) -> int:
         """The bytes of a tensor, if it is on the device whose bytes count."""
         if shape.device.type != self._reading.device.type or not all(shape.size):
             return 0
@@ -241,4 +241,4 @@ def _filled(call: ast.Call) -> list[str]:
 def _places(result: object) -> list[int]:
     """Where in what an operator returns there are tensors."""
     results = cast("list[object]", result) if isinstance(result, list) else [result]
-    return [place for place, one in enumerate(results) if isinstance(one, Shape)]
+    return [place for place, one in enumerate(results) if isinstance(one, TensorShape)]

@@ -19,14 +19,14 @@ from torchremat._compat.fakes import without_fakes
 from torchremat._compat.inductor import known
 from torchremat.errors import UnsupportedError
 from torchremat.measuring.allocator import record_allocations
-from torchremat.measuring.traces import Recorder
+from torchremat.measuring.traces import AllocationRecorder
 from torchremat.measuring.untouched import RandomNumbers
 from torchremat.tensors.structure import tensors_in
 
 OF_TORCH = ("aten", "prims", "inductor_prims", "inductor")
 
 
-class Shape(NamedTuple):
+class TensorShape(NamedTuple):
     """A tensor without its data: what `made_up` needs to make one like it."""
 
     size: list[int]
@@ -51,7 +51,7 @@ class Trials:
         self.results: dict[str, object] = {}
         self.unknown: dict[str, str] = {}
         self._device = device
-        self._recorder: Recorder | None = None
+        self._recorder: AllocationRecorder | None = None
         self._marks: dict[str, tuple[int, int]] = {}
 
     @contextmanager
@@ -100,7 +100,7 @@ def shapes_of(value: object) -> object:
     """Return what an operator takes or makes with shapes in the place of tensors, and numbers in that of symbols."""
     if isinstance(value, Tensor):
         size, stride = ([known(one) for one in numbers] for numbers in (value.shape, value.stride()))
-        return Shape(size, stride, value.dtype, value.device)
+        return TensorShape(size, stride, value.dtype, value.device)
     if isinstance(value, list | tuple):
         return [shapes_of(one) for one in cast("list[object]", value)]
     return known(value) if isinstance(value, torch.SymInt) else value
@@ -108,7 +108,7 @@ def shapes_of(value: object) -> object:
 
 def made_up(value: object) -> object:
     """Return zeros of a shape; anything else as it is."""
-    if not isinstance(value, Shape):
+    if not isinstance(value, TensorShape):
         return value
     steps = zip(value.size, value.stride, strict=True)
     elements = 1 + sum((length - 1) * step for length, step in steps) if all(value.size) else 0

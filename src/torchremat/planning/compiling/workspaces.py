@@ -22,7 +22,7 @@ from torch.fx.node import map_arg
 from torchremat._compat.inductor import known
 from torchremat._compat.operators import is_operator, name_of
 from torchremat.measuring.tracker import address_of
-from torchremat.planning.compiling.trials import OF_TORCH, Shape, Trials, made_up, shapes_of
+from torchremat.planning.compiling.trials import OF_TORCH, TensorShape, Trials, made_up, shapes_of
 from torchremat.tensors.structure import tensors_in
 
 # They allocate nothing beside their results.
@@ -98,7 +98,7 @@ def _described(node: Node) -> str:
 
 def _description(node: Node) -> Any:
     shapes = shapes_of(node.meta.get("val"))
-    return str(tuple(shapes) if isinstance(shapes, Shape) else shapes)
+    return str(tuple(shapes) if isinstance(shapes, TensorShape) else shapes)
 
 
 def _is_view(node: Node) -> bool:

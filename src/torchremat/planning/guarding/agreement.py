@@ -13,7 +13,7 @@ from torchremat._compat.sharding import has_fsdp, is_managed
 from torchremat.errors import UnsupportedError
 
 
-class Outcome(IntEnum):
+class AttemptOutcome(IntEnum):
     """How an attempt ended in one process; the largest of all processes counts."""
 
     DONE = 0
@@ -64,10 +64,10 @@ def check_no_sync(model: nn.Module) -> None:
             )
 
 
-def agreed(mine: Outcome, group: ProcessGroup | None) -> Outcome:
+def agreed(mine: AttemptOutcome, group: ProcessGroup | None) -> AttemptOutcome:
     """Return the worst outcome of all processes of a group; mine if there is none."""
     if group is None or distributed.get_world_size(group) == 1:
         return mine
     worst = torch.tensor([int(mine)], device=device_of(group))
     distributed.all_reduce(worst, distributed.ReduceOp.MAX, group=group)
-    return Outcome(int(worst.item()))
+    return AttemptOutcome(int(worst.item()))

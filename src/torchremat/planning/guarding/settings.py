@@ -18,7 +18,7 @@ from torchremat.state.guarded import check_named
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class GuardSettings:
     """What the user asked for; see `guard`."""
 
     attempts: int

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator
 
 
-class Before:
+class StepState:
     """What a step may change, as it is now.
 
     Args:

@@ -33,11 +33,11 @@ from torchremat.measuring.step import check_kinds, check_materialised, holdings_
 from torchremat.measuring.tracebacks import without_our_frames
 from torchremat.measuring.untouched import gradient_leaves
 from torchremat.planning.budgets import margin_of
-from torchremat.planning.guarding.agreement import Outcome, agreed, check_alone, check_no_sync
+from torchremat.planning.guarding.agreement import AttemptOutcome, agreed, check_alone, check_no_sync
 from torchremat.planning.guarding.attempts import Attempt, Doing, attempt_of
 from torchremat.planning.guarding.gradients import hooked_after, lent
-from torchremat.planning.guarding.settings import Settings
-from torchremat.planning.guarding.snapshots import Before
+from torchremat.planning.guarding.settings import GuardSettings
+from torchremat.planning.guarding.snapshots import StepState
 from torchremat.planning.guarding.sources import check_no_iterators, optimizers_of
 from torchremat.planning.guarding.tightening import Applied, BoundStep, Room, Tightening, first_plan
 from torchremat.planning.plans import Plan
@@ -70,7 +70,7 @@ class GuardedStep(Generic[P, R]):
         step: Callable[..., R],
         backward: Callable[[R], object],
         optimizer: torch.optim.Optimizer | None,
-        settings: Settings,
+        settings: GuardSettings,
     ) -> None:
         self.attempts: tuple[Attempt, ...] = ()
         self.held_bytes = 0
@@ -115,7 +115,7 @@ class GuardedStep(Generic[P, R]):
         parameters = [one for module in modules for one in module._parameters.values() if one is not None]
         leaves = gradient_leaves((), self._optimizer, [*parameters, *tensors])
         self._check_hooks(leaves)
-        before = Before(
+        before = StepState(
             modules=modules,
             leaves=leaves,
             tensors=tensors,
@@ -139,7 +139,7 @@ class GuardedStep(Generic[P, R]):
         finally:
             self._state = "ready"
 
-    def _plan_first(self, bound: BoundStep, before: Before, leaves: list[Tensor]) -> None:
+    def _plan_first(self, bound: BoundStep, before: StepState, leaves: list[Tensor]) -> None:
         budget, own = self._to_plan_for, self._settings
         if budget is None:
             return
@@ -156,14 +156,14 @@ class GuardedStep(Generic[P, R]):
         self._applied.replace(plan)
         self._to_plan_for = None
 
-    def _run(self, bound: BoundStep, before: Before, leaves: list[Tensor]) -> R:
+    def _run(self, bound: BoundStep, before: StepState, leaves: list[Tensor]) -> R:
         most, group = self._settings.attempts, self._settings.group
         tightening = Tightening(self._model, bound, self._applied, cost=self._settings.cost)
         failed: list[Attempt] = []
         while True:
             ended = self._attempt(bound, before, leaves, len(failed) + 1)
             worst = agreed(ended.outcome, group)
-            if worst is Outcome.DONE:
+            if worst is AttemptOutcome.DONE:
                 self._watched = before.buffers.left_alone(_LARGE_BYTES)
                 return cast("R", ended.result)
             attempt, error, room = ended.attempt, ended.error, ended.room
@@ -171,11 +171,14 @@ class GuardedStep(Generic[P, R]):
             if attempt is None:
                 attempt = self._failed_elsewhere(len(failed) + 1)
             failed.append(attempt)
-            if worst is Outcome.RAISED:  # that process waits for nobody any more
+            if worst is AttemptOutcome.RAISED:  # that process waits for nobody any more
                 why_not = "another process raised an error of its own"
             else:
                 why_not = self._why_not(before, is_last=len(failed) == most)
-                if agreed(Outcome.GIVEN_UP if why_not else Outcome.FAILED, group) is Outcome.GIVEN_UP:
+                if (
+                    agreed(AttemptOutcome.GIVEN_UP if why_not else AttemptOutcome.FAILED, group)
+                    is AttemptOutcome.GIVEN_UP
+                ):
                     why_not = why_not or "another process cannot run it again"
             free_unused()
             before.put_back()
@@ -194,7 +197,7 @@ class GuardedStep(Generic[P, R]):
             self.attempts += (failed[-1],)
             del error
 
-    def _attempt(self, bound: BoundStep, before: Before, leaves: list[Tensor], number: int) -> _Ended:
+    def _attempt(self, bound: BoundStep, before: StepState, leaves: list[Tensor], number: int) -> _Ended:
         before_bytes = _allocated(leaves)
         self._doing = "planning"
         try:
@@ -204,10 +207,10 @@ class GuardedStep(Generic[P, R]):
                 result = self._step(self._model, *bound.args, **bound.kwargs)
                 self._doing = "backward"
                 self._backward(result)
-            return _Ended(outcome=Outcome.DONE, result=result)
+            return _Ended(outcome=AttemptOutcome.DONE, result=result)
         except Exception as error:
             if not is_out_of_memory(error):
-                agreed(Outcome.RAISED, self._settings.group)
+                agreed(AttemptOutcome.RAISED, self._settings.group)
                 raise
             attempt = attempt_of(
                 error,
@@ -221,7 +224,7 @@ class GuardedStep(Generic[P, R]):
             room = None
             if attempt.held_bytes is not None and before_bytes is not None:
                 room = Room(held_bytes=attempt.held_bytes, before_bytes=before_bytes)
-            return _Ended(outcome=Outcome.FAILED, attempt=attempt, error=error, room=room)
+            return _Ended(outcome=AttemptOutcome.FAILED, attempt=attempt, error=error, room=room)
 
     def _failed_elsewhere(self, number: int) -> Attempt:
         return Attempt(
@@ -243,7 +246,7 @@ class GuardedStep(Generic[P, R]):
                 "be run again for the same step. Remove them, and do their work after the guarded step."
             )
 
-    def _why_not(self, before: Before, *, is_last: bool) -> str:
+    def _why_not(self, before: StepState, *, is_last: bool) -> str:
         """Return why the step is not run again, "" if it is."""
         written = before.written()
         if before.optimizers.is_written():
@@ -265,7 +268,7 @@ class GuardedStep(Generic[P, R]):
         names = [f"`{known[id(one)]}`" if id(one) in known else f"a tensor {tuple(one.shape)}" for one in tensors]
         return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
-    def _report(self, failed: list[Attempt], why_not: str, before: Before) -> str:
+    def _report(self, failed: list[Attempt], why_not: str, before: StepState) -> str:
         begun = before.gradients.begun()
         if begun:
             state = f"The gradients of {self._names(begun)} hold a part of it: zero them before going on. "
@@ -285,7 +288,7 @@ class GuardedStep(Generic[P, R]):
 class _Ended:
     """How an attempt ended."""
 
-    outcome: Outcome
+    outcome: AttemptOutcome
     result: object = None
     attempt: Attempt | None = None
     error: Exception | None = None
@@ -345,7 +348,7 @@ def guard(
     """
     check_kinds(step, model, optimizer, needs_model=True)
     check_materialised(model)
-    settings = Settings(attempts=attempts, budget=budget, margin=margin, cost=cost, guard=guard, group=group)
+    settings = GuardSettings(attempts=attempts, budget=budget, margin=margin, cost=cost, guard=guard, group=group)
     settings.check(model, plan, backward)
     if any(one in _guarded for one in model.modules()):
         raise UnsupportedError("guard: the model, or a part of it, is in a guard already. Guard it once.")

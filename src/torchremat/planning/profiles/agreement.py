@@ -12,12 +12,12 @@ from torchremat.errors import StepError
 from torchremat.measuring.before import BytesBefore
 from torchremat.measuring.communication import reduced_bytes
 from torchremat.measuring.runs import Subject
-from torchremat.planning.elsewhere.machines import Machine
+from torchremat.planning.devices.machines import Machine
 from torchremat.planning.profiles.optimizers import OptimizerBytes
 from torchremat.planning.profiles.peers import Peers
-from torchremat.planning.profiles.profiling import Grains, profile_subject
+from torchremat.planning.profiles.profiling import ProfilePair, profile_subject
 from torchremat.planning.profiles.reading import Profile, UnitCosts
-from torchremat.planning.walks.moments import Key, Moment, UnitBytes
+from torchremat.planning.simulator.points import Key, ProgramPoint, UnitBytes
 
 T = TypeVar("T", UnitBytes, UnitCosts, BytesBefore, OptimizerBytes)
 
@@ -44,12 +44,12 @@ class Agreed:
     """A profile with the figures of all processes.
 
     Attributes:
-        grains: The profile.
+        pair: The profile.
         largest: The place of the process whose step is the largest. It plans for all, since there is more to a profile
             than processes tell each other: operators, and what the allocator did.
     """
 
-    grains: Grains
+    pair: ProfilePair
     largest: int
 
 
@@ -60,10 +60,10 @@ def profiled_together(peers: Peers, model: nn.Module, subject: Subject, machine:
         StepError: See `profile_subject`; or the processes do not run the same step.
     """
     found = profile_subject(model, subject, machine, around=True, peers=peers)
-    grains = beside(found, reduced_bytes(model, machine.device))
-    told = peers.all(lambda: (figures_of(grains.coarse), None if grains.fine is None else figures_of(grains.fine)))
+    pair = beside(found, reduced_bytes(model, machine.device))
+    told = peers.all(lambda: (figures_of(pair.blocks), None if pair.leaves is None else figures_of(pair.leaves)))
     largest = max(range(len(told)), key=lambda place: sum(told[place][0].storage_bytes))
-    return Agreed(grains=grains if len(told) == 1 else agreed_grains(grains, told), largest=largest)
+    return Agreed(pair=pair if len(told) == 1 else agreed_grains(pair, told), largest=largest)
 
 
 def figures_of(profile: Profile) -> Figures:
@@ -83,31 +83,31 @@ def figures_of(profile: Profile) -> Figures:
     )
 
 
-def beside(grains: Grains, waiting_bytes: int) -> Grains:
+def beside(pair: ProfilePair, waiting_bytes: int) -> ProfilePair:
     """Return the profile of a step in whose backward so many bytes may lie beside what was measured."""
-    fine, around = (None if one is None else _beside(one, waiting_bytes) for one in (grains.fine, grains.around))
-    return Grains(coarse=_beside(grains.coarse, waiting_bytes), fine=fine, around=around)
+    leaves, around = (None if one is None else _beside(one, waiting_bytes) for one in (pair.leaves, pair.around))
+    return ProfilePair(blocks=_beside(pair.blocks, waiting_bytes), leaves=leaves, around=around)
 
 
 def _beside(profile: Profile, waiting_bytes: int) -> Profile:
     if not waiting_bytes:
         return profile
-    forward = (Moment.FORWARD, Moment.LEFT, Moment.END)
+    forward = (ProgramPoint.FORWARD, ProgramPoint.LEFT, ProgramPoint.END)
     extra = {key: size + waiting_bytes * (key[0] not in forward) for key, size in profile.extra_bytes.items()}
     return replace(profile, extra_bytes=extra)
 
 
-def agreed_grains(grains: Grains, told: Sequence[tuple[Figures, Figures | None]]) -> Grains:
+def agreed_grains(pair: ProfilePair, told: Sequence[tuple[Figures, Figures | None]]) -> ProfilePair:
     """Return the profile of a process with the figures of all.
 
     Raises:
         StepError: Backward comes to the modules in another order than in the first process.
     """
-    coarse = _agreed(grains.coarse, [one for one, _ in told])
-    fine = [one for _, one in told if one is not None]
-    if grains.fine is None or len(fine) < len(told):
-        return Grains(coarse=coarse, fine=None)
-    return Grains(coarse=coarse, fine=_agreed(grains.fine, fine))
+    blocks = _agreed(pair.blocks, [one for one, _ in told])
+    leaves = [one for _, one in told if one is not None]
+    if pair.leaves is None or len(leaves) < len(told):
+        return ProfilePair(blocks=blocks, leaves=None)
+    return ProfilePair(blocks=blocks, leaves=_agreed(pair.leaves, leaves))
 
 
 def _agreed(profile: Profile, told: Sequence[Figures]) -> Profile:

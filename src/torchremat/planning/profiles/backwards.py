@@ -17,12 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchremat.measuring.traces import AllocationTrace
-from torchremat.planning.profiles.watching import Watched
-from torchremat.planning.walks.moments import Releases
+from torchremat.planning.profiles.watching import WatchedUnit
+from torchremat.planning.simulator.points import Releases
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Backward:
+class UnitBackward:
     """What the allocator did in the backward of a unit whose recompute came first.
 
     Attributes:
@@ -93,7 +93,7 @@ class Backwards:
         pairs = [pair for those in intervals.values() for pair in those]
         self._pairs = np.array(pairs, np.int64).reshape(-1, 2)
 
-    def copied_bytes(self, own: Watched, fixed: Container[int]) -> int:
+    def copied_bytes(self, own: WatchedUnit, fixed: Container[int]) -> int:
         """Return the bytes that a unit's recompute has made for saved tensors that were there before the step."""
         if own.recomputed < 0:
             return 0
@@ -103,7 +103,7 @@ class Backwards:
         made = (at for pointer in pointers for at, _ in self._intervals.get(pointer, ()) if begin <= at < end)
         return sum(int(self._delta_bytes[at]) for at in made)
 
-    def of(self, own: Watched, begins: int, ends: int, fixed: frozenset[int]) -> Backward:
+    def of(self, own: WatchedUnit, begins: int, ends: int, fixed: frozenset[int]) -> UnitBackward:
         """Return the backward of a unit between two marks; `fixed` storages were there before the step."""
         recompute, begin, end = (self._position[mark] for mark in (own.recompute, begins, ends))
         allocated, freed = self._pairs[:, 0], self._pairs[:, 1]
@@ -114,7 +114,7 @@ class Backwards:
             for allocated, freed in self._intervals.get(pointer, ())
             if recompute <= allocated < begin <= freed < end and index < len(own.saved)
         }
-        return Backward(
+        return UnitBackward(
             delta_bytes=self._delta_bytes[begin:end],
             asked_at={index: max(0, self._position[mark] - begin) for index, (mark, _) in own.asked.items()},
             freed_at=freed_at,

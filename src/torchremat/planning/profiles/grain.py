@@ -50,7 +50,7 @@ def grain_of(trace: Trace, unlike: Mapping[str, str] | None = None) -> Grain:
     Raises:
         StepError: The step calls no module of the model with grad mode on.
     """
-    calls = _Calls(trace, unlike or {})
+    calls = _CallTree(trace, unlike or {})
     found = list(calls.needs())
     if not found:
         return Grain()
@@ -79,7 +79,7 @@ def find_units(
     Raises:
         StepError: The step calls no module of the model with grad mode on, or none that could be recomputed.
     """
-    return _Calls(trace, unlike or {}).units(grain_of(trace, unlike) if grain is None else grain, split)
+    return _CallTree(trace, unlike or {}).units(grain_of(trace, unlike) if grain is None else grain, split)
 
 
 def units_around(units: Units) -> Units | None:
@@ -104,13 +104,13 @@ def finest_units(units: Units) -> Units:
         for inner in trace.descendants(call)
     }
     while split:
-        fine = find_units(trace, split, units.unlike, units.grain)
-        owned = [{owners.get(call) for call in unit.calls} for unit in fine.units]
+        leaves = find_units(trace, split, units.unlike, units.grain)
+        owned = [{owners.get(call) for call in unit.calls} for unit in leaves.units]
         # What is written in place may glue a call to one of another unit, or leave no unit inside of a call.
         amiss = {owner for one in owned if len(one) > 1 for owner in one}
         amiss |= {*range(len(units.units))}.difference(*owned)
         if not amiss:
-            return fine
+            return leaves
         split -= {call for call in split if owners[call] in amiss}
     return units
 
@@ -118,7 +118,7 @@ def finest_units(units: Units) -> Units:
 def splittable(units: Units) -> frozenset[int]:
     """Return the calls of units that have at least two calls inside, so that there is something to choose among."""
     calls = [unit.calls[0] for unit in units.units if len(unit.calls) == 1]
-    own = _Calls(units.trace, units.unlike)
+    own = _CallTree(units.trace, units.unlike)
     parts = {call: [units.trace.calls[part].name for part in own.parts(call, units.grain)] for call in calls}
     return frozenset(call for call, names in parts.items() if len(names) > 1 and not units.unlike.keys() >= {*names})
 
@@ -147,7 +147,7 @@ def need_bytes_of(units: Units) -> int:
     return most_bytes
 
 
-class _Calls:
+class _CallTree:
     """The calls of a trace, to be taken apart more or less."""
 
     def __init__(self, trace: Trace, unlike: Mapping[str, str]) -> None:

@@ -23,14 +23,14 @@ from torchremat._compat.compiled_code import runs_compiled_code
 from torchremat._compat.modes import EagerMode
 from torchremat._compat.sharding import is_run_by_fsdp, shards_anything
 from torchremat.measuring.tracker import address_of
-from torchremat.regions.selection import written_by
-from torchremat.regions.traits import Traits, traits_of
+from torchremat.regions.selective.cache import written_by
+from torchremat.regions.selective.op_info import OpInfo, traits_of
 from torchremat.tensors.parts import memories_of
 from torchremat.tensors.structure import tensors_in
 
 if TYPE_CHECKING:
     from torchremat.measuring.flops import FlopCounter
-    from torchremat.measuring.traces import AllocationTrace, Recorder
+    from torchremat.measuring.traces import AllocationRecorder, AllocationTrace
 
 
 @dataclass(slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class Run:
         is_compiled: Whether compiled code ran it.
     """
 
-    traits: Traits
+    traits: OpInfo
     call: int
     reads: tuple[int, ...]
     makes: tuple[int, ...]
@@ -89,7 +89,7 @@ class SeenValue:
 
 
 @dataclass(slots=True)
-class Save:
+class SavedValue:
     """A value that autograd saved.
 
     Attributes:
@@ -119,7 +119,7 @@ class OperatorTrace:
 
     runs: list[Run] = field(default_factory=list[Run])
     values: list[SeenValue] = field(default_factory=list[SeenValue])
-    saves: list[Save] = field(default_factory=list[Save])
+    saves: list[SavedValue] = field(default_factory=list[SavedValue])
     storages: dict[int, int] = field(default_factory=dict[int, int])
     is_sized_by_values: bool = False
 
@@ -170,7 +170,7 @@ def numbers_of(log: OperatorTrace, values: Iterable[int]) -> frozenset[int]:
 # their frees are.
 
 
-class OperatorLog(EagerMode):
+class OperatorTracer(EagerMode):
     """Logs the operators that run while it is entered, under a `FlopCounter`.
 
     Args:
@@ -182,7 +182,7 @@ class OperatorLog(EagerMode):
         call: Index of the innermost call that is open; whoever follows the calls sets it.
     """
 
-    def __init__(self, flops: FlopCounter, recorder: Recorder | None) -> None:
+    def __init__(self, flops: FlopCounter, recorder: AllocationRecorder | None) -> None:
         super().__init__()
         self.trace = OperatorTrace()
         self.call = -1
@@ -226,9 +226,9 @@ class OperatorLog(EagerMode):
         """Mark this moment among the allocations; -1 if none are recorded."""
         return -1 if self._recorder is None else self._recorder.mark("operator")
 
-    def save(self, tensor: Tensor) -> list[Save]:
+    def save(self, tensor: Tensor) -> list[SavedValue]:
         """Note that autograd saves a tensor, and return that: one for each memory of it."""
-        saves = [Save(value, len(self.trace.runs), self.call) for value in self.values(tensor)]
+        saves = [SavedValue(value, len(self.trace.runs), self.call) for value in self.values(tensor)]
         self.trace.saves += saves
         return saves
 
@@ -341,7 +341,7 @@ class OperatorLog(EagerMode):
 
 
 def _signature(
-    traits: Traits, tensors: list[Tensor], args: tuple[object, ...], kwargs: Mapping[str, object]
+    traits: OpInfo, tensors: list[Tensor], args: tuple[object, ...], kwargs: Mapping[str, object]
 ) -> tuple[object, ...]:
     shapes = tuple((tuple(one.shape), one.dtype, one.device.type) for one in tensors)
     numbers = tuple(one for one in (*args, *kwargs.values()) if isinstance(one, bool | int | float | str | torch.dtype))

@@ -14,7 +14,7 @@ from torchremat.measuring.exhaustion import is_out_of_memory
 from torchremat.measuring.optimizers import with_wrapped, without_hooks, words_for_wrapped
 from torchremat.measuring.runs import Subject
 from torchremat.measuring.untouched import gradient_leaves, written_back
-from torchremat.planning.elsewhere.machines import Machine
+from torchremat.planning.devices.machines import Machine
 from torchremat.state.reach import reach
 from torchremat.state.world import World
 

@@ -94,7 +94,7 @@ def overheads() -> Overheads:
 
 
 @dataclass(frozen=True)
-class _Took:
+class _PassSeconds:
     """Seconds of a forward and of its backward."""
 
     forward_s: float
@@ -104,13 +104,13 @@ class _Took:
     def total_s(self) -> float:
         return self.forward_s + self.backward_s
 
-    def over(self, plain: _Took) -> float:
+    def over(self, plain: _PassSeconds) -> float:
         """Return what a region has added to a body."""
         # A recompute runs the operators once more, and that is no overhead.
         return self.total_s - plain.total_s - plain.forward_s
 
 
-def _measured(cases: dict[str, tuple[int, Settings | None]]) -> dict[str, _Took]:
+def _measured(cases: dict[str, tuple[int, Settings | None]]) -> dict[str, _PassSeconds]:
     """Return the least seconds of each case, which is a length of the body and the region that it runs in, if any."""
     weight = torch.eye(_WIDTH, requires_grad=True)
     bias = torch.zeros(_WIDTH, requires_grad=True)
@@ -125,7 +125,7 @@ def _measured(cases: dict[str, tuple[int, Settings | None]]) -> dict[str, _Took]
             middle_s = time.perf_counter()
             torch.autograd.grad(output, (x, weight, bias), torch.ones_like(output))
             found[name].append((middle_s - start_s, time.perf_counter() - middle_s))
-    return {name: _Took(*map(min, zip(*runs, strict=True))) for name, runs in found.items()}
+    return {name: _PassSeconds(*map(min, zip(*runs, strict=True))) for name, runs in found.items()}
 
 
 def _in_region(settings: Settings, body: Body, x: Tensor) -> Tensor:

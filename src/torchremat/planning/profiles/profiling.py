@@ -31,14 +31,14 @@ from torchremat.measuring.exhaustion import is_out_of_memory, let_go
 from torchremat.measuring.heap import free_unused, heap_set_aside
 from torchremat.measuring.runs import Subject
 from torchremat.measuring.step import run_backward
-from torchremat.measuring.traces import AllocationTrace, Recorder
-from torchremat.planning.elsewhere.machines import Machine, has_room
+from torchremat.measuring.traces import AllocationRecorder, AllocationTrace
+from torchremat.planning.devices.machines import Machine, has_room
 from torchremat.planning.layout import calls_of, check_bare, installed
 from torchremat.planning.profiles.grain import find_units, finest_units, grain_of, units_around
 from torchremat.planning.profiles.optimizers import OptimizerBytes, measure_optimizer
 from torchremat.planning.profiles.peers import Peers
 from torchremat.planning.profiles.reading import Profile, read_profile
-from torchremat.planning.profiles.repeating import Repeats, leave_out, tried
+from torchremat.planning.profiles.replayability import Repeats, leave_out, tried
 from torchremat.planning.profiles.roots import by_shard
 from torchremat.planning.profiles.traces import Trace
 from torchremat.planning.profiles.tracing import trace
@@ -52,14 +52,14 @@ _MOST_UNITS = 2000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Grains:
+class ProfilePair:
     """The coarse profile of a step, the fine one if units can be taken apart, and one of what lies around them.
 
     The first two make mixtures, see `mixing`; the last is planned with as it is.
     """
 
-    coarse: Profile
-    fine: Profile | None
+    blocks: Profile
+    leaves: Profile | None
     around: Profile | None = None
 
 
@@ -68,11 +68,11 @@ def profile_subject(
     subject: Subject,
     machine: Machine,
     *,
-    fine: bool = True,
+    leaves: bool = True,
     around: bool = False,
     peers: Peers | None = None,
     repeats: Repeats | None = None,
-) -> Grains:
+) -> ProfilePair:
     """Profile a step; afterwards model, gradients, buffers, generators, hooks and optimizer are as before.
 
     Several processes run the same steps in the same order, for backward waits until it has reduced its gradients with
@@ -82,7 +82,7 @@ def profile_subject(
         model: The model.
         subject: The step, of this model. With an optimizer, the bytes of its state and of its step are measured.
         machine: Where it runs.
-        fine: Whether the calls inside of units are watched as well; it takes as long as the rest.
+        leaves: Whether the calls inside of units are watched as well; it takes as long as the rest.
         around: Whether what lies around units is, where it is worth a look and this process alone trains the model.
         peers: The processes that train the model; None if this one alone does.
         repeats: What profiles of other steps have told of the model's modules, and what this one adds.
@@ -95,7 +95,7 @@ def profile_subject(
     peers = peers or Peers()
     peers.each(lambda: check_bare(model))
     with peers.each(machine.entered), heap_set_aside():
-        return _Profiling(model, subject, machine, peers, repeats or Repeats()).grains(fine=fine, around=around)
+        return _Profiling(model, subject, machine, peers, repeats or Repeats()).pair(leaves=leaves, around=around)
 
 
 _Way: TypeAlias = tuple[Units, Tree]
@@ -111,19 +111,19 @@ class _Profiling:
     peers: Peers
     repeats: Repeats
 
-    def grains(self, *, fine: bool, around: bool) -> Grains:
-        units, finest = self.units(fine=fine)
+    def pair(self, *, leaves: bool, around: bool) -> ProfilePair:
+        units, finest = self.units(leaves=leaves)
         outer = self.outer(units) if around else None
         ways = self.ways(units, finest)
-        place, coarse = self.watched(ways)
+        place, blocks = self.watched(ways)
         seconds = self.seconds()
-        coarse = replace(_scaled(coarse, seconds), optimizer=self.peers.each(self.optimizer))
+        blocks = replace(_scaled(blocks, seconds), optimizer=self.peers.each(self.optimizer))
         parts = whole = None
-        if fine and coarse.units is not finest and len(finest.units) <= _MOST_UNITS:
+        if leaves and blocks.units is not finest and len(finest.units) <= _MOST_UNITS:
             parts = self.also(finest, ways[place], seconds)
-        if outer is not None and coarse.units is units:
+        if outer is not None and blocks.units is units:
             whole = self.also(outer, ways[place], seconds)
-        return Grains(coarse=coarse, fine=parts, around=whole and replace(whole, optimizer=coarse.optimizer))
+        return ProfilePair(blocks=blocks, leaves=parts, around=whole and replace(whole, optimizer=blocks.optimizer))
 
     def also(self, units: Units, way: _Way, seconds: float | None) -> Profile | None:
         """Watch a step with each of some other units in a region; None if some process has no room for it."""
@@ -138,7 +138,7 @@ class _Profiling:
         found = None if self.peers.are_several else units_around(units)
         return None if found is None or not self.fits(found) or self.some_fail(found) else found
 
-    def units(self, *, fine: bool) -> tuple[Units, Units]:
+    def units(self, *, leaves: bool) -> tuple[Units, Units]:
         """Return the units, and the finest ones: those that do in a recompute what they do in their forward."""
         aside = partial(self.subject.untouched, looks=True)
         traced = self.peers.each(lambda: trace(self.model, lambda _: self.subject.run(), self.machine.record, aside))
@@ -148,7 +148,7 @@ class _Profiling:
             units = self.peers.each(lambda own=grain: find_units(traced, unlike=self.repeats.unlike, grain=own))
             _check_same_calls(self.peers.all(lambda own=units: [unit.name for unit in own.units]))
             finest = finest_units(units)
-            if not (self.some_fail(units) or (fine and len(finest.units) <= _MOST_UNITS and self.some_fail(finest))):
+            if not (self.some_fail(units) or (leaves and len(finest.units) <= _MOST_UNITS and self.some_fail(finest))):
                 break
             has_failed = True
         if has_failed:
@@ -158,10 +158,10 @@ class _Profiling:
     def grain(self, traced: Trace) -> Grain:
         """Return how far calls are taken apart: as they were in a step that made the same ones, and in each process."""
         kind = tuple(call.name for call in traced.calls)
-        known = self.repeats.grains.get(kind)
+        known = self.repeats.pair.get(kind)
         if known is None:
             found = self.peers.all(lambda: grain_of(traced, self.repeats.unlike))
-            known = self.repeats.grains[kind] = max(found, key=lambda grain: grain.need_bytes)
+            known = self.repeats.pair[kind] = max(found, key=lambda grain: grain.need_bytes)
         return known
 
     def some_fail(self, units: Units) -> bool:
@@ -297,7 +297,7 @@ def watch(
     tree: Tree,
     machine: Machine,
     *,
-    noting: Callable[[Recorder], AbstractContextManager[None]] = lambda _: nullcontext(),
+    noting: Callable[[AllocationRecorder], AbstractContextManager[None]] = lambda _: nullcontext(),
 ) -> WatchedStep:
     """Run a step in which every unit is a region, and take it down.
 

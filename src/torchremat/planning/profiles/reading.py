@@ -19,15 +19,15 @@ import torch
 
 from torchremat.measuring.before import BytesBefore
 from torchremat.measuring.traces import AllocationTrace
-from torchremat.planning.profiles.backwards import Backward, Backwards
+from torchremat.planning.profiles.backwards import Backwards, UnitBackward
 from torchremat.planning.profiles.events import intervals_of, without_copies
 from torchremat.planning.profiles.operators import casts_of_leaves, nominal_seconds, numbers_of
 from torchremat.planning.profiles.optimizers import OptimizerBytes
 from torchremat.planning.profiles.overheads import NOMINAL, Overheads
 from torchremat.planning.profiles.units import Units, not_called
-from torchremat.planning.profiles.watching import Save, Watched, Watcher
-from torchremat.planning.walks.memory import Options, Walk
-from torchremat.planning.walks.moments import Key, Lifetimes, Live, Moment, UnitBytes
+from torchremat.planning.profiles.watching import UnitSave, WatchedUnit, Watcher
+from torchremat.planning.simulator.points import Key, Lifetimes, Live, ProgramPoint, UnitBytes
+from torchremat.planning.simulator.simulator import MemorySimulator, Options
 from torchremat.schedules.chain import Tree
 
 
@@ -97,7 +97,7 @@ class Profile:
     device: torch.device
     optimizer: OptimizerBytes | None = None
     options: Options = ()
-    backwards: Mapping[int, Backward] = field(default_factory=dict[int, Backward])
+    backwards: Mapping[int, UnitBackward] = field(default_factory=dict[int, UnitBackward])
     overheads: Overheads = NOMINAL
     generator_bytes: int = 0
 
@@ -191,10 +191,10 @@ class _Reader:
                 raise not_called(units, unit)
         order = tuple(self.watcher.order)
         sizes = tuple(self.size(unit) for unit in range(len(watched)))
-        self.marks = self.moments(order)
+        self.marks = self.points(order)
         extra, after = dict[Key, int](), dict[Key, int]()
         lifetimes = Lifetimes(units, sizes)
-        for state in Walk(units, sizes, order, lifetimes, self.tree):
+        for state in MemorySimulator(units, sizes, order, lifetimes, self.tree):
             if isinstance(state, Live) and state.key in self.marks and state.key not in extra:
                 begin, end = self.marks[state.key]
                 extra[state.key] = self.at(begin) - state.held_bytes
@@ -219,9 +219,9 @@ class _Reader:
             backwards=self.backwards(order),
         )
 
-    def backwards(self, order: tuple[int, ...]) -> dict[int, Backward]:
+    def backwards(self, order: tuple[int, ...]) -> dict[int, UnitBackward]:
         watched, fixed = self.watcher.watched, self.units.trace.fixed
-        return {unit: self.reader.of(watched[unit], *self.marks[Moment.BACKWARD, unit], fixed) for unit in order}
+        return {unit: self.reader.of(watched[unit], *self.marks[ProgramPoint.BACKWARD, unit], fixed) for unit in order}
 
     def slack_bytes(self, sizes: Sequence[UnitBytes]) -> int:
         """What the allocator may give beyond what is asked for, if all is kept: for each byte as much as here."""
@@ -232,23 +232,23 @@ class _Reader:
     def time(self, mark: int) -> float:
         return self.trace.marks[mark].time_ns * 1e-9
 
-    def moments(self, order: tuple[int, ...]) -> dict[Key, tuple[int, int]]:
+    def points(self, order: tuple[int, ...]) -> dict[Key, tuple[int, int]]:
         """The marks at which the moments begin, and those until which what comes after them lasts."""
         watched = self.watcher.watched
         marks: dict[Key, tuple[int, int]] = {}
         for unit, own in enumerate(watched):
-            marks[Moment.FORWARD, unit] = (own.looks, own.ends)
+            marks[ProgramPoint.FORWARD, unit] = (own.looks, own.ends)
             following = watched[unit + 1].looks if unit + 1 < len(watched) else self.forward
-            marks[Moment.LEFT, unit] = (own.ends, following)
+            marks[ProgramPoint.LEFT, unit] = (own.ends, following)
         first = watched[order[0]].recompute if order else self.ends
-        marks[Moment.END, 0] = (self.forward, first)
+        marks[ProgramPoint.END, 0] = (self.forward, first)
         for place, unit in enumerate(order):
             own = watched[unit]
             following = watched[order[place + 1]].recompute if place + 1 < len(order) else self.ends
             released = min(own.released if own.released >= 0 else following, following)
-            marks[Moment.RECOMPUTE, unit] = (own.recompute, own.recomputed)
-            marks[Moment.BACKWARD, unit] = (own.recomputed, released)
-            marks[Moment.RELEASED, unit] = (released, following)
+            marks[ProgramPoint.RECOMPUTE, unit] = (own.recompute, own.recomputed)
+            marks[ProgramPoint.BACKWARD, unit] = (own.recomputed, released)
+            marks[ProgramPoint.RELEASED, unit] = (released, following)
         return marks
 
     def size(self, unit: int) -> UnitBytes:
@@ -310,7 +310,7 @@ class _Reader:
         read = {value for run in runs for value in run.reads if value in self.cast_values} - own
         return sum(log.values[value].size_bytes for value in read)
 
-    def copies(self, own: Watched) -> dict[str, int]:
+    def copies(self, own: WatchedUnit) -> dict[str, int]:
         """What the unit's region copies of generator states and buffers; see `UnitBytes`."""
         position, live, copying = self.position, self.live_with_copies, self.watcher.copying
         calls = copying[bisect_left(copying, (own.looks,)) : bisect_left(copying, (own.ends,))]
@@ -321,7 +321,7 @@ class _Reader:
             "settle_bytes": int(settling.max() - settling[0]),
         }
 
-    def interval(self, save: Save) -> tuple[int | None, int]:
+    def interval(self, save: UnitSave) -> tuple[int | None, int]:
         """The events that allocated and freed a saved storage; None if it was there before its unit began."""
         position = self.position[save.mark]
         begin = self.position[self.watcher.watched[save.unit].begins]
@@ -332,10 +332,10 @@ class _Reader:
         return None, 0
 
     def backward_seconds(self, unit: int) -> float:
-        key = (Moment.RELEASED, unit)
+        key = (ProgramPoint.RELEASED, unit)
         if key not in self.marks:
             return 0.0
-        return self.time(self.marks[key][1]) - self.time(self.marks[Moment.BACKWARD, unit][0])
+        return self.time(self.marks[key][1]) - self.time(self.marks[ProgramPoint.BACKWARD, unit][0])
 
     def costs(self) -> tuple[UnitCosts, ...]:
         watched = self.watcher.watched

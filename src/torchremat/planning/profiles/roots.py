@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from torchremat.planning.profiles.units import Unit, Units
-from torchremat.schedules.chain import Keep, Region, Tree
+from torchremat.schedules.chain import KeepNode, RegionNode, Tree
 
 # A call as a scope knows it, and what one scope knows of some units in a row.
 Key = tuple[str, int]
@@ -26,9 +26,9 @@ def fitted(units: Units, tree: Tree) -> Tree:
     alone = [not astray.isdisjoint(unit.keys) for unit in units.units]
     if astray:
         tree = tuple(_parted(tree, [str(index) if is_alone else "" for index, is_alone in enumerate(alone)]))
-    result: list[Keep | Region] = []
+    result: list[KeepNode | RegionNode] = []
     model: dict[Keys, tuple[int, Tree]] = {}
-    of_key: dict[Key, Keep | Region] = {}
+    of_key: dict[Key, KeepNode | RegionNode] = {}
     for row, own in zip(units.rows, keys, strict=True):
         if own not in model:
             model[own] = row.start, tuple(_within(tree, row.start, row.stop - 1))
@@ -36,7 +36,7 @@ def fitted(units: Units, tree: Tree) -> Tree:
         for node in known:
             moved = _shifted(node, row.start - start)
             if alone[moved.first]:
-                kept = moved if isinstance(moved, Keep) else Region((Keep(moved.first),))
+                kept = moved if isinstance(moved, KeepNode) else RegionNode((KeepNode(moved.first),))
                 chosen = of_key.setdefault(units.units[moved.first].keys[0], kept)
                 moved = _shifted(chosen, moved.first - chosen.first)
             result.append(moved)
@@ -67,27 +67,27 @@ def _shard_of(unit: Unit, sharded: frozenset[str]) -> str:
     return next((f"inside {parent}" for parent in parents if parent in sharded), "")
 
 
-def _parted(nodes: Iterable[Keep | Region], labels: Sequence[str]) -> Iterator[Keep | Region]:
+def _parted(nodes: Iterable[KeepNode | RegionNode], labels: Sequence[str]) -> Iterator[KeepNode | RegionNode]:
     for node in nodes:
-        if isinstance(node, Region) and len(set(labels[node.first : node.last + 1])) > 1:
+        if isinstance(node, RegionNode) and len(set(labels[node.first : node.last + 1])) > 1:
             inner = _parted(node.children, labels)
-            yield from (child if isinstance(child, Region) else Region((child,)) for child in inner)
+            yield from (child if isinstance(child, RegionNode) else RegionNode((child,)) for child in inner)
         else:
             yield node
 
 
-def _within(nodes: Iterable[Keep | Region], first: int, last: int) -> Iterator[Keep | Region]:
+def _within(nodes: Iterable[KeepNode | RegionNode], first: int, last: int) -> Iterator[KeepNode | RegionNode]:
     for node in nodes:
-        if isinstance(node, Keep):
+        if isinstance(node, KeepNode):
             if first <= node.stage <= last:
                 yield node
         else:
             children = tuple(_within(node.children, first, last))
             if children:
-                yield Region(children)
+                yield RegionNode(children)
 
 
-def _shifted(node: Keep | Region, by: int) -> Keep | Region:
-    if isinstance(node, Keep):
-        return Keep(node.stage + by, node.option)
-    return Region(tuple(_shifted(child, by) for child in node.children))
+def _shifted(node: KeepNode | RegionNode, by: int) -> KeepNode | RegionNode:
+    if isinstance(node, KeepNode):
+        return KeepNode(node.stage + by, node.option)
+    return RegionNode(tuple(_shifted(child, by) for child in node.children))

@@ -6,38 +6,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from weakref import ReferenceType, ref
 
+from torchremat.planning.profiles.traces import SavedStorage
+
 if TYPE_CHECKING:
-    from torchremat.planning.profiles.operators import Save
-    from torchremat.planning.profiles.traces import Call
+    from torchremat.planning.profiles.operators import SavedValue
+    from torchremat.planning.profiles.traces import TracedCall
 
 
-@dataclass(slots=True)
-class Saved:
-    """A storage that autograd saved.
-
-    Attributes:
-        storage: Its number; -1 if it has no memory to show. Of a wrapper that of its largest part.
-        time: When.
-        dropped: When its graph was gone; None if that is there at the end of the forward.
-        others: The numbers of the other parts of a wrapper.
-    """
-
-    storage: int
-    time: int
-    dropped: int | None = None
-    others: tuple[int, ...] = ()
-
-    @property
-    def storages(self) -> tuple[int, ...]:
-        """The numbers of all that it consists of."""
-        return (self.storage, *self.others)
-
-
-class _InGraph:
+class _GraphSave:
     """What a graph holds in the place of a saved tensor."""
 
     __slots__ = ("__weakref__",)
@@ -52,9 +31,13 @@ class Saves:
 
     def __init__(self, now: Callable[[], int]) -> None:
         self._now = now
-        self._noted: list[tuple[ReferenceType[_InGraph], Saved, Sequence[Save], list[tuple[Call, int]]]] = []
+        self._noted: list[
+            tuple[ReferenceType[_GraphSave], SavedStorage, Sequence[SavedValue], list[tuple[TracedCall, int]]]
+        ] = []
 
-    def note(self, saved: Saved, values: Sequence[Save], flops: Iterable[tuple[Call, int]]) -> object:
+    def note(
+        self, saved: SavedStorage, values: Sequence[SavedValue], flops: Iterable[tuple[TracedCall, int]]
+    ) -> object:
         """Note a save, and return what is to be saved in its place.
 
         Args:
@@ -62,7 +45,7 @@ class Saves:
             values: The same among the operators, as far as they know it.
             flops: The calls that are open, with what each has computed so far.
         """
-        one = _InGraph()
+        one = _GraphSave()
 
         def goes(_: object) -> None:
             saved.dropped = self._now()

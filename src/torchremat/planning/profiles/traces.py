@@ -7,7 +7,28 @@ from dataclasses import dataclass, field
 from torchremat.measuring.traces import AllocationTrace
 from torchremat.planning.conditions import Conditions
 from torchremat.planning.profiles.operators import OperatorTrace
-from torchremat.planning.profiles.saves import Saved
+
+
+@dataclass(slots=True)
+class SavedStorage:
+    """A storage that autograd saved.
+
+    Attributes:
+        storage: Its number; -1 if it has no memory to show. Of a wrapper that of its largest part.
+        time: When.
+        dropped: When its graph was gone; None if that is there at the end of the forward.
+        others: The numbers of the other parts of a wrapper.
+    """
+
+    storage: int
+    time: int
+    dropped: int | None = None
+    others: tuple[int, ...] = ()
+
+    @property
+    def storages(self) -> tuple[int, ...]:
+        """The numbers of all that it consists of."""
+        return (self.storage, *self.others)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +49,7 @@ class Seen:
 
 
 @dataclass(slots=True, kw_only=True)
-class Call:
+class TracedCall:
     """One call of a module.
 
     Attributes:
@@ -66,7 +87,7 @@ class Call:
     mutated: list[int] = field(default_factory=list[int])
     is_overwritten: bool = False
     is_transforming: bool = False
-    saved: list[Saved] = field(default_factory=list[Saved])
+    saved: list[SavedStorage] = field(default_factory=list[SavedStorage])
     carried: tuple[int, ...] = ()
     entered: int
     left: int = -1
@@ -101,12 +122,12 @@ class Trace:
         sharded: The names of the modules that FSDP2 has sharded.
     """
 
-    calls: list[Call]
+    calls: list[TracedCall]
     storage_bytes: dict[int, int]
     fixed: frozenset[int]
     born: dict[int, int]
     died: dict[int, int]
-    step_saved: list[Saved]
+    step_saved: list[SavedStorage]
     end: int
     flops: int
     lasting: frozenset[int] = frozenset()

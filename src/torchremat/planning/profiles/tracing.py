@@ -34,16 +34,16 @@ from torchremat.measuring.flops import FlopCounter
 from torchremat.measuring.modules import has_compiled
 from torchremat.measuring.step import loss_of
 from torchremat.measuring.threads import OwnThread
-from torchremat.measuring.traces import AllocationTrace, Recorder
+from torchremat.measuring.traces import AllocationRecorder, AllocationTrace
 from torchremat.measuring.tracker import address_of
 from torchremat.measuring.untouched import untouched
 from torchremat.planning.conditions import conditions_of
 from torchremat.planning.inputs import elements_in
 from torchremat.planning.profiles.dropping import never, nothing_kept
 from torchremat.planning.profiles.interception import intercepted
-from torchremat.planning.profiles.operators import OperatorLog
-from torchremat.planning.profiles.saves import Saved, Saves
-from torchremat.planning.profiles.traces import Call, Seen, Trace, named
+from torchremat.planning.profiles.operators import OperatorTracer
+from torchremat.planning.profiles.saves import Saves
+from torchremat.planning.profiles.traces import SavedStorage, Seen, Trace, TracedCall, named
 from torchremat.regions.threads import thread
 from torchremat.state.reach import tensors_inside
 from torchremat.tensors.parts import memories_of
@@ -53,12 +53,12 @@ Step = Callable[[nn.Module], object]
 
 
 class _Tracer:
-    def __init__(self, model: nn.Module, flops: FlopCounter, log: OperatorLog) -> None:
+    def __init__(self, model: nn.Module, flops: FlopCounter, log: OperatorTracer) -> None:
         self.hook: object = None  # of the traced forward, for what it saves
         self.thread = OwnThread()
         self.flops = flops
         self.log = log
-        self.calls: list[Call] = []
+        self.calls: list[TracedCall] = []
         self.time = 0
         self.open: list[int] = []
         self.counts: dict[str, int] = {}
@@ -70,7 +70,7 @@ class _Tracer:
         self.lasting: set[int] = set()
         self.objects_of: dict[int, list[object]] = {}
         self.identities: dict[int, tuple[int, ReferenceType[Tensor]]] = {}
-        self.step_saved: list[Saved] = []
+        self.step_saved: list[SavedStorage] = []
         self.saves = Saves(lambda: self.time)
         self.tensors = 0
         self.parameters = {id(one) for one in model.parameters()}
@@ -124,7 +124,7 @@ class _Tracer:
     @outside_graphs  # compiled code calls it, and dynamo would trace what is called from there
     def save(self, tensor: Tensor) -> object:
         values, (storage, *others) = self.log.save(tensor), self.storages_of(tensor, new=True)
-        saved = Saved(storage, self.time, others=tuple(others))
+        saved = SavedStorage(storage, self.time, others=tuple(others))
         calls = [self.calls[index] for index in self.open]
         (calls[-1].saved if calls else self.step_saved).append(saved)
         return self.saves.note(saved, values, ((call, self.flops.total - call.flops) for call in calls))
@@ -180,7 +180,7 @@ class _Tracer:
             self.objects_of[index] = objects
         number = self.counts.get(name, 0)
         self.counts[name] = number + 1
-        call = Call(
+        call = TracedCall(
             name=name,
             kind=type(module).__name__,
             number=number,
@@ -222,7 +222,7 @@ class _Tracer:
 def trace(
     model: nn.Module,
     step: Step,
-    record: Callable[[], AbstractContextManager[Recorder]] | None = None,
+    record: Callable[[], AbstractContextManager[AllocationRecorder]] | None = None,
     aside: Callable[[], AbstractContextManager[None]] | None = None,
 ) -> Trace:
     """Return a traced forward of `step(model)`; model, gradients, buffers, generators and hooks stay as they are.
@@ -238,7 +238,7 @@ def trace(
     """
     aside = aside or partial(untouched, model)
     recording = nullcontext() if record is None else record()
-    with aside(), recording as recorder, FlopCounter() as flops, OperatorLog(flops, recorder) as log:
+    with aside(), recording as recorder, FlopCounter() as flops, OperatorTracer(flops, recorder) as log:
         seen = _run_traced(model, step, flops, log)
     if recorder is not None:
         seen = _recorded(seen, log, recorder.trace)
@@ -248,10 +248,10 @@ def trace(
         loss_of(step(model))
     with aside():
         flops = FlopCounter()  # neither is entered: under a mode, compiled code would run eagerly
-        return _joined(model, _run_traced(model, step, flops, OperatorLog(flops, None)), seen)
+        return _joined(model, _run_traced(model, step, flops, OperatorTracer(flops, None)), seen)
 
 
-def _run_traced(model: nn.Module, step: Step, flops: FlopCounter, log: OperatorLog) -> Trace:
+def _run_traced(model: nn.Module, step: Step, flops: FlopCounter, log: OperatorTracer) -> Trace:
     tracer = _Tracer(model, flops, log)
     try:
         with intercepted(model, tracer.run), transforms_beside_hooks(tracer.transforms):
@@ -289,7 +289,7 @@ def _run_traced(model: nn.Module, step: Step, flops: FlopCounter, log: OperatorL
     )
 
 
-def _recorded(seen: Trace, log: OperatorLog, allocations: AllocationTrace) -> Trace:
+def _recorded(seen: Trace, log: OperatorTracer, allocations: AllocationTrace) -> Trace:
     """Return a trace with what was recorded; see NOTE [ Memory that is not the allocator's ]."""
     log.take_device_time(allocations)
     numbers = log.trace.storages

@@ -20,9 +20,8 @@ from functools import cached_property
 from itertools import groupby
 
 from torchremat.errors import StepError
-from torchremat.planning.profiles.saves import Saved
-from torchremat.planning.profiles.traces import Call, Trace, named
-from torchremat.planning.profiles.unlike import told
+from torchremat.planning.profiles.not_replayable import told
+from torchremat.planning.profiles.traces import SavedStorage, Trace, TracedCall, named
 from torchremat.regions.rules import external_inputs
 
 
@@ -149,7 +148,7 @@ class Units:
         """Return the storages of everything that is saved in a unit, in order, parameters included."""
         return [one.storage for one in self.saves_in(unit)]
 
-    def saves_in(self, unit: int) -> list[Saved]:
+    def saves_in(self, unit: int) -> list[SavedStorage]:
         """Return everything that is saved in a unit, in order."""
         calls = [inner for call in self.units[unit].calls for inner in self.trace.descendants(call)]
         return sorted((one for call in calls for one in self.trace.calls[call].saved), key=lambda one: one.time)
@@ -260,12 +259,12 @@ class _Linker:
             unlike=self.unlike,
         )
 
-    def produces(self, group: list[int], call: Call) -> bool:
+    def produces(self, group: list[int], call: TracedCall) -> bool:
         """Whether all that `call` writes to is an output of the last calls, unchanged since."""
         outputs = {(seen.identity, seen.version) for index in group for seen in self.trace.calls[index].outputs}
         return all((call.inputs[place].identity, call.inputs[place].version) in outputs for place in call.mutated)
 
-    def is_written_later(self, index: int, call: Call) -> bool:
+    def is_written_later(self, index: int, call: TracedCall) -> bool:
         """Whether a later call writes to an input of this one: whoever holds it then would find it changed."""
         versions = {seen.identity: seen.version for seen in call.inputs}
         return any(

@@ -16,16 +16,16 @@ from torchremat._compat.graphs import outside_graphs
 from torchremat.measuring.tracker import address_of
 from torchremat.planning.profiles.units import Units
 from torchremat.regions.region import Region as LiveRegion
-from torchremat.regions.runs import Place
+from torchremat.regions.runs import RegionPlace
 from torchremat.regions.settings import Observer
 from torchremat.regions.slots import Slot
-from torchremat.schedules.chain import Keep, Region, Tree
+from torchremat.schedules.chain import KeepNode, RegionNode, Tree
 from torchremat.tensors.parts import memories_of
 from torchremat.tensors.structure import tensors_in
 
 
 @dataclass
-class Save:
+class UnitSave:
     """One tensor that autograd saved in a unit, neither an input nor a parameter."""
 
     unit: int
@@ -37,7 +37,7 @@ class Save:
 
 
 @dataclass
-class Watched:
+class WatchedUnit:
     """What is noted of one unit while the step runs."""
 
     looks: int = -1
@@ -48,7 +48,7 @@ class Watched:
     outputs: dict[int, int] = field(default_factory=dict[int, int])
     output_refs: list[StorageWeakRef] = field(default_factory=list[StorageWeakRef])  # so that no address comes back
     boundary: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])  # places, inputs saved there
-    saves: list[Save] = field(default_factory=list[Save])
+    saves: list[UnitSave] = field(default_factory=list[UnitSave])
     saved: list[int] = field(default_factory=list[int])  # storages of all saves in the trace, in order
     parts: list[tuple[int, ...]] = field(default_factory=list[tuple[int, ...]])  # the same with all of a wrapper
     saves_at: list[int] = field(default_factory=list[int])  # marks of all saves, by place
@@ -88,7 +88,7 @@ class UnitObserver(Observer):
 
     def next_unit(self, label: object) -> int | None:
         """Return the unit of a region that begins now; units of equal keys, one per call of the root, come in order."""
-        if isinstance(label, Place):
+        if isinstance(label, RegionPlace):
             if label.first != label.last:
                 return None
             keys = self.units.units[label.first].keys
@@ -113,7 +113,7 @@ class Watcher(UnitObserver):
         self.pointer_of = pointer_of
         self.fixed = {address_of(memory) for tensor in fixed for memory in memories_of(tensor)}
         self.watched = [
-            Watched(saved=units.saved(unit), parts=[one.storages for one in units.saves_in(unit)])
+            WatchedUnit(saved=units.saved(unit), parts=[one.storages for one in units.saves_in(unit)])
             for unit in range(len(units.units))
         ]
         self.order: list[int] = []
@@ -166,9 +166,9 @@ class Watcher(UnitObserver):
                 own.boundary.append((place, own.inputs[address]))
                 continue
             number = numbers[part] if part < len(numbers) else -1
-            own.saves.append(Save(unit, mark, self.pointer_of(storage), place, number, StorageWeakRef(storage)))
+            own.saves.append(UnitSave(unit, mark, self.pointer_of(storage), place, number, StorageWeakRef(storage)))
 
-    def dropped(self, own: Watched, place: int) -> None:
+    def dropped(self, own: WatchedUnit, place: int) -> None:
         """Note that a save has lost its graph; in backward that is what happens to all."""
         if own.recompute < 0:
             own.dropped_at[place] = self.mark("dropped")
@@ -229,15 +229,15 @@ def every_unit(units: Units, pieces: int | None = None) -> Tree:
         units: The units.
         pieces: If given, the regions lie in so many outer ones, so that the step needs still less memory.
     """
-    singles = [Region((Keep(i),)) for i in range(len(units.units))]
+    singles = [RegionNode((KeepNode(i),)) for i in range(len(units.units))]
     if pieces is None:
         return tuple(singles)
     size = -(-len(singles) // pieces)
-    tree: list[Keep | Region] = []
+    tree: list[KeepNode | RegionNode] = []
     for row in units.rows:
         for start in range(row.start, row.stop, size):
             first, *rest = singles[start : min(start + size, row.stop)]
-            tree.append(Region((first, *rest)) if rest else first)
+            tree.append(RegionNode((first, *rest)) if rest else first)
     return tuple(tree)
 
 
@@ -246,15 +246,15 @@ def halves(units: Units) -> Tree:
 
     Of the others it holds the inputs of few: as many as there are halves around one unit.
     """
-    tree: list[Keep | Region] = []
+    tree: list[KeepNode | RegionNode] = []
     for row in units.rows:
         middle = (len(row) + 1) // 2
         tree += [_halved(part) for part in (row[:middle], row[middle:]) if part]
     return tuple(tree)
 
 
-def _halved(members: range) -> Region:
+def _halved(members: range) -> RegionNode:
     if len(members) == 1:
-        return Region((Keep(members[0]),))
+        return RegionNode((KeepNode(members[0]),))
     middle = (len(members) + 1) // 2
-    return Region((_halved(members[:middle]), _halved(members[middle:])))
+    return RegionNode((_halved(members[:middle]), _halved(members[middle:])))

@@ -10,8 +10,8 @@ from typing import Literal, get_args
 
 from torchremat.errors import UnsupportedError
 from torchremat.planning.profiles.reading import Profile
-from torchremat.planning.walks.moments import Moment, OptionBytes
-from torchremat.planning.walks.prediction import extra_at
+from torchremat.planning.simulator.points import OptionBytes, ProgramPoint
+from torchremat.planning.simulator.prediction import extra_at
 from torchremat.schedules.chain import Chain, Option, Stage
 
 Cost = Literal["seconds", "flops"]
@@ -40,7 +40,8 @@ def chain_of(profile: Profile, cost: Cost) -> Chain:
     seen: set[int] = set()
     stages = tuple(_stage(profile, unit, cost, seen) for unit in range(len(profile.units.units)))
     tails = [
-        profile.extra_bytes[key] + profile.after_bytes[key] for key in ((Moment.LEFT, len(stages) - 1), (Moment.END, 0))
+        profile.extra_bytes[key] + profile.after_bytes[key]
+        for key in ((ProgramPoint.LEFT, len(stages) - 1), (ProgramPoint.END, 0))
     ]
     return Chain(stages=stages, tail_bytes=max(0, *tails))
 
@@ -66,7 +67,9 @@ def _stage(profile: Profile, unit: int, cost: Cost, seen: set[int]) -> Stage:
         cost=0.0,
         forward_peak_bytes=size.full_peak_bytes,
         truncated_peak_bytes=size.truncated_peak_bytes,
-        backward_peak_bytes=max(0, profile.after_bytes.get((Moment.BACKWARD, unit), 0), _released_peak(profile, unit)),
+        backward_peak_bytes=max(
+            0, profile.after_bytes.get((ProgramPoint.BACKWARD, unit), 0), _released_peak(profile, unit)
+        ),
     )
     return Stage(
         forward=amount(profile, cost, seconds=costs.seconds, nominal_s=nominal_s, flops=costs.flops),
@@ -82,8 +85,8 @@ def _stage(profile: Profile, unit: int, cost: Cost, seen: set[int]) -> Stage:
         output_bytes=sum(trace.storage_bytes[storage] for storage in own.outputs),
         drop_peak_bytes=size.drop_peak_bytes,
         options=(default, *(_option(profile, unit, one, default, cost) for one in options)),
-        forward_base_bytes=extra_at(profile, (Moment.FORWARD, unit)),
-        backward_base_bytes=extra_at(profile, (Moment.BACKWARD, unit)),
+        forward_base_bytes=extra_at(profile, (ProgramPoint.FORWARD, unit)),
+        backward_base_bytes=extra_at(profile, (ProgramPoint.BACKWARD, unit)),
     )
 
 
@@ -110,7 +113,7 @@ def _option(profile: Profile, unit: int, one: OptionBytes, default: Option, cost
 
 def _released_peak(profile: Profile, unit: int) -> int:
     """Return the highest bytes in the code between a unit and the one before, when the unit's own are gone."""
-    during, after = (Moment.BACKWARD, unit), (Moment.RELEASED, unit)
+    during, after = (ProgramPoint.BACKWARD, unit), (ProgramPoint.RELEASED, unit)
     if during not in profile.after_bytes:
         return 0
     released = profile.extra_bytes[after] + profile.after_bytes[after] - profile.extra_bytes[during]

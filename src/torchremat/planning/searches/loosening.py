@@ -4,26 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from torchremat.schedules.chain import Keep, Region, Tree
+from torchremat.schedules.chain import KeepNode, RegionNode, Tree
 
 
-def loosened(node: Keep | Region, costs: list[list[float]]) -> Iterator[Tree]:
+def loosened(node: KeepNode | RegionNode, costs: list[list[float]]) -> Iterator[Tree]:
     """Yield what costs less than a node and keeps a little more, to stand in its place.
 
     A region is dissolved, or loses its first or last child; what is kept is kept as another of its options.
     """
-    if isinstance(node, Keep):
+    if isinstance(node, KeepNode):
         own = costs[node.stage]
         for option, cost in enumerate(own):
             if cost < own[node.option]:
-                yield (Keep(node.stage, option),)
+                yield (KeepNode(node.stage, option),)
     else:
         if len(node.children) == 1:
             for option in range(1, len(costs[node.first])):
-                yield (Keep(node.first, option),)
+                yield (KeepNode(node.first, option),)
         yield node.children
         if len(node.children) > 1:
             first, *rest = node.children
-            yield (first, Region(tuple(rest)))
+            yield (first, RegionNode(tuple(rest)))
             *most, last = node.children
-            yield (Region(tuple(most)), last)
+            yield (RegionNode(tuple(most)), last)

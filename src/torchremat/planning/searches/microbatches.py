@@ -18,10 +18,11 @@ from typing import Protocol
 
 import numpy as np
 
-from torchremat.planning.searches.solving import Candidate, Search, Solver
-from torchremat.planning.walks.ahead import after_lookahead
-from torchremat.planning.walks.parts import PartsPrediction
-from torchremat.planning.walks.prediction import walk_of
+from torchremat.planning.searches.candidates import Candidate
+from torchremat.planning.searches.solving import Search, Solver
+from torchremat.planning.simulator.ahead import after_lookahead
+from torchremat.planning.simulator.parts import PartsPrediction
+from torchremat.planning.simulator.prediction import walk_of
 from torchremat.schedules.persistent import Persistent
 
 # Tails, as shares of the plain peak, and how many trees are taken of each chain.
@@ -77,7 +78,7 @@ class SumsPrediction:
     last_bytes: int = 0
 
 
-class Sums(Protocol):
+class SumsPredictor(Protocol):
     """Predicts what a microbatch needs that is one of several in one backward, under a tree."""
 
     def __call__(self, candidate: Candidate, /) -> SumsPrediction:
@@ -85,7 +86,7 @@ class Sums(Protocol):
         ...
 
 
-class Parts(Protocol):
+class PartsPredictor(Protocol):
     """Predicts a backward in two parts under a tree, `ahead` of which all may have been recomputed."""
 
     def __call__(self, candidate: Candidate, /, *, ahead: bool) -> PartsPrediction:
@@ -94,7 +95,7 @@ class Parts(Protocol):
 
 
 def shares(
-    search: Search, parts: Parts | None = None, sums: Sums | None = None, *, ahead: bool = False
+    search: Search, parts: PartsPredictor | None = None, sums: SumsPredictor | None = None, *, ahead: bool = False
 ) -> tuple[Share, ...]:
     """Return what is worth choosing for a part of a model, whatever its budget is and however many microbatches it has.
 
@@ -112,7 +113,7 @@ def shares(
     return (_share(search.plain, parts, sums, ahead), *others)
 
 
-def _share(candidate: Candidate, parts: Parts | None, sums: Sums | None, ahead: bool) -> Share:
+def _share(candidate: Candidate, parts: PartsPredictor | None, sums: SumsPredictor | None, ahead: bool) -> Share:
     prediction, split = candidate.prediction, None if parts is None else parts(candidate, ahead=ahead)
     recomputing, backward = 0, 0
     if ahead:

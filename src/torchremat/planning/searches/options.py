@@ -24,14 +24,14 @@ from torchremat.planning.profiles.overheads import NOMINAL
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.searches.chains import Cost, amount
 from torchremat.planning.searches.flows import flow_of, operators_of, pooled_seconds, saves_of, values_of
-from torchremat.planning.searches.pace import Pace
-from torchremat.planning.searches.parting import parted
-from torchremat.planning.searches.replays import Replay
-from torchremat.planning.walks.memory import Options
-from torchremat.planning.walks.moments import OptionBytes
+from torchremat.planning.searches.partial_backward import in_parts
+from torchremat.planning.searches.replays import SelectionReplay
+from torchremat.planning.searches.search_budget import SearchBudget
+from torchremat.planning.simulator.points import OptionBytes
+from torchremat.planning.simulator.simulator import Options
 from torchremat.policies.ordinals import asked_about
-from torchremat.schedules.closures import Selection, choices, evaluate, select
 from torchremat.schedules.dataflow import Dataflow, Value
+from torchremat.schedules.operator_selection import OperatorSelection, choices, evaluate, select
 
 _POINTS = 16
 # What is best for a unit is as good as best for one that runs the same operators, if bytes and costs differ by less.
@@ -40,21 +40,21 @@ _MOST_OPERATORS = 3000
 
 
 # By unit, the selections that are options of it.
-Selections: TypeAlias = tuple[tuple[Selection, ...], ...]
+Selections: TypeAlias = tuple[tuple[OperatorSelection, ...], ...]
 
 
-def options_of(profile: Profile, cost: Cost, pace: Pace | None = None) -> Options:
+def options_of(profile: Profile, cost: Cost, search_budget: SearchBudget | None = None) -> Options:
     """Return the options of each unit of a profile; none at all if no unit has any.
 
     Args:
         profile: Of the step.
         cost: What the options are to have little of.
-        pace: How long it may take; units that are come to later have none, but those that are alike earlier ones.
+        search_budget: How long it may take; units after that have no options, unless they are alike earlier ones.
     """
     maker = _maker(profile, cost)
     if maker is None:
         return ()
-    maker.pace = pace or maker.pace
+    maker.search_budget = search_budget or maker.search_budget
     return tuple(tuple(option for _, option in found) for found in maker.alike())
 
 
@@ -122,14 +122,14 @@ class _Maker:
         self.flows: dict[int, Dataflow] = {}
         self.storages: dict[int, list[int]] = {}
         self.saved: dict[int, list[int] | None] = {}
-        self.solved: dict[Dataflow, tuple[Selection, ...]] = {}
+        self.solved: dict[Dataflow, tuple[OperatorSelection, ...]] = {}
         self.forms: dict[Dataflow, list[Dataflow]] = {}
-        self.pace = Pace()
+        self.search_budget = SearchBudget()
 
     def amount(self, seconds: float, nominal_s: float, flops: float) -> float:
         return amount(self.profile, self.cost, seconds=seconds, nominal_s=nominal_s, flops=flops)
 
-    def alike(self) -> Iterator[list[tuple[Selection, OptionBytes]]]:
+    def alike(self) -> Iterator[list[tuple[OperatorSelection, OptionBytes]]]:
         """Yield what `options` does for each unit, of a call whose root runs again only what it has there as well.
 
         One plan is made for all calls of a root, so an option that is held in one of them is held in all.
@@ -137,7 +137,7 @@ class _Maker:
         units = self.profile.units.units
         found = [
             {(option.operators, option.ordinals): (selection, option) for selection, option in self.options(unit)}
-            for unit in self.pace.parts(range(len(units)))
+            for unit in self.search_budget.parts(range(len(units)))
         ]
         same: dict[tuple[tuple[str, int], ...], list[int]] = {}
         for unit, own in enumerate(units):
@@ -146,7 +146,7 @@ class _Maker:
             first, *others = same[own.keys]
             yield [found[unit][one] for one in found[first] if all(one in found[other] for other in others)]
 
-    def options(self, unit: int) -> Iterator[tuple[Selection, OptionBytes]]:
+    def options(self, unit: int) -> Iterator[tuple[OperatorSelection, OptionBytes]]:
         """Yield the options of a unit, most bytes first, with what each holds."""
         if unit not in self.having:
             return
@@ -160,11 +160,11 @@ class _Maker:
             if cheaper and option.kept_bytes < profile.sizes[unit].inside_bytes:
                 yield selection, option
 
-    def selections(self, unit: int) -> tuple[Selection, ...]:
+    def selections(self, unit: int) -> tuple[OperatorSelection, ...]:
         """Return what of a unit may be held, in several ways."""
         flow = self.flow(unit)
         if flow not in self.solved:
-            self.pace.tell("options")
+            self.search_budget.tell("options")
             passing = self.amount(self.profile.overheads.replayed_s, NOMINAL.replayed_s, 0.0)
             known = self.forms.setdefault(_form(flow), [])
             alike = next((one for one in known if _is_alike(one, flow)), None)
@@ -175,16 +175,16 @@ class _Maker:
                 self.solved[flow] = tuple(evaluate(flow, one.held, overhead=passing) for one in self.solved[alike])
         return self.solved[flow]
 
-    def _solved(self, flow: Dataflow, unit: int, passing: float) -> tuple[Selection, ...]:
+    def _solved(self, flow: Dataflow, unit: int, passing: float) -> tuple[OperatorSelection, ...]:
         most_bytes = None
-        if self.cost == "flops" and self.pace.left_s:
-            most_bytes = _free_of_flops(flow, self.runs(unit), self.pace.left_s)
-        left_s = self.pace.left_s
+        if self.cost == "flops" and self.search_budget.left_s:
+            most_bytes = _free_of_flops(flow, self.runs(unit), self.search_budget.left_s)
+        left_s = self.search_budget.left_s
         if not left_s:
             return ()
         return choices(flow, points=_POINTS, overhead=passing, most_bytes=most_bytes, most_seconds=left_s)
 
-    def option(self, unit: int, selection: Selection) -> OptionBytes:
+    def option(self, unit: int, selection: OperatorSelection) -> OptionBytes:
         """Return what a unit needs if it holds some operators' outputs."""
         profile, log = self.profile, self.profile.units.trace.operators
         runs = self.runs(unit)
@@ -195,7 +195,7 @@ class _Maker:
         window = call.begins, call.ends
         # The states of generators lie on the host: what is held of an operator that has drawn has one with it.
         state_bytes = profile.generator_bytes
-        replay = Replay(
+        replay = SelectionReplay(
             log, runs, self.flow(unit), storages, selection, self.allocations, self.intervals, window, state_bytes
         )
         boundary = {one: number for one in replay.held if (number := log.storages.get(one, -1)) in outputs}
@@ -205,7 +205,7 @@ class _Maker:
         seen = self._seen(unit, asked_about(operators, ordinals))
         taken = len(profile.units.saved(unit)), seen, min(seen, selection.ends)
         overhead_s = profile.overheads.seconds(*taken)
-        backward = parted(profile.backwards[unit], self.saves(unit), self.flow(unit), selection, replay)
+        backward = in_parts(profile.backwards[unit], self.saves(unit), self.flow(unit), selection, replay)
         return OptionBytes(
             kept=frozenset(boundary.values()),
             kept_bytes=replay.held_bytes - sum(map(replay.size, boundary)),

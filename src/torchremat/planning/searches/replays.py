@@ -15,14 +15,14 @@ from numpy.typing import NDArray
 
 from torchremat.measuring.traces import AllocationTrace
 from torchremat.planning.profiles.operators import OperatorTrace, Run
-from torchremat.schedules.closures import Selection
 from torchremat.schedules.dataflow import Dataflow
+from torchremat.schedules.operator_selection import OperatorSelection
 
 Intervals = dict[int, list[tuple[int, int]]]
 
 
 @dataclass(frozen=True, slots=True)
-class _Made:
+class _MadeStorage:
     """A storage that an operator of the unit makes, and the events that allocate and free it."""
 
     maker: int
@@ -30,7 +30,7 @@ class _Made:
     freed: int
 
 
-class Replay:
+class SelectionReplay:
     """One selection of one unit.
 
     Args:
@@ -56,7 +56,7 @@ class Replay:
         runs: list[Run],
         flow: Dataflow,
         storages: list[int],
-        selection: Selection,
+        selection: OperatorSelection,
         allocations: AllocationTrace,
         intervals: Intervals,
         window: tuple[int, int],
@@ -83,8 +83,8 @@ class Replay:
             if (flow.values[value].needed or index in self.spared) and storages[value] in self._made
         }
 
-    def _find_made(self, log: OperatorTrace) -> dict[int, _Made]:
-        found: dict[int, _Made] = {}
+    def _find_made(self, log: OperatorTrace) -> dict[int, _MadeStorage]:
+        found: dict[int, _MadeStorage] = {}
         for index, run in enumerate(self._runs):
             first, last = self._span(index)
             for value in run.makes:
@@ -93,7 +93,7 @@ class Replay:
                     continue
                 for allocated, freed in self._intervals.get(seen.pointer, ()):
                     if first <= allocated < last:
-                        found[seen.storage] = _Made(index, allocated, freed)
+                        found[seen.storage] = _MadeStorage(index, allocated, freed)
         return found
 
     def _span(self, index: int) -> tuple[int, int]:

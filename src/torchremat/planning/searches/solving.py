@@ -11,24 +11,25 @@ fits.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
 
-from torchremat.planning.profiles.profiling import Grains
+from torchremat.planning.profiles.profiling import ProfilePair
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.profiles.roots import fitted
+from torchremat.planning.searches.candidates import Candidate
 from torchremat.planning.searches.chains import Cost, amount, chain_of
-from torchremat.planning.searches.heights import Heights
+from torchremat.planning.searches.granularity import aligned, divisible, mixed, units_of
 from torchremat.planning.searches.loosening import loosened
-from torchremat.planning.searches.mixing import aligned, divisible, mixed, units_of
 from torchremat.planning.searches.options import options_of
-from torchremat.planning.searches.pace import Pace
+from torchremat.planning.searches.peak_bounds import PeakBounds
+from torchremat.planning.searches.search_budget import SearchBudget
 from torchremat.planning.searches.storing import Storing
-from torchremat.planning.walks.cargo import NO_LOADS, Loads, Offer
-from torchremat.planning.walks.prediction import Prediction, predict
-from torchremat.schedules.chain import Chain, Keep, Tree
+from torchremat.planning.simulator.offload_choices import StoreProfile
+from torchremat.planning.simulator.prediction import predict
+from torchremat.schedules.chain import Chain, KeepNode, Tree
 from torchremat.schedules.depths import bounded
 from torchremat.schedules.persistent import Persistent
 from torchremat.schedules.uniform import candidates
@@ -60,26 +61,6 @@ _MOST_SIMPLE = 12
 _ALWAYS = 2
 
 
-@dataclass(frozen=True, kw_only=True)
-class Candidate:
-    """A tree over the units of a profile, with what it needs; `cost` is in the unit that is planned for.
-
-    `loads` are the kept units whose saved tensors go to a store.
-    """
-
-    profile: Profile
-    tree: Tree
-    prediction: Prediction
-    cost: float
-    loads: Loads = field(default_factory=lambda: NO_LOADS, hash=False)
-
-    @property
-    def slowdown(self) -> float:
-        """Predicted seconds of a step over those of a plain one."""
-        added_s = self.prediction.seconds + self.prediction.moving_s
-        return 1 + added_s / self.profile.seconds if self.profile.seconds else 1.0
-
-
 class Search:
     """Finds trees under any limit, with whole units and with some of them taken apart.
 
@@ -91,50 +72,50 @@ class Search:
     for what may be kept in parts of it.
 
     Args:
-        grains: The profile.
+        pair: The profile.
         cost: What to minimise.
-        offers: Stores, with what each unit would put there.
+        store_profiles: Stores, with what each unit would put there.
         operators: Whether units may be kept in part.
-        pace: How long it may take.
+        search_budget: How long it may take.
     """
 
     def __init__(
         self,
-        grains: Grains,
+        pair: ProfilePair,
         cost: Cost,
-        offers: Sequence[Offer] = (),
+        store_profiles: Sequence[StoreProfile] = (),
         *,
         operators: bool = True,
-        pace: Pace | None = None,
+        search_budget: SearchBudget | None = None,
     ) -> None:
-        self.pace = pace = Pace() if pace is None else pace
+        self.search_budget = search_budget = SearchBudget() if search_budget is None else search_budget
         # What is kept in part is not stored, so with stores whole units are sought.
-        self.offers = offers
-        self.whole = Solver(grains.coarse, cost, pace=pace)
-        self.storing = Storing(self.whole, offers)
+        self.store_profiles = store_profiles
+        self.whole = Solver(pair.blocks, cost, search_budget=search_budget)
+        self.storing = Storing(self.whole, store_profiles)
         if operators:
-            with pace.running(_OPTIONS_SHARE):
-                grains = Grains(
-                    coarse=_with_options(grains.coarse, cost, pace),
-                    fine=grains.fine and _with_options(grains.fine, cost, pace),
-                    around=grains.around and _with_options(grains.around, cost, pace),
+            with search_budget.running(_OPTIONS_SHARE):
+                pair = ProfilePair(
+                    blocks=_with_options(pair.blocks, cost, search_budget),
+                    leaves=pair.leaves and _with_options(pair.leaves, cost, search_budget),
+                    around=pair.around and _with_options(pair.around, cost, search_budget),
                 )
-        self.grains = grains
+        self.pair = pair
         self.cost_unit: Cost = cost
-        self.coarse = Solver(grains.coarse, cost, pace=pace) if grains.coarse.options else self.whole
+        self.blocks = Solver(pair.blocks, cost, search_budget=search_budget) if pair.blocks.options else self.whole
 
     @property
     def plain(self) -> Candidate:
         """The tree that keeps everything."""
-        return self.coarse.plain
+        return self.blocks.plain
 
     @cached_property
     def solvers(self) -> tuple[Solver, ...]:
         """One solver for each mixture, and one for what lies around the units."""
-        units = self.grains.coarse.units
+        units = self.pair.blocks.units
         # A module is split in all of its calls or in none, as its calls are mostly alike.
         by_name: dict[str, set[int]] = {}
-        for call in sorted(divisible(self.grains)):
+        for call in sorted(divisible(self.pair)):
             by_name.setdefault(units.trace.calls[call].name, set()).add(call)
         whole = list(by_name.values())
         lowest = frozenset[int]().union(*(own for name, own in by_name.items() if name in units.grain.inside))
@@ -146,22 +127,31 @@ class Search:
         for count in _AT_THE_END:
             splits[frozenset[int]().union(*whole[-count:])] = None
         splits.pop(frozenset(), None)
-        found = {split: units_of(self.grains, split) for split in splits}
+        found = {split: units_of(self.pair, split) for split in splits}
         fitting = [
             split
             for split, own in found.items()
             if own is not None and (split == lowest or len(own.units) <= _MOST_UNITS)
         ]
-        grains = aligned(self.grains)
-        mixtures = [mixed(grains, split) for split in fitting]
+        pair = aligned(self.pair)
+        mixtures = [mixed(pair, split) for split in fitting]
         finest = max((len(mixture.units.units) for mixture in mixtures), default=0)
         return (
-            self.coarse,
+            self.blocks,
             *(
-                Solver(mixture, self.cost_unit, hand_made=len(mixture.units.units) == finest, pace=self.pace)
+                Solver(
+                    mixture,
+                    self.cost_unit,
+                    hand_made=len(mixture.units.units) == finest,
+                    search_budget=self.search_budget,
+                )
                 for mixture in mixtures
             ),
-            *(Solver(one, self.cost_unit, pace=self.pace) for one in (self.grains.around,) if one and one.options),
+            *(
+                Solver(one, self.cost_unit, search_budget=self.search_budget)
+                for one in (self.pair.around,)
+                if one and one.options
+            ),
         )
 
     @property
@@ -172,35 +162,38 @@ class Search:
     @property
     def storings(self) -> Iterator[Storing]:
         """Yield what finds candidates with stores: of whole units, then of the mixture with the most units."""
-        if self.offers:
+        if self.store_profiles:
             yield self.storing
             finest = max(self.solvers, key=lambda solver: len(solver.profile.units.units))
-            if finest is not self.coarse:
+            if finest is not self.blocks:
                 profile = replace(finest.profile, options=())
-                yield Storing(Solver(profile, self.cost_unit, hand_made=False, pace=self.pace), self.offers)
+                yield Storing(
+                    Solver(profile, self.cost_unit, hand_made=False, search_budget=self.search_budget),
+                    self.store_profiles,
+                )
 
     def solve(self, limit_bytes: int) -> Candidate | None:
         """Return the cheapest tree found whose predicted peak is at most the limit; None if none fits."""
-        with self.pace.running():
+        with self.search_budget.running():
             return self._solved(limit_bytes)
 
     def _solved(self, limit_bytes: int) -> Candidate | None:
         if self.plain.prediction.peak_bytes <= limit_bytes:
             return self.plain
         found: list[tuple[float, Candidate]] = []
-        self.pace.found(None)
+        self.search_budget.found(None)
         for storing in self.storings:
-            with self.pace.part(0.0, _STORING_SHARE):
+            with self.search_budget.part(0.0, _STORING_SHARE):
                 stored = storing.solve(limit_bytes)
             if stored is not None and not stored.cost:
                 return stored
             found += [] if stored is None else [(storing.price(stored), stored)]
-        with self.pace.part(_STORING_SHARE if self.offers else 0.0, 1.0):
-            for solver in self.pace.parts(self._all_solvers):
-                one = None if found and self.pace.is_over else solver.solve(limit_bytes)
+        with self.search_budget.part(_STORING_SHARE if self.store_profiles else 0.0, 1.0):
+            for solver in self.search_budget.parts(self._all_solvers):
+                one = None if found and self.search_budget.is_over else solver.solve(limit_bytes)
                 found += [] if one is None else [(one.cost, one)]
                 if found:
-                    self.pace.found(_best(found).slowdown)
+                    self.search_budget.found(_best(found).slowdown)
         if not found:
             return self.floor if self.floor.prediction.peak_bytes <= limit_bytes else None
         return _best(found)
@@ -208,11 +201,11 @@ class Search:
     @cached_property
     def floor(self) -> Candidate:
         """The tree with the lowest predicted peak that was found."""
-        with self.pace.running():
+        with self.search_budget.running():
             lowest = [
                 solver.floor
-                for solver in self.pace.parts(self._all_solvers)
-                if solver is self.coarse or not self.pace.is_over
+                for solver in self.search_budget.parts(self._all_solvers)
+                if solver is self.blocks or not self.search_budget.is_over
             ]
             lowest += [one for storing in self.storings for one in storing.lowest]
         return min(lowest, key=lambda one: (one.prediction.peak_bytes, one.cost))
@@ -226,14 +219,16 @@ class Solver:
         cost: What to minimise.
         hand_made: Whether all uniform trees, as people write them by hand, are tried. They win nothing in mixtures but
             in the finest, where a block is several stretches, each alike.
-        pace: How long it may take.
+        search_budget: How long it may take.
     """
 
-    def __init__(self, profile: Profile, cost: Cost, *, hand_made: bool = True, pace: Pace | None = None) -> None:
+    def __init__(
+        self, profile: Profile, cost: Cost, *, hand_made: bool = True, search_budget: SearchBudget | None = None
+    ) -> None:
         self.profile = profile
         self.cost_unit: Cost = cost
         self.hand_made = hand_made
-        self.pace = Pace() if pace is None else pace
+        self.search_budget = SearchBudget() if search_budget is None else search_budget
         self._known: dict[Tree, Candidate] = {}
         self._peaks: dict[int, int] = {}  # of the trees for each of the table's levels, as far as they were judged
 
@@ -257,15 +252,15 @@ class Solver:
     @cached_property
     def plain(self) -> Candidate:
         """The tree that keeps everything."""
-        return self.judged(tuple(Keep(unit) for unit in range(len(self.profile.units.units))))
+        return self.judged(tuple(KeepNode(unit) for unit in range(len(self.profile.units.units))))
 
     @cached_property
     def table(self) -> Persistent:
         """The optimal persistent schedules of the chain."""
-        self.pace.tell("tables")
-        most_s = _TABLE_SHARE * self.pace.left_s
+        self.search_budget.tell("tables")
+        most_s = _TABLE_SHARE * self.search_budget.left_s
         found = Persistent(self.chain, max(1, int(1.1 * self.plain.prediction.peak_bytes)), most_seconds=most_s)
-        self.pace.ran_out = self.pace.ran_out or not found.is_whole
+        self.search_budget.ran_out = self.search_budget.ran_out or not found.is_whole
         return found
 
     @property
@@ -280,8 +275,8 @@ class Solver:
         trees = candidates(self.chain, most=_MOST_SIMPLE if is_long or not self.hand_made else None)
         chosen = [tree for name, tree in trees.items() if len(trees) <= _MOST_UNIFORM or _is_simple(name)]
         chosen = chosen if self.hand_made else chosen[:_ALWAYS]
-        self.pace.tell("judging")
-        judged = (tree for number, tree in enumerate(chosen) if number < _ALWAYS or not self.pace.is_over)
+        self.search_budget.tell("judging")
+        judged = (tree for number, tree in enumerate(chosen) if number < _ALWAYS or not self.search_budget.is_over)
         return tuple(map(self.judged, judged))
 
     def judged(self, tree: Tree) -> Candidate:
@@ -325,8 +320,8 @@ class Solver:
         # Begin where the chain's own scalars put the limit: mostly it is there or nearby.
         slots = limit_bytes // self.table.slot_bytes
         asked, reach = int(np.searchsorted(levels, slots, side="right")) - 1, 1
-        while above - fits > 1 and not self.pace.is_over:
-            self.pace.tell("judging")
+        while above - fits > 1 and not self.search_budget.is_over:
+            self.search_budget.tell("judging")
             asked = min(max(asked, fits + 1), above - 1)
             one = self.judged(self.table.tree_at(int(levels[asked])))
             peaks[asked] = one.prediction.peak_bytes
@@ -345,21 +340,21 @@ class Solver:
         if best.prediction.calls > 20 * units:
             return best  # nested so deeply that the limit leaves no room
         place, judged, most = 0, len(self._known), self.most_judged if most_judged is None else most_judged
-        heights = Heights(self.profile, best.tree)
+        peak_bounds = PeakBounds(self.profile, best.tree)
         # A change of one call of a root is one of its other calls too.
         is_local = len(self.profile.units.roots) == 1 and not self.profile.units.trace.sharded
-        while place < len(best.tree) and len(self._known) - judged < most and not self.pace.is_over:
-            self.pace.tell("polishing", _JUDGING_SHARE + (1 - _JUDGING_SHARE) * place / len(best.tree))
+        while place < len(best.tree) and len(self._known) - judged < most and not self.search_budget.is_over:
+            self.search_budget.tell("polishing", _JUDGING_SHARE + (1 - _JUDGING_SHARE) * place / len(best.tree))
             before, after = best.tree[:place], best.tree[place + 1 :]
             looser = [
                 self.judged((*before, *nodes, *after))
                 for nodes in loosened(best.tree[place], self.option_costs)
-                if not is_local or heights.least_bytes(place, nodes) <= limit_bytes
+                if not is_local or peak_bounds.least_bytes(place, nodes) <= limit_bytes
             ]
             fitting = [one for one in looser if one.prediction.peak_bytes <= limit_bytes and one.cost < best.cost]
             if fitting:
                 best = min(fitting, key=lambda one: one.cost)
-                heights = Heights(self.profile, best.tree)
+                peak_bounds = PeakBounds(self.profile, best.tree)
             else:
                 place += 1
         return best
@@ -370,20 +365,22 @@ class Solver:
         found = list(self.uniform)
         lowest, most = self.table.lowest_slots, self.table.most_slots
         steps = min(16, self.most_judged // 3)
-        for asked in self.pace.parts(sorted({min(most, lowest + lowest * i // (2 * steps)) for i in range(steps)})):
-            self.pace.tell("judging")
-            if asked >= lowest and not (found and self.pace.is_over):
+        for asked in self.search_budget.parts(
+            sorted({min(most, lowest + lowest * i // (2 * steps)) for i in range(steps)})
+        ):
+            self.search_budget.tell("judging")
+            if asked >= lowest and not (found and self.search_budget.is_over):
                 found.append(self.judged(self.table.tree_at(asked)))
         return min(found, key=lambda one: (one.prediction.peak_bytes, one.cost))
 
 
-def _with_options(profile: Profile, cost: Cost, pace: Pace) -> Profile:
-    return replace(profile, options=options_of(profile, cost, pace))
+def _with_options(profile: Profile, cost: Cost, search_budget: SearchBudget) -> Profile:
+    return replace(profile, options=options_of(profile, cost, search_budget))
 
 
 def _best(found: list[tuple[float, Candidate]]) -> Candidate:
     """Return the cheapest of some candidates by their prices."""
-    return min(found, key=lambda one: (one[0], bool(one[1].loads), one[1].prediction.peak_bytes))[1]
+    return min(found, key=lambda one: (one[0], bool(one[1].offloads), one[1].prediction.peak_bytes))[1]
 
 
 def _is_simple(name: str) -> bool:

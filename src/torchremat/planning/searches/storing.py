@@ -18,10 +18,10 @@ from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from torchremat.planning.profiles.reading import Profile
-from torchremat.planning.walks.cargo import Cargo, Load, Loads, Offer, StoredUnit
-from torchremat.planning.walks.moments import Live, Moment
-from torchremat.planning.walks.prediction import predict, walk_of
-from torchremat.schedules.chain import Keep, Tree
+from torchremat.planning.simulator.offload_choices import OffloadChoice, Offloads, OffloadSize, StoredUnit, StoreProfile
+from torchremat.planning.simulator.points import Live, ProgramPoint
+from torchremat.planning.simulator.prediction import predict, walk_of
+from torchremat.schedules.chain import KeepNode, Tree
 from torchremat.schedules.transfers import (
     Read,
     Write,
@@ -32,7 +32,8 @@ from torchremat.schedules.transfers import (
 )
 
 if TYPE_CHECKING:
-    from torchremat.planning.searches.solving import Candidate, Solver
+    from torchremat.planning.searches.candidates import Candidate
+    from torchremat.planning.searches.solving import Solver
 
 # How many units something may be on its way out, and back: as many as its store needs, or fewer.
 _REACHES = (10**6, 1, 0)
@@ -51,18 +52,20 @@ class Storing:
 
     Args:
         solver: Finds trees without stores.
-        offers: The stores, and what they take.
+        store_profiles: The stores, and what they take.
     """
 
-    def __init__(self, solver: Solver, offers: Sequence[Offer]) -> None:
+    def __init__(self, solver: Solver, store_profiles: Sequence[StoreProfile]) -> None:
         self.solver = solver
-        self.offers = offers
+        self.store_profiles = store_profiles
         self._judged = 0
         calls = [unit.calls for unit in solver.profile.units.units]
         # By the place of the store, then by unit.
         self._cargoes = {
-            offer.store: {unit: offer.cargoes[own] for unit, own in enumerate(calls) if own in offer.cargoes}
-            for offer in offers
+            store_profile.store: {
+                unit: store_profile.cargoes[own] for unit, own in enumerate(calls) if own in store_profile.cargoes
+            }
+            for store_profile in store_profiles
         }
 
     @property
@@ -73,11 +76,11 @@ class Storing:
     @property
     def lowest(self) -> Iterator[Candidate]:
         """Yield candidates with low peaks: everything stored that can be, with as little on its way as possible."""
-        for offer in self.offers:
+        for store_profile in self.store_profiles:
             for tree in dict.fromkeys((self.solver.plain.tree, self.solver.floor.tree)):
-                units = self._within(offer, self._storable(offer, tree))
+                units = self._within(store_profile, self._storable(store_profile, tree))
                 if units:
-                    yield self.judged(offer, tree, units, 0)
+                    yield self.judged(store_profile, tree, units, 0)
 
     def solve(self, limit_bytes: int) -> Candidate | None:
         """Return the cheapest candidate found with something stored whose predicted peak is at most the limit."""
@@ -105,89 +108,95 @@ class Storing:
     def _cheapest(self, tree: Tree, limit_bytes: int) -> Candidate | None:
         """Return the cheapest candidate found with something of a tree stored; None if none fits."""
         found: Candidate | None = None
-        for offer in self.offers:
-            storable = self._storable(offer, tree)
+        for store_profile in self.store_profiles:
+            storable = self._storable(store_profile, tree)
             for reach in _REACHES:
                 for stride in (1, 2):
                     # Every second one, and then the others from the first on.
                     row = [*storable[::stride], *(one for i, one in enumerate(storable) if i % stride)]
-                    found = _cheaper(found, self._shortest(offer, tree, row, reach, limit_bytes))
+                    found = _cheaper(found, self._shortest(store_profile, tree, row, reach, limit_bytes))
             if self._judged * len(self.profile.sizes) > _JUDGED_UNITS:
                 break
         return found
 
     def _pruned(self, best: Candidate, limit_bytes: int) -> Candidate:
         """Return a candidate without those stored units that fit as well if they are kept."""
-        for unit in sorted(best.loads, reverse=True):
-            loads = {one: load for one, load in best.loads.items() if one != unit}
-            if not loads:
+        for unit in sorted(best.offloads, reverse=True):
+            offloads = {one: load for one, load in best.offloads.items() if one != unit}
+            if not offloads:
                 break
-            offer = self.offers[next(iter(loads.values())).planned.store]
+            store_profile = self.store_profiles[next(iter(offloads.values())).planned.store]
             for reach in _REACHES:
-                one = self.judged(offer, best.tree, sorted(loads), reach)
+                one = self.judged(store_profile, best.tree, sorted(offloads), reach)
                 if one.prediction.peak_bytes <= limit_bytes and rank(one) < rank(best):
                     best = one
                     break
         return best
 
-    def judged(self, offer: Offer, tree: Tree, units: Sequence[int], reach: int) -> Candidate:
+    def judged(self, store_profile: StoreProfile, tree: Tree, units: Sequence[int], reach: int) -> Candidate:
         """Return a tree with units in a store, with what it needs."""
         self._judged += 1
-        loads, moving_s = self._moved(offer, tree, units, reach)
-        prediction = replace(predict(self.profile, tree, loads), moving_s=moving_s)
+        offloads, moving_s = self._moved(store_profile, tree, units, reach)
+        prediction = replace(predict(self.profile, tree, offloads), moving_s=moving_s)
         plain = self.solver.judged(tree)
         seconds = self.solver.cost_unit == "seconds"
-        return replace(plain, prediction=prediction, cost=plain.cost + (moving_s if seconds else 0.0), loads=loads)
+        return replace(
+            plain, prediction=prediction, cost=plain.cost + (moving_s if seconds else 0.0), offloads=offloads
+        )
 
     def price(self, found: Candidate) -> float:
         """Return what a candidate is compared by with those without stores: its cost, and for seconds the doubt."""
         if self.solver.cost_unit != "seconds":
             return found.cost
-        spread = max(self.offers[load.planned.store].speed.spread for load in found.loads.values())
+        spread = max(self.store_profiles[load.planned.store].speed.spread for load in found.offloads.values())
         return found.cost + _LEAST_GAIN * self.profile.seconds + spread * found.prediction.moving_s
 
-    def _storable(self, offer: Offer, tree: Tree) -> list[int]:
-        order, cargoes = set(self.profile.order), self._cargoes[offer.store]
-        kept = [node.stage for node in tree if isinstance(node, Keep) and not node.option and node.stage in cargoes]
+    def _storable(self, store_profile: StoreProfile, tree: Tree) -> list[int]:
+        order, cargoes = set(self.profile.order), self._cargoes[store_profile.store]
+        kept = [node.stage for node in tree if isinstance(node, KeepNode) and not node.option and node.stage in cargoes]
         return [unit for unit in kept if unit in order and self._frees(cargoes[unit])]
 
-    def _frees(self, cargo: Cargo) -> bool:
+    def _frees(self, offload_size: OffloadSize) -> bool:
         """Return whether a cargo frees more than its store holds in its place; what lives anyway is not freed."""
         trace = self.profile.units.trace
-        dying = sum(trace.storage_bytes[storage] for storage in cargo.boundary if storage in trace.died)
-        return cargo.inside_bytes + dying > cargo.held_bytes
+        dying = sum(trace.storage_bytes[storage] for storage in offload_size.boundary if storage in trace.died)
+        return offload_size.inside_bytes + dying > offload_size.held_bytes
 
-    def _within(self, offer: Offer, units: Sequence[int]) -> list[int]:
+    def _within(self, store_profile: StoreProfile, units: Sequence[int]) -> list[int]:
         """Return as many of the units as the store has room for."""
         taken, total = list[int](), 0
         for unit in units:
-            total += self._cargoes[offer.store][unit].all_bytes
-            if offer.limit_bytes is not None and total > offer.limit_bytes:
+            total += self._cargoes[store_profile.store][unit].all_bytes
+            if store_profile.limit_bytes is not None and total > store_profile.limit_bytes:
                 break
             taken.append(unit)
         return taken
 
-    def _shortest(self, offer: Offer, tree: Tree, row: Sequence[int], reach: int, limit_bytes: int) -> Candidate | None:
+    def _shortest(
+        self, store_profile: StoreProfile, tree: Tree, row: Sequence[int], reach: int, limit_bytes: int
+    ) -> Candidate | None:
         """Return the candidate that stores the fewest units from the beginning of a row; None if none fits."""
-        row = self._within(offer, row)
+        row = self._within(store_profile, row)
         if not row:
             return None
-        best = self.judged(offer, tree, row, reach)
+        best = self.judged(store_profile, tree, row, reach)
         if best.prediction.peak_bytes > limit_bytes:
             return None
         fits, less = len(row), 0
         while fits - less > 1:
             count = (fits + less) // 2
-            one = self.judged(offer, tree, row[:count], reach)
+            one = self.judged(store_profile, tree, row[:count], reach)
             if one.prediction.peak_bytes <= limit_bytes:
                 best, fits = one, count
             else:
                 less = count
         return best
 
-    def _moved(self, offer: Offer, tree: Tree, units: Sequence[int], reach: int) -> tuple[Loads, float]:
+    def _moved(
+        self, store_profile: StoreProfile, tree: Tree, units: Sequence[int], reach: int
+    ) -> tuple[Offloads, float]:
         """Return the loads of units with the moments of their moves, and the seconds that these add to the step."""
-        profile, speed, cargoes = self.profile, offer.speed, self._cargoes[offer.store]
+        profile, speed, cargoes = self.profile, store_profile.speed, self._cargoes[store_profile.store]
         place = {unit: i for i, unit in enumerate(profile.order)}
         forward_s = [cost.seconds for cost in profile.costs]
         backward_s = self._backward_s(tree)
@@ -214,20 +223,20 @@ class Storing:
         ]
         moving_s += writing_wait_s(forward_s, writes) + reading_wait_s(backward_s, reads)
         leaves = {write.made: write.due for write in writes}
-        loads = {
-            unit: Load(
+        offloads = {
+            unit: OffloadChoice(
                 planned=StoredUnit(
                     unit=unit,
-                    store=offer.store,
+                    store=store_profile.store,
                     leaves_after=leaves[unit],
                     comes_before=profile.order[read.begun],
                     stored_bytes=cargoes[unit].all_bytes,
                 ),
-                cargo=cargoes[unit],
+                offload_size=cargoes[unit],
             )
             for unit, read in zip(coming, reads, strict=True)
         }
-        return loads, moving_s
+        return offloads, moving_s
 
     def _backward_s(self, tree: Tree) -> list[float]:
         """Return the seconds of the backward of each unit, in the order of backward, with the recomputes before it."""
@@ -235,7 +244,7 @@ class Storing:
         result, recompute_s = list[float](), 0.0
         for state in walk_of(profile, tree):
             if isinstance(state, Live):
-                if state.key[0] is Moment.BACKWARD:
+                if state.key[0] is ProgramPoint.BACKWARD:
                     result.append(recompute_s + profile.costs[state.key[1]].seconds_backward)
                     recompute_s = 0.0
             else:
@@ -253,5 +262,5 @@ def rank(one: Candidate) -> tuple[float, float, int, int]:
 
     Of equal flops the candidate of the fewest seconds is chosen.
     """
-    stored_bytes = sum(load.planned.stored_bytes for load in one.loads.values())
+    stored_bytes = sum(load.planned.stored_bytes for load in one.offloads.values())
     return one.cost, one.prediction.seconds + one.prediction.moving_s, stored_bytes, one.prediction.peak_bytes

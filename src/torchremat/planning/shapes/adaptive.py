@@ -31,15 +31,15 @@ from torchremat.measuring.runs import subject_of
 from torchremat.measuring.step import check_takes, holdings_of, loss_of, run_backward
 from torchremat.measuring.tracebacks import without_our_frames
 from torchremat.planning.budgets import bytes_of, check_budget, margin_of, relative_of
-from torchremat.planning.elsewhere.machines import Here
+from torchremat.planning.devices.machines import Here
 from torchremat.planning.layout import check_bare, installed
 from torchremat.planning.profiles.profiling import profile_subject
-from torchremat.planning.profiles.repeating import Repeats
+from torchremat.planning.profiles.replayability import Repeats
 from torchremat.planning.searches.chains import Cost, check_cost
 from torchremat.planning.shapes.batches import Look, look_of
 from torchremat.planning.shapes.classes import Classes, PlannedShape, ShapeClass
 from torchremat.planning.shapes.gauges import calls_noted, gauge
-from torchremat.planning.walks.prediction import predict
+from torchremat.planning.simulator.prediction import predict
 from torchremat.regions.settings import Settings
 from torchremat.tensors.sizes import format_bytes
 
@@ -270,9 +270,9 @@ class Adaptive(Generic[B]):
     def _learn(self, look: Look, batch: B) -> None:
         subject = subject_of(_bound(self._step, batch, look.tensors), self._model, self._optimizer)
         start_s = time.perf_counter()
-        fine = self._classes.takes_apart(look)
-        grains = profile_subject(self._model, subject, Here(self._device), fine=fine, repeats=self._repeats)
-        self._classes.learn(look, grains)
+        leaves = self._classes.takes_apart(look)
+        pair = profile_subject(self._model, subject, Here(self._device), leaves=leaves, repeats=self._repeats)
+        self._classes.learn(look, pair)
         self.learned += 1
         self.learning_seconds += time.perf_counter() - start_s
 

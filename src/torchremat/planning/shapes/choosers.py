@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torchremat.planning.profiles.profiling import Grains
+from torchremat.planning.profiles.profiling import ProfilePair
+from torchremat.planning.searches.candidates import Candidate
 from torchremat.planning.searches.chains import Cost
-from torchremat.planning.searches.mixing import divisible
+from torchremat.planning.searches.granularity import divisible
 from torchremat.planning.searches.options import selections_of
-from torchremat.planning.searches.solving import Candidate, Search, Solver
+from torchremat.planning.searches.solving import Search, Solver
 from torchremat.planning.shapes.families import Family
 from torchremat.planning.shapes.fits import Cover
 from torchremat.schedules.chain import Tree
@@ -32,7 +33,7 @@ _MANY_OPTIONS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class FoundTree:
     """A tree, and the calls whose units it takes apart."""
 
     split: frozenset[int]
@@ -54,7 +55,7 @@ class Chooser:
         self.operators = operators
         self._search: Search | None = None
         self._searched = 0
-        self._rungs: dict[int, Found | None] = {}
+        self._rungs: dict[int, FoundTree | None] = {}
         self._promising: set[Solver] = set()
 
     def choose(self, cover: Cover, limit_bytes: int) -> tuple[Candidate, frozenset[int]] | None:
@@ -66,7 +67,7 @@ class Chooser:
         """
         solvers: dict[frozenset[int], Solver] = {}
 
-        def judged(found: Found) -> Candidate:
+        def judged(found: FoundTree) -> Candidate:
             if found.split not in solvers:
                 solvers[found.split] = Solver(self.family.profile(cover, found.split), self.cost_unit)
             return solvers[found.split].judged(found.tree)
@@ -102,9 +103,9 @@ class Chooser:
     @property
     def takes_apart(self) -> bool:
         """Whether units are taken apart; not if all that could be have options instead: then there is one table."""
-        grains = self.search.grains
-        own = zip(grains.coarse.units.units, grains.coarse.options, strict=False)
-        return not divisible(grains) <= {unit.calls[0] for unit, options in own if len(options) >= _MANY_OPTIONS}
+        pair = self.search.pair
+        own = zip(pair.blocks.units.units, pair.blocks.options, strict=False)
+        return not divisible(pair) <= {unit.calls[0] for unit, options in own if len(options) >= _MANY_OPTIONS}
 
     def _solved(self, cover: Cover, limit_bytes: int) -> tuple[Candidate, frozenset[int]] | None:
         """Return the best tree at the shape itself."""
@@ -124,12 +125,12 @@ class Chooser:
     def search(self) -> Search:
         """The search at the largest shape learned."""
         if self._search is None or self._searched != self.family.changes:
-            grains = self.family.largest
+            pair = self.family.largest
             if self.operators:
                 # For flops, whatever is minimised: the executor's own seconds, which forbid options where steps are
                 # short, are weighed at each shape.
-                grains = self.family.offer(selections_of(grains.coarse, "flops"), self.cost_unit)
-            self._search = Search(grains, self.cost_unit, operators=False)
+                pair = self.family.store_profile(selections_of(pair.blocks, "flops"), self.cost_unit)
+            self._search = Search(pair, self.cost_unit, operators=False)
             self._searched = self.family.changes
             self._rungs.clear()
             self._promising.clear()
@@ -142,9 +143,9 @@ class Chooser:
         return solvers if len(self._rungs) < _WITH_ALL else [one for one in solvers if one in self._promising]
 
     @property
-    def floor(self) -> Found:
+    def floor(self) -> FoundTree:
         """The lowest tree found."""
-        return _found(self.search.grains, self.search.floor)
+        return _found(self.search.pair, self.search.floor)
 
     def _down_from(self, plain: Candidate, limit_bytes: int) -> range:
         """The rungs to try: from a little more than this limit is of the plain step, down to nothing."""
@@ -155,7 +156,7 @@ class Chooser:
             first += 1
         return range(max(0, first - 1), first + 60)
 
-    def rung(self, number: int) -> Found | None:
+    def rung(self, number: int) -> FoundTree | None:
         """Return the tree of one limit of the ladder; None if it is below the floor."""
         search = self.search
         if number not in self._rungs:
@@ -164,11 +165,11 @@ class Chooser:
             trees.sort(key=lambda pair: (pair[0].cost, pair[0].prediction.peak_bytes))
             if trees and len(self._rungs) < _WITH_ALL:
                 self._promising.update(solver for _, solver in trees[:_PROMISING])
-            self._rungs[number] = _found(search.grains, trees[0][0]) if trees else None
+            self._rungs[number] = _found(search.pair, trees[0][0]) if trees else None
         return self._rungs[number]
 
 
-def _found(grains: Grains, candidate: Candidate) -> Found:
+def _found(pair: ProfilePair, candidate: Candidate) -> FoundTree:
     kept = {unit.calls for unit in candidate.profile.units.units}
-    split = frozenset(unit.calls[0] for unit in grains.coarse.units.units if unit.calls not in kept)
-    return Found(split=split, tree=candidate.tree)
+    split = frozenset(unit.calls[0] for unit in pair.blocks.units.units if unit.calls not in kept)
+    return FoundTree(split=split, tree=candidate.tree)

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 
 from torchremat.planning.descriptions import held_of
 from torchremat.planning.layout import Calls, HeldOperators, calls_of
-from torchremat.planning.profiles.profiling import Grains
+from torchremat.planning.profiles.profiling import ProfilePair
 from torchremat.planning.searches.chains import Cost
 from torchremat.planning.shapes.batches import Look
 from torchremat.planning.shapes.choosers import Chooser
 from torchremat.planning.shapes.families import Families, Family
 from torchremat.planning.shapes.fits import Cover, Shape
-from torchremat.planning.walks.prediction import Prediction
-from torchremat.schedules.chain import Region, Tree
+from torchremat.planning.simulator.prediction import Prediction
+from torchremat.schedules.chain import RegionNode, Tree
 
 # Kinds of batches that are remembered, with their profiles; of more, those that did not come for the longest time go.
 _MOST_KINDS = 32
@@ -91,7 +91,7 @@ class ShapeClass:
     @property
     def has_regions(self) -> bool:
         """Whether anything is recomputed."""
-        return bool(self.held) or any(isinstance(node, Region) for node in self.tree)
+        return bool(self.held) or any(isinstance(node, RegionNode) for node in self.tree)
 
     @property
     def planned(self) -> PlannedShape:
@@ -137,9 +137,9 @@ class Classes:
     def __iter__(self) -> Iterator[ShapeClass]:
         return iter(self._classes.values())
 
-    def learn(self, look: Look, grains: Grains) -> None:
+    def learn(self, look: Look, pair: ProfilePair) -> None:
         """Note the profile of a batch."""
-        self._kind(look).families.learn(look.shape, grains)
+        self._kind(look).families.learn(look.shape, pair)
 
     def takes_apart(self, look: Look) -> bool:
         """Return whether a profile of a batch should show the calls inside of units, which takes as long again.

@@ -15,12 +15,12 @@ from dataclasses import replace
 import numpy as np
 
 from torchremat.errors import StepError
-from torchremat.planning.profiles.profiling import Grains
+from torchremat.planning.profiles.profiling import ProfilePair
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.searches.chains import Cost
-from torchremat.planning.searches.mixing import aligned, mixed
+from torchremat.planning.searches.granularity import aligned, mixed
 from torchremat.planning.searches.options import Selections, options_with
-from torchremat.planning.shapes.figures import Figures, Form, figures_of, form_of, with_figures
+from torchremat.planning.shapes.figures import Figures, ProfileForm, figures_of, form_of, with_figures
 from torchremat.planning.shapes.fits import Cover, Shape, cover
 
 # How far beyond the shapes that were seen a fit is believed: four times, in every dimension.
@@ -40,44 +40,44 @@ class Family:
 
     Attributes:
         shapes: Those with a profile.
-        grains: Their profiles.
+        pair: Their profiles.
         measured: Shapes whose steps were measured under a plan.
         over_share: By how much the worst of them was above its prediction.
         changes: How often a shape was learned.
         has_told_calls: Whether hooks see the calls that a trace sees; not where a model calls `forward` of a module.
     """
 
-    def __init__(self, form: Form) -> None:
+    def __init__(self, form: ProfileForm) -> None:
         self.form = form
         self.shapes: list[Shape] = []
-        self.grains: list[Grains] = []
+        self.pair: list[ProfilePair] = []
         self.measured: list[Shape] = []
         self.over_share = 0.0
         self.has_told_calls = True
         self.changes = 0
         # The profiles as they are mixed: with boundaries in common, and with what is offered.
-        self._mixable: list[Grains] = []
+        self._mixable: list[ProfilePair] = []
         # By the calls that are split: the profiles at the learned shapes, and their figures as rows.
         self._figures: dict[frozenset[int], tuple[list[Profile], Figures]] = {}
         # What was asked for last, by shape and by the calls that are split.
         self._fitted: dict[tuple[Shape, frozenset[int]], Profile] = {}
 
-    def add(self, shape: Shape, grains: Grains) -> None:
+    def add(self, shape: Shape, pair: ProfilePair) -> None:
         """Add a profile; one of the same shape is replaced."""
         if shape in self.shapes:
             self.forget(shape)
         self.changes += 1
         self.shapes.append(shape)
-        self.grains.append(grains)
-        self._mix(self.grains)
+        self.pair.append(pair)
+        self._mix(self.pair)
 
     def forget(self, shape: Shape) -> None:
         """Take a learned shape away."""
         place = self.shapes.index(shape)
-        del self.shapes[place], self.grains[place]
-        self._mix(self.grains)
+        del self.shapes[place], self.pair[place]
+        self._mix(self.pair)
 
-    def offer(self, selections: Selections, cost: Cost) -> Grains:
+    def store_profile(self, selections: Selections, cost: Cost) -> ProfilePair:
         """Let units hold the outputs of some operators, at every shape; until another shape is learned.
 
         Args:
@@ -87,15 +87,15 @@ class Family:
         Returns:
             The profile at the largest shape with that.
         """
-        found = options_with([grains.coarse for grains in self.grains], selections, cost)
-        pairs = zip(self.grains, found, strict=True)
-        self._mix([replace(own, coarse=replace(own.coarse, options=options)) for own, options in pairs])
+        found = options_with([pair.blocks for pair in self.pair], selections, cost)
+        pairs = zip(self.pair, found, strict=True)
+        self._mix([replace(own, blocks=replace(own.blocks, options=options)) for own, options in pairs])
         return self.largest
 
-    def _mix(self, grains: list[Grains]) -> None:
-        if any(own.fine is None for own in grains):
-            grains = [replace(own, fine=None) for own in grains]
-        self._mixable = [aligned(own) for own in grains]
+    def _mix(self, pair: list[ProfilePair]) -> None:
+        if any(own.leaves is None for own in pair):
+            pair = [replace(own, leaves=None) for own in pair]
+        self._mixable = [aligned(own) for own in pair]
         self._figures.clear()
         self._fitted.clear()
 
@@ -110,15 +110,15 @@ class Family:
 
     def takes(self, names: list[str]) -> bool:
         """Return whether these are the modules that are called, in order, as far as that can be told."""
-        return not self.has_told_calls or names == [call.name for call in self.largest.coarse.units.trace.calls]
+        return not self.has_told_calls or names == [call.name for call in self.largest.blocks.units.trace.calls]
 
     @property
     def is_sized_by_values(self) -> bool:
         """Whether batches of one shape may need different bytes: sizes in the model depend on values."""
-        return any(own.coarse.units.trace.operators.is_sized_by_values for own in self.grains)
+        return any(own.blocks.units.trace.operators.is_sized_by_values for own in self.pair)
 
     @property
-    def largest(self) -> Grains:
+    def largest(self) -> ProfilePair:
         """The profile at the largest shape, as it is mixed."""
         return max(zip(self.shapes, self._mixable, strict=True), key=lambda one: math.prod(one[0]))[1]
 
@@ -147,7 +147,7 @@ class Family:
 
     def _profile(self, found: Cover, split: frozenset[int]) -> Profile:
         if split not in self._figures:
-            profiles = [mixed(grains, split) for grains in self._mixable]
+            profiles = [mixed(pair, split) for pair in self._mixable]
             self._figures[split] = profiles, np.array([figures_of(one) for one in profiles])
         profiles, figures = self._figures[split]
         points = list(found.points)
@@ -157,7 +157,7 @@ class Family:
     def fixed_bytes(self, found: Cover) -> int:
         """Return what lies in memory before a step of a shape: the most that was found there, but for the inputs."""
         most = 0
-        for own in (grains.coarse for grains in self.grains):
+        for own in (pair.blocks for pair in self.pair):
             state = 0 if own.optimizer is None else own.optimizer.state_bytes
             most = max(most, own.before.total_bytes - own.before.input_bytes + state)
         return most + self.profile(found).before.input_bytes
@@ -165,7 +165,7 @@ class Family:
     @property
     def optimizer_peak_bytes(self) -> int:
         """The peak of `optimizer.step()`; 0 without an optimizer."""
-        own = self.largest.coarse
+        own = self.largest.blocks
         return 0 if own.optimizer is None else own.before.total_bytes + own.optimizer.peak_bytes
 
     def spare_bytes(self, found: Cover, rise_bytes: int) -> int:
@@ -180,9 +180,9 @@ class Families:
     def __init__(self) -> None:
         self.families: list[Family] = []
 
-    def learn(self, shape: Shape, grains: Grains) -> Family:
+    def learn(self, shape: Shape, pair: ProfilePair) -> Family:
         """Add a profile to the family that it belongs to."""
-        form = form_of(grains)
+        form = form_of(pair)
         for one in self.families:
             if shape in one.shapes and not one.form.fits(form):  # the model has changed since
                 one.forget(shape)
@@ -197,7 +197,7 @@ class Families:
                 )
             family = Family(form)
             self.families.append(family)
-        family.add(shape, grains)
+        family.add(shape, pair)
         return family
 
     def find(self, shape: Shape, *, exact: bool = False) -> tuple[Family, Cover] | None:

@@ -15,7 +15,7 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from torchremat.planning.profiles.profiling import Grains
+from torchremat.planning.profiles.profiling import ProfilePair
 from torchremat.planning.profiles.reading import Profile
 from torchremat.planning.profiles.traces import Trace
 from torchremat.planning.profiles.units import Units
@@ -48,26 +48,26 @@ _OPTION_SIZES = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Form:
+class ProfileForm:
     """All of a profile that shapes may not change, to be compared.
 
     Attributes:
-        coarse: Of the calls, and of the units.
-        fine: Of the calls inside of units; None if they were not watched.
+        blocks: Of the calls, and of the units.
+        leaves: Of the calls inside of units; None if they were not watched.
     """
 
-    coarse: tuple[object, ...]
-    fine: tuple[object, ...] | None
+    blocks: tuple[object, ...]
+    leaves: tuple[object, ...] | None
 
-    def fits(self, other: Form) -> bool:
+    def fits(self, other: ProfileForm) -> bool:
         """Return whether two profiles are of one form, as far as both show it."""
-        return self.coarse == other.coarse and (None in (self.fine, other.fine) or self.fine == other.fine)
+        return self.blocks == other.blocks and (None in (self.leaves, other.leaves) or self.leaves == other.leaves)
 
 
-def form_of(grains: Grains) -> Form:
+def form_of(pair: ProfilePair) -> ProfileForm:
     """Return the form of a profile."""
-    coarse = _trace_form(grains.coarse.units.trace), _profile_form(grains.coarse)
-    return Form(coarse=coarse, fine=None if grains.fine is None else _profile_form(grains.fine))
+    blocks = _trace_form(pair.blocks.units.trace), _profile_form(pair.blocks)
+    return ProfileForm(blocks=blocks, leaves=None if pair.leaves is None else _profile_form(pair.leaves))
 
 
 def _trace_form(trace: Trace) -> tuple[object, ...]:

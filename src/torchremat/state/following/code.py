@@ -8,7 +8,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from torchremat.ambient.surroundings import WATCHES
+from torchremat.ambient.global_state import WATCHES
 from torchremat.state.code import class_code, is_installed, is_library, is_library_class, reads_of
 from torchremat.state.containers import Dict
 from torchremat.state.holders import ClassData, contents_of

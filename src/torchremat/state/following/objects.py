@@ -15,7 +15,7 @@ from torch.nn.parameter import UninitializedBuffer
 
 from torchremat._compat.modules import cached_weights
 from torchremat._compat.sharding import has_fsdp, is_managed
-from torchremat.ambient.surroundings import WATCHES
+from torchremat.ambient.global_state import WATCHES
 from torchremat.state.code import permanent
 from torchremat.state.containers import Dict
 from torchremat.state.following.code import follow_class

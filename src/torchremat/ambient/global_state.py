@@ -1,0 +1,282 @@
+"""Autocast, numeric flags, function and dispatch modes: what surrounds a call without being passed to it.
+
+Context variables are not here: a call runs in a copy of the context that its forward ran in, which needs no putting
+back.
+
+Missing on purpose: the number of threads. It is one for all threads of a process, and exchanging it for the time of a
+recompute would change what the others compute.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from operator import call
+from typing import NamedTuple, TypeVar, cast
+
+import torch
+
+from torchremat._compat.flags import GlobalState, Precisions, known_flags, other_flags, precision_reads
+from torchremat._compat.modes import (
+    dispatch_modes,
+    function_modes,
+    has_modes,
+    infrastructure_modes,
+    pop_dispatch_mode,
+    pop_function_mode,
+    push_dispatch_mode,
+    push_function_mode,
+    set_infrastructure_mode,
+    unset_infrastructure_mode,
+)
+from torchremat.ambient.locks import EXCHANGING
+
+M = TypeVar("M")
+
+# NOTE [ Modes that only watch ]
+# A mode that changes what operators do has to be there in a recompute as it was in the forward. One that counts or logs
+# them must not: entered for the forward alone it would count the recompute as well, entered for the backward alone it
+# would miss it. So modes that only watch are left as they are when a recompute runs, and all others are the forward's.
+# Those of torch are known by where they come from, those of users by `only_watches`.
+_WATCHERS = (
+    "torch.cuda._sanitizer",
+    "torch.distributed._tools",
+    "torch.distributed.tensor.debug",
+    "torch.testing._internal",
+    "torch.utils._debug_mode",
+    "torch.utils.flop_counter",
+    "torchremat.",
+)
+WATCHES = "_torchremat_only_watches"
+_ACTS = "_torchremat_acts"
+
+# All that autocast knows. Asking for one that this build of torch lacks is fine.
+_DEVICE_TYPES = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "maia", "xla", "ipu")
+
+
+# Those for which a dtype is likely to be set without switching autocast on, which is not worth asking all for.
+_LIKELY_TYPES = ("cpu", "cuda") if torch.backends.cuda.is_built() else ("cpu",)
+
+# What `GlobalState` does not know of. All of it is asked before each forward and each recompute.
+_READS = (
+    *(flag.read for flag in other_flags),
+    *precision_reads,
+    *(partial(torch.get_autocast_dtype, kind) for kind in _LIKELY_TYPES),
+)
+
+
+class Autocast(NamedTuple):
+    """The autocast state of one device type."""
+
+    device_type: str
+    enabled: bool
+    dtype: torch.dtype
+
+
+class AmbientState:
+    """What surrounds a call.
+
+    Attributes:
+        casts: Whether autocast is on for any device type.
+        has_modes: Whether function or dispatch modes that act are among them.
+    """
+
+    __slots__ = (
+        "_autocast",
+        "_caches",
+        "_function_modes",
+        "_known",
+        "_modes",
+        "_others",
+        "_precisions",
+        "_reads",
+        "_state",
+        "casts",
+        "has_modes",
+    )
+
+    def __init__(self) -> None:
+        self._state = GlobalState()
+        self._known = [flag.read() for flag in known_flags]
+        self._others = [flag.read() for flag in other_flags]
+        self._precisions = Precisions()
+        self._reads = list(map(call, _READS))
+        self._autocast = [_autocast(kind) for kind in _DEVICE_TYPES]
+        self._caches = torch.is_autocast_cache_enabled()
+        self.casts = any(one.enabled for one in self._autocast)
+        self._function_modes = _acting(function_modes())
+        self._modes = (infrastructure_modes(), _acting(dispatch_modes())) if has_modes() else ({}, [])
+        self.has_modes = bool(self._function_modes or any(self._modes))
+
+    @property
+    def modes(self) -> list[object]:
+        """The function and dispatch modes of the user's that act."""
+        return [*self._function_modes, *self._modes[1]]
+
+    def are_here(self, *, in_forward: bool = False) -> bool:
+        """Return whether this is what surrounds the caller now, so that nothing has to be restored.
+
+        Infrastructure modes that have come may stay around a recompute, but a forward inside of them is another one.
+        """
+        # Under autocast there is always something to do: see `_restore_autocast`.
+        return not self.casts and self.are_the_same(in_forward=in_forward)
+
+    def are_the_same(self, *, in_forward: bool = False) -> bool:
+        """Return whether nothing of them was changed. See `are_here`."""
+        if not self._state.check() or list(map(call, _READS)) != self._reads:
+            return False
+        if not has_modes():
+            return not self.has_modes
+        if in_forward and infrastructure_modes():
+            return False
+        return (
+            _same(_acting(function_modes()), self._function_modes)
+            and infrastructure_modes().keys() >= self._modes[0].keys()
+            and _same(_acting(dispatch_modes()), self._modes[1])
+        )
+
+    def put_back(self) -> None:
+        """Let them be what they were, for good."""
+        for then in self._autocast:
+            if _autocast(then.device_type) != then:
+                _set_autocast(then)
+        torch.set_autocast_cache_enabled(self._caches)
+        with EXCHANGING:
+            self._restore_others(ExitStack(), locks=False)  # which is never closed
+
+    def restore(self, stack: ExitStack) -> None:
+        """Restore them until `stack` is closed."""
+        self._restore_autocast(stack)
+        self._restore_others(stack)
+
+    def _restore_others(self, stack: ExitStack, *, locks: bool = True) -> None:
+        flags = list(zip((*known_flags, *other_flags), (*self._known, *self._others), strict=True))
+        if any(flag.read() != then for flag, then in flags) or not self._precisions.are_here():
+            if locks:
+                stack.enter_context(EXCHANGING)
+            for flag, then in flags:
+                now = flag.read()
+                if now != then:
+                    stack.callback(flag.write, now)
+                    flag.write(then)
+            if not self._precisions.are_here():
+                stack.callback(Precisions().write)
+                self._precisions.write()
+        if not self.has_modes and not has_modes():
+            return
+        for key, mode in self._modes[0].items():
+            if key not in infrastructure_modes():
+                # What traces or fakes a backward stays: the recompute is part of what it traces.
+                stack.callback(unset_infrastructure_mode, key)
+                set_infrastructure_mode(mode)
+        _exchange(stack, dispatch_modes, self._modes[1], push_dispatch_mode, pop_dispatch_mode)
+        _exchange(stack, function_modes, self._function_modes, push_function_mode, pop_function_mode)
+
+    def _restore_autocast(self, stack: ExitStack) -> None:
+        casts = self.casts or any(map(torch.is_autocast_enabled, _DEVICE_TYPES))
+        for then in self._autocast:
+            now = _autocast(then.device_type)
+            if now != then:
+                stack.callback(_set_autocast, now)
+                _set_autocast(then)
+        caches = self._caches
+        if casts and caches:
+            # The cache of casted weights would keep those of the recompute, and with them its graph, for whoever casts
+            # next. It is emptied when the outermost autocast ends; if that is not ours, the recompute does without.
+            depth = torch.autocast_increment_nesting()
+            stack.callback(_leave_autocast)
+            caches = depth == 1
+        if caches != torch.is_autocast_cache_enabled():
+            stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
+            torch.set_autocast_cache_enabled(caches)
+
+
+def ambient_state() -> AmbientState:
+    """Return what surrounds the caller."""
+    # They hardly ever change, and comparing is cheaper than asking for everything.
+    last = _here.last
+    if last is not None and last.are_here(in_forward=True):
+        return last
+    found = AmbientState()
+    _here.last = None if found.has_modes else found  # a mode that has been left must not live on here
+    return found
+
+
+def only_watches(one: M) -> M:
+    """Return what only looks on, which from now on no recompute takes for a part of the forward.
+
+    Args:
+        one: A `TorchDispatchMode` or `TorchFunctionMode`, or a class of them: a recompute then neither enters it again
+            nor leaves it. Or a hook, or an object that counts or logs, or a class of these: a recompute then does not
+            look for state in it, and what is noted in a recompute stays noted.
+    """
+    setattr(one, WATCHES, True)  # See NOTE [ Modes that only watch ]
+    return one
+
+
+def acts(kind: M) -> M:
+    """Return a class of modes of this package, which from now on a recompute takes for one that changes operators."""
+    setattr(kind, _ACTS, True)
+    return kind
+
+
+class _ThreadState(threading.local):
+    last: AmbientState | None = None
+
+
+_here = _ThreadState()
+
+
+def _acting(modes: list[object]) -> list[object]:
+    return [mode for mode in modes if not _only_watches(mode)] if modes else modes
+
+
+def _only_watches(mode: object) -> bool:
+    # See NOTE [ Modes that only watch ]
+    if hasattr(mode, _ACTS):
+        return False
+    return type(mode).__module__.startswith(_WATCHERS) or hasattr(mode, WATCHES)
+
+
+def _same(now: list[object], then: list[object]) -> bool:
+    return len(now) == len(then) and all(a is b for a, b in zip(now, then, strict=True))
+
+
+def _exchange(
+    stack: ExitStack,
+    read: Callable[[], list[object]],
+    then: list[object],
+    push: Callable[[object], None],
+    pop: Callable[[], object],
+) -> None:
+    now = read()
+    if _same(_acting(now), then):
+        return
+    stack.callback(_rebuild, read, now, push, pop)
+    _rebuild(read, [*then, *(mode for mode in now if _only_watches(mode))], push, pop)
+
+
+def _rebuild(
+    read: Callable[[], list[object]], modes: list[object], push: Callable[[object], None], pop: Callable[[], object]
+) -> None:
+    for _ in read():
+        pop()
+    for mode in modes:
+        push(mode)
+
+
+def _autocast(kind: str) -> Autocast:
+    return Autocast(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+
+
+def _set_autocast(state: Autocast) -> None:
+    # Not `torch.autocast`, which warns of dtypes that do not go together and then does something else.
+    cast("Callable[[str, bool], None]", torch.set_autocast_enabled)(state.device_type, state.enabled)
+    torch.set_autocast_dtype(state.device_type, state.dtype)
+
+
+def _leave_autocast() -> None:
+    if torch.autocast_decrement_nesting() == 0:
+        torch.clear_autocast_cache()

@@ -1,0 +1,232 @@
+"""What a plain step computes and reads back, operator by operator: what a bound over all schedules is made from.
+
+One plain step runs under a log. In its forward the log notes operators and values, as in a profile's trace; in its
+backward it notes for each operator which of those values it reads, and how many bytes of what backward itself has made
+are live then. Those are gradients: when they come and go is up to autograd alone, so they lie there in every schedule.
+So does what a kernel takes for itself while it runs, which the allocator tells of.
+
+What was there before the step counts nothing, whatever is written to it: parameters, gradients, buffers, inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+from weakref import ReferenceType, ref
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from torchremat._compat.accelerators import taken_bytes
+from torchremat.measuring.exhaustion import is_out_of_memory
+from torchremat.measuring.flops import FlopCounter
+from torchremat.measuring.runs import Subject
+from torchremat.measuring.step import run_backward
+from torchremat.measuring.traces import AllocationRecorder, AllocationTrace
+from torchremat.measuring.tracker import address_of
+from torchremat.planning.devices.machines import Machine, has_room
+from torchremat.planning.profiles.operators import OperatorTrace, OperatorTracer
+from torchremat.planning.profiles.peers import Peers
+from torchremat.planning.profiles.reading import Profile
+from torchremat.planning.searches.chains import Cost
+from torchremat.planning.searches.flows import pooled_seconds, seconds_of
+from torchremat.schedules.bounds import Pull
+from torchremat.schedules.dataflow import Dataflow, Operator, Value
+from torchremat.tensors.parts import memories_of
+from torchremat.tensors.structure import tensors_in
+
+_DEVICE = torch.ops.prim.device.default  # that fakes are asked for their device is no operator of a step
+_NO_ROOM = "a step without any recompute, which shows what backward reads, does not fit into memory"
+_COMPILED = "the step runs compiled code, of which no operators are seen"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlainStep:
+    """A plain step as data.
+
+    Attributes:
+        flow: The operators of its forward.
+        pulls: The operators of its backward, in order.
+        flops: Of forward and backward.
+    """
+
+    flow: Dataflow
+    pulls: tuple[Pull, ...]
+    flops: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unseen:
+    """No plain step, and why."""
+
+    reason: str
+
+
+def plain_step(
+    subject: Subject,
+    machine: Machine,
+    cost: Cost,
+    *,
+    profile: Profile,
+    peak_bytes: int,
+    peers: Peers | None = None,
+) -> PlainStep | Unseen:
+    """Run a plain step, which leaves no trace, and return what it did.
+
+    Args:
+        subject: The step; nothing of its models may be wrapped.
+        machine: Where it runs.
+        cost: The unit of the costs.
+        profile: Of the step: what plans and their bounds say of seconds is from one measurement.
+        peak_bytes: What the step will need, beside what lies there; it is not run where that is not free.
+        peers: The processes that all run it, or none does.
+    """
+    peers = peers or Peers()
+    if not peers.everywhere(lambda: has_room(machine, peak_bytes)):
+        return Unseen(reason=_NO_ROOM)
+    try:
+        return peers.each(lambda: _plain_step(subject, machine, cost, profile))
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return Unseen(reason=_NO_ROOM)
+
+
+def _plain_step(subject: Subject, machine: Machine, cost: Cost, profile: Profile) -> PlainStep | Unseen:
+    with (
+        machine.logged() as recorder,
+        subject.untouched(),
+        FlopCounter() as flops,
+        _StepLog(flops, machine.device, recorder) as log,
+    ):
+        try:
+            loss = subject.forward()
+            log.in_backward = True
+            run_backward(loss)
+            del loss
+        finally:
+            log.close()
+    if any(run.is_compiled for run in log.trace.runs):
+        # It runs eagerly under a log, so what is seen of it is not what a training step runs.
+        return Unseen(reason=_COMPILED)
+    costs = _costs(log.trace, cost, profile)
+    pulls = log.pulls(None if recorder is None else recorder.trace)
+    return PlainStep(flow=log.flow(costs), pulls=pulls, flops=flops.total)
+
+
+def _costs(trace: OperatorTrace, cost: Cost, profile: Profile) -> list[float]:
+    if cost == "flops":
+        return [float(run.flops) for run in trace.runs]
+    if [run.name for run in trace.runs] == [run.name for run in profile.units.trace.operators.runs]:
+        return seconds_of(profile)
+    seconds = pooled_seconds(trace.runs)
+    factor = profile.forward_seconds / max(sum(seconds), 1e-12)
+    return [one * factor for one in seconds]
+
+
+class _BackwardOperator(NamedTuple):
+    """An operator of the backward: what it reads, the bytes of gradients before and after it, and its marks."""
+
+    reads: tuple[int, ...]
+    before_bytes: int
+    after_bytes: int
+    begins: int
+    ends: int
+
+    def pull(self, trace: AllocationTrace | None) -> Pull:
+        """Return it with the most bytes that lie beside what it reads."""
+        beside_bytes = self.after_bytes
+        if trace is not None:
+            rise_bytes = trace.peak_bytes_between(self.begins, self.ends) - trace.live_bytes_at(self.begins)
+            beside_bytes = max(beside_bytes, self.before_bytes + rise_bytes)
+        return Pull(reads=self.reads, beside_bytes=beside_bytes)
+
+
+class _StepLog(OperatorTracer):
+    """Logs the operators of a forward, and of the backward after it what they read.
+
+    Attributes:
+        in_backward: Whether the backward has begun; whoever begins it sets it.
+    """
+
+    def __init__(self, flops: FlopCounter, device: torch.device, recorder: AllocationRecorder | None) -> None:
+        super().__init__(flops, recorder)
+        self.in_backward = False
+        self._seen: list[_BackwardOperator] = []
+        self._device = device
+        self._elsewhere: set[int] = set()  # storages on other devices
+        self._gradients: dict[int, ReferenceType[UntypedStorage]] = {}
+        self._gradient_bytes = 0
+
+    def mark(self) -> int:
+        """Mark this moment among the allocations, of which those of the forward do not matter."""
+        return super().mark() if self.in_backward else -1
+
+    def close(self) -> None:
+        """Forget the storages that are alive."""
+        super().close()
+        self._gradients.clear()
+
+    def _new(self, memory: UntypedStorage, tensor: Tensor) -> int:
+        value = super()._new(memory, tensor)
+        if not self._counts(tensor):
+            self._elsewhere.add(self.trace.values[value].storage)
+        return value
+
+    def _counts(self, tensor: Tensor) -> bool:
+        # Not the device of the memory, which fakes have on none. "cuda" without an index means any.
+        return tensor.device.type == self._device.type and self._device.index in (None, tensor.device.index)
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., object],
+        types: tuple[type, ...],
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        if not self.in_backward or func is _DEVICE:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        named = kwargs or {}
+        given = {address_of(one) for tensor in tensors_in((args, dict(named))) for one in memories_of(tensor)}
+        reads = tuple(sorted(self._storages[address][2] for address in given & self._storages.keys()))
+        before_bytes, begins = self._gradient_bytes, self.mark()
+        result = func(*args, **named)
+        ends = self.mark()
+        for tensor in tensors_in(result):
+            for memory in memories_of(tensor) if self._counts(tensor) else ():
+                # What it was given and returns, a `.grad` that it adds to, was there before.
+                if address_of(memory) not in given:
+                    self._add(memory)
+        self._seen.append(_BackwardOperator(reads, before_bytes, self._gradient_bytes, begins, ends))
+        return result
+
+    def pulls(self, trace: AllocationTrace | None) -> tuple[Pull, ...]:
+        """Return the operators of the backward, with what the allocator did, if that is known."""
+        return tuple(seen.pull(trace) for seen in self._seen)
+
+    def _add(self, memory: UntypedStorage) -> None:
+        address, size = address_of(memory), taken_bytes(memory)
+        if address in self._storages or address in self._gradients:
+            return
+
+        def dies(_: object) -> None:
+            if self._gradients.pop(address, None) is not None:
+                self._gradient_bytes -= size
+
+        self._gradients[address] = ref(memory, dies)
+        self._gradient_bytes += size
+
+    def flow(self, costs: list[float]) -> Dataflow:
+        """Return the forward with these costs."""
+        made = {value for run in self.trace.runs for value in run.makes}
+        values = self.trace.values
+        outside = {value.storage for number, value in enumerate(values) if number not in made}
+        free = outside | self._elsewhere
+        return Dataflow(
+            operators=tuple(
+                Operator(name=run.name, inputs=run.reads, outputs=run.makes, cost=cost)
+                for run, cost in zip(self.trace.runs, costs, strict=True)
+            ),
+            values=tuple(Value(size_bytes=0 if value.storage in free else value.size_bytes) for value in values),
+        )

@@ -1,0 +1,91 @@
+"""A profile as a chain that takes no more than it does: for lower bounds, where `chains` is for finding plans.
+
+    what                                        chains              here
+    a storage that several units hold           counts for each     for the first that could hold it
+    an input of which a part is saved           counts as a whole   does not count
+    bytes beside the plan, negative ones too    cut off at 0        the slack is added to the limit
+    code between two units                      as in the profile   takes nothing
+    a unit of which backward needs nothing      may cost            costs nothing
+
+Of regions inside of regions it says what the solver's chain says: that they hold their input until their own backward
+is over. They let go of it a little earlier, so the lowest of nested trees may need a little less than this says.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torchremat.planning.profiles.reading import Profile
+from torchremat.planning.searches.chains import Cost, chain_of
+from torchremat.planning.simulator.points import ProgramPoint
+from torchremat.schedules.chain import Chain, Stage
+
+
+@dataclass(frozen=True, kw_only=True)
+class Relaxation:
+    """A chain, and how many bytes more than a limit it may take for every tree that is within the limit."""
+
+    chain: Chain
+    slack_bytes: int
+
+
+def underestimate(profile: Profile, cost: Cost) -> Relaxation | None:
+    """Return the chain; None if backward comes to the units in another order than the reverse of forward's."""
+    order = list(profile.order)
+    if order != sorted(order, reverse=True):
+        return None
+    chain, counted = chain_of(profile, cost), set[int]()
+    slack = max(0, -min(profile.extra_bytes.values(), default=0))
+    stages = [_stage(profile, unit, cost, stage, counted, slack) for unit, stage in enumerate(chain.stages)]
+    if any(
+        not size.has_backward or not unit.inputs for unit, size in zip(profile.units.units, profile.sizes, strict=True)
+    ):
+        # A recompute may end before such units, and then with the last save of one before.
+        stages = [replace(stage, forward=min(stage.forward, stage.truncated)) for stage in stages]
+    return Relaxation(chain=replace(chain, stages=tuple(stages)), slack_bytes=slack)
+
+
+def _stage(profile: Profile, unit: int, cost: Cost, stage: Stage, counted: set[int], slack: int) -> Stage:
+    own, size, trace = profile.units.units[unit], profile.sizes[unit], profile.units.trace
+    links, costs = dict(own.links), profile.costs[unit]
+
+    def take(storages: set[int]) -> set[int]:
+        """Count storages that are counted nowhere yet; those that live to the end whatever the plan is never are."""
+        found = {storage for storage in storages if storage in trace.died} - counted
+        counted.update(found)
+        return found
+
+    inputs = take(set(own.inputs))
+    linked = {storage for storage in inputs if links.get(storage) == unit - 1}
+    external = inputs - linked
+    saved = take({*size.saved, *size.left} - set(own.inputs))
+
+    def bytes_of(storages: set[int]) -> int:
+        return sum(trace.storage_bytes[storage] for storage in storages)
+
+    def beside(point: ProgramPoint) -> int:
+        return profile.extra_bytes.get((point, unit), -slack) + slack
+
+    during = beside(ProgramPoint.BACKWARD)
+    base = min(during, beside(ProgramPoint.RECOMPUTE))
+    option = replace(
+        stage.options[0],
+        saved_bytes=size.inside_bytes + bytes_of(saved),
+        saves_input=bool(linked) and linked <= size.saved,
+        saves_external=bool(external) and external <= size.saved,
+        backward_peak_bytes=during - base + max(0, profile.after_bytes.get((ProgramPoint.BACKWARD, unit), 0)),
+    )
+    full, truncated = (
+        (costs.seconds, costs.seconds_truncated) if cost == "seconds" else (costs.flops, costs.flops_truncated)
+    )
+    return replace(
+        stage,
+        forward=full if size.has_backward else 0.0,
+        truncated=truncated if size.has_backward else 0.0,
+        linked_bytes=bytes_of(linked),
+        external_bytes=bytes_of(external),
+        output_bytes=0,
+        options=(option,),
+        forward_base_bytes=beside(ProgramPoint.FORWARD),
+        backward_base_bytes=base,
+    )

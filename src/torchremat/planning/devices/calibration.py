@@ -1,0 +1,172 @@
+"""This machine as a `Device`: each operator of a step measured where it runs, its seconds and what its kernel takes.
+
+The allocator's events between two marks around an operator say how high it went over what it left. From the operators
+also follow the rates of the device: the best that any of them has reached.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from statistics import median
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from torchremat._compat.accelerators import accelerator_of
+from torchremat._compat.modes import EagerMode
+from torchremat.measuring.allocator import check_free_to_record, record_allocations
+from torchremat.measuring.runs import Subject
+from torchremat.measuring.step import run_backward
+from torchremat.measuring.traces import AllocationTrace
+from torchremat.measuring.tracker import address_of, tensors_in
+from torchremat.planning.budgets import capacity_of
+from torchremat.planning.devices.device import Device, DeviceType, MeasuredKernel
+from torchremat.planning.devices.kernels import intensity, is_mutable, signature
+from torchremat.planning.profiles.optimizers import stepped_and_undone
+from torchremat.planning.profiles.overheads import overheads
+
+_FLOPS_OF_NOTE = 10_000  # below, an operator's seconds tell nothing of the rates of a device
+
+
+@dataclass(frozen=True, slots=True)
+class _TimedOperator:
+    """One operator that ran: the marks around it, and what it made."""
+
+    signature: str
+    first: int
+    last: int
+    storage_bytes: tuple[int, ...]
+    seconds: float
+    flops: int
+    touched_bytes: int
+    dtype: torch.dtype
+
+
+class _Kernels(EagerMode):
+    """Takes marks and times around each operator that computes something."""
+
+    def __init__(self, mark: Callable[[str], int], device: torch.device) -> None:
+        super().__init__()
+        self.runs: list[_TimedOperator] = []
+        self._mark = mark
+        self._device = device
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., object],
+        types: tuple[type, ...],
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        named = kwargs or {}
+        first = self._mark("operator")
+        self._wait()
+        start_s = time.perf_counter()
+        result = func(*args, **named)
+        self._wait()
+        seconds = time.perf_counter() - start_s
+        last = self._mark("done")
+        made = _made(args, named, result)
+        if made or is_mutable(func):
+            flops, touched_bytes, dtype = intensity(func, args, named, result, made)
+            self.runs.append(
+                _TimedOperator(
+                    signature=signature(func, args, named),
+                    first=first,
+                    last=last,
+                    storage_bytes=tuple(one.untyped_storage().nbytes() for one in made),
+                    seconds=seconds,
+                    flops=flops,
+                    touched_bytes=touched_bytes,
+                    dtype=dtype,
+                )
+            )
+        return result
+
+    def _wait(self) -> None:
+        accelerator_of(self._device).synchronize(self._device)
+
+
+def _made(args: tuple[object, ...], kwargs: Mapping[str, object], result: object) -> list[Tensor]:
+    """Return those of the results, one for each storage, that lie in none of the arguments'."""
+    given = {address_of(one.untyped_storage()) for one in tensors_in([*args, *kwargs.values()])}
+    made: list[Tensor] = []
+    for tensor in tensors_in(result):
+        address = address_of(tensor.untyped_storage())
+        if address not in given:
+            given.add(address)
+            made.append(tensor)
+    return made
+
+
+def device_here(subject: Subject, device: torch.device) -> Device:
+    """Return the description of a device of this machine, with the kernels of a step.
+
+    The step is run as it is, and must fit.
+
+    Raises:
+        UnsupportedError: A profiler is active.
+    """
+    check_free_to_record(device)
+    runs: list[_TimedOperator] = []
+    table: dict[str, list[MeasuredKernel]] = {}
+    with subject.untouched():
+        with record_allocations(device) as recorder, _Kernels(recorder.mark, device) as kernels:
+            loss = subject.forward()
+            run_backward(loss)
+            del loss
+        runs += _note(table, kernels.runs, recorder.trace)
+    if subject.optimizer is not None:
+        with stepped_and_undone(subject, subject.optimizer) as step:
+            with record_allocations(device) as recorder, _Kernels(recorder.mark, device) as kernels:
+                step()
+            runs += _note(table, kernels.runs, recorder.trace)
+    return _described(device, runs, table)
+
+
+def _note(
+    table: dict[str, list[MeasuredKernel]], runs: list[_TimedOperator], trace: AllocationTrace
+) -> list[_TimedOperator]:
+    for run in runs:
+        over = trace.peak_bytes_between(run.first, run.last) - trace.live_bytes_at(run.first)
+        kernel = MeasuredKernel(
+            seconds=run.seconds,
+            workspace_bytes=max(0, over - sum(run.storage_bytes)),
+            storage_bytes=run.storage_bytes,
+        )
+        table.setdefault(run.signature, []).append(kernel)
+    return runs
+
+
+def _described(device: torch.device, runs: list[_TimedOperator], table: dict[str, list[MeasuredKernel]]) -> Device:
+    flops: dict[str, float] = {}
+    for run in runs:
+        if run.flops > _FLOPS_OF_NOTE:
+            name = str(run.dtype).removeprefix("torch.")
+            flops[name] = max(flops.get(name, 0.0), run.flops / run.seconds)
+    bandwidth = max((run.touched_bytes / run.seconds for run in runs), default=1e9)
+    accelerator = accelerator_of(device)
+    return Device(
+        name=f"{platform.machine()} CPU" if accelerator.is_host else accelerator.name(device),
+        type=cast("DeviceType", accelerator.type),
+        memory_bytes=capacity_of(device) or 1 << 40,
+        # A step without a matrix product says nothing of their rate.
+        flops=flops or {"float32": bandwidth},
+        bandwidth=bandwidth,
+        latency_s=min((run.seconds for run in runs), default=1e-6),
+        efficiency=1.0,
+        block_bytes=accelerator.block_bytes,
+        overheads=overheads(),
+        kernels={
+            name: MeasuredKernel(
+                seconds=median(one.seconds for one in found),
+                workspace_bytes=max(one.workspace_bytes for one in found),
+                storage_bytes=found[0].storage_bytes,
+            )
+            for name, found in table.items()
+        },
+    )

@@ -1,0 +1,230 @@
+"""Which units do in a recompute what they did in their forward: each is tried once, before anything is planned.
+
+A module may read what nobody passes to it: an attribute that the code around it sets, a count of its calls, a draw of
+`random` or NumPy. A recompute finds that as it is then, and the gradients are wrong, or user code raises. So there is
+a forward in which every unit is a region, and when it has ended each is run again, the last one first as in backward.
+What is saved and what is returned has to have the same bits. Where memory is short, a few units are tried at a time.
+
+A unit that fails is none: the calls inside of it may be, and what is left stays kept. See `grain`.
+
+Missing on purpose: units of modules that FSDP2 has sharded, whose parameters are gathered in backward alone; and units
+in which nothing runs (`on="meta"`).
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from torchremat.errors import CheckpointError, MutationError, RepeatWarning, UnsupportedError, warn
+from torchremat.measuring.exhaustion import is_out_of_memory, let_go
+from torchremat.measuring.heap import free_unused
+from torchremat.measuring.modules import has_compiled
+from torchremat.measuring.runs import Subject
+from torchremat.planning.layout import calls_of, installed
+from torchremat.planning.profiles.not_replayable import told
+from torchremat.planning.profiles.units import Grain, Units, not_called
+from torchremat.planning.profiles.watching import UnitObserver, every_unit
+from torchremat.regions.diagnosis.causes import seen_cause
+from torchremat.regions.diagnosis.differences import DivergedError
+from torchremat.regions.region import Region
+from torchremat.regions.settings import Check, Settings
+from torchremat.tensors.fingerprints import fingerprint
+from torchremat.tensors.structure import tensors_in
+
+_UNKNOWN = (
+    "it gives other values then, since something that it reads besides its arguments has changed: an attribute that is "
+    "set around it, a global, a count"
+)
+_NOISE = (
+    "it gives other values each time, since torch has no deterministic kernel for {kernels} on this device, or since "
+    "something that it reads besides its arguments has changed"
+)
+_KERNEL = re.compile(r"^(.+?) does not have a deterministic implementation")
+_NO_ROOM = (
+    "whether the modules of the model do in a recompute what they do in their forward was not tried, for want of "
+    "memory. `torchremat.verify` under the plan tells whether its gradients are exact."
+)
+
+
+@dataclass(eq=False)
+class Repeats:
+    """What is known of the modules that have been tried.
+
+    Attributes:
+        like: The names of those that passed.
+        unlike: The names of those that did not, with the reasons.
+        pair: How far calls are taken apart, by the calls that a step makes: the same for batches of every shape, or
+            their profiles would not be of one form.
+    """
+
+    like: set[str] = field(default_factory=set[str])
+    unlike: dict[str, str] = field(default_factory=dict[str, str])
+    pair: dict[tuple[str, ...], Grain] = field(default_factory=dict[tuple[str, ...], Grain])
+
+    def know(self, units: Units) -> bool:
+        """Return whether each of some units has been tried."""
+        return all(name in self.like for unit in units.units for name, _ in unit.keys)
+
+    def add(self, units: Units, found: Sequence[Mapping[str, str]]) -> bool:
+        """Take in what trying some units has told in each process, and return whether one of them failed."""
+        new = {name: why for one in found for name, why in one.items()}
+        self.unlike.update(new)
+        if new:
+            self.pair.clear()
+        self.like.update(name for unit in units.units for name, _ in unit.keys if name not in self.unlike)
+        return bool(new)
+
+    def tell(self) -> None:
+        """Warn of those that failed."""
+        if self.unlike:
+            warn(told(self.unlike), RepeatWarning)
+
+
+def tried(model: nn.Module, subject: Subject, units: Units, part: range) -> dict[str, str] | None:
+    """Return the modules whose recompute is not their forward, by name, with the reasons; None if memory ran out.
+
+    Where tensors are saved that cannot be compared, what raises is found, and what has another shape.
+
+    Args:
+        model: The model.
+        subject: The step.
+        units: Its units.
+        part: Those that are tried now; of the others nothing is held.
+    """
+    kinds: tuple[Check, Check] = ("values", "metadata")
+    for check in kinds:
+        try:
+            with subject.untouched(), _deterministic(model) as warned:
+                return _Trial(units, part, check, warned).failures(model, subject)
+        except (RuntimeError, MemoryError) as error:
+            if is_out_of_memory(error):
+                let_go(error)
+                break
+            if check == "metadata":
+                raise
+    free_unused()
+    return None
+
+
+def leave_out() -> None:
+    """Warn that there is no room for trying a unit."""
+    warn(_NO_ROOM, RepeatWarning)
+
+
+class _Trial(UnitObserver):
+    """A forward in which every unit is a region, and one recompute of some."""
+
+    def __init__(self, units: Units, part: range, check: Check, warned: Sequence[warnings.WarningMessage]) -> None:
+        super().__init__(units)
+        self.part = part
+        self.check: Check = check
+        self.warned = warned
+        self.regions: dict[int, Region] = {}
+        self.returns: dict[tuple[int, int], list[Tensor]] = {}  # by unit and call, fingerprints
+        self.differs = False  # whether a call has returned something else in the recompute that runs
+
+    def began(self, region: Region, call: int, tensors: list[Tensor]) -> None:
+        """See `Observer`. A region without saved tensors would be gone with its call."""
+        unit = self.unit_of(region)
+        if unit is not None and unit in self.part:
+            self.regions[unit] = region
+
+    def ended(self, region: Region, call: int, output: object) -> None:
+        """See `Observer`."""
+        unit = self.unit_of(region)
+        if unit in self.regions:
+            self.returns[unit, call] = self.fingerprints(output)
+        elif unit is not None and call + 1 == len(self.units.units[unit].calls):
+            region.abandon()
+
+    def returned(self, region: Region, call: int, output: object) -> None:
+        """See `Observer`."""
+        unit = self.unit_of(region)
+        if unit in self.regions:
+            then, now = self.returns[unit, call], self.fingerprints(output)
+            self.differs |= len(then) != len(now) or not all(map(torch.equal, then, now))
+
+    def fingerprints(self, output: object) -> list[Tensor]:
+        """Return those of the tensors that a call returns, if values are compared."""
+        return list(map(fingerprint, tensors_in(output))) if self.check == "values" else []
+
+    def failures(self, model: nn.Module, subject: Subject) -> dict[str, str]:
+        """Run the forward, and the units again, the last one first; return the modules of those that fail."""
+        found: dict[str, str] = {}
+        settings = Settings(check=self.check, early_stop=False, observer=self)
+        try:
+            with installed(model, calls_of(self.units), every_unit(self.units), settings):
+                subject.forward()
+            for unit in reversed(self.part):
+                if unit not in self.regions:
+                    raise not_called(self.units, unit)
+                why = self.failure(self.regions[unit])
+                if why is not None:
+                    found.update((name, why) for name, _ in self.units.units[unit].keys)
+        finally:
+            for region in self.regions.values():
+                region.abandon()
+        return dict(reversed(found.items()))
+
+    def failure(self, region: Region) -> str | None:
+        """Recompute a region, and return why that was not its forward; None if it was, or if that cannot be told."""
+        self.differs, before = False, len(self.warned)
+        try:
+            region.repeat()
+        except DivergedError:
+            return self.words(region, before)
+        except UnsupportedError:
+            return None
+        except (CheckpointError, MutationError) as error:
+            return str(error).partition("\n")[0].rstrip(".")
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            return f"its recompute raised {type(error).__name__}: {error}".partition("\n")[0]
+        return self.words(region, before) if self.differs else None
+
+    def words(self, region: Region, before: int) -> str:
+        """Return why the recompute of a region was another, before which torch had warned so many times."""
+        kernels = _kernels(self.warned[before:])
+        # A process that runs a region once more than the others may wait for them.
+        is_alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
+        try:
+            cause = seen_cause(region) if is_alone else None
+        except Exception:  # noqa: BLE001  as in `explain`
+            cause = None
+        if cause is not None:
+            return cause.fact
+        return _NOISE.format(kernels=" and ".join(kernels)) if kernels else _UNKNOWN
+
+
+def _kernels(warned: Sequence[warnings.WarningMessage]) -> list[str]:
+    """Return the names of the kernels of which torch has said that they are not deterministic."""
+    found = (_KERNEL.search(str(one.message)) for one in warned)
+    return sorted({f"`{match[1]}`" for match in found if match})
+
+
+@contextmanager
+def _deterministic(model: nn.Module) -> Generator[Sequence[warnings.WarningMessage]]:
+    """Let kernels add in the same order each time, those that can: another order is no other state.
+
+    Yields what is warned of meanwhile, of kernels that cannot among others. Compiled code is left as it is, since it
+    would be compiled anew.
+    """
+    if has_compiled(model):
+        yield ()
+        return
+    was, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            yield warned
+        finally:
+            torch.use_deterministic_algorithms(was, warn_only=warns)

@@ -1,0 +1,257 @@
+"""How many bytes a store takes from each unit, by putting real saved tensors into it.
+
+One forward runs in which every unit is stored, in stores that weigh: they give each tensor to the real store, have it
+brought back at once under the allocator's events, and drop it. Units of one signature that give the same are weighed
+once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from torchremat.errors import StoreError, UnsupportedError
+from torchremat.measuring.allocator import record_allocations
+from torchremat.measuring.runs import Subject
+from torchremat.measuring.traces import AllocationRecorder, AllocationTrace
+from torchremat.measuring.tracker import address_of
+from torchremat.planning.layout import calls_of, installed
+from torchremat.planning.profiles.profiling import ProfilePair
+from torchremat.planning.profiles.reading import Profile
+from torchremat.planning.profiles.store_speeds import Payload, measured_speed
+from torchremat.planning.simulator.offload_choices import OffloadSize, Parcel, StoreProfile
+from torchremat.regions.offload_schedule import OffloadSchedule, Transfer
+from torchremat.regions.settings import Settings
+from torchremat.schedules.chain import KeepNode
+from torchremat.stores.release import held_in, settle
+from torchremat.stores.statistics import StoreStatistics
+from torchremat.tensors.handles import Handle, Store
+from torchremat.tensors.parts import memories_of
+
+
+def check_stores(stores: Sequence[Store], *, allow_lossy: bool) -> tuple[Store, ...]:
+    """Return the stores if a plan may use them.
+
+    Raises:
+        UnsupportedError: One is no store, or loses digits and that is not allowed.
+    """
+    if isinstance(stores, str) or not isinstance(cast("object", stores), Sequence):
+        raise UnsupportedError(f"stores={stores!r}: a list of stores is needed, such as [torchremat.Disk()].")
+    for place, store in enumerate(stores):
+        if isinstance(store, type) or not callable(getattr(store, "put", None)):
+            raise UnsupportedError(
+                f"stores[{place}]={store!r}: an object with a method `put` is needed, such as torchremat.Disk()."
+            )
+        lossy = _lossy_in(store)
+        if lossy is not None and not allow_lossy:
+            raise UnsupportedError(
+                f"stores[{place}]={store!r} loses digits ({lossy!r}), so gradients would not be those of the plain "
+                "run. Say allow_lossy=True if that is wanted, or leave the codec out."
+            )
+    return tuple(stores)
+
+
+def _lossy_in(store: object) -> object:
+    """Return the codec of a store, or of one inside of it, that loses digits; None if there is none."""
+    if getattr(store, "lossy", None) is not None:
+        return cast("object", getattr(store, "lossy"))  # noqa: B009
+    inner = (*cast("tuple[object, ...]", getattr(store, "stores", ())), getattr(store, "store", None))
+    return next((found for one in inner if one is not None and (found := _lossy_in(one)) is not None), None)
+
+
+def weighed(model: nn.Module, subject: Subject, pair: ProfilePair, stores: Sequence[Store]) -> tuple[StoreProfile, ...]:
+    """Return what stores take from units, whole and split; the step's forward runs once or twice for each store.
+
+    Raises:
+        UnsupportedError: The step calls the model, or modules of it, several times.
+    """
+    profile = pair.blocks
+    if stores and len(profile.units.roots) > 1:
+        names = ", ".join(sorted({profile.units.trace.calls[root].name or "the model" for root in profile.units.roots}))
+        raise UnsupportedError(
+            f"stores=: the step makes {len(profile.units.roots)} calls (of {names}), and stores can be planned for a "
+            "step that calls the model once. Leave `stores` out, or let one module make all the calls."
+        )
+    return tuple(_offer(model, subject, pair, place, store) for place, store in enumerate(stores))
+
+
+def _offer(model: nn.Module, subject: Subject, pair: ProfilePair, place: int, store: Store) -> StoreProfile:
+    cargoes, payload = _weighed(model, subject, pair.blocks, store)
+    if pair.leaves is not None:
+        cargoes = _weighed(model, subject, pair.leaves, store)[0] | cargoes
+    found = getattr(store, "statistics", None)
+    limit_bytes = found.limit_bytes if isinstance(found, StoreStatistics) else None
+    return StoreProfile(
+        store=place,
+        cargoes=cargoes,
+        speed=measured_speed(store, pair.blocks.device, payload, limit_bytes),
+        limit_bytes=limit_bytes,
+    )
+
+
+def _weighed(
+    model: nn.Module, subject: Subject, profile: Profile, store: Store
+) -> tuple[dict[tuple[int, ...], OffloadSize], Payload]:
+    """Return the cargoes of a profile's units, and what those units give of which most bytes could leave."""
+    units = profile.units
+    alike: dict[object, list[int]] = {}
+    for unit, size in enumerate(profile.sizes):
+        if size.has_backward:
+            alike.setdefault(units.signature(unit), []).append(unit)
+    cargoes: dict[tuple[int, ...], OffloadSize] = {}
+    most_bytes, payload = 0, Payload(tensors=())
+    while alike:
+        first = {members[0] for members in alike.values()}
+        scales, trace = _forward(model, subject, profile, store, first, [*chain.from_iterable(alike.values())])
+        others: dict[object, list[int]] = {}
+        for signature, members in alike.items():
+            scale, leaving = scales[members[0]], 0
+            for unit in members:
+                if scales[unit].given != scale.given:
+                    # Not all of what it saves can go, as of a unit that is given a leaf; or all of it can.
+                    others.setdefault((signature, *scales[unit].given), []).append(unit)
+                    continue
+                offload_size = scale.offload_size(profile, unit, trace)
+                if offload_size is not None:
+                    cargoes[units.units[unit].calls] = offload_size
+                    leaving += offload_size.all_bytes
+            if leaving > most_bytes:
+                most_bytes, payload = leaving, scale.payload
+        alike = others
+    return cargoes, payload
+
+
+def _forward(
+    model: nn.Module, subject: Subject, profile: Profile, store: Store, first: Container[int], members: Sequence[int]
+) -> tuple[dict[int, _Scale], AllocationTrace]:
+    """Run a forward in which the units that are `first` are weighed; of the others is noted what they give."""
+    units = profile.units
+    with subject.untouched(), record_allocations(profile.device) as recorder:
+        scales = {
+            unit: _Scale(store if unit in first else None, recorder, len(units.saved(unit))) for unit in sorted(members)
+        }
+        transfers = {
+            unit: Transfer(store=number, leaves_after=unit, comes_before=unit) for number, unit in enumerate(scales)
+        }
+        offload_schedule = OffloadSchedule(
+            tuple(scales.values()), transfers, lambda unit, tensor: scales[unit].saw(tensor)
+        )
+        tree = tuple(KeepNode(unit) for unit in range(len(units.units)))
+        with installed(model, calls_of(units), tree, Settings(), offload_schedule=offload_schedule):
+            subject.run()
+    return scales, recorder.trace
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Tried:
+    """One tensor: the place of its storage among those that the unit saves, and the marks around what was done."""
+
+    place: int
+    size_bytes: int
+    dtype: torch.dtype
+    marks: tuple[int, int, int, int, int]
+
+
+@dataclass(eq=False)
+class _Scale:
+    """A store that weighs, for one unit; without a store to try it notes what it is given."""
+
+    store: Store | None
+    recorder: AllocationRecorder
+    most: int
+    tried: list[_Tried] = field(default_factory=list[_Tried])
+    places: dict[int, int] = field(default_factory=dict[int, int])  # by the address of a storage
+    seen: int = 0
+    given: list[int] = field(default_factory=list[int])  # the places of what it was given
+
+    def saw(self, tensor: Tensor) -> None:
+        """Note the place of a tensor that the unit saves; of a wrapper that of its largest part."""
+        for memory in memories_of(tensor)[:1]:
+            self.places[address_of(memory)] = self.seen
+        self.seen += 1
+
+    def put(self, tensor: Tensor) -> _Taken:
+        """Give a tensor to the store and take it back."""
+        place = self.places.get(address_of(tensor.untyped_storage()), self.most)
+        self.given.append(place)
+        if self.store is None:
+            return _Taken()
+        mark = self.recorder.mark
+        before = mark("before")
+        read: list[object] = []
+        try:
+            with held_in(read):
+                handle: Handle | None = self.store.put(tensor)
+        except StoreError:
+            handle = None  # one that is strict has no room
+        if handle is None:
+            return _Taken()  # that of a step to come may have room for another
+        put = mark("put")
+        settle(handle)
+        read.clear()
+        left = mark("left")
+        handle.prefetch()
+        begun = mark("begun")
+        back = handle.get()
+        there = mark("there")
+        del back
+        if place < self.most:
+            marks = before, put, left, begun, there
+            self.tried.append(_Tried(place=place, size_bytes=tensor.nbytes, dtype=tensor.dtype, marks=marks))
+        return _Taken()
+
+    @property
+    def payload(self) -> Payload:
+        """What the unit gives."""
+        tensors = tuple((one.size_bytes, one.dtype) for one in self.tried)
+        return Payload(tensors=tensors, times=max(1, round(self.seen / max(1, len(tensors)))))
+
+    def offload_size(self, profile: Profile, unit: int, trace: AllocationTrace) -> OffloadSize | None:
+        """Return what leaves of a unit with the calls of the one that was weighed; None if nothing does."""
+        saved, size, dropped = profile.units.saved(unit), profile.sizes[unit], profile.units.dropped(unit)
+        parcels: list[Parcel] = []
+        for one in self.tried:
+            storage = saved[one.place]
+            before, put, left, begun, there = map(trace.live_bytes_at, one.marks)
+            goes = one.place in dropped  # with its graph, and what the store has of it as well
+            # What somebody else has stays, and a store that keeps the tensor itself frees nothing.
+            leaves = not goes and storage not in size.left and there - left >= one.size_bytes
+            parcels.append(
+                Parcel(
+                    place=one.place,
+                    storage=storage if storage in size.saved and storage not in size.left and not goes else None,
+                    leaves=leaves,
+                    bytes=there - left,
+                    held_bytes=0 if goes else left - before,
+                    passing_bytes=0 if goes else put - left,
+                    ahead_bytes=begun - left,
+                    put_peak_bytes=_over(trace, one.marks[0], one.marks[1]),
+                    get_peak_bytes=_over(trace, one.marks[2], one.marks[4]),
+                )
+            )
+        offload_size = OffloadSize(parcels=tuple(parcels))
+        return offload_size if offload_size.all_bytes else None
+
+
+class _Taken:
+    """The handle of a tensor that nobody will ask for."""
+
+    __slots__ = ("__weakref__",)
+
+    stored_bytes = 0
+
+    def get(self) -> Tensor:
+        """Refuse: what was weighed is gone."""
+        raise UnsupportedError("the step runs a backward of its own; a plan needs one that returns the loss.")
+
+    def prefetch(self) -> None:
+        """Do nothing."""
+
+
+def _over(trace: AllocationTrace, first: int, last: int) -> int:
+    return trace.peak_bytes_between(first, last) - trace.live_bytes_at(first)

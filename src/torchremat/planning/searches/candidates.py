@@ -1,0 +1,30 @@
+"""A tree that was judged: what it needs, and what it costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torchremat.planning.profiles.reading import Profile
+from torchremat.planning.simulator.offload_choices import NO_LOADS, Offloads
+from torchremat.planning.simulator.prediction import Prediction
+from torchremat.schedules.chain import Tree
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A tree over the units of a profile, with what it needs; `cost` is in the unit that is planned for.
+
+    `offloads` are the kept units whose saved tensors go to a store.
+    """
+
+    profile: Profile
+    tree: Tree
+    prediction: Prediction
+    cost: float
+    offloads: Offloads = field(default_factory=lambda: NO_LOADS, hash=False)
+
+    @property
+    def slowdown(self) -> float:
+        """Predicted seconds of a step over those of a plain one."""
+        added_s = self.prediction.seconds + self.prediction.moving_s
+        return 1 + added_s / self.profile.seconds if self.profile.seconds else 1.0

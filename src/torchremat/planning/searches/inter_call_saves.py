@@ -1,0 +1,156 @@
+"""What units save in their own code, between the calls inside of them: it stays if they are split.
+
+Seen is what is live beside the plan, in the coarse watched step around each unit and in the fine one around each call
+inside. The difference grows by what own code saves, and between the last call inside of one unit and the first inside
+of the next that is the code of both. The trace tells which of them saves what.
+
+Variables of own code are live beside the plan too, but only until it returns. The trace keeps nothing that is saved:
+what is live in it are variables.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+
+from torchremat.planning.profiles.reading import Profile
+from torchremat.planning.profiles.watching import every_unit
+from torchremat.planning.simulator.points import ProgramPoint
+from torchremat.planning.simulator.simulator import MemorySimulator
+
+
+@dataclass(frozen=True, kw_only=True)
+class InterCallSaves:
+    """Bytes saved by own code, beside boundary storages; of a unit that the fine profile has whole there are none.
+
+    Attributes:
+        within: By each coarse unit, between the first call inside and the last.
+        between: Before the first call inside of each, and since the last call inside of the one before; one more for
+            what comes after all of them.
+        first: Those of them that the unit itself saves, by the trace.
+        last: Those that the one before it does.
+    """
+
+    within: Sequence[int]
+    between: Sequence[int]
+    first: Sequence[int]
+    last: Sequence[int]
+
+    def counted(self, split: set[int]) -> list[int]:
+        """Return what of `between` is saved by units that are split.
+
+        Args:
+            split: These units. Of the code of two, of which one is split, it gets what the trace does not know of.
+        """
+        found: list[int] = []
+        for unit, (size, first, last) in enumerate(zip(self.between, self.first, self.last, strict=True)):
+            match unit - 1 in split, unit in split:
+                case True, True:
+                    found.append(size)
+                case True, False:
+                    found.append(max(last, size - first))
+                case False, True:
+                    found.append(max(first, size - last))
+                case _:
+                    found.append(0)
+        return found
+
+
+def glue_of(blocks: Profile, leaves: Profile, inside: Sequence[tuple[int, int]]) -> InterCallSaves:
+    """Return what own code saves.
+
+    Args:
+        blocks: The profile in which each unit is a region.
+        leaves: The one in which each call inside is, with the same boundary storages.
+        inside: For each coarse unit the first and the last unit of the fine profile that it is or contains.
+    """
+    saves = _Saves(blocks, leaves)
+    entered, left, first, last = list[int](), list[int](), list[int](), [0]
+    held, held_in = _held_after(blocks), _held_after(leaves)
+    for unit, (begin, end) in enumerate(inside):
+        own, inner = blocks.units, leaves.units
+        calls, begins, ends = own.units[unit].calls, inner.units[begin].calls[0], inner.units[end].calls[-1]
+        more = saves.variables_before(begins) - saves.variables_before(calls[0])
+        entered.append(_more(blocks, leaves, ProgramPoint.FORWARD, unit, begin) - more)
+        more = saves.variables_after(ends, held_in[end]) - saves.variables_after(calls[-1], held[unit])
+        left.append(_more(blocks, leaves, ProgramPoint.LEFT, unit, end) - more)
+        first.append(saves.between(own.entered(unit), inner.entered(begin)))
+        last.append(saves.between(inner.left(end), own.left(unit)))
+    after = leaves.extra_bytes[ProgramPoint.END, 0] - blocks.extra_bytes[ProgramPoint.END, 0]
+    return InterCallSaves(
+        within=_differences(entered, left),
+        between=_differences((0, *left), (*entered, after)),
+        first=(*first, 0),
+        last=last,
+    )
+
+
+def _more(blocks: Profile, leaves: Profile, point: ProgramPoint, unit: int, place: int) -> int:
+    """How much more is live beside the plan at a fine unit than at the coarse one that it lies in."""
+    return leaves.extra_bytes[point, place] - blocks.extra_bytes[point, unit]
+
+
+def _held_after(profile: Profile) -> list[frozenset[int]]:
+    """For each unit what is held when it has returned, each being a region, though by the trace it is gone."""
+    units, lasting = profile.units, profile.units.trace.lasting
+    simulator = MemorySimulator(units, profile.sizes, profile.order, profile.lifetimes, every_unit(units))
+    return [lasting & simulator.held.keys() for state in simulator.forward() if state.key[0] is ProgramPoint.LEFT]
+
+
+def _differences(before: Iterable[int], after: Iterable[int]) -> tuple[int, ...]:
+    return tuple(b - a for a, b in zip(before, after, strict=True))
+
+
+class _Saves:
+    """The storages that own code saves in a trace, each when it does for the first time."""
+
+    def __init__(self, blocks: Profile, leaves: Profile) -> None:
+        self.trace = trace = blocks.units.trace
+        self.boundary = boundary = blocks.lifetimes.boundary
+        inside = {inner for unit in leaves.units.units for call in unit.calls for inner in trace.descendants(call)}
+        saves = [one for index, call in enumerate(trace.calls) if index not in inside for one in call.saved]
+        time_of: dict[int, int] = {}
+        for one in sorted(saves, key=lambda one: one.time):
+            for storage in one.storages if one.dropped is None else ():
+                if storage not in boundary and storage not in trace.fixed:
+                    time_of.setdefault(storage, one.time)
+        self.times = list(time_of.values())
+        self.bytes = [0, *accumulate(trace.storage_bytes[storage] for storage in time_of)]
+        # What is live in the trace by time, of storages that the plan counts, and of these.
+        change = np.zeros(trace.end + 2, np.int64)
+        begins = {storage: trace.born[storage] for storage in boundary}
+        begins.update((storage, time + 1) for storage, time in time_of.items())
+        for storage, begin in begins.items():
+            end = trace.died.get(storage, trace.end) + 1
+            if begin < end:
+                change[[begin, end]] += (trace.storage_bytes[storage], -trace.storage_bytes[storage])
+        self.counted = np.cumsum(change)
+        # By the time at which a call returned: what is gone by the trace, and is there at the call's last mark.
+        self.lasting: dict[int, list[int]] = {}
+        for storage in begins.keys() & trace.lasting:
+            if begins[storage] <= trace.died[storage]:
+                self.lasting.setdefault(trace.died[storage] + 1, []).append(storage)
+
+    def between(self, begin: int, end: int) -> int:
+        """Return the bytes saved from one time until another."""
+        return self.bytes[bisect_left(self.times, end)] - self.bytes[bisect_left(self.times, begin)]
+
+    def variables_before(self, call: int) -> int:
+        """Return the bytes live when a call begins of which the plan does not know, up to a constant."""
+        own, allocations = self.trace.calls[call], self.trace.allocations
+        return 0 if allocations is None else allocations.live_bytes_at(own.begins) - int(self.counted[own.entered])
+
+    def variables_after(self, call: int, held: Container[int]) -> int:
+        """Return the same when it ends, and storages are held."""
+        own, allocations = self.trace.calls[call], self.trace.allocations
+        if allocations is None:
+            return 0
+        # What a call was given is still there at its last mark, though nobody else may have it, and so are variables
+        # of the code around it that go with its return. The plan counts those of them that are held by then.
+        lasting = (one for one in self.lasting.get(own.left, ()) if one in held or one not in self.boundary)
+        counted = int(self.counted[own.left]) + sum(self.trace.storage_bytes[one] for one in lasting)
+        return allocations.live_bytes_at(own.ends) - counted

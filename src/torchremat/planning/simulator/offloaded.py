@@ -1,0 +1,146 @@
+"""The bytes that are in stores while a step is simulated, and so are not held.
+
+As `torchremat.regions.offload_schedule` runs it: a tensor is released where its store is waited for, and held again
+where the store begins to bring it back, or at its unit's backward if nothing is allocated before.
+
+NOTE [ One parcel after the other ]
+A unit's storages are put one after the other, and come back so, in one order. Of each it is known whether it moves at
+all: what another unit has put is not put again, and what lives at that moment is not brought back. So the peak of a
+move is walked through, as it will be: a bound for any order was up to a sixth of a step too high, wherever no kernel
+happened to need more.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from torchremat.planning.simulator.offload_choices import Offloads, Parcel
+from torchremat.planning.simulator.points import Live, ProgramPoint, Releases
+
+if TYPE_CHECKING:
+    from torchremat.planning.simulator.simulator import MemorySimulator
+
+
+class OffloadedBytes:
+    """What of one walk is in stores, and which of the walk's bytes are not held meanwhile."""
+
+    def __init__(self, simulator: MemorySimulator, offloads: Offloads) -> None:
+        self._simulator = simulator
+        self._offloads = offloads
+        self._leaving: dict[int, list[int]] = {}
+        self._coming: dict[int, list[int]] = {}
+        for unit, load in offloads.items():
+            self._leaving.setdefault(load.planned.leaves_after, []).append(unit)
+            self._coming.setdefault(load.planned.comes_before, []).append(unit)
+        # By unit that has left and is not back, the boundary storages that are not.
+        self._gone: dict[int, set[int]] = {}
+        self._put: Counter[int] = Counter()  # by boundary storage, how many units have it in a store
+        self._passing: dict[int, int] = {}  # by unit that has not left, what stores have made of it and read
+        # What stores have begun to bring back: boundary storages, and units with what is theirs alone.
+        self._begun: set[int] = set()
+        self._begun_inside: set[int] = set()
+
+    def left(self, unit: int) -> Iterator[Live]:
+        """A unit has returned: what it has saved is put, and what is to leave now has left."""
+        simulator = self._simulator
+        if unit in self._offloads:
+            total, what = simulator.total(simulator.lifetimes.left[unit]), f"storing what {self._name(unit)} saves"
+            yield Live((ProgramPoint.LEFT, unit), total, self._store(unit), what, moves=True)
+        for leaving in self._leaving.get(unit, ()):
+            offload_size = self._offloads[leaving].offload_size
+            simulator.release(offload_size.boundary)
+            simulator.inside -= offload_size.inside_bytes + self._passing.pop(leaving)
+            self._gone[leaving] = set(offload_size.boundary)
+
+    def came(self, unit: int) -> Iterator[Live]:
+        """The gradient has come to a unit: stores begin to bring back, and what the unit itself has saved is there."""
+        simulator = self._simulator
+        for coming in self._coming.get(unit, ()):
+            if coming in self._gone:
+                self._begin(coming)
+        if unit in self._gone:
+            total, what = simulator.total(), f"bringing {self._name(unit)} back"
+            yield Live((ProgramPoint.BACKWARD, unit), total, self._bring(unit), what, moves=True)
+
+    def lets_go(self, unit: int) -> Releases:
+        """Return what stores hold for a unit alone: each goes with the node that has saved it."""
+        parcels = self._offloads[unit].offload_size.parcels if unit in self._offloads else ()
+        return tuple(
+            (parcel.place, parcel.held_bytes)
+            for parcel in parcels
+            if parcel.held_bytes and (parcel.storage is None or self._put[parcel.storage] == 1)
+        )
+
+    def dropped(self, unit: int) -> None:
+        """All that a unit has saved is gone."""
+        if unit not in self._offloads:
+            return
+        for parcel in self._offloads[unit].offload_size.parcels:
+            if parcel.storage is not None:
+                self._put[parcel.storage] -= 1
+                if self._put[parcel.storage]:
+                    continue
+            self._simulator.inside -= parcel.held_bytes
+
+    # See NOTE [ One parcel after the other ] for all of the following.
+
+    def _store(self, unit: int) -> int:
+        """Put what a unit has saved, and return the highest live bytes meanwhile, over those before."""
+        peak = added = passing = 0
+        for parcel in self._offloads[unit].offload_size.parcels:
+            if parcel.storage is not None:
+                self._put[parcel.storage] += 1
+                if self._put[parcel.storage] > 1:
+                    continue
+            peak = max(peak, added + parcel.put_peak_bytes)
+            added += parcel.held_bytes + parcel.passing_bytes
+            passing += parcel.passing_bytes
+        self._passing[unit] = passing
+        self._simulator.inside += added
+        return peak
+
+    def _begin(self, unit: int) -> None:
+        """Let the store begin to bring back what a unit has saved and what does not live."""
+        self._begun_inside.add(unit)
+        for parcel in self._offloads[unit].offload_size.leaving:
+            if parcel.storage is None:
+                self._simulator.inside += parcel.ahead_bytes
+            elif parcel.storage in self._simulator.held:
+                self._hold(parcel.storage)
+            elif parcel.storage not in self._begun:
+                self._begun.add(parcel.storage)
+                self._simulator.inside += parcel.ahead_bytes
+
+    def _bring(self, unit: int) -> int:
+        """Bring a unit's own back, and return the highest live bytes meanwhile, over those before."""
+        peak = added = 0
+        for parcel in self._offloads[unit].offload_size.leaving:
+            if parcel.storage is not None and parcel.storage in self._simulator.held:
+                self._hold(parcel.storage)
+                continue
+            begun_bytes = parcel.ahead_bytes if self._has_begun(unit, parcel) else 0
+            peak = max(peak, added + parcel.get_peak_bytes - begun_bytes)
+            added += parcel.bytes - begun_bytes
+            self._simulator.inside -= begun_bytes
+            if parcel.storage is None:
+                self._simulator.inside += parcel.bytes
+            else:
+                self._begun.discard(parcel.storage)
+                self._hold(parcel.storage)
+        del self._gone[unit]
+        return peak
+
+    def _has_begun(self, unit: int, parcel: Parcel) -> bool:
+        return unit in self._begun_inside if parcel.storage is None else parcel.storage in self._begun
+
+    def _hold(self, storage: int) -> None:
+        """Hold a boundary storage for all of the units that have saved it, which it stays for."""
+        waiting = [gone for gone in self._gone.values() if storage in gone]
+        for gone in waiting:
+            gone.discard(storage)
+        self._simulator.hold([storage] * len(waiting))
+
+    def _name(self, unit: int) -> str:
+        return self._simulator.units.units[unit].name

@@ -1,0 +1,123 @@
+"""A backward in two parts: what is held in its input part, and from there until its weight part.
+
+    input part      a unit's backward begins      all that it saves is there, recomputed or kept
+                    and ends                      what was recomputed and no weight needs goes; all else stays
+    between both    what units keep, inputs of regions, what weights need, gradients for weights
+    weight part     all of it goes, group by group
+
+What kept units have saved stays until the weight part, since torch retains the graph. So between both parts a stage can
+hold less with regions than without them.
+
+The gradients that wait for the weight part are the same under each tree, and so are part of what lives beside the plan
+in a profile of such a backward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+from torchremat.planning.profiles.reading import Profile
+from torchremat.planning.simulator.ahead import recomputed_ahead
+from torchremat.planning.simulator.points import Live, ProgramPoint, UnitBytes
+from torchremat.planning.simulator.prediction import live_bytes, over_bytes
+from torchremat.planning.simulator.simulator import MemorySimulator
+from torchremat.schedules.chain import RegionNode
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartBytes(UnitBytes):
+    """What one unit needs if its backward has two parts.
+
+    Attributes:
+        needed: Those of the boundary storages in `saved` that weights need.
+        needed_bytes: And bytes that it saves beside those.
+        stays_peak_bytes: Highest during the input part of its backward if nothing goes, over what is live before it.
+        is_left: Whether its graph goes with the input part, since no weight is behind it.
+    """
+
+    needed: frozenset[int]
+    needed_bytes: int
+    stays_peak_bytes: int
+    is_left: bool
+
+
+class PartsSimulator(MemorySimulator):
+    """A walk whose backward is an input part: what a weight part needs is still held at the end of it."""
+
+    def drop(self, unit: int, *, again: bool) -> None:
+        """Release what was recomputed and is needed by no weight."""
+        size = self._of(unit)
+        if again:
+            super().drop(unit, again=True)
+            self.hold(self.named(unit, size.needed))
+            self.inside += size.needed_bytes
+        if unit == self.order[-1]:
+            self._end()
+
+    def _end(self) -> None:
+        """Release what has no weight behind it."""
+        left = {unit for unit in self.order if self._of(unit).is_left}
+        for unit in left:
+            if not self.around[unit]:
+                super().drop(unit, again=False)
+            elif left.issuperset(range(self.around[unit][0].first, self.around[unit][0].last + 1)):
+                super().leave(self.around[unit][0])
+
+    def _of(self, unit: int) -> PartBytes:
+        return cast("PartBytes", self.sizes[unit])
+
+    def leave_glue(self, storage: int) -> None:
+        """Release nothing: the graph stays."""
+
+    def leave(self, region: RegionNode) -> None:
+        """Release nothing: the graph has the region."""
+
+    def let_go(self, region: RegionNode, gone: set[int]) -> None:
+        """Release nothing: a session keeps the inputs of nested regions, which each pass may ask for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartsPrediction:
+    """What a backward in two parts needs under a tree, relative to the start of the forward.
+
+    Attributes:
+        input_bytes: Highest live bytes in the input part.
+        between_bytes: Live bytes between both.
+        weight_bytes: Highest live bytes in the weight part.
+    """
+
+    input_bytes: int
+    between_bytes: int
+    weight_bytes: int
+
+
+def input_part(profile: Profile, simulator: PartsSimulator, *, kept_bytes: int, ahead: bool = False) -> tuple[int, int]:
+    """Return the highest live bytes in an input part, and those after it.
+
+    Args:
+        profile: Of a backward in two parts.
+        simulator: Under a tree.
+        kept_bytes: Live bytes at the end of the forward.
+        ahead: Whether all is recomputed before it.
+    """
+    for _ in simulator.forward():
+        pass
+    beside = kept_bytes - simulator.total()
+    for _ in recomputed_ahead(simulator) if ahead else ():
+        pass
+    live = simulator.total() + beside
+    highest = live + profile.after_bytes[ProgramPoint.END, 0]
+    for state in simulator.backward():
+        if isinstance(state, Live):
+            point, unit = state.key
+            live = live_bytes(profile, state)
+            match point:
+                case ProgramPoint.RECOMPUTE:
+                    over = over_bytes(profile, state)
+                case ProgramPoint.BACKWARD if not simulator.around[unit]:
+                    over = cast("PartBytes", profile.sizes[unit]).stays_peak_bytes
+                case _:
+                    over = profile.after_bytes[state.key]
+            highest = max(highest, live + over)
+    return highest, live

@@ -1,0 +1,125 @@
+"""What a tree costs and needs, predicted: the exact interpreter with the numbers of a profile."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torchremat.planning.profiles.reading import Profile
+from torchremat.planning.simulator.offload_choices import NO_LOADS, Offloads
+from torchremat.planning.simulator.points import Key, Live, ProgramPoint
+from torchremat.planning.simulator.simulator import MemorySimulator
+from torchremat.schedules.chain import KeepNode, Tree
+
+_BEFORE_BACKWARD = (ProgramPoint.FORWARD, ProgramPoint.LEFT, ProgramPoint.END)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """What a step under a tree will need.
+
+    Attributes:
+        peak_bytes: Highest live bytes, relative to the start of the step.
+        where: What runs at that moment.
+        kept_bytes: Live bytes at the end of the forward, relative to the start of the step.
+        forward_bytes: Highest live bytes before backward begins; the higher of this and the next is the peak.
+        backward_bytes: Highest live bytes from there on.
+        seconds: Spent in recomputes.
+        nominal_s: The same on a device of no name, see `operators.nominal_seconds`.
+        flops: Spent in recomputes.
+        calls: Forwards of units that recomputes run.
+        moving_s: Seconds that copies into stores and back add: computing that they take the place of, and waiting.
+    """
+
+    peak_bytes: int
+    where: str
+    kept_bytes: int
+    forward_bytes: int
+    backward_bytes: int
+    seconds: float
+    nominal_s: float
+    flops: int
+    calls: int
+    moving_s: float = 0.0
+
+
+def walk_of(profile: Profile, tree: Tree, offloads: Offloads = NO_LOADS) -> MemorySimulator:
+    """Return the walk through a step under `tree`, with some of the kept units in stores."""
+    return MemorySimulator(
+        profile.units, profile.sizes, profile.order, profile.lifetimes, tree, profile.options, offloads
+    )
+
+
+def predict(profile: Profile, tree: Tree, offloads: Offloads = NO_LOADS) -> Prediction:
+    """Return what a step under `tree` will need, with some of the kept units in stores; `moving_s` is left out."""
+    peak, where, kept = profile.start_bytes, "code before the first module", 0
+    highest = {True: peak, False: 0}  # by whether backward has not begun
+    seconds, nominal_s, flops, calls = 0.0, 0.0, 0, 0
+    for unit, option in chosen_options(tree):
+        seconds += profile.options[unit][option - 1].seconds
+        nominal_s += profile.options[unit][option - 1].nominal_s
+        flops += profile.options[unit][option - 1].flops
+    for state in walk_of(profile, tree, offloads):
+        if isinstance(state, Live):
+            live = live_bytes(profile, state)
+            over = over_bytes(profile, state)
+            if state.key[0] is ProgramPoint.END:
+                kept = live
+            before = state.key[0] in _BEFORE_BACKWARD
+            highest[before] = max(highest[before], live + over)
+            if live + over > peak:
+                peak, where = live + over, state.what
+        else:
+            calls += 1
+            if not state.option:
+                cost = profile.costs[state.unit]
+                seconds += cost.seconds_truncated if state.truncated else cost.seconds
+                nominal_s += profile.nominal_s[state.unit][state.truncated]
+                flops += cost.flops_truncated if state.truncated else cost.flops
+    return Prediction(
+        peak_bytes=peak,
+        where=where,
+        kept_bytes=kept,
+        forward_bytes=highest[True],
+        backward_bytes=highest[False],
+        seconds=seconds,
+        nominal_s=nominal_s,
+        flops=flops,
+        calls=calls,
+    )
+
+
+def chosen_options(tree: Tree) -> list[tuple[int, int]]:
+    """Return the units of a tree that are kept as one of their options says, with the option."""
+    return [(node.stage, node.option) for node in tree if isinstance(node, KeepNode) and node.option]
+
+
+def live_bytes(profile: Profile, state: Live) -> int:
+    """Return the bytes that are live at a moment, relative to the start of the step."""
+    extra = profile.extra_bytes[state.key]
+    if state.key[0] is ProgramPoint.BACKWARD:
+        # What has gone in the recompute that was watched, and that no unit is known to replace, may be there in other
+        # trees: a block that is called twice sets an attribute that it has set before.
+        extra = max(extra, profile.extra_bytes.get((ProgramPoint.RECOMPUTE, state.key[1]), extra))
+    return extra + state.held_bytes
+
+
+def over_bytes(profile: Profile, state: Live) -> int:
+    """Return the peak over what is live at a moment, of whatever runs from it until the next one."""
+    if state.over_bytes is not None:
+        return state.over_bytes
+    after_bytes = profile.after_bytes[state.key]
+    if state.stays is None:
+        return after_bytes
+    unit = state.key[1]
+    backward = profile.backwards.get(unit)
+    if backward is None:
+        staying = sum(profile.units.trace.storage_bytes[storage] for storage in state.stays)
+        return after_bytes + staying + profile.sizes[unit].copied_bytes
+    highest = backward.highest_bytes(state.stays)
+    less = highest - backward.highest_bytes(state.stays, state.lets_go) if state.lets_go else 0
+    return max(after_bytes, highest) - less
+
+
+def extra_at(profile: Profile, key: Key) -> int:
+    """Return the bytes that are live at a moment whatever the plan is; 0 if there is no such moment."""
+    return max(0, profile.extra_bytes.get(key, 0))

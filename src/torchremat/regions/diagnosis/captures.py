@@ -1,0 +1,101 @@
+"""What calls can be seen to reach, described by name, so that a message can say what each run of them changes."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor, nn
+
+from torchremat._compat.compiled_code import is_compiled
+from torchremat.state.code import function_of
+from torchremat.state.naming import walk
+
+if TYPE_CHECKING:
+    from torchremat.regions.calls import Call
+
+_MOST = 2_000  # values that are described; more would say nothing to a reader
+_PLAIN = (bool, int, float, str, type(None))
+
+
+@dataclass(frozen=True, slots=True)
+class StateChange:
+    """Something that was one thing before a call ran and another after it."""
+
+    name: str
+    before: str
+    after: str
+
+
+class Reach:
+    """What calls reach.
+
+    Attributes:
+        modules: The modules that a region sees.
+        names: Their paths, by id.
+        compiled: The names of compiled functions and modules.
+    """
+
+    def __init__(self, calls: Iterable[Call], label: object) -> None:
+        self.names: dict[int, str] = {}
+        self.modules: list[nn.Module] = []
+        self.compiled: list[str] = []
+        self._calls = list(calls)
+        self._label = label if isinstance(label, str) else ""
+        self._generators: dict[str, torch.Generator] = {}
+        self._state: dict[str, str] = {}
+        for call in self._calls:
+            for name, value in walk(function_of(call.body), call.template or ((), {}), self._label):
+                if is_compiled(value):
+                    self.compiled.append(name or type(value).__name__)
+                if isinstance(value, nn.Module) and id(value) not in self.names:
+                    self.names[id(value)] = name or type(value).__name__
+                    self.modules.append(value)
+                elif isinstance(value, torch.Generator):
+                    self._generators[name] = value
+
+    def look(self) -> None:
+        """Remember what everything is now."""
+        self._state = self._described()
+
+    def generators(self) -> dict[str, torch.Generator]:
+        """Return the random generators that are reached, by name."""
+        return self._generators
+
+    def parameters(self) -> list[tuple[str, Tensor]]:
+        """Return the parameters and buffers of the modules, by their names."""
+        found: list[tuple[str, Tensor]] = []
+        for module in self.modules:
+            path = self.names[id(module)]
+            own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+            found += [(f"{path}.{name}", tensor) for name, tensor in own]
+        return found
+
+    def changes(self) -> list[StateChange]:
+        """Return what is different now, containers first, the outer ones before what is in them."""
+        before, now = self._state, self._described()
+        names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+        names.sort(key=lambda name: ("items" not in before.get(name, ""), len(name)))
+        return [StateChange(name, before.get(name, "nothing"), now.get(name, "nothing")) for name in names]
+
+    def _described(self) -> dict[str, str]:
+        found: dict[str, str] = {}
+        for call in self._calls:
+            for name, value in walk(function_of(call.body), call.template or ((), {}), self._label):
+                if len(found) >= _MOST:
+                    return found
+                if isinstance(value, _PLAIN):
+                    found[name] = _short(value)
+                elif isinstance(value, Tensor):
+                    found[name] = f"shape {tuple(value.shape)}"
+                elif isinstance(value, dict | list | tuple | set | bytearray | deque):
+                    found[name] = f"{len(cast('list[object]', value))} items"
+        return found
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."

@@ -1,0 +1,58 @@
+"""The paths of the modules whose calls are running, read from the Python stack."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import FrameType
+from typing import TYPE_CHECKING, cast
+
+from torch import nn
+
+from torchremat.regions.diagnosis.captures import Reach
+
+if TYPE_CHECKING:
+    from torchremat.regions.calls import Call
+
+_CALL = nn.Module._call_impl.__code__  # the frame that every call of a module has
+
+
+class ModulePaths:
+    """The modules that a call reaches, by path; they are looked for when somebody asks.
+
+    Args:
+        call: The call.
+        label: The words for its region, which the paths of a wrapped module's parts begin with.
+    """
+
+    def __init__(self, call: Call, label: object) -> None:
+        self._call = call
+        self._label = label
+        self._names: dict[int, str] | None = None
+
+    def known(self) -> list[str]:
+        """Return all paths."""
+        return list(self._found().values())
+
+    def running(self) -> str:
+        """Return the path of the innermost module that is running, "" if there is none."""
+        return next(self._running(), "")
+
+    def all_running(self) -> list[str]:
+        """Return the paths of those that are running, innermost first."""
+        return list(self._running())
+
+    def _running(self) -> Iterator[str]:
+        names = self._found()
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None:
+            if frame.f_code is _CALL:
+                path = names.get(id(cast("nn.Module", frame.f_locals["self"])))
+                if path is not None:
+                    yield path
+            frame = frame.f_back
+
+    def _found(self) -> dict[int, str]:
+        if self._names is None:
+            self._names = Reach([self._call], self._label).names
+        return self._names

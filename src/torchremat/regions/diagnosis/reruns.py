@@ -1,0 +1,196 @@
+"""A region run once more, only to see what it does, leaving no trace.
+
+What is put back afterwards: the states of all generators of torch, of Python's `random` and of NumPy, tensors that were
+written with their versions, gradients, module attributes, training flags, and the objects, closures and global names
+that `reach` sees. Missing on purpose: what the code does to the world outside, as printing, and iterators.
+"""
+
+from __future__ import annotations
+
+import pickle
+import random
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from torchremat._compat.accelerators import devices_in_use
+from torchremat.ambient.generators import get_generator, set_generator
+from torchremat.errors import UnsupportedError
+from torchremat.regions.calls import Body
+from torchremat.regions.diagnosis.captures import Reach, StateChange
+from torchremat.regions.diagnosis.operators import OperatorLog
+from torchremat.regions.recompute import Recompute
+
+if TYPE_CHECKING:
+    from torchremat.regions.region import Region
+
+
+@dataclass(slots=True, eq=False)
+class Rerun:
+    """What a region did when it ran once more.
+
+    Attributes:
+        log: Its operators, up to an error if there was one.
+        reach: What its calls can be seen to reach.
+        changes: What was another thing afterwards.
+        draws: The sources of random numbers that were drawn from and that a recompute does not restore.
+        unseen: The outermost modules that ran though the region does not see them.
+        error: The words for what user code raised, or None.
+    """
+
+    log: OperatorLog
+    reach: Reach
+    changes: list[StateChange] = field(default_factory=list[StateChange])
+    draws: list[str] = field(default_factory=list[str])
+    unseen: list[nn.Module] = field(default_factory=list[nn.Module])
+    error: str | None = None
+
+
+class _RerunThread(threading.local):
+    is_running = False
+
+
+# A difference that is found while a region runs again is not looked into: with a backward inside of a region inside of
+# a region there would be no end of it.
+_here = _RerunThread()
+
+
+class _Source(NamedTuple):
+    """A source of random numbers."""
+
+    name: str
+    read: Callable[[], object]
+    write: Callable[[Any], object]
+
+
+PYTHON = "Python's `random`"
+NUMPY = "`numpy.random`"
+DEFAULT = "torch's default generator of "
+
+
+def rerun(region: Region, *, flipped: Iterable[nn.Module] = ()) -> Rerun:
+    """Return what a region does when it is run once more.
+
+    Args:
+        region: The region, none of whose checks is made.
+        flipped: Modules to run with the other training flag, those inside of them too.
+
+    Raises:
+        UnsupportedError: Another region is run once more in this thread already.
+    """
+    if _here.is_running:
+        raise UnsupportedError("it was found while another region ran again for its message")
+    reach = Reach(region.made, region.label)
+    reach.look()
+    found = Rerun(_Log(reach.names), reach)
+    cast("_Log", found.log).found = found
+    with ExitStack() as stack:
+        stack.enter_context(_put_back(found))
+        for module in {inner for outer in flipped for inner in outer.modules()}:
+            stack.callback(setattr, module, "training", module.training)
+            module.training = not module.training
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")  # they were shown before
+        _here.is_running = True
+        stack.callback(setattr, _here, "is_running", False)
+        recompute = Recompute(region, None, None, found.log, checks=False)
+        stack.callback(recompute.end)
+        try:
+            recompute.run()
+        except Exception as error:  # noqa: BLE001  user code may raise what it likes; it is part of what is found
+            found.error = f"{type(error).__name__}: {error}".partition("\n")[0][:160]
+    return found
+
+
+class _Log(OperatorLog):
+    """The operators of a rerun; notes the modules that run as well, with a hook of its own."""
+
+    found: Rerun
+
+    def __init__(self, names: Mapping[int, str]) -> None:
+        super().__init__(names, digests=True, restores=True)
+
+    def run(self, run: Body, body: Body, /, *args: object, **kwargs: object) -> object:
+        """Return what `run` returns. See `OperatorLog.run`."""
+
+        def noted(*args: object, **kwargs: object) -> object:
+            # Hooks of all modules are given back with the rest, so this one comes when that has been done.
+            with _called(self.found):
+                return run(*args, **kwargs)
+
+        return super().run(noted, body, *args, **kwargs)
+
+
+@contextmanager
+def _put_back(found: Rerun) -> Generator[None]:
+    reach = found.reach
+    sources = [(one, one.read()) for one in _sources(reach)]
+    grads = [(tensor, tensor.grad) for _, tensor in reach.parameters() if tensor.is_leaf]
+    try:
+        yield
+    finally:
+        found.changes = reach.changes()
+        found.log.undo()
+        for source, before in sources:
+            if not _equal(source.read(), before):
+                found.draws.append(source.name)
+                source.write(before)
+        for tensor, grad in grads:
+            if tensor.grad is not grad:
+                tensor.grad = grad
+
+
+@contextmanager
+def _called(found: Rerun) -> Generator[None]:
+    """Note the outermost modules that run in this thread and that the region does not see."""
+    here = threading.get_ident()
+    seen = set(found.reach.names)
+
+    def note(module: nn.Module, _: object) -> None:
+        if threading.get_ident() == here and id(module) not in seen:
+            seen.update(id(inner) for inner in module.modules())
+            found.unseen.append(module)
+
+    handle = register_module_forward_pre_hook(note)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _sources(reach: Reach) -> list[_Source]:
+    sources = [_Source(PYTHON, random.getstate, random.setstate)]
+    numpy_random = cast("Any", sys.modules.get("numpy.random"))
+    if numpy_random is not None:
+        sources.append(_Source(NUMPY, numpy_random.get_state, numpy_random.set_state))
+    named = [(f"the generator `{name}`", one) for name, one in reach.generators().items()]
+    devices = [torch.device("cpu"), *devices_in_use()]
+    for name, one in [*named, *((f"{DEFAULT}{device}", device) for device in devices)]:
+        sources.append(_Source(name, _reader(one), _writer(one)))
+    return sources
+
+
+def _reader(generator: torch.Generator | torch.device) -> Callable[[], object]:
+    if generator == torch.device("cpu"):
+        generator = torch.default_generator
+    return lambda: get_generator(generator)
+
+
+def _writer(generator: torch.Generator | torch.device) -> Callable[[Any], object]:
+    if generator == torch.device("cpu"):
+        generator = torch.default_generator
+    return lambda state: set_generator(generator, state)
+
+
+def _equal(now: object, before: object) -> bool:
+    if isinstance(now, Tensor) and isinstance(before, Tensor):
+        return torch.equal(now, before)
+    return pickle.dumps(now) == pickle.dumps(before)

@@ -1,0 +1,194 @@
+"""A call whose outputs a policy chooses from: its forward, and its part in a recompute.
+
+See NOTE [ Selective recompute ].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+from weakref import ref
+
+from torch import Tensor, UntypedStorage
+
+from torchremat.regions.diagnosis.paths import ModulePaths
+from torchremat.regions.selective.cache import Selection
+from torchremat.regions.selective.draws import PutBack
+from torchremat.regions.selective.kept import KeptValue, StoredOutput, memory_of
+from torchremat.regions.selective.mode import Collecting, Replaying, SeenBy, unseen
+from torchremat.regions.slots import Served, Slot
+from torchremat.regions.threads import thread
+from torchremat.tensors.held import HeldTensor, holding
+from torchremat.tensors.metadata import version_of
+
+if TYPE_CHECKING:
+    from torchremat.regions.calls import Body, Call
+    from torchremat.regions.region import Region
+
+
+class Choosing:
+    """The forward of a call under a policy, its own or that of the region around it.
+
+    Args:
+        region: The region.
+        around: Who sees the operators around the call.
+        call: The call, which gets the selection.
+        tensors: The tensors among its arguments.
+    """
+
+    def __init__(
+        self, region: Region, around: Collecting | Replaying | None, call: Call, tensors: list[Tensor]
+    ) -> None:
+        self._region = region
+        self._call = call
+        now = thread.now
+        taken_over = next(now.inner, None) if now.inner is not None and now.recomputing else None
+        selection = None if taken_over is None else taken_over()
+        self._is_nested = bool(now.calls) or now.recomputing > 0
+        self._run: Collecting | Replaying
+        if selection is not None:
+            self._run = Replaying(selection, takes=False)
+        else:
+            settings = region.settings
+            policy = settings.policy
+            if policy is None:
+                assert around is not None
+                policy = around.selection.policy  # See NOTE [ Selective recompute ], 7
+            assert policy is not None
+            selection = Selection(policy)
+            paths = ModulePaths(call, region.label)
+            # A region around it may draw after it. See NOTE [ Selective recompute ], 6
+            preserve_rng = settings.preserve_rng or self._is_nested
+            self._run = Collecting(selection, policy, settings.decisions, paths, preserve_rng)
+            if now.calls and not isinstance(around, Replaying):
+                _selection_of(now.calls[-1]).inner.append(ref(selection))
+        self.selection = call.selection = selection
+        self._held: dict[UntypedStorage, HeldTensor] = {}
+        for tensor, source in zip(tensors, call.sources, strict=True):
+            memory = memory_of(tensor)
+            if memory is not None and isinstance(source, int):
+                self._held[memory] = region.inputs.held[source]
+
+    def run(self, run: Body, /, *args: object, **kwargs: object) -> object:
+        """Run the call and let its operators be seen."""
+        if isinstance(self._run, Replaying):
+            thread.now.inner = iter(self.selection.inner)  # the call puts back what was there
+        with SeenBy(self._run, Choosing.run.__code__):
+            return run(*args, **kwargs)
+
+    def hook(self, pack: Callable[[Tensor], object], *, computes: bool) -> Callable[[Tensor], object]:
+        """Return the hook for what autograd saves: its slot has the tensor if that is kept anyway.
+
+        Args:
+            pack: The region's own hook, which makes the slot.
+            computes: Whether it runs operators, which nobody is to see.
+        """
+        pack = partial(unseen, pack) if computes else pack
+        return partial(self._pack, pack) if isinstance(self._run, Collecting) else pack
+
+    def _pack(self, pack: Callable[[Tensor], object], tensor: Tensor) -> object:
+        if self._run.is_done:
+            self._run.rest()
+        slot = pack(tensor)
+        assert isinstance(slot, Slot)
+        value = self._value(tensor) if self._region.serves else None
+        if value is None:
+            self.selection.end = len(self.selection.operators)
+            return slot
+        return slot.served(value)
+
+    def _value(self, tensor: Tensor) -> KeptValue | StoredOutput | None:
+        memory = memory_of(tensor)
+        if memory is not None:
+            if self.selection.has(memory):
+                return unseen(self.selection.value_of, tensor)
+            held = self._held.get(memory)
+            if held is not None:
+                return unseen(partial(_value_in, held), tensor)
+        base = tensor._base
+        leaf = tensor if base is None else base
+        # A parameter, or a view of it. The memory of a sharded one is given back after the forward. What a region
+        # inside holds of its inputs is a leaf as well, and no parameter.
+        if leaf.is_leaf and leaf.requires_grad and not (holding.now or self._call.world.has_shards):
+            return KeptValue(tensor) if base is None else unseen(_detached, tensor)
+        return None
+
+    def settle(self) -> None:
+        """Drop what no recompute needs."""
+        self._held.clear()
+        if isinstance(self._run, Replaying):
+            self._run.check(self._region.name(0))
+        else:
+            self.selection.settle(everything=self._is_nested or not self._region.settings.early_stop)
+
+
+class ChosenRecompute:
+    """The part of a call in a recompute.
+
+    Args:
+        selection: What its forward kept.
+        takes: Whether nobody comes a second time.
+        is_running: Whether its forward still runs.
+    """
+
+    def __init__(self, selection: Selection, *, takes: bool, is_running: bool) -> None:
+        self._selection = selection
+        self._run = None
+        if selection.policy is not None:
+            self._run = Replaying(selection, takes=takes, is_running=is_running)
+
+    def run(self, run: Body, /, *args: object, **kwargs: object) -> object:
+        """Run the call again; regions that it meets take over what theirs have kept."""
+        thread.now.inner = iter(self._selection.inner)
+        with PutBack(), SeenBy(self._run, ChosenRecompute.run.__code__):
+            return run(*args, **kwargs)
+
+    def hook(self, pack: Callable[[Tensor], object]) -> Callable[[Tensor], object]:
+        """Return the hook for what autograd saves."""
+        return partial(self._pack, pack)
+
+    def _pack(self, pack: Callable[[Tensor], object], tensor: Tensor) -> object:
+        if self._run is not None and self._run.rest():
+            return pack(tensor)
+        return unseen(pack, tensor)
+
+    def check(self, region: str) -> None:
+        """Raise if other operators have run than in the forward.
+
+        Raises:
+            CheckpointError: They have.
+        """
+        if self._run is not None:
+            self._run.check(region)
+
+
+def served(value: Served) -> Tensor | None:
+    """Return the tensor that a slot has, None if it was written in place since."""
+    # All but these may run operators to have it, which nobody is to see.
+    return value.get() if type(value) is KeptValue else unseen(_got, value)
+
+
+def _got(value: Served) -> Tensor | None:
+    return value.get()
+
+
+def _selection_of(call: Call) -> Selection:
+    if call.selection is None:
+        call.selection = Selection(None)
+    return call.selection
+
+
+def _detached(tensor: Tensor) -> KeptValue:
+    return KeptValue(tensor.detach())
+
+
+def _value_in(held: HeldTensor, tensor: Tensor) -> KeptValue | None:
+    """Return what the slot of a tensor may have that shares its memory with an input which the region holds."""
+    if version_of(tensor) != held.version:
+        return None  # the region has written to it, which is an error that the recompute finds
+    if held.is_hooked:
+        # Hooks around the region have it. What they do to give it back may be dear (a region recomputes, a store
+        # copies) or possible once alone, so the recompute asks once, for all slots.
+        return None
+    return _detached(tensor)

@@ -1,0 +1,148 @@
+"""One output of an operator that is kept: in place, in a store, or as autograd's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import cast
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from torchremat._compat.modes import alias_that_counts
+from torchremat.errors import MutationError
+from torchremat.regions.decisions import Decision
+from torchremat.stores.held import InCatalog
+from torchremat.stores.weak import Counter
+from torchremat.tensors.copies import apart
+
+
+class WatchedMemory:
+    """What is kept of some memory, and has to know whether that was written.
+
+    Attributes:
+        others: What counts the writes to aliases of the memory that count apart. See NOTE [ Selective recompute ], 4
+    """
+
+    __slots__ = ("others",)
+
+    def __init__(self, others: list[Counter] | None = None) -> None:
+        self.others = others
+
+    def watch(self, counter: Counter) -> None:
+        """Look at one more alias."""
+        self.others = [counter] if self.others is None else [*self.others, counter]
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether any of the aliases was written."""
+        return self.others is not None and any(one.has_moved for one in self.others)
+
+
+class KeptValue(WatchedMemory):
+    """A tensor that is kept as an alias, at a version: an operator's output, or what a slot has."""
+
+    __slots__ = ("is_plain", "tensor", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.others = None
+        self.tensor = tensor
+        self.version = tensor._version
+        self.is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
+
+    def get(self) -> Tensor | None:
+        """Return the tensor, None if it was written in place since."""
+        if self.tensor._version != self.version or (self.others is not None and self.has_moved):
+            return None
+        return self.tensor
+
+    def alias(self) -> Tensor | None:
+        """Return an alias of the tensor for a recompute, None if it was written in place since."""
+        if self.tensor._version != self.version or (self.others is not None and self.has_moved):
+            return None
+        if self.is_plain:
+            return self.tensor.detach()
+        # Its memory is not known, so nobody copies it before the recompute writes to a view of it.
+        return alias_that_counts(self.tensor)
+
+    def copy_for_write(self) -> None:
+        """Keep a copy instead, since the memory is about to be written."""
+        self.tensor = apart(self.tensor)
+        self.version = self.tensor._version
+        self.others = None
+
+
+class StoredOutput(WatchedMemory):
+    """A tensor that waits in a store.
+
+    Attributes:
+        packed: What the catalog has of it.
+        decision: That to put it there. While it lives, the store has this one catalog.
+    """
+
+    __slots__ = ("decision", "packed")
+
+    def __init__(self, packed: InCatalog, decision: Decision, others: list[Counter] | None = None) -> None:
+        super().__init__(others)
+        self.packed = packed
+        self.decision = decision
+
+    def get(self) -> Tensor | None:
+        """Return the tensor, None if it was written in place since and the store has not had it before."""
+        if self.has_moved:
+            return None
+        try:
+            return self.packed.get()
+        except MutationError:
+            return None
+
+
+class Offloaded:
+    """What is kept in stores of some memory.
+
+    Attributes:
+        decisions: Those to put it there; the last one is for what autograd saves of it.
+        outputs: What operators have returned of it.
+        others: See `WatchedMemory`.
+    """
+
+    __slots__ = ("decisions", "others", "outputs")
+
+    def __init__(self) -> None:
+        self.decisions: list[Decision] = []
+        self.outputs: list[StoredOutput] = []
+        self.others: list[Counter] = []
+
+
+def mapped(value: object, function: Callable[[object], object]) -> object:
+    """Return an output with a function applied to each part of it."""
+    if type(value) is tuple:
+        return tuple([mapped(one, function) for one in cast("tuple[object, ...]", value)])
+    if type(value) is list:
+        return [mapped(one, function) for one in cast("list[object]", value)]
+    return function(value)
+
+
+def has_tensors(output: object) -> bool:
+    """Return whether there are tensors in what an operator has returned."""
+    if isinstance(output, tuple | list):
+        return any(map(has_tensors, cast("list[object]", output)))
+    return isinstance(output, Tensor)
+
+
+def tensors_in(output: object) -> list[Tensor]:
+    """Return the tensors that an operator has returned, or was given as one argument."""
+    if isinstance(output, Tensor):
+        return [output]
+    if isinstance(output, list | tuple):
+        return [one for one in cast("list[object]", output) if isinstance(one, Tensor)]
+    return []
+
+
+def memory_of(tensor: Tensor) -> UntypedStorage | None:
+    """Return the memory of a tensor; None if it is of a kind that has none to show."""
+    if tensor._is_zerotensor():  # the tangents of forward mode that are zero: a storage with a size and no memory
+        return None
+    try:
+        return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return None

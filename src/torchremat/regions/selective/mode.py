@@ -1,0 +1,393 @@
+"""What sees the operators of a region: it asks the policy in the forward, and gives what was kept in a recompute.
+
+See NOTE [ Selective recompute ].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from threading import get_ident
+from types import CodeType
+from typing import Any, NamedTuple, TypeVar, cast
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, UntypedStorage
+from torch.overrides import has_torch_function
+
+from torchremat._compat.autograd import is_accumulating
+from torchremat._compat.modes import (
+    EagerMode,
+    innermost_dispatch_mode,
+    past_torch_function,
+    push_dispatch_mode,
+    take_dispatch_mode,
+)
+from torchremat._compat.sharding import is_run_by_fsdp, shards_anything
+from torchremat.ambient.global_state import only_watches
+from torchremat.ambient.hidden import hidden
+from torchremat.errors import CheckpointError
+from torchremat.regions.decisions import RECOMPUTE, Decision, ModuleNames, OperatorContext, Policy, decision_of
+from torchremat.regions.selective.cache import Operator, Selection, written_by
+from torchremat.regions.selective.kept import memory_of, tensors_in
+from torchremat.regions.selective.op_info import OpInfo, known_traits, traits_of
+from torchremat.regions.threads import thread
+
+T = TypeVar("T")
+A = TypeVar("A")
+Args = tuple[Any, ...]
+Kwargs = Mapping[str, Any]
+
+
+class Watching:
+    """Whoever sees the operators of a call.
+
+    Attributes:
+        selection: What is kept of them.
+        mode: The one that shows them.
+        block: The block in which they are seen, if the mode is there for that block alone.
+        is_done: Whether those that still come need not be seen.
+        is_away: Whether nothing shows them any more.
+        beside_fsdp: Whether some that come may be FSDP2's own. See NOTE [ Operators of FSDP2 ].
+        began_in: The code in whose frame the block lies, if it lies in one.
+    """
+
+    def __init__(self, selection: Selection) -> None:
+        self.selection = selection
+        self.mode: object = None
+        self.block: SeenBy | None = None
+        self.is_done = False
+        self.is_away = False
+        self.beside_fsdp = shards_anything()
+        self.began_in: CodeType | None = None
+
+    def rest(self) -> bool:
+        """Look away for the rest of the block if all has been seen, and return whether that is so.
+
+        Not to be called from inside of an operator.
+        """
+        if self.is_done and not self.selection.looks_on and self.block is not None and self.block.ended():
+            self.block = None
+            self.is_away = True
+        return self.is_away
+
+    def unasked(self, operator: Operator, args: Args, kwargs: Kwargs) -> object:
+        """Run an operator that nobody is asked about any more: it may write to what is kept."""
+        op_info = known_traits.get(id(operator)) or traits_of(operator)
+        if op_info.writes:
+            self.selection.protect(written_by(op_info.writes, args, kwargs))
+        output = op_info.run(*args, **kwargs)
+        if op_info.says_fresh:
+            self.selection.watch(output)
+        return output
+
+
+class Collecting(Watching):
+    """The forward of a call: a policy is asked about every operator.
+
+    Args:
+        selection: Gets what is kept.
+        decisions: What a policy that goes by the operator alone has said before.
+        names: The modules of the region.
+        preserve_rng: Whether a recompute has to draw what the forward drew.
+    """
+
+    def __init__(
+        self,
+        selection: Selection,
+        policy: Policy,
+        decisions: dict[OpInfo, Decision],
+        names: ModuleNames,
+        preserve_rng: bool,
+    ) -> None:
+        super().__init__(selection)
+        self._policy = policy
+        self._asks_first: int | None = getattr(policy, "asks_first", None)
+        selection.looks_on = not getattr(policy, "asks_about_writes", False)
+        self._decisions = decisions if getattr(policy, "by_operator", False) else None
+        self._context = OperatorContext(names)
+        self._preserve_rng = preserve_rng
+        reads_names = getattr(policy, "reads_names", False)
+        self._produced: WeakKeyDictionary[UntypedStorage, _Produced] | None = (
+            WeakKeyDictionary() if reads_names else None
+        )
+
+    def operator(self, operator: Operator, args: Args, kwargs: Kwargs) -> object:
+        """Run an operator."""
+        if self.is_done:
+            return self.unasked(operator, args, kwargs)
+        op_info = known_traits.get(id(operator)) or traits_of(operator)
+        decisions = self._decisions
+        decision = None if decisions is None else decisions.get(op_info)
+        selection = self.selection
+        operators = selection.operators
+        if decision is RECOMPUTE and op_info.is_plain and self._produced is None:
+            if op_info.is_counted:
+                operators.append(op_info)  # as below, at less cost
+            output = op_info.run(*args, **kwargs)
+            if op_info.says_fresh:
+                selection.watch(output)
+            return output
+        if op_info.is_ignored or (op_info.accumulates and is_accumulating()):
+            return op_info.run(*args, **kwargs)
+        index = len(operators)
+        if op_info.is_counted:
+            operators.append(op_info)
+        written = ()
+        if op_info.writes:
+            written = written_by(op_info.writes, args, kwargs)
+            selection.protect(written)
+        output = op_info.run(*args, **kwargs)
+        if op_info.says_fresh:
+            selection.watch(output)
+        if decision is None:
+            self._context.ordinal = index
+            decision = self._ask(operator, output, *args, **kwargs)
+            if decisions is not None:
+                decisions[op_info] = decision
+        if decision is not RECOMPUTE:
+            # What is made in inference mode has no versions.
+            if op_info.is_kept and not torch.is_inference_mode_enabled() and not _is_view(output, args, kwargs):
+                draws = self._generator(output, kwargs) if op_info.is_random and self._preserve_rng else None
+                selection.keep(index, output, decision, draws)
+            else:
+                for tensor in (*written, *tensors_in(output)):
+                    selection.keep_memory(tensor, decision)
+        if self._produced is not None and not torch.is_inference_mode_enabled():
+            self._note(index, op_info, output, written)
+        if self._asks_first is not None and len(operators) >= self._asks_first:
+            self.is_done = selection.is_cut = True
+        return output
+
+    def _ask(self, operator: object, output: object, *args: object, **kwargs: object) -> Decision:
+        context = self._context
+        context.op_output = output
+        answer = self._policy(context, operator, *args, **kwargs)
+        context.op_output = None
+        if answer is False:
+            return RECOMPUTE
+        return decision_of(answer, self._policy)
+
+    def _generator(self, output: object, kwargs: Kwargs) -> torch.Generator | torch.device:
+        given = kwargs.get("generator")
+        if given is not None:
+            return cast("torch.Generator", given)
+        device = tensors_in(output)[0].device
+        return torch.default_generator if device.type == "cpu" else device
+
+    # ------------------------------------------------------------------------------------------------------- names
+
+    def named(self, operator: object, tensor: Tensor, name: str) -> None:
+        """Ask about a tensor that was given a name."""
+        if self._produced is None:
+            return
+        decision = self._ask(operator, tensor, tensor, name)
+        memory = memory_of(tensor)
+        if decision.kind == "recompute" or memory is None:
+            return
+        selection = self.selection
+        found = self._produced.get(memory)
+        if found is None or found.number in selection.kept or tensor._version != found.version:
+            selection.keep_memory(tensor, decision)
+            return
+        # What the operator returned, of which the tensor is a view.
+        output = tensor.detach()
+        if output.dtype != found.dtype:
+            output = output.view(found.dtype)
+        selection.keep(found.number, output.as_strided(found.shape, found.strides, found.offset), decision, None)
+
+    def _note(self, index: int, op_info: OpInfo, output: object, written: object) -> None:
+        assert self._produced is not None
+        for tensor in tensors_in(output):
+            memory = memory_of(tensor)
+            if memory is None or (not op_info.is_kept and not written and memory in self._produced):
+                continue  # a view of what another operator made
+            if op_info.is_kept and not op_info.is_random and isinstance(output, Tensor):
+                self._produced[memory] = _Produced(
+                    index, tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.dtype, tensor._version
+                )
+            else:
+                self._produced.pop(memory, None)
+
+
+def _is_view(output: object, args: Args, kwargs: Kwargs) -> bool:
+    """Return whether an operator has returned memory of its arguments, though it does not say so."""
+    given = {memory_of(tensor) for value in (*args, *kwargs.values()) for tensor in tensors_in(value)}
+    return any(memory in given for tensor in tensors_in(output) if (memory := memory_of(tensor)) is not None)
+
+
+class _Produced(NamedTuple):
+    """An operator's only output, for whoever gives it a name later."""
+
+    number: int
+    shape: torch.Size
+    strides: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    version: int
+
+
+class Replaying(Watching):
+    """A recompute of a call: what was kept takes the place of what would be computed.
+
+    Args:
+        selection: What was kept.
+        takes: Whether nobody comes a second time. See NOTE [ Selective recompute ], 5.
+        is_running: Whether the forward still runs, so that the recompute may get further than it.
+    """
+
+    def __init__(self, selection: Selection, *, takes: bool, is_running: bool = False) -> None:
+        super().__init__(selection)
+        self._operators = selection.operators
+        self._kept = selection.kept
+        self._takes = takes
+        self._is_running = is_running
+        self._count = 0
+        self.difference: str | None = None
+
+    def operator(self, operator: Operator, args: Args, kwargs: Kwargs) -> object:
+        """Run an operator, or return what was kept of it."""
+        index = self._count
+        selection = self.selection
+        operators = self._operators
+        if self.is_done:
+            return self.unasked(operator, args, kwargs)
+        op_info = operators[index] if index < len(operators) else None
+        if op_info is None or op_info.operator is not operator:
+            op_info = traits_of(operator)
+            if not (
+                self.difference
+                or not op_info.is_counted
+                or (self._is_running and index >= len(operators))
+                or (op_info.accumulates and is_accumulating())
+            ):
+                self.difference = selection.difference(index, operator)
+            return op_info.run(*args, **kwargs)
+        if op_info.accumulates and is_accumulating():
+            return op_info.run(*args, **kwargs)
+        self._count = index + 1
+        self.is_done = selection.is_cut and index + 1 == len(operators)
+        kept = self._kept.get(index)
+        if kept is not None:
+            output = kept.again(selection)
+            if output is None or self._takes:
+                selection.drop(index)
+            if output is not None:
+                return output
+        if op_info.writes:
+            selection.protect(written_by(op_info.writes, args, kwargs))
+        return op_info.run(*args, **kwargs)
+
+    def named(self, operator: object, tensor: Tensor, name: str) -> None:
+        """Do nothing: it was decided in the forward."""
+
+    def check(self, region: str) -> None:
+        """Raise if the recompute has run other operators than the forward."""
+        if self.difference is not None:
+            raise CheckpointError(
+                f"{region}: {self.difference}. Outputs are kept by a policy, and would have been given to the wrong "
+                "operators. The function does not do the same twice: look for a branch on data or on state that has "
+                "changed, a cache that the forward filled, a hook on modules that was not there in both, or remove the "
+                "policy."
+            )
+
+
+# NOTE [ Modes and policies ]
+#
+# A mode of the user's may run other operators in place of one, as torch's counter of flops does. Around the forward
+# alone, or in a region and around one inside of it, it would let the forward of a region see others than its recompute,
+# which has the modes that act and not those that watch. So the mode of a region sees operators first: it is the
+# innermost where the region begins, and those of regions around it look away meanwhile. What the user enters in the
+# region itself comes before it, in a recompute as in the forward.
+
+
+@only_watches
+class _Mode(EagerMode):
+    """The mode that shows each operator to whoever collects or replays now. See NOTE [ Modes and policies ]."""
+
+    def __torch_dispatch__(
+        self,
+        func: Operator,
+        types: tuple[type, ...],
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        kwargs = kwargs or {}
+        run = thread.now.selecting
+        is_seen = not (run is None or run.mode is not self or hidden.now) and not (
+            run.beside_fsdp and is_run_by_fsdp(run.began_in)
+        )
+        see = run.operator if is_seen and run is not None else _run
+        if not has_torch_function(args):
+            return see(func, args, kwargs)
+        # It came from C++, as in a backward, where neither subclasses nor function modes are asked; nor are they now.
+        with past_torch_function():
+            return see(func, args, kwargs)
+
+
+def _run(operator: Operator, args: Args, kwargs: Kwargs) -> object:
+    return operator(*args, **kwargs)
+
+
+class SeenBy(AbstractContextManager[None]):
+    """A block whose operators are seen by `run`; None hides them from everybody.
+
+    Args:
+        run: Who sees them.
+        began_in: The code of the function that the block lies in; None if it may be left in another one.
+    """
+
+    __slots__ = ("_began_in", "_had", "_is_off", "_mode", "_now", "_run", "_thread")
+
+    def __init__(self, run: Collecting | Replaying | None, began_in: CodeType | None = None) -> None:
+        self._run = run
+        self._began_in = began_in
+        self._mode: _Mode | None = None
+        self._is_off = False
+
+    def __enter__(self) -> None:
+        self._now = thread.now
+        self._had = self._now.selecting
+        self._thread = get_ident()
+        if self._run is not None:
+            # A backward in a region runs with the region's modes, in whatever thread.
+            mode = innermost_dispatch_mode()
+            if type(mode) is not _Mode:
+                mode = self._mode = _Mode()
+                mode.__enter__()
+                self._run.block = self
+            self._run.mode = mode
+            self._run.began_in = self._began_in
+        thread.now.selecting = self._run
+
+    def ended(self) -> bool:
+        """Take the mode off before the block is over, if that can be done here; return whether it was."""
+        # In another thread, and inside of a mode of the user's, it is left where it is.
+        if self._thread != get_ident() or self._now is not thread.now or innermost_dispatch_mode() is not self._mode:
+            return False
+        take_dispatch_mode(_Mode)
+        self._is_off = True
+        return True
+
+    def __exit__(self, *error: object) -> None:
+        thread.now.selecting = self._had
+        if self._mode is not None:
+            if self._run is not None:
+                self._run.block = None  # else both, and all that is kept, would wait for the cycle collector
+            if self._is_off:
+                push_dispatch_mode(self._mode)  # it takes itself off
+            self._mode.__exit__(*error)
+
+
+def unseen(function: Callable[[A], T], argument: A) -> T:
+    """Return `function(argument)`, whose operators nobody sees."""
+    # An operator that passes through a mode takes longer than all else that a hook does.
+    mode = take_dispatch_mode(_Mode)
+    run, thread.now.selecting = thread.now.selecting, None
+    try:
+        return function(argument)
+    finally:
+        thread.now.selecting = run
+        if mode is not None:
+            push_dispatch_mode(mode)

@@ -1,0 +1,142 @@
+"""What matters of an operator to whoever keeps its outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import SAC_IGNORED_OPS
+
+from torchremat._compat.operators import entry_of
+
+# NOTE [ What is never kept ]
+#
+# A recompute runs the same operators in the same order as the forward, and for those whose outputs are kept it gets
+# these instead. Four kinds of operators run again whatever a policy says, since that is exact and costs little:
+#
+#   views             an alias that came from elsewhere would not see what is written to its base, nor the base what is
+#                     written to it
+#   in-place          they write to a tensor of the recompute; batch normalisation does so without saying it
+#   without values    `empty`, `zeros` and the like: what is written into them is what counts, and a kernel that torch
+#                     does not see would write once more into what is kept
+#   casts             autocast keeps those of leaves, and an input is a leaf to a recompute alone
+#
+# What a policy says of these is still of use: a tensor with that memory which autograd saves stays where it is, and is
+# not recomputed for autograd's sake.
+
+# NOTE [ What is not counted ]
+#
+# To a recompute the inputs of its region are leaves, and its gradients are its own. So there are operators that run in
+# one of forward and recompute alone, though the function does the same twice:
+#
+#   casts             a forward may find one that autocast kept where its recompute has to cast, and the other way round
+#   views             whoever asks a leaf for its node, to be told of its gradient, gets it through a view. The hooks of
+#                     `FlopCounterMode` ask so for the inputs of every module, wherever the counter is on
+#   additions         what a backward inside adds to gradients of leaves
+#
+# None of them is ever kept, so they have no number and no place in the order that a recompute is held to. A view that
+# is another one is found all the same where autograd saves what comes of it: by its shape and strides.
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OpInfo:
+    """What matters of an operator.
+
+    Attributes:
+        operator: An `OpOverload`, or a higher-order operator.
+        name: Its name, as torch has it.
+        is_ignored: Whether it computes nothing and runs now and then, so that nobody is asked about it.
+        is_cast: Whether it is a cast.
+        is_counted: Whether it has a number, and a place in the order. See NOTE [ What is not counted ].
+        is_kept: Whether its outputs can be. See NOTE [ What is never kept ].
+        is_random: Whether it draws random numbers.
+        accumulates: Whether it is one of those that add a gradient to what is there.
+        is_sized_by_values: Whether the sizes of its outputs may depend on values of its inputs.
+        writes: The places and names of the arguments that it writes.
+        says_fresh: Whether it says that it returns no memory of its arguments, which need not be so (`unsafe_split`).
+        is_plain: Whether none of this calls for more than to ask about it.
+        run: Runs it.
+    """
+
+    operator: Callable[..., object]
+    is_ignored: bool
+    is_cast: bool = False
+    is_counted: bool = True
+    is_kept: bool = False
+    is_random: bool = False
+    accumulates: bool = False
+    is_sized_by_values: bool = False
+    writes: tuple[tuple[int, str], ...] = ()
+    says_fresh: bool = False
+    name: str = field(init=False)  # torch puts it together anew each time
+    is_plain: bool = field(init=False)
+    run: Callable[..., object] = field(init=False)
+
+    def __post_init__(self) -> None:
+        plain = not (self.is_ignored or self.is_cast or self.accumulates or self.writes)
+        object.__setattr__(self, "name", str(self.operator))
+        object.__setattr__(self, "is_plain", plain)
+        object.__setattr__(self, "run", entry_of(self.operator))
+
+
+# Where there is no gradient yet, as in a recompute, one is not added but taken, or copied.
+_ACCUMULATING = ("aten.add.", "aten.add_.", "aten.clone.", "aten.new_empty_strided.", "aten.copy_.")
+
+# By identity, as operators take their time to be hashed.
+known_traits: dict[int, OpInfo] = {}
+
+
+def traits_of(operator: Any) -> OpInfo:
+    """Return the traits of an operator, always the same object."""
+    found = known_traits.get(id(operator))
+    if found is None:
+        found = known_traits[id(operator)] = _traits_of(operator)
+    return found
+
+
+def _traits_of(operator: Any) -> OpInfo:
+    schema = getattr(operator, "_schema", None)
+    name = str(operator)
+    ignored = operator in SAC_IGNORED_OPS or name.startswith(("aten.detach", "aten.alias", "prim."))
+    if schema is None:
+        return OpInfo(operator, ignored, is_kept=not ignored)
+    ignored = ignored or not _has_tensors(schema)
+    says_fresh = all(one.alias_info is None for one in schema.returns)
+    aliases = not says_fresh or name.startswith("aten._unsafe_view")
+    writes = tuple(
+        (place, argument.name)
+        for place, argument in enumerate(schema.arguments)
+        if (argument.alias_info is not None and argument.alias_info.is_write) or argument.name in _STATISTICS
+    )
+    cast = name == "aten._to_copy.default"
+    empty = name.startswith(_WITHOUT_VALUES)
+    tags = getattr(operator, "tags", ())
+    return OpInfo(
+        operator,
+        ignored,
+        is_cast=cast,
+        is_counted=not (ignored or cast or (aliases and not writes)),
+        is_kept=not (ignored or aliases or writes or empty or cast),
+        accumulates=name.startswith(_ACCUMULATING),
+        is_random=torch.Tag.nondeterministic_seeded in tags,
+        is_sized_by_values=torch.Tag.dynamic_output_shape in tags,
+        writes=writes,
+        says_fresh=says_fresh,
+    )
+
+
+def _has_tensors(schema: Any) -> bool:
+    # Marks for a profiler have none, and are there where somebody profiles.
+    return any("Tensor" in str(one.type) for one in (*schema.arguments, *schema.returns))
+
+
+# What operators of batch normalisation write in training, and do not declare.
+_STATISTICS = ("running_mean", "running_var")
+_WITHOUT_VALUES = (
+    *(f"aten.{kind}{name}" for name in ("empty", "zeros", "ones", "full") for kind in ("", "new_")),
+    "aten.scalar_tensor",
+    "aten.resize",
+    "aten.set_",
+)

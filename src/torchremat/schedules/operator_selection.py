@@ -1,0 +1,362 @@
+"""Which outputs of a region's operators to hold, so that its recompute costs least for the bytes held.
+
+A recompute runs the operators in their order and ends where nothing is missing any more; those whose outputs are held
+do not run. So what is asked for is closed: a value that backward needs is held, or the recompute gets as far as the
+operator that saves it, and each operator on the way is held or runs, its inputs being there since those before it were
+held or ran. See NOTE [ What a selection means ].
+
+Deliberately missing: leaving out operators whose outputs nobody asks for. A recompute is code that runs; to leave out
+what lies between, hold what it leads to.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchremat.schedules.dataflow import Dataflow
+from torchremat.schedules.knapsacks import Floats, Knapsack
+
+# NOTE [ What a selection means ]
+#
+# `held` are operators. For each of them
+#
+#   its needed outputs     are held to their backward
+#   its other outputs      are held to their next use in the recompute, if it gets there and the operator is replaceable
+#
+# A needed value that no operator makes is there, if it is holdable. Every other needed value that is not held is
+# missing, and the recompute ends at the last save of a missing one. It costs the sum over the operators before that
+# which are not both held and replaceable, and an overhead for each operator that it passes.
+#
+# An operator can be held if all its outputs can, or, if it is not replaceable, one that is needed.
+
+# NOTE [ A knapsack for each end ]
+#
+# Say that a recompute passes the first n operators and no more. Then what to hold is settled but for one thing:
+#
+#   what is saved after the first n     is held, or the recompute would not end there
+#   of the first n, what is held        does not run again if it is replaceable; if it is not, holding it spares nothing
+#
+# so each replaceable operator of the first n whose outputs are saved by then is held or runs, independently of the
+# others: things that weigh bytes and are worth what running them costs, in the room that is left. A recompute ends
+# where values are saved, so the best selection is the best of as many knapsacks as there are such positions, and most
+# of them are out of the question, by what they could be worth at most, once one has been solved.
+#
+# The fewest bytes at a cost are knapsacks too: of what is not held, which weighs what it costs and is worth its bytes.
+
+_CAP_S = 60.0
+# What costs at most this much more than the best is as good, and of that what holds the fewest bytes is the best.
+_GAP = 1e-4
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperatorSelection:
+    """Operators whose outputs are held, and what comes of it.
+
+    Attributes:
+        held: The operators, by index.
+        held_bytes: Of what is held from forward to recompute.
+        cost: Of the recompute.
+        ends: How many operators the recompute passes; 0 if there is none.
+        bound: No selection within the same limit costs less; at most a ten thousandth below `cost` if it was solved to
+            the end.
+    """
+
+    held: frozenset[int]
+    held_bytes: int
+    cost: float
+    ends: int
+    bound: float
+
+
+def evaluate(flow: Dataflow, held: Iterable[int], *, overhead: float = 0.0) -> OperatorSelection:
+    """Return what holding some operators means. See NOTE [ What a selection means ].
+
+    Args:
+        flow: The operators.
+        held: Those whose outputs are held.
+        overhead: Cost of each operator that the recompute passes, run or not.
+    """
+    chosen = frozenset(held)
+    there = held_values(flow, chosen)
+    missing = (value.saved_after for number, value in enumerate(flow.values) if value.needed and number not in there)
+    ends = max(missing, default=0)
+    cost = overhead * ends
+    for index, operator in enumerate(flow.operators[:ends]):
+        if not (operator.replaceable and index in chosen):
+            cost += operator.cost
+    held_bytes = sum(
+        flow.values[value].size_bytes
+        for index in chosen
+        for value in flow.operators[index].outputs
+        if flow.values[value].needed or (index < ends and flow.operators[index].replaceable)
+    )
+    return OperatorSelection(held=chosen, held_bytes=held_bytes, cost=cost, ends=ends, bound=cost)
+
+
+def held_values(flow: Dataflow, held: frozenset[int]) -> set[int]:
+    """Return the values that are there when backward asks for them, if the outputs of some operators are held."""
+    maker = {value: index for index, operator in enumerate(flow.operators) for value in operator.outputs}
+    return {
+        number
+        for number, value in enumerate(flow.values)
+        if value.holdable and (number not in maker or maker[number] in held)
+    }
+
+
+def holdable(flow: Dataflow) -> list[int]:
+    """Return the operators that can be held. See NOTE [ What a selection means ]."""
+    result: list[int] = []
+    for index, operator in enumerate(flow.operators):
+        outputs = [flow.values[value] for value in operator.outputs]
+        if operator.replaceable:
+            if outputs and all(value.holdable for value in outputs):
+                result.append(index)
+        elif any(value.needed and value.holdable for value in outputs):
+            result.append(index)
+    return result
+
+
+def select(
+    flow: Dataflow,
+    limit_bytes: int,
+    *,
+    overhead: float = 0.0,
+    cap_s: float = _CAP_S,
+) -> OperatorSelection | None:
+    """Return the selection of least cost, to a ten thousandth, that holds at most so many bytes; None if there is none.
+
+    Of those that cost as little the one that holds the fewest bytes. See NOTE [ A knapsack for each end ].
+
+    Args:
+        flow: The operators of a region.
+        limit_bytes: Of what is held from forward to recompute.
+        overhead: See `evaluate`.
+        cap_s: Seconds, after which the best selection found so far is returned, with its bound.
+    """
+    return _Knapsacks(flow, overhead).solve(limit_bytes, cap_s)
+
+
+def choices(
+    flow: Dataflow,
+    *,
+    points: int = 8,
+    overhead: float = 0.0,
+    most_bytes: int | None = None,
+    most_seconds: float = _CAP_S,
+) -> tuple[OperatorSelection, ...]:
+    """Return selections between holding all that spares cost and holding nothing, most bytes first.
+
+    None of them has another one that costs no more and holds no more; nor has it holding nothing at all.
+
+    Args:
+        flow: The operators of a region.
+        points: At most so many between the two.
+        overhead: See `evaluate`.
+        most_bytes: The most that those between hold, if what is above that is known to be worth little.
+        most_seconds: After so many the best ones found are returned.
+    """
+    ends_s = time.perf_counter() + most_seconds
+    knapsacks = _Knapsacks(flow, overhead)
+    most = knapsacks.solve(sum(value.size_bytes for value in flow.values), min(_CAP_S, most_seconds))
+    nothing = evaluate(flow, (), overhead=overhead)
+    if most is None or not most.held:
+        return ()
+    found = [most]
+    limits = [most.held_bytes * point // points for point in range(points - 1, 0, -1)]
+    if most_bytes is not None and most_bytes < most.held_bytes:
+        limits = [most_bytes * point // points for point in range(points, 0, -1)]
+    for limit in limits:
+        left_s = ends_s - time.perf_counter()
+        if left_s <= 0:
+            break
+        one = knapsacks.solve(limit, min(_CAP_S, left_s))
+        if one is not None and one.held:
+            found.append(one)
+    return tuple(dict.fromkeys(one for one in found if not any(_beats(other, one) for other in (*found, nothing))))
+
+
+def _beats(one: OperatorSelection, other: OperatorSelection) -> bool:
+    """Whether `one` is no worse in both, and better in one."""
+    if one.held_bytes > other.held_bytes or one.cost > other.cost:
+        return False
+    return (one.held_bytes, one.cost) != (other.held_bytes, other.cost)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _RecomputeEnd:
+    """What is left to choose if a recompute ends at one position.
+
+    Attributes:
+        held: Operators that have to be held.
+        held_bytes: What they take.
+        cost: If no others are held.
+        places: The others that may be, those that spare most for their bytes first.
+        spared: What holding each of them spares.
+        size_bytes: What each of them takes.
+        room_bytes: What they may take together.
+    """
+
+    held: list[int]
+    held_bytes: float
+    cost: float
+    places: NDArray[np.int64]
+    spared: Floats
+    size_bytes: Floats
+    room_bytes: float
+
+    @cached_property
+    def knapsack(self) -> Knapsack:
+        """What to hold, to spare the most."""
+        return Knapsack(self.spared, self.size_bytes, self.room_bytes)
+
+    @property
+    def least(self) -> float:
+        """No selection with this end costs less."""
+        return self.cost - self.knapsack.bound
+
+    def left_out(self, most_cost: float) -> tuple[Knapsack, NDArray[np.int64]] | None:
+        """Return what not to hold, to save the most bytes at some cost at most, and what is asked for by place."""
+        room = most_cost - (self.cost - float(self.spared.sum()))
+        takes = np.flatnonzero(self.size_bytes > 0)[::-1]
+        # Of equal ones the first are left out, as those that spare most for their bytes are held.
+        takes = takes[np.argsort(-self.size_bytes[takes] / self.spared[takes], kind="stable")]
+        return None if room < 0 else (Knapsack(self.size_bytes[takes], self.spared[takes], room), takes)
+
+
+@dataclass
+class _BestSelection:
+    """The best selection so far.
+
+    Attributes:
+        held: The operators.
+        held_bytes: What they take.
+        cost: Of the recompute.
+        missed: What was not looked at costs at least this.
+    """
+
+    held: list[int] = field(default_factory=list[int])
+    held_bytes: float = math.inf
+    cost: float = math.inf
+    missed: float = math.inf
+
+
+class _Knapsacks:
+    """The knapsacks of a dataflow. See NOTE [ A knapsack for each end ]."""
+
+    def __init__(self, flow: Dataflow, overhead: float) -> None:
+        self.flow = flow
+        self.overhead = overhead
+        count, candidates = len(flow.operators), set(holdable(flow))
+        maker = {value: index for index, operator in enumerate(flow.operators) for value in operator.outputs}
+        self.cost = np.array([operator.cost for operator in flow.operators])
+        spared = [one.replaceable and index in candidates for index, one in enumerate(flow.operators)]
+        self.is_spared = np.array(spared, np.bool_)
+        # What holding an operator takes, for backward and for the recompute.
+        self.needed_bytes, self.other_bytes = np.zeros(count), np.zeros(count)
+        # Where the last of its outputs is saved that can be held to backward. A recompute goes to those that cannot.
+        self.saved_after, first_end = np.zeros(count, np.int64), 0
+        for number, value in enumerate(flow.values):
+            index = maker.get(number)
+            if index in candidates:
+                (self.needed_bytes if value.needed else self.other_bytes)[index] += value.size_bytes
+            if value.needed and value.holdable and index in candidates:
+                self.saved_after[index] = max(self.saved_after[index], value.saved_after)
+            elif value.needed and not (value.holdable and index is None):
+                first_end = max(first_end, value.saved_after)
+        ends = {0, *(value.saved_after for value in flow.values if value.needed)}
+        # No recompute passes what must not run again, and does wherever one gets to it.
+        runs_once = np.flatnonzero(np.isinf(self.cost) & ~self.is_spared)
+        last_end = int(runs_once[0]) if len(runs_once) else max(ends)
+        self.ends = sorted(end for end in ends if first_end <= end <= last_end)
+        self._sort()
+
+    def _sort(self) -> None:
+        """Put the operators in the order of knapsacks. Of equal ones the last come first: their backward is first."""
+        size_bytes = self.needed_bytes + self.other_bytes
+        places = np.flatnonzero(self.is_spared & (self.cost > 0) & np.isfinite(self.cost))[::-1]
+        with np.errstate(divide="ignore"):
+            rates = self.cost[places] / size_bytes[places]
+        self.places = places[np.argsort(-rates, kind="stable")]
+        self.size_bytes = size_bytes[self.places]
+
+    def _end(self, end: int, limit_bytes: int) -> _RecomputeEnd | None:
+        """Return what is left to choose at a position; None if what has to be held there is too much."""
+        inside = np.arange(len(self.cost)) < end
+        spared = inside & self.is_spared
+        has_to = (self.saved_after > end) | (spared & np.isinf(self.cost))
+        held_bytes = float(self.needed_bytes[has_to].sum() + self.other_bytes[has_to & spared].sum())
+        if held_bytes > limit_bytes:
+            return None
+        may = (inside & ~has_to)[self.places]
+        return _RecomputeEnd(
+            held=np.flatnonzero(has_to).tolist(),
+            held_bytes=held_bytes,
+            cost=self.overhead * end + float(self.cost[inside & ~(has_to & spared)].sum()),
+            places=self.places[may],
+            spared=self.cost[self.places[may]],
+            size_bytes=self.size_bytes[may],
+            room_bytes=limit_bytes - held_bytes,
+        )
+
+    def solve(self, limit_bytes: int, cap_s: float) -> OperatorSelection | None:
+        """See `select`."""
+        ends_s = time.perf_counter() + cap_s
+        every = (self._end(end, limit_bytes) for end in self.ends)
+        ends = sorted((end for end in every if end is not None), key=lambda end: end.least)
+        if not ends:
+            return None
+        found = _BestSelection()
+        self._spare_most(ends, found, ends_s)
+        least = min(found.cost, found.missed)
+        self._hold_least(ends, found, ends_s)
+        best = evaluate(self.flow, found.held, overhead=self.overhead)
+        return replace(best, held=_useful(self.flow, best), bound=max(0.0, min(best.cost, least)))
+
+    def _spare_most(self, ends: list[_RecomputeEnd], found: _BestSelection, ends_s: float) -> None:
+        """Find what costs least."""
+        for end in ends:
+            if end.least >= found.cost:
+                break
+            if math.isfinite(found.cost) and time.perf_counter() >= ends_s:
+                found.missed = min(found.missed, end.least)
+                break
+            packing = end.knapsack.pack(above=end.cost - found.cost, ends_s=ends_s)
+            if packing.missed is not None:
+                found.missed = min(found.missed, end.cost - packing.missed)
+            if end.cost - packing.worth < found.cost:
+                found.cost = end.cost - packing.worth
+                found.held = [*end.held, *(int(end.places[place]) for place in packing.taken)]
+                found.held_bytes = end.held_bytes + float(end.size_bytes[list(packing.taken)].sum())
+
+    def _hold_least(self, ends: list[_RecomputeEnd], found: _BestSelection, ends_s: float) -> None:
+        """Find what holds the fewest bytes at about the same cost."""
+        most_cost = found.cost * (1 + _GAP)
+        for end in ends:
+            if end.least > most_cost or time.perf_counter() >= ends_s:
+                break
+            asked = end.left_out(most_cost)
+            all_bytes = end.held_bytes + float(end.size_bytes.sum())
+            if asked is None or all_bytes - asked[0].bound >= found.held_bytes:
+                continue
+            packing = asked[0].pack(above=all_bytes - found.held_bytes, ends_s=ends_s)
+            if all_bytes - packing.worth < found.held_bytes:
+                out = set(asked[1][list(packing.taken)].tolist())
+                found.held = [*end.held, *(int(one) for place, one in enumerate(end.places) if place not in out)]
+                found.held_bytes = all_bytes - packing.worth
+
+
+def _useful(flow: Dataflow, found: OperatorSelection) -> frozenset[int]:
+    """Return the held operators without those that hold nothing and spare nothing."""
+    return frozenset(
+        index
+        for index in found.held
+        if any(flow.values[value].needed for value in flow.operators[index].outputs)
+        or (index < found.ends and flow.operators[index].replaceable)
+    )

@@ -1,0 +1,171 @@
+"""One file without a name, and the bytes of it that are free.
+
+Nothing is mapped into memory: on a full disk, or past the end of a file, a mapping kills the process, where `pwrite`
+and `preadv` raise.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from torchremat.errors import StoreError, UnsupportedError
+from torchremat.stores.checksums import BLOCK_BYTES, Checksum
+from torchremat.stores.extents import Extent, Extents
+
+# Space is reserved in steps of at least this size, since each costs a call to the file system.
+_STEP_BYTES = 64 * 2**20
+# What a file system without files that have no name answers.
+_NO_TMPFILE = {errno.EISDIR, errno.EOPNOTSUPP, errno.EINVAL}
+# What it answers if it cannot reserve; then a full disk is met by a write.
+_NO_RESERVE = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ENODEV}
+
+
+class DiskFile:
+    """A temporary file without a name: nothing is left of it once it is closed, however the process ends.
+
+    Extents are taken under the lock of whoever owns the slab; bytes may be read and written by several threads.
+
+    Args:
+        directory: Where it lies.
+        limit_bytes: How large it may become; None without a limit.
+
+    Raises:
+        StoreError: No file can be made there.
+    """
+
+    def __init__(self, directory: Path, limit_bytes: int | None) -> None:
+        self.limit_bytes = limit_bytes
+        # Why it could not grow, the last time it should have. Not the error: that has frames, which have tensors.
+        self.full = ""
+        self._extents = Extents()
+        self._descriptor = _open(directory)
+
+    def take(self, size: int) -> list[Extent] | None:
+        """Take space for one tensor, in one extent if there is one; None if the disk or the limit has no more."""
+        extents = self._extents
+        taken = extents.take_one(size)
+        if taken is None and self._grow(size - extents.tail_bytes):
+            taken = extents.take_one(size)
+        if taken is None and (size <= extents.free_bytes or self._grow(size - extents.free_bytes)):
+            taken = extents.take_any(size)
+        return taken
+
+    def give(self, extents: list[Extent]) -> None:
+        """Give space back."""
+        self._extents.give(extents)
+
+    def write(self, extents: Sequence[Extent], data: NDArray[np.uint8]) -> int:
+        """Write bytes to the extents that were taken for them, and return their checksum.
+
+        Raises:
+            OSError: They cannot be written.
+        """
+        view, checksum = data.data, Checksum(data)
+        for place, done, size in _blocks(extents):
+            # Before they are written: what changes in between, past all versions, differs from its checksum then.
+            checksum.advance(done + size)
+            # Python goes on after an interruption by itself; a call may write less than it was asked to.
+            while size:
+                written = os.pwrite(self._descriptor, view[done : done + size], place)
+                if written <= 0:
+                    raise OSError(errno.EIO, "nothing was written")
+                place, done, size = place + written, done + written, size - written
+        return checksum.number()
+
+    def read(self, extents: Sequence[Extent], data: NDArray[np.uint8]) -> int:
+        """Read the bytes of extents into memory, and return their checksum.
+
+        Raises:
+            OSError: They cannot be read, or the file is too short.
+        """
+        view, checksum = data.data, Checksum(data)
+        for place, done, size in _blocks(extents):
+            while size:
+                read = os.preadv(self._descriptor, [view[done : done + size]], place)
+                if read <= 0:
+                    raise OSError(errno.EIO, f"the file ends before byte {place + size}")
+                place, done, size = place + read, done + read, size - read
+            checksum.advance(done)
+        return checksum.number()
+
+    def __reduce__(self) -> str:
+        # The default would copy the number of the open file, and with the copy the original's file would be closed.
+        raise TypeError("a file without a name cannot be copied, nor go to another process.")
+
+    def __del__(self) -> None:
+        descriptor = getattr(self, "_descriptor", None)
+        if descriptor is not None:
+            os.close(descriptor)
+
+    def _grow(self, needed: int) -> bool:
+        """Reserve space at the end of the file, so that a write cannot meet a full disk; return whether that worked."""
+        end = self._extents.end
+        most = needed if self.limit_bytes is None else self.limit_bytes - end
+        if needed > most:
+            return False
+        step = _STEP_BYTES if self.limit_bytes is None else min(_STEP_BYTES, most)
+        for size in sorted({max(needed, step), needed}, reverse=True):
+            try:
+                _reserve(self._descriptor, end, size)
+            except OSError as error:
+                self.full = str(error)
+            else:
+                self._extents.grow(size)
+                return True
+        return False
+
+
+def _blocks(extents: Sequence[Extent]) -> Iterator[tuple[int, int, int]]:
+    """Yield place in the file, place in the tensor, and size, of blocks so small that they stay in a cache."""
+    done = 0
+    for extent in extents:
+        for place in range(extent.start, extent.end, BLOCK_BYTES):
+            size = min(BLOCK_BYTES, extent.end - place)
+            yield place, done, size
+            done += size
+
+
+def _reserve(descriptor: int, start: int, size: int) -> None:
+    if not hasattr(os, "posix_fallocate"):
+        return
+    try:
+        os.posix_fallocate(descriptor, start, size)
+    except OSError as error:
+        if error.errno not in _NO_RESERVE:
+            raise
+
+
+def _open(directory: Path) -> int:
+    if not hasattr(os, "preadv"):
+        raise UnsupportedError("Disk(): this system has no `preadv`.")
+    try:
+        if hasattr(os, "O_TMPFILE"):
+            try:
+                return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_EXCL, 0o600)
+            except OSError as error:
+                if error.errno not in _NO_TMPFILE:
+                    raise
+        descriptor, name = tempfile.mkstemp(prefix="torchremat-", dir=directory)
+        try:
+            os.unlink(name)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
+    except OSError as error:
+        raise StoreError(f"Disk({str(directory)!r}): no file can be made there: {error}.") from error
+
+
+def bytes_of(tensor: Tensor) -> NDArray[np.uint8]:
+    """Return what a line of the host holds, of any dtype, as bytes."""
+    # One element may have any stride, and bytes can be seen of one with the stride 1 alone.
+    return tensor.detach().contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()

@@ -1,0 +1,395 @@
+"""Tensors on their way into a file and back, moved by threads that nobody has to trust.
+
+NOTE [ Nobody waits for a thread that is gone ]
+A thread may die in the middle of any line, and a disk may stop answering. So it is written down which thread moves a
+tensor; who waits looks now and then whether that thread is alive, and if not has the work done again, which is safe: a
+write writes the same bytes to the same place, a read goes to fresh memory. Where no thread is left, who waits does the
+work himself. If nothing at all has moved for `timeout_s`, waiting ends with an error. And little is waited for: a
+tensor that is not written yet is still there, so to read it takes no disk.
+
+The life of a tensor is a table in `entries.py`.
+
+A slot of the file needs no generation number: it is given back when its handle is gone, so nobody is left who could
+read what the next one writes there; and if the disk brings back what was there before, the checksum says so.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from queue import SimpleQueue
+
+import torch
+from torch import Tensor
+
+from torchremat.errors import MutationError, StoreError
+from torchremat.stores.contents import check_version, written_since
+from torchremat.stores.disk_file import DiskFile, bytes_of
+from torchremat.stores.entries import Entry, ReadAhead, State, WriteOutcome
+from torchremat.stores.extents import Extent
+from torchremat.stores.patience import Patience
+from torchremat.stores.release import goes_on_reading
+from torchremat.stores.statistics import Ledger
+from torchremat.tensors.held import version_of
+
+# How often who waits looks whether the threads are alive, in seconds.
+_LOOK_S = 0.1
+# How long the end of a store waits for what is being written, in seconds.
+_JOIN_S = 5.0
+_HOST = torch.device("cpu")
+
+
+class DiskWriter:
+    """A slab, the threads that write and read it, and the tensors that are on their way.
+
+    The threads hold the spool; whoever owns it closes it.
+
+    Args:
+        file: The file.
+        ledger: Where bytes are reserved and counted.
+        threads: How many threads move tensors.
+        pending_limit_bytes: How many bytes may wait to be written when `add` returns.
+        timeout_s: How long to wait for a disk that does nothing at all.
+        name: What messages call the store.
+    """
+
+    def __init__(
+        self, file: DiskFile, ledger: Ledger, *, threads: int, pending_limit_bytes: int, timeout_s: float, name: str
+    ) -> None:
+        self.file = file
+        self.ledger = ledger
+        self.failure: str | None = None  # of a write, until somebody is told
+        self.dropped: deque[Entry] = deque()  # See NOTE [ What a finalizer may do ]
+        self._name = name
+        self._pending_limit_bytes = pending_limit_bytes
+        self._pending_bytes = 0
+        self._timeout_s = timeout_s
+        self._condition = threading.Condition(threading.Lock())
+        self._moves = 0  # how many tensors were written or read
+        self._pending: dict[Entry, None] = {}  # those that wait, move or are left, oldest first
+        self._reads: deque[tuple[Entry, ReadAhead]] = deque()
+        # A call says that there may be something to do; None ends a thread.
+        self._calls: SimpleQueue[bool | None] = SimpleQueue()
+        self._closing = False
+        self._most_threads = threads
+        self._threads: list[threading.Thread] = []
+
+    def take(self, size: int) -> list[Extent] | None:
+        """Take space in the file; None if the disk has no more.
+
+        Raises:
+            StoreError: The disk does not answer.
+        """
+        patience = Patience(self._timeout_s)
+        with self._condition:
+            while True:
+                self._settle()
+                extents = self.file.take(size)
+                if extents is not None or all(entry.state is not State.LEFT for entry in self._pending):
+                    return extents
+                self._wait(patience)  # for space that is given back in a moment
+
+    def give(self, extents: list[Extent]) -> None:
+        """Give space back that no tensor was put into."""
+        with self._condition:
+            self.file.give(extents)
+
+    def add(self, entry: Entry) -> None:
+        """Have a tensor written, and wait until no more bytes are pending than may be.
+
+        Raises:
+            StoreError: The disk does not answer.
+        """
+        with self._condition:
+            self._settle()
+            self._pending_bytes += entry.content.size_bytes
+            self._pending[entry] = None
+            self._start()
+        self._calls.put(True)
+        self._wait_until(lambda: self._pending_bytes <= self._pending_limit_bytes)
+
+    def wait_until_written(self, entry: Entry) -> None:
+        """Wait until a tensor is in the file, or is known not to get there.
+
+        Raises:
+            StoreError: The disk does not answer.
+        """
+        self._wait_until(lambda: entry not in self._pending)
+
+    def get(self, entry: Entry) -> Tensor:
+        """Return a tensor in fresh memory of the host.
+
+        Raises:
+            StoreError: It cannot be read, or is not what was written.
+            MutationError: It was written in place before it was in the file.
+        """
+        with self._condition:
+            source, version, changed = entry.source, entry.version, entry.changed
+            ahead, entry.ahead = entry.ahead, None
+        if changed is not None:
+            raise MutationError(changed)
+        if source is not None:
+            check_version(source, version)
+            fresh = source.clone()
+            check_version(source, version)
+            return fresh
+        fresh = None if ahead is None else self._await(ahead)
+        if fresh is None:
+            fresh = self._read(entry)
+        self.ledger.copied(in_bytes=entry.content.size_bytes)
+        return fresh
+
+    def own(self, entry: Entry) -> None:
+        """Have a copy in place of a tensor that is held and not in the file, since it is about to be written.
+
+        See NOTE [ Who may write to what was put ].
+        """
+        with self._condition:
+            source = entry.source
+            if source is None or entry.is_own or version_of(source) != entry.version:
+                return
+            entry.source = source.clone()
+            entry.version = version_of(entry.source)
+            entry.is_own = True
+            entry.restarts = entry.state is State.MOVING
+        goes_on_reading(entry.source)
+
+    def prefetch(self, entry: Entry) -> None:
+        """Begin to read a tensor."""
+        with self._condition:
+            if entry.state is not State.STORED or entry.ahead is not None:
+                return
+            entry.ahead = ReadAhead(entry.content.empty(_HOST))
+            self._reads.append((entry, entry.ahead))
+            self._start()
+        self._calls.put(True)
+
+    def settle(self) -> None:
+        """Take into account what was dropped."""
+        with self._condition:
+            self._settle()
+
+    def close(self) -> None:
+        """End the threads; what is not in the file yet never will be. A finalizer, so it takes no lock."""
+        self._closing = True
+        threads = list(self._threads)
+        for _ in threads:
+            self._calls.put(None)
+        # One thread of a spool does not wait for another: it may hold the lock that the other needs.
+        if threading.current_thread() not in threads:
+            for thread in threads:
+                thread.join(_JOIN_S)
+
+    # What follows down to the next comment is called under the lock.
+
+    def _settle(self) -> None:
+        while self.dropped:
+            entry = self.dropped.popleft()
+            match entry.state:
+                case State.WAITING:
+                    self._free(entry)
+                    self._done(entry, State.DROPPED)
+                    self.ledger.release(entry.content.size_bytes)
+                case State.MOVING:
+                    entry.state = State.LEFT
+                    self.ledger.release(entry.content.size_bytes)
+                case State.STORED | State.CHANGED:
+                    self._free(entry)
+                    entry.state = State.DROPPED
+                    self.ledger.release(entry.content.size_bytes)
+                case State.KEPT:  # it gave back all that it had when it could not be written
+                    entry.state = State.DROPPED
+                case State.LEFT | State.DROPPED:  # only one finalizer drops it
+                    pass
+
+    def _done(self, entry: Entry, state: State) -> None:
+        """Note that a tensor is no longer on its way."""
+        if entry in self._pending:  # not if `add` was interrupted before it began
+            del self._pending[entry]
+            self._pending_bytes -= entry.content.size_bytes
+        self._moves += 1
+        entry.state, entry.mover = state, None
+        self._condition.notify_all()
+
+    def _free(self, entry: Entry) -> None:
+        extents, entry.extents = entry.extents, []
+        self.file.give(extents)
+
+    def _next(self) -> Entry | None:
+        """Return the oldest tensor that waits to be written."""
+        self._revive()
+        return next((entry for entry in self._pending if entry.state is State.WAITING), None)
+
+    def _revive(self) -> None:
+        """Let tensors wait again whose thread is gone. See NOTE [ Nobody waits for a thread that is gone ]."""
+        for entry in list(self._pending):
+            if entry.mover is not None and not entry.mover.is_alive():
+                self._undo(entry)
+
+    def _undo(self, entry: Entry) -> None:
+        """Let a tensor wait again whose write has ended in the middle."""
+        if entry.state is State.LEFT:
+            self._free(entry)
+            self._done(entry, State.DROPPED)
+        elif entry.state is State.MOVING:
+            entry.state, entry.mover = State.WAITING, None
+
+    def _end(self, entry: Entry, outcome: WriteOutcome) -> None:
+        """Note what became of a write."""
+        if entry.state is State.LEFT:
+            self._free(entry)
+            self._done(entry, State.DROPPED)
+            return
+        if entry.restarts:
+            entry.state, entry.mover = State.WAITING, None
+            self._moves += 1
+            self._calls.put(True)
+            self._condition.notify_all()
+            return
+        if outcome.state is State.KEPT:
+            self._free(entry)
+            self.ledger.fail(entry.content.size_bytes)
+            self.failure = outcome.message
+        else:
+            entry.source = None
+        if outcome.state is State.CHANGED:
+            entry.changed = outcome.message
+        elif outcome.state is State.STORED:
+            entry.checksum = outcome.checksum
+            self.ledger.copied(out_bytes=entry.content.size_bytes)
+        self._done(entry, outcome.state)
+
+    def _lives(self) -> bool:
+        return any(thread.is_alive() for thread in self._threads)
+
+    def _start(self) -> None:
+        if self._threads or self._closing:
+            return
+        for number in range(self._most_threads):
+            thread = threading.Thread(target=self._work, name=f"torchremat disk {number}", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # the interpreter ends, or there are too many
+                return
+            self._threads.append(thread)
+
+    def _wait(self, patience: Patience) -> None:
+        """Wait for a change, for a short while; who calls looks again then."""
+        if self._condition.wait(_LOOK_S):
+            patience.moved(self._moves)
+            return
+        self._revive()
+        self._calls.put(True)  # whoever was called last may be gone
+        if patience.is_over(self._moves):
+            raise StoreError(
+                f"{self._name}: nothing was written or read for {self._timeout_s:g} s, and {self._pending_bytes} B "
+                "wait to be written. The disk hangs or is very slow; `timeout_s=` says how long to wait."
+            )
+
+    # What follows takes the lock itself.
+
+    def _wait_until(self, is_so: Callable[[], bool]) -> None:
+        """Wait until something is so, which is asked under the lock; write what waits if no thread is left to."""
+        patience = Patience(self._timeout_s)
+        while True:
+            with self._condition:
+                self._settle()
+                if is_so():
+                    return
+                waiting = None if self._lives() else self._next()
+                if waiting is None:
+                    self._wait(patience)
+                    continue
+            self._write(waiting)
+
+    def _work(self) -> None:
+        """Move tensors until the spool is closed: what each thread does."""
+        while self._calls.get() is not None and not self._closing:
+            self._move()
+
+    def _move(self) -> None:
+        """Move one tensor, if there is one. A function, since a thread that waits for the next one must hold none."""
+        read, entry = None, None
+        with self._condition:
+            self._settle()
+            if self._reads:
+                read = self._reads.popleft()
+            else:
+                entry = self._next()
+        if read is not None:
+            self._read_ahead(*read)
+        if entry is not None:
+            self._write(entry)
+
+    def _write(self, entry: Entry) -> None:
+        """Write a tensor if it still waits."""
+        with self._condition:
+            self._settle()
+            if entry.state is not State.WAITING:
+                return
+            entry.state, entry.mover, entry.restarts = State.MOVING, threading.current_thread(), False
+        try:
+            outcome = self._written(entry)
+        except BaseException:
+            with self._condition:
+                self._undo(entry)
+            raise
+        with self._condition:
+            self._settle()
+            self._end(entry, outcome)
+
+    def _written(self, entry: Entry) -> WriteOutcome:
+        """Write the bytes of a tensor; no reference to it outlives this function."""
+        source = entry.source
+        if source is None:  # it was dropped a moment ago
+            return WriteOutcome(State.STORED)
+        now, found = version_of(source), 0
+        if now == entry.version:
+            try:
+                found = self.file.write(entry.extents, bytes_of(source))
+            except OSError as error:
+                return WriteOutcome(State.KEPT, message=f"{self._name}: {entry.content} could not be written: {error}.")
+            now = version_of(source)
+        if now != entry.version:
+            return WriteOutcome(State.CHANGED, message=str(written_since(source, version=entry.version, now=now)))
+        return WriteOutcome(State.STORED, checksum=found)
+
+    def _read(self, entry: Entry, fresh: Tensor | None = None) -> Tensor:
+        fresh = entry.content.empty(_HOST) if fresh is None else fresh
+        try:
+            found = self.file.read(entry.extents, bytes_of(fresh))
+        except OSError as error:
+            raise StoreError(f"{self._name}: {entry.content} cannot be read back: {error}.") from error
+        if found != entry.checksum:
+            raise StoreError(
+                f"{self._name}: {entry.content} is not what was written, its checksum differs. The disk or the file is "
+                "damaged, or the tensor was written past its version counter (`.data`, NumPy) on its way to the disk."
+            )
+        return fresh
+
+    def _read_ahead(self, entry: Entry, ahead: ReadAhead) -> None:
+        with self._condition:
+            if ahead.done or entry.ahead is not ahead:
+                return
+            ahead.mover = threading.current_thread()
+        try:
+            self._read(entry, ahead.tensor)
+        except StoreError:
+            ahead.tensor = None
+        with self._condition:
+            ahead.done = True
+            self._moves += 1
+            self._condition.notify_all()
+
+    def _await(self, ahead: ReadAhead) -> Tensor | None:
+        """Return what is read ahead; None if it is to be read now."""
+        patience = Patience(self._timeout_s)
+        with self._condition:
+            while not ahead.done:
+                if ahead.mover is None or not ahead.mover.is_alive():
+                    ahead.done, ahead.tensor = True, None
+                    return None
+                self._wait(patience)
+            tensor, ahead.tensor = ahead.tensor, None  # whose memory goes with the caller's last reference
+        return tensor

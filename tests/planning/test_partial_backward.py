@@ -1,0 +1,213 @@
+"""A unit that holds some of what it saves recomputes in the midst of its backward: what each piece of a step needs."""
+
+import random
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import decoders
+import mixtures
+import models
+import zoo
+from planning.kinds import KINDS
+from planning.steps import CPU, differences, outcome, profile, under
+from planning.test_options import in_place
+from torchremat.measuring.allocator import record_allocations
+from torchremat.measuring.runs import subject_of
+from torchremat.measuring.step import run_backward
+from torchremat.planning.descriptions import held_of
+from torchremat.planning.layout import calls_of, installed
+from torchremat.planning.profiles.profiling import ProfilePair
+from torchremat.planning.searches.flows import flow_of
+from torchremat.planning.searches.granularity import divisible, mixed
+from torchremat.planning.searches.options import options_of, options_with
+from torchremat.planning.searches.solving import fitted
+from torchremat.planning.simulator.points import Live, ProgramPoint
+from torchremat.planning.simulator.prediction import over_bytes
+from torchremat.planning.simulator.simulator import MemorySimulator
+from torchremat.regions.settings import Observer, Settings
+from torchremat.schedules.chain import KeepNode, RegionNode
+from torchremat.schedules.operator_selection import evaluate
+
+
+@dataclass
+class Recomputes(Observer):
+    """An observer that marks where recomputes begin and end."""
+
+    mark: object
+    marks: list[int] = field(default_factory=list)
+
+    def recomputing(self, region):
+        self.marks.append(self.mark("recomputing"))
+
+    def recomputed(self, region):
+        self.marks.append(self.mark("recomputed"))
+
+
+def measured_pieces(model, step, own, tree):
+    """Highest bytes of the forward, and of backward before, in and after each recompute in turn."""
+    subject = subject_of(step, model, None)
+    with subject.untouched(), record_allocations(CPU) as recorder:
+        watching = Recomputes(recorder.mark)
+        with installed(model, calls_of(own.units), tree, Settings(observer=watching), held_of(own, tree)):
+            begins = recorder.mark("begins")
+            loss = subject.forward()
+            forward = recorder.mark("forward")
+            run_backward(loss)
+            ends = recorder.mark("ends")
+            del loss
+    marks = [begins, forward, *watching.marks, ends]
+    return [recorder.trace.peak_bytes_between(*pair) for pair in pairwise(marks)]
+
+
+def predicted_pieces(own, tree):
+    """The same, predicted."""
+    pieces, running = [own.start_bytes], None
+    for state in MemorySimulator(own.units, own.sizes, own.order, own.lifetimes, tree, own.options):
+        if not isinstance(state, Live):
+            continue
+        # What runs before a recompute in the backward of its unit is no part of it.
+        now = state.key if state.key[0] is ProgramPoint.RECOMPUTE and state.unit >= 0 else None
+        if state.key[0] is ProgramPoint.END or now != running:
+            pieces.append(0)
+        running = now
+        pieces[-1] = max(pieces[-1], own.extra_bytes[state.key] + state.held_bytes + over_bytes(own, state))
+    return pieces
+
+
+# ------------------------------------------------------------------------------------------------------------- by hand
+
+SIDE = 64
+ONE = 4 * SIDE * SIDE  # bytes of a tensor
+
+
+class Chain(nn.Module):
+    """Saves what each of its last four operators returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return (x * self.scale).tanh().sigmoid().exp().sigmoid()
+
+
+class Narrowing(nn.Module):
+    """Its gradient becomes wide again before any tensor is asked for that it saves early."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        wide = x * self.scale
+        wide = (wide + wide.flip(0) + wide.flip(1)).tanh()
+        return wide[:, :1].exp()
+
+
+def with_option(module, held):
+    """A model of one unit, its step and the profile in which that unit may hold the outputs of some operators."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(module), torch.randn(SIDE, SIDE)
+
+    def step(model):
+        return model(x).sum()
+
+    own = profile(model, step).blocks
+    (options,) = options_with([own], ((evaluate(flow_of(own, "flops", 0), held),),), "flops")
+    return model, step, replace(own, options=options)
+
+
+def test_what_is_not_held_is_not_there_until_it_is_asked_for():
+    # It was taken to be recomputed when the unit's backward begins: 5 tensors then, the four saved and a gradient.
+    model, step, own = with_option(Chain(), {3, 4})
+    loss = 4 + 4  # and its gradient
+
+    _, *measured = measured_pieces(model, step, own, (KeepNode(0, 1),))
+
+    # The last two and a gradient; one of them and a gradient, and a product and its tanh, of which the product goes;
+    # two saved tensors and the gradients before and behind one of them.
+    assert measured == [3 * ONE + loss, 3 * ONE + loss, 4 * ONE + loss]
+    assert predicted_pieces(own, (KeepNode(0, 1),))[1:] == measured
+
+
+def test_gradients_on_their_way_are_there_during_a_recompute():
+    # It was taken to begin with the narrow gradient that comes to the unit: the peak was a tensor above the prediction.
+    model, step, own = with_option(Narrowing(), {7})
+
+    _, *measured = measured_pieces(model, step, own, (KeepNode(0, 1),))
+
+    # The wide gradient, and of the sum: its first term, the sum of two, the third term, the result.
+    assert measured[1] == 5 * ONE + 4 + 4
+    assert predicted_pieces(own, (KeepNode(0, 1),))[1:] == measured
+
+
+# ---------------------------------------------------------------------------------------------------------- all models
+
+
+def llama():
+    torch.manual_seed(0)
+    sizes = {"blocks": 3, "width": 32, "heads": 4, "key_heads": 2, "vocabulary": 64}
+    tokens_bt = torch.randint(64, (2, 33))
+    model = decoders.Decoder(decoders.Config(**sizes, hidden=96))
+    return model, lambda m: F.cross_entropy(m(tokens_bt[:, :-1]).flatten(0, 1), tokens_bt[:, 1:].flatten())
+
+
+def experts():
+    torch.manual_seed(0)
+    sizes = {"blocks": 3, "width": 32, "heads": 4, "key_heads": 2, "vocabulary": 64}
+    tokens_bt = torch.randint(64, (2, 33))
+    model = mixtures.Mixture(mixtures.MixtureConfig(**sizes, hidden=64))
+    return model, lambda m: mixtures.mixture_loss(m, tokens_bt=tokens_bt)
+
+
+MODELS = {
+    "gpt": lambda: models.gpt_step(blocks=3, width=32, context=32, batch=2, vocabulary=64),
+    "gpt dropout": lambda: models.gpt_step(blocks=3, width=32, context=32, batch=2, vocabulary=64, dropout=0.1),
+    "unet": lambda: models.unet_step(batch=1, size=32, width=8),
+    "resnet": lambda: models.resnet_step(batch=4, size=16, width=8),
+    "in place": in_place,
+    "llama": llama,
+    "experts": experts,
+    "t5": lambda: zoo.t5(blocks=2, width=32),
+    "vit": lambda: zoo.vit(blocks=3, width=32),
+    "attention": KINDS["attention"],
+    "transformer": KINDS["transformer"],
+    "recurrent": KINDS["recurrent"],
+}
+
+
+def random_options(own, rng):
+    """A tree in which units with options have one of them, and others are kept or recomputed."""
+    picks = [rng.randint(0, len(options)) for options in own.options]
+    nodes = (KeepNode(unit, pick) for unit, pick in enumerate(picks))
+    return fitted(
+        own.units, tuple(node if node.option or rng.random() < 0.6 else RegionNode((node,)) for node in nodes)
+    )
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_each_piece_of_a_step_is_predicted(name):
+    model, step = MODELS[name]()
+    pair = profile(model, step)
+    blocks = replace(pair.blocks, options=options_of(pair.blocks, "flops"))
+    profiles = [blocks]
+    if pair.leaves is not None:
+        leaves = replace(pair.leaves, options=options_of(pair.leaves, "flops"))
+        split = sorted(divisible(pair))[::2]
+        profiles.append(mixed(ProfilePair(blocks=blocks, leaves=leaves), frozenset(split)))
+    rng, plain = random.Random(0), outcome(model, step)
+
+    pieces = []
+    for own in profiles * 2:
+        tree = random_options(own, rng)
+        pieces += zip(measured_pieces(model, step, own, tree), predicted_pieces(own, tree), strict=True)
+        with under(model, own, tree):
+            assert differences(outcome(model, step), plain) == []
+
+    assert [pair for pair in pieces if not pair[0] <= pair[1] <= 1.01 * pair[0]] == []
+    assert sum(measured == predicted for measured, predicted in pieces) >= 0.8 * len(pieces)
