@@ -29,7 +29,7 @@ _LITTLE = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Counted:
+class CountedBytes:
     """What a plan has counted.
 
     Attributes:
@@ -60,7 +60,7 @@ class Checks:
         device: Where its parameters are.
     """
 
-    def __init__(self, counted: Counted, device: torch.device, model: nn.Module | None = None) -> None:
+    def __init__(self, counted: CountedBytes, device: torch.device, model: nn.Module | None = None) -> None:
         self._counted = counted
         self._device = device
         self._trained = Trained(model, device)
@@ -174,7 +174,7 @@ class Checks:
         )
 
 
-def checks_on(model: nn.Module, counted: Counted) -> Checks:
+def checks_on(model: nn.Module, counted: CountedBytes) -> Checks:
     """Return what is checked on a model under a plan that has counted this."""
     device = next((one.device for one in model.parameters()), torch.device("cpu"))
     return Checks(counted, device, model)

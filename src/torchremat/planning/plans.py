@@ -14,7 +14,7 @@ from torch import nn
 from torchremat.errors import PlanError, check_flags
 from torchremat.measuring.curves import Curve, Phase, draw
 from torchremat.planning.bounds.certificates import Certificate, Claim
-from torchremat.planning.checks import Counted, checks_on
+from torchremat.planning.checks import CountedBytes, checks_on
 from torchremat.planning.conditions import Conditions
 from torchremat.planning.files import from_json, to_json
 from torchremat.planning.inputs import InputSizes
@@ -234,8 +234,8 @@ class Plan(ViewedOverTime):
         )
 
     @property
-    def _counted(self) -> Counted:
-        return Counted(
+    def _counted(self) -> CountedBytes:
+        return CountedBytes(
             device=self.device,
             budget_bytes=self.budget_bytes,
             peak_bytes=self.peak_bytes,

@@ -79,7 +79,7 @@ class SoundedStep:
         self._late: list[tuple[int, int, int]] = []  # address, bytes and moment of what later calls are given
         self._backward: int | None = None  # when it began
         self._end: int | None = None  # when it had ended
-        self.inputs = Inputs(device)
+        self.inputs = HeldInputs(device)
         self._known = {address for address, _ in self.inputs.add(args)}
         self._before = trained.bytes_now()
         self._before_bytes = self._before.total_bytes + self.inputs.bytes
@@ -206,7 +206,7 @@ class SoundedUpdate:
         self._glance = None
 
 
-class Inputs:
+class HeldInputs:
     """The tensors that forwards are given; it keeps none of them alive."""
 
     def __init__(self, device: torch.device) -> None:
