@@ -44,7 +44,9 @@ def test_the_report_reads_like_this():
     model, step = KINDS["loop"]()
     replace(plan(model, step, budget="100%"), tree=each(4)).apply(model)
 
-    report = replace(verify(model, step), seconds=0.015, plain_seconds=0.010, predicted_bytes=860_000)
+    told = []
+    report = verify(model, step, progress=told.append)
+    report = replace(report, seconds=0.015, plain_seconds=0.010, predicted_bytes=860_000, took_seconds=1.26)
 
     lines = str(report).splitlines()
     assert lines[0] == "exact      loss, gradients and buffers equal bit for bit"
@@ -52,6 +54,20 @@ def test_the_report_reads_like_this():
     assert lines[2] == "predicted  839.84 KiB, measured -0.46%"
     assert lines[3].startswith("time       1.50 x plain (10 ms")
     assert lines[4] == "recomputed 0.01 GFLOP, 5 wrapped modules"
+    assert lines[5] == "took       1.3 s, for 11 steps"
+    assert {one.phase for one in told} == {"verifying"}
+    assert [one.share for one in told][-1] == 1.0
+
+
+def test_a_report_says_how_many_steps_it_took():
+    model, step = KINDS["loop"]()
+    replace(plan(model, step, budget="100%"), tree=each(4)).apply(model)
+    ran = []
+
+    report = verify(model, lambda own: ran.append("") or step(own), progress=False)
+
+    assert report.steps == len(ran) == 11
+    assert report.took_seconds > 0
 
 
 def test_buffers_are_compared():

@@ -28,6 +28,7 @@ _WORDS: dict[Phase, str] = {
     "judging": "candidates",
     "polishing": "polish",
     "certificate": "certificate",
+    "verifying": "verifying: running steps",
 }
 
 
@@ -65,7 +66,7 @@ def progress_bar(
     place = Console(stderr=True) if console is None else console
     columns = (
         rich_progress.SpinnerColumn(),
-        rich_progress.TextColumn("planning: {task.description}", markup=False),
+        rich_progress.TextColumn("{task.description}", markup=False),
         rich_progress.BarColumn(),
         rich_progress.TaskProgressColumn(),
         rich_progress.TextColumn("{task.fields[best]}", markup=False),
@@ -87,9 +88,13 @@ def progress_bar(
         def show(progress: Progress) -> None:
             best = "" if progress.slowdown is None else f"best {progress.slowdown:.2f} x plain"
             bar.tasks[0].total = None if progress.share is None else 1.0  # `update` has no way to say None
-            bar.update(number, description=_WORDS[progress.phase], completed=progress.share or 0.0, best=best)
+            bar.update(number, description=_told(progress.phase), completed=progress.share or 0.0, best=best)
 
         yield show
+
+
+def _told(phase: Phase) -> str:
+    return _WORDS[phase] if phase == "verifying" else f"planning: {_WORDS[phase]}"
 
 
 @contextmanager

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Generator
+import time
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,15 +19,19 @@ from torchremat.measuring.runs import Subject, run_counted, run_plain, run_trace
 from torchremat.measuring.step import run_backward
 from torchremat.measuring.tracebacks import without_our_frames
 from torchremat.measuring.untouched import gradient_leaves
+from torchremat.planning.bars import shown
 from torchremat.planning.devices.machines import Here
 from torchremat.planning.layout import applied_scopes, bare
 from torchremat.planning.profiles.optimizers import measure_optimizer
 from torchremat.planning.profiles.peers import peers_of
 from torchremat.planning.profiles.tracing import Step
+from torchremat.planning.searches.progress import Observer, Progress, checked
 from torchremat.regions.patches import is_wrapped
 from torchremat.tensors.sizes import format_bytes, format_flops
 
 _TIMED_RUNS = 3
+# The steps of `verify`: for results, bytes and seconds, each with the regions and without; and one for flops.
+_STEPS = 2 * (2 + _TIMED_RUNS) + 1
 # How often two plain steps are compared to see by how much they differ, and by how many times as much the step with the
 # regions may: the largest of a few differences is not the largest that there can be.
 _NOISE_RUNS = 3
@@ -65,6 +70,8 @@ class Report:
         resident_bytes: What of `peak_bytes` stays on the device and is no tensor of the step's, as workspaces.
         slack_bytes: The most that the device's allocator gave beyond what was asked for, with the regions. It is no
             part of `peak_bytes`, and depends on what the allocator has cached; 0 on the CPU.
+        took_seconds: How long `verify` took.
+        steps: How many steps it ran.
     """
 
     is_exact: bool | None
@@ -83,6 +90,8 @@ class Report:
     predicted_slowdown: float | None = None
     resident_bytes: int = 0
     slack_bytes: int = 0
+    took_seconds: float = 0.0
+    steps: int = 0
 
     @property
     def is_slow(self) -> bool:
@@ -131,6 +140,8 @@ class Report:
         rows.append(f"recomputed {format_flops(self.recomputed_flops)}, {self.regions} wrapped modules")
         if self.no_effect:
             rows.append(f"no effect because {self.no_effect}")
+        if self.steps:
+            rows.append(f"took       {self.took_seconds:.1f} s, for {self.steps} steps")
         return "\n".join(rows)
 
 
@@ -141,6 +152,7 @@ def verify(
     *,
     optimizer: torch.optim.Optimizer | None = None,
     device: torch.device | str | None = None,
+    progress: Callable[[Progress], None] | Literal[False] | None = None,
 ) -> Report:
     """Run a step with the regions that are on the model and one without them, and compare.
 
@@ -152,12 +164,14 @@ def verify(
         step: As for `plan`.
         optimizer: Its state counts among the bytes, as it is after the first step.
         device: Whose bytes count; that of the first parameter if not given.
+        progress: As for `plan`.
 
     Raises:
         StepError: The step returns no loss; or `model`, `step` or `optimizer` is something else.
         UnsupportedError: There is no such device, a profiler is active, or the optimizer cannot step by itself.
     """
-    return _agreed(peers_of(model).all(lambda: _verified(model, step, optimizer, device)))
+    with shown(checked(progress) if progress else progress) as observer:
+        return _agreed(peers_of(model).all(lambda: _verified(model, step, optimizer, device, observer or None)))
 
 
 def _agreed(told: list[Report]) -> Report:
@@ -183,6 +197,7 @@ def _agreed(told: list[Report]) -> Report:
         kept_bytes=max(one.kept_bytes for one in told),
         plain_kept_bytes=_highest(plain_kept),
         seconds=max(one.seconds for one in told),
+        took_seconds=max(one.took_seconds for one in told),
         plain_seconds=_highest(plain_s),
     )
 
@@ -192,25 +207,59 @@ def _highest(told: list[N | None]) -> N | None:
     return max(known) if len(known) == len(told) else None
 
 
+class _Steps:
+    """Counts the steps that `verify` runs, and tells how far it is."""
+
+    def __init__(self, observer: Observer | None) -> None:
+        self.count = 0
+        self._observer = observer
+        self._began_s = time.perf_counter()
+        self._tell()
+
+    def ran(self, steps: int = 1) -> None:
+        """Take note of steps that have run."""
+        self.count += steps
+        self._tell()
+
+    @property
+    def seconds(self) -> float:
+        """Since it began."""
+        return time.perf_counter() - self._began_s
+
+    def _tell(self) -> None:
+        if self._observer is not None:
+            self._observer(Progress(phase="verifying", share=min(1.0, self.count / _STEPS), slowdown=None))
+
+
 def _verified(
-    model: nn.Module, step: Step, optimizer: torch.optim.Optimizer | None, device: torch.device | str | None
+    model: nn.Module,
+    step: Step,
+    optimizer: torch.optim.Optimizer | None,
+    device: torch.device | str | None,
+    observer: Observer | None,
 ) -> Report:
+    steps = _Steps(observer)
     subject = subject_of(step, model, optimizer, needs_model=True)
     place = subject.device(device)
     accelerator_of(place).warm(place)
     regions = sum(map(is_wrapped, model.modules()))
     state_bytes = 0 if optimizer is None else measure_optimizer(subject, optimizer, Here(place)).state_bytes
     with_regions = _run(subject, place, state_bytes)
+    steps.ran(2)
     try:
         with bare(model):
             plain = _run(subject, place, state_bytes)
+        steps.ran(2)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
         plain = None
-    seconds, plain_seconds = _seconds(subject, model, place, plain_fits=plain is not None)
+    seconds, plain_seconds = _seconds(subject, model, place, steps, plain_fits=plain is not None)
     differences = {} if plain is None else _differences(with_regions.outcome, plain.outcome)
     noise = _noise(subject, model, plain.outcome) if plain is not None and differences else {}
+    steps.ran(_NOISE_RUNS if noise else 0)
+    recomputed_flops = run_counted(subject, place).recomputed_flops
+    steps.ran()
     beyond = {} if plain is None else _beyond(differences, noise, plain.outcome)
     return Report(
         is_exact=None if plain is None or (differences and not beyond) else not differences,
@@ -223,11 +272,13 @@ def _verified(
         plain_kept_bytes=None if plain is None else plain.kept_bytes,
         seconds=seconds,
         plain_seconds=plain_seconds,
-        recomputed_flops=run_counted(subject, place).recomputed_flops,
+        recomputed_flops=recomputed_flops,
         regions=regions,
         no_effect=_why_not(model, with_regions, plain, regions),
         resident_bytes=with_regions.resident_bytes,
         slack_bytes=with_regions.slack_bytes,
+        took_seconds=steps.seconds,
+        steps=steps.count,
         predicted_slowdown=next((s for scope in applied_scopes(model) if (s := scope.slowdown) is not None), None),
     )
 
@@ -285,16 +336,18 @@ def _copied(tensor: Tensor) -> Tensor:
 
 
 def _seconds(
-    subject: Subject, model: nn.Module, device: torch.device, *, plain_fits: bool
+    subject: Subject, model: nn.Module, device: torch.device, steps: _Steps, *, plain_fits: bool
 ) -> tuple[float, float | None]:
     """Return the seconds of a step with the regions and of one without: each the median of some, run in turn."""
     ours: list[float] = []
     plain: list[float] = []
     for _ in range(_TIMED_RUNS):
         ours.append(run_plain(subject, device).seconds)
+        steps.ran()
         if plain_fits:
             with bare(model):
                 plain.append(run_plain(subject, device).seconds)
+            steps.ran()
     return statistics.median(ours), statistics.median(plain) if plain else None
 
 
