@@ -96,9 +96,9 @@ ELSEWHERE = {
     "planning.plans.PlannedUnit",
     "planning.plans.Point",
     "planning.shapes.classes.PlannedShape",
-    "planning.walks.cargo.Pace",
-    "planning.walks.cargo.Speed",
-    "planning.walks.cargo.StoredUnit",
+    "planning.simulator.offload_choices.Bandwidth",
+    "planning.simulator.offload_choices.Speed",
+    "planning.simulator.offload_choices.StoredUnit",
     "reports.bars.progress_bar",
     "reports.plots",
 }

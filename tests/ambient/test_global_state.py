@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from logs import Log
 from regions.comparing import leaf
 from torchremat import checkpoint, extend
-from torchremat.ambient.global_state import surroundings
+from torchremat.ambient.global_state import ambient_state
 
 
 class Doubles(TorchFunctionMode):
@@ -550,11 +550,11 @@ def test_a_container_in_an_argument_as_well_is_one_in_the_recompute():
 
 
 def test_what_surrounds_calls_is_captured_once_while_it_stays():
-    first = surroundings()
+    first = ambient_state()
 
-    assert surroundings() is first
+    assert ambient_state() is first
     with setting(torch.set_default_dtype, torch.float64, torch.float32):
-        assert surroundings() is not first
+        assert ambient_state() is not first
 
 
 OF_TWO_WORDS = """

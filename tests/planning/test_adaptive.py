@@ -111,7 +111,7 @@ def test_a_fit_of_three_lengths_is_exact_at_a_fourth_three_times_as_long(pair):
     known = (16, 40, 64)
     found = cover([(length,) for length in known], (200,), exact=True)
 
-    for own in ("coarse", "fine"):
+    for own in ("blocks", "leaves"):
         real = getattr(pair[200], own)
         table = [figures_of(getattr(pair[length], own)) for length in known]
         made = with_figures(getattr(pair[64], own), found.weights @ table)

@@ -145,7 +145,7 @@ def test_nothing_listens_once_it_is_known_or_the_model_is_gone():
     assert hooks() == before
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.offloads(pickle.dumps(model))])
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_copies_are_checked_by_their_own_optimizer(copied):
     model = copied(planned())
 

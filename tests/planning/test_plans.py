@@ -272,7 +272,7 @@ def test_training_is_bit_identical():
     "copied",
     [
         copy.deepcopy,
-        lambda model: pickle.offloads(pickle.dumps(model)),
+        lambda model: pickle.loads(pickle.dumps(model)),
         lambda model: _saved_and_loaded(model),
         lambda model: copy.deepcopy(copy.deepcopy(model)),
     ],

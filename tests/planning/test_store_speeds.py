@@ -200,7 +200,7 @@ def test_when_in_doubt_nothing_is_stored(timed, monkeypatch, gained_share, sprea
     store_profile = replace(
         planner.solver.store_profiles[0], speed=replace(planner.solver.store_profiles[0].speed, spread=spread)
     )
-    monkeypatch.setattr(planner.solver.storing, "offers", (store_profile,))
+    monkeypatch.setattr(planner.solver.storing, "store_profiles", (store_profile,))
 
     found = planner.solver.solve(limit)
 

@@ -14,7 +14,7 @@ from torch import nn
 import torchremat
 from planning.steps import differences, outcome
 from stores.faults import Calls, broken, no_space
-from torchremat import Disk, Planner, StoreError, StoreWarning, UnsupportedError
+from torchremat import BudgetWarning, Disk, Planner, StoreError, StoreWarning, UnsupportedError
 from torchremat.stores.disk_writer import DiskWriter
 
 
@@ -88,7 +88,8 @@ def test_a_disk_that_is_full_in_the_middle_of_a_step_keeps_the_rest_in_memory(ap
             found = [outcome(model, step) for _ in range(2)]
         assert [differences(one, plain) for one in found] == [[], []]
         assert disk.statistics.failed > 0
-    assert is_as_ever(model, disk, plain)
+    with pytest.warns(BudgetWarning, match="a step was measured at .* above the budget"):  # the second, see `soundings`
+        assert is_as_ever(model, disk, plain)
 
 
 def test_a_strict_disk_that_is_full_ends_the_step_and_not_the_training(planned, monkeypatch):
@@ -261,7 +262,7 @@ def test_a_model_goes_to_another_process_with_a_store_of_its_own(applied):
     model, disk, plain = applied
     copied = disk.statistics.copied_out_bytes
 
-    there = pickle.offloads(pickle.dumps(model))
+    there = pickle.loads(pickle.dumps(model))
 
     assert differences(outcome(there, step), plain) == []
     assert disk.statistics.copied_out_bytes == copied

@@ -393,7 +393,8 @@ def test_a_part_of_a_planned_model_in_a_compiled_function_is_refused():
     # Compiled after the plan was made, and called by it.
     model.blocks[1].compile(backend="eager")
 
-    with pytest.raises(UnsupportedError, match=r"`blocks\.1` runs by a plan"):
+    told = pytest.warns(torchremat.errors.PlanWarning, match=r"`blocks\.1` has been compiled since")
+    with told, pytest.raises(UnsupportedError, match=r"`blocks\.1` runs by a plan"):
         model(x)
 
 

@@ -240,7 +240,7 @@ def test_a_backward_in_another_thread():
 
 
 @pytest.mark.parametrize(
-    "surroundings",
+    "ambient_state",
     [torch.no_grad, torch.inference_mode, lambda: saved_tensors_hooks(lambda _: 1 / 0, lambda _: None)],
     ids=["no_grad", "inference_mode", "hooks"],
 )

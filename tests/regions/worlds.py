@@ -34,7 +34,7 @@ import torchremat
 from regions.comparing import live_regions
 from torchremat.errors import TorchrematError
 from torchremat.policies import save_matmuls, save_operators
-from torchremat.regions.recompute import Recompute
+from torchremat.regions.recompute import RegionRecompute
 
 # ------------------------------------------------------------------------------------------------------ ways to call
 
@@ -439,8 +439,8 @@ _recomputes = 0
 
 def count_recomputes():
     """Count the recomputes that begin, from now on; return how many there were until now."""
-    if not hasattr(Recompute, "_counted_by_tests"):
-        init = Recompute.__init__
+    if not hasattr(RegionRecompute, "_counted_by_tests"):
+        init = RegionRecompute.__init__
 
         @functools.wraps(init)
         def counted(self, *args, **kwargs):
@@ -448,8 +448,8 @@ def count_recomputes():
             _recomputes += 1
             init(self, *args, **kwargs)
 
-        Recompute.__init__ = counted
-        Recompute._counted_by_tests = True
+        RegionRecompute.__init__ = counted
+        RegionRecompute._counted_by_tests = True
     return _recomputes
 
 

@@ -41,7 +41,7 @@ def test_regions_are_equal_by_their_children():
     assert region != RegionNode((KeepNode(0), KeepNode(1, 1), KeepNode(2)))
     assert RegionNode((KeepNode(0),)) != KeepNode(0)
     assert len({region, RegionNode((KeepNode(0), RegionNode((KeepNode(1, 1), KeepNode(2)))))}) == 1
-    assert repr(RegionNode((KeepNode(0),))) == "Region(children=(Keep(stage=0, option=0),))"
+    assert repr(RegionNode((KeepNode(0),))) == "RegionNode(children=(KeepNode(stage=0, option=0),))"
 
 
 def test_trees_as_deep_as_a_chain_is_long_are_looked_up():

@@ -32,7 +32,7 @@ from torchremat.regions.region import Region
 from torchremat.regions.sessions import active_session
 
 
-class PrecedingRecompute(torch.autograd.Function):
+class Recompute(torch.autograd.Function):
     """Passes tensors on; in backward, recomputes a region before it passes their gradients on."""
 
     @staticmethod
@@ -74,6 +74,4 @@ def precede(
     places = with_grad(tensors)
     if not places:
         return list(tensors)
-    return replaced(
-        tensors, places, PrecedingRecompute.apply(ref(region), around, *(tensors[place] for place in places))
-    )
+    return replaced(tensors, places, Recompute.apply(ref(region), around, *(tensors[place] for place in places)))

@@ -30,9 +30,8 @@ class Inputs:
     def __init__(self, kind: type[HeldTensor] = HeldTensor) -> None:
         self._kind = kind
         self.held: list[HeldTensor] = []
-        # Tensors that have been seen. By identity *and* version: after `h.add_(1)` between two calls `h` is the same
-        # object and another value.
-        self._known: dict[tuple[int, int], tuple[ReferenceType[Tensor], Source]] = {}
+        # Tensors that have been seen, by id, with the version that they had.
+        self._known: dict[int, tuple[ReferenceType[Tensor], int, Source]] = {}
 
     def take(self, tensors: list[Tensor], *, last: bool) -> list[Source]:
         """Return the sources of the arguments of the next call, and hold what no earlier one was given or made.
@@ -42,19 +41,17 @@ class Inputs:
             last: Whether no further call follows, so that nothing need be remembered.
         """
         known = self._known
-        keys = [(id(tensor), version_of(tensor)) for tensor in tensors]
-        given = dict(zip(keys, tensors, strict=True))
+        given = {id(tensor): tensor for tensor in tensors}
         for key in given.keys() & known.keys() if known else ():
-            if known[key][0]() is not given[key]:
-                del known[key]  # another object had the id
-        found: dict[tuple[int, int], Source] = {}
+            seen, version, _ = known[key]
+            # After `h.add_(1)` between two calls `h` is the same object and another value.
+            if seen() is not given[key] or version != version_of(given[key]):
+                del known[key]
         for key in external_inputs(given, known):
-            found[key] = len(self.held)
             held = self._kind(given[key])
+            known[key] = (ref(given[key]), held.version, len(self.held))
             self.held.append(held)
-            if not last:
-                known[key[0], held.version] = (ref(given[key]), found[key])
-        sources = [found[key] if key in found else known[key][1] for key in keys]
+        sources = [known[id(tensor)][2] for tensor in tensors]
         if last:
             known.clear()
         return sources
@@ -64,4 +61,4 @@ class Inputs:
         for place, tensor in enumerate(tensors_in(output)):
             version = version_of(tensor)
             if version >= 0:
-                self._known[id(tensor), version] = (ref(tensor), (number, place))
+                self._known[id(tensor)] = (ref(tensor), version, (number, place))

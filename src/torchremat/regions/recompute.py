@@ -69,7 +69,7 @@ class _Stop(BaseException):
     """
 
 
-class Recompute:
+class RegionRecompute:
     """One run of a region's calls for the tensors that they save.
 
     Args:
@@ -188,7 +188,8 @@ class Recompute:
         """
         region = self.region
         made = list(region.made)
-        last_use = last_uses(call.sources for call in made)
+        # One call passes nothing on.
+        last_use = last_uses([call.sources for call in made]) if len(made) > 1 else None
         links: dict[Source, Tensor] = {}
         number = 0
         had_grad = torch.is_grad_enabled()
@@ -204,7 +205,7 @@ class Recompute:
                     break  # what runs for the first time has not saved all yet, and may save nothing more
                 if self.count != call.slots and self.checks:
                     raise DivergedError(number, self._counted("too few", call.slots))
-                for source in ended(links, last_use, number):
+                for source in () if last_use is None else ended(links, last_use, number):
                     del links[source]
         finally:
             set_grad_mode(had_grad)

@@ -43,7 +43,7 @@ from torchremat.regions.decisions import check_met
 from torchremat.regions.diagnosis.differences import DivergedError
 from torchremat.regions.diagnosis.message import explain, log_of
 from torchremat.regions.inputs import Inputs
-from torchremat.regions.recompute import Recompute
+from torchremat.regions.recompute import RegionRecompute
 from torchremat.regions.selective.forward import Choosing, served
 from torchremat.regions.selective.mode import SeenBy
 from torchremat.regions.sessions import UNPACKED_ONCE, Session, active_session, open_sessions
@@ -388,14 +388,14 @@ class Region:
             region.runs_backward = True
             region = cast("Region | None", region.around() if region.around is not None else None)
 
-    def _recompute(self, key: Key | None, only: int | None, *, explains: bool = True) -> Recompute:
+    def _recompute(self, key: Key | None, only: int | None, *, explains: bool = True) -> RegionRecompute:
         if self.made[-1].slots < 0:
             self._note_backward()
         elif self.settings.policy is not None:
             check_met(self.settings.policy)
         # A log changes what compiled code does, so it is on again if it was on in the forward.
         log = log_of(self, self.made[-1]) if self.settings.debug else None
-        recompute = Recompute(self, key, only, log)
+        recompute = RegionRecompute(self, key, only, log)
         observer = self.settings.observer
         if observer is not None:
             observer.recomputing(self)

@@ -57,7 +57,7 @@ from torchremat._compat.transforms import (
 )
 from torchremat.errors import CheckpointError, UnsupportedError
 from torchremat.regions.calls import Body
-from torchremat.regions.recompute import Recompute
+from torchremat.regions.recompute import RegionRecompute
 from torchremat.regions.region import Region
 from torchremat.regions.settings import Settings
 from torchremat.regions.slots import Key, Slot
@@ -145,7 +145,7 @@ class _TransformedRegion(Region):
             _refuse(self.name(self.call_of(slot.index)), self._transforms)
         return super().unpack(slot)
 
-    def _recompute(self, key: Key | None, only: int | None, *, explains: bool = True) -> Recompute:
+    def _recompute(self, key: Key | None, only: int | None, *, explains: bool = True) -> RegionRecompute:
         now = _transforms()
         shared = min(len(now), len(self._transforms))
         while now[:shared] != self._transforms[:shared]:
@@ -166,7 +166,7 @@ class _TransformedRegion(Region):
                     slot.drop(key)
         return found
 
-    def _recompute_again(self, key: Key | None, only: int | None, *, explains: bool) -> Recompute:
+    def _recompute_again(self, key: Key | None, only: int | None, *, explains: bool) -> RegionRecompute:
         """Recompute in a `grad` of its own, in the place of the one that is over."""
         level = push_grad()
         try:

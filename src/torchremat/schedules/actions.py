@@ -81,7 +81,7 @@ def schedule(tree: Tree, chain: Chain) -> Iterator[Action]:
     ...               truncated_peak_bytes=3, backward_peak_bytes=2)
     >>> stage = Stage(forward=2, truncated=1, linked_bytes=1, external_bytes=0, output_bytes=1, drop_peak_bytes=2,
     ...               options=(keep,))
-    >>> text(schedule((Region((Keep(0), Keep(1))), Keep(2)), Chain(stages=(stage,) * 3)))
+    >>> text(schedule((RegionNode((KeepNode(0), KeepNode(1))), KeepNode(2)), Chain(stages=(stage,) * 3)))
     'H0-1 F0 F1 F2:0 B2 R0:0 R1:0! B1 B0'
 
     Raises:

@@ -38,8 +38,8 @@ def bounded(tree: Tree, deepest: int = DEEPEST) -> Tree:
 
     Of three levels, of which two may be, the innermost is dissolved:
 
-    >>> nested = Region((Keep(0), Region((Keep(1), Region((Keep(2),)), Keep(3)))))
-    >>> bounded((nested,), 2) == (Region((Keep(0), Region((Keep(1), Keep(2), Keep(3))))),)
+    >>> nested = RegionNode((KeepNode(0), RegionNode((KeepNode(1), RegionNode((KeepNode(2),)), KeepNode(3)))))
+    >>> bounded((nested,), 2) == (RegionNode((KeepNode(0), RegionNode((KeepNode(1), KeepNode(2), KeepNode(3))))),)
     True
 
     Args:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from torchremat.tensors.metadata import Metadata
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
-_OWN = str(Path(__file__).parent.parent) + os.sep
+_OWN = str(Path(__file__).parents[2]) + os.sep
 _CALL: CodeType = nn.Module._call_impl.__code__  # the frame that every call of a module has
 _FUNCTIONAL = nn.functional.__file__
 _MACHINERY = tuple(

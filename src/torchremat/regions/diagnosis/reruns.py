@@ -27,7 +27,7 @@ from torchremat.errors import UnsupportedError
 from torchremat.regions.calls import Body
 from torchremat.regions.diagnosis.captures import Reach, StateChange
 from torchremat.regions.diagnosis.operators import OperatorLog
-from torchremat.regions.recompute import Recompute
+from torchremat.regions.recompute import RegionRecompute
 
 if TYPE_CHECKING:
     from torchremat.regions.region import Region
@@ -101,7 +101,7 @@ def rerun(region: Region, *, flipped: Iterable[nn.Module] = ()) -> Rerun:
         warnings.simplefilter("ignore")  # they were shown before
         _here.is_running = True
         stack.callback(setattr, _here, "is_running", False)
-        recompute = Recompute(region, None, None, found.log, checks=False)
+        recompute = RegionRecompute(region, None, None, found.log, checks=False)
         stack.callback(recompute.end)
         try:
             recompute.run()
