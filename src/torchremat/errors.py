@@ -171,7 +171,7 @@ def bug(fact: str) -> AssertionError:
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn at the innermost running line outside of torch and this package; at the caller's if there is none.
+    """Warn at the innermost running line outside of torch and this package; at the caller's if none is.
 
     A `stacklevel` would have to count the calls of hooks, modes and modules in between.
     """

@@ -68,7 +68,7 @@ class Happened:
 
 
 class Accelerator:
-    """A kind of device of which only what `torch.accelerator` exposes is known.
+    """A kind of device known only through `torch.accelerator`.
 
     Attributes:
         type: As in `torch.device(type)`.
@@ -118,7 +118,7 @@ class Accelerator:
 
     def use(self, device: torch.device) -> AbstractContextManager[object]:
         """Make a device the current one in a block."""
-        # Devices that compute nothing, such as meta, have no module.
+        # Devices that compute nothing, like meta, have no module.
         return self._module().device(device) if hasattr(torch, self.type) else nullcontext()
 
     def synchronize(self, device: torch.device) -> None:

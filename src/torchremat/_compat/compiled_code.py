@@ -20,7 +20,7 @@ def enters_compiled_code(code: CodeType) -> bool:
 
 
 def runs_compiled_code() -> bool:
-    """Return whether the caller was called from compiled code, which runs eagerly because a mode is on."""
+    """Return whether compiled code is on the caller's stack; it runs eagerly there, since a mode is on."""
     frame: FrameType | None = sys._getframe(1) if "torch._dynamo" in sys.modules else None
     while frame is not None:
         if enters_compiled_code(frame.f_code):

@@ -1,4 +1,4 @@
-"""State that users add to what a recompute must see again.
+"""State that users register for a recompute to see again.
 
 Python's and NumPy's random numbers are here as well: saving and setting NumPy's state takes about 0.1 ms each way, more
 than the rest of a region's overhead, so they are opt-in by name.
@@ -36,7 +36,7 @@ class Ambient(Protocol):
         ...
 
     def restore(self, state: Any) -> None:
-        """Set the state back to that of `capture`'s return. May be called many times with the same value."""
+        """Restore the state that `capture` returned. May be called many times with the same value."""
         ...
 
 

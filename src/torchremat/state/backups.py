@@ -6,7 +6,7 @@
                                                  was seen to change; if small
     without grad, elsewhere                      if small                        sees the copy if the forward wrote it
     named by the user that requires grad         always                          as above
-    any other                                    no                              raises if it reads what was written
+    any other                                    no                              raises if it reads a written tensor
 
 NOTE [ Which tensors a forward changes ]
 Versions cannot tell: native BatchNorm does not bump the version of `running_mean`. So the first forward of a module in

@@ -50,7 +50,7 @@ _MOST = 20_000
 
 
 def reads_of(code: types.CodeType) -> Reads:
-    """Return what a piece of code reads."""
+    """Return the names that a piece of code reads."""
     found = _known.get(id(code))
     if found is None:
         if len(_known) > _MOST:

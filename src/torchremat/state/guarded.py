@@ -21,7 +21,7 @@ class Guarded(Protocol):
         ...
 
     def restore(self, state: Any) -> None:
-        """Set the state back to that of `snapshot`'s return. May be called many times with the same value."""
+        """Restore the state that `snapshot` returned. May be called many times with the same value."""
         ...
 
 

@@ -1,6 +1,6 @@
 """Stores: where saved tensors wait between forward and backward, each behind the same two methods.
 
-statistics.py     what a store counts, and the limit that it holds to
+statistics.py     the counts of a store, and the limit that it keeps to
 contents.py       the metadata of a stored tensor, and how the tensor is rebuilt
 keep.py           left in place
 host.py           in host memory
@@ -18,17 +18,17 @@ compressed.py     in another store, encoded
 codecs/           how a tensor is held in fewer bytes
 
 geometry.py    where in its storage a tensor lies
-release.py     when a store no longer reads what it was given
+release.py     when the memory of a stored tensor becomes free
 weak.py        bytes that others own
 kept.py        tensors that are kept in place
 parameters.py  tensors that the model keeps alive anyway
 schedule.py    the order in which a backward is likely to ask
-shared.py      what the records of a catalog share
-stored.py      what autograd holds in place of a tensor
+shared.py      the state that the records of a catalog share
+stored.py      the object that autograd holds in place of a tensor
 pieces.py      the pieces of a storage that a store has
-records.py     what a store has of one storage at one version
-catalog.py     what autograd saves, by storage and version
+records.py     the stored bytes of one storage at one version
+catalog.py     saved tensors by storage and version
 slots.py       saved tensors of which backward needs only the shape or a mask
 narrowing.py   how such a tensor is recognised when it is saved
-offloading.py  what autograd saves in a block of code, put into a store
+offloading.py  the saved tensors of a block of code, put into a store
 """

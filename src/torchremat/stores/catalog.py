@@ -1,4 +1,4 @@
-"""The catalog: what autograd saves, by storage and version, with a store behind it.
+"""The catalog: saved tensors by storage and version, with a store behind it.
 
 `Catalog.put` is a pack hook, `unpack` the unpack hook. A tensor that autograd saves is one of
 
@@ -140,7 +140,7 @@ class Catalog:
         self._shared.leave(storage)
 
     def put_mask(self, tensor: Tensor, mask: Tensor) -> Handle | None:
-        """Store a mask in place of a saved tensor; return None if there is no room.
+        """Store a mask in place of a saved tensor; return None if the store has no room.
 
         Args:
             tensor: The tensor that autograd saves.
@@ -219,7 +219,7 @@ class Catalog:
     def _apart(self, tensor: Tensor) -> Apart | None:
         """Return a flattened tensor of a subclass; None if it is kept in place."""
         kind = type(tensor)
-        # An asynchronous collective may still be writing to what it wraps.
+        # An asynchronous collective may still be writing to the wrapped tensor.
         if not hasattr(kind, "__tensor_flatten__") or hasattr(kind, "trigger_wait"):
             return None
         if not holding.now and is_leaf_of_model(tensor):
@@ -257,7 +257,7 @@ class Apart(InCatalog):
 
     @property
     def metadata(self) -> Metadata:
-        """What is known of the tensor."""
+        """The metadata of the tensor."""
         return self._metadata
 
     def let_go(self) -> None:

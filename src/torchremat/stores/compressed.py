@@ -57,11 +57,11 @@ class Compressed(Remade):
 
     @property
     def strict(self) -> bool:
-        """Whether the inner store raises if there is no room."""
+        """Whether the inner store raises if it has no room."""
         return bool(getattr(self.store, "strict", False))
 
     def put(self, tensor: Tensor) -> Handle | None:
-        """Encode a tensor and put the payload into the inner store; return None if there is no room.
+        """Encode a tensor and put the payload into the inner store; return None if that has no room.
 
         Raises:
             StoreError: The inner store has no room or failed, and is strict.

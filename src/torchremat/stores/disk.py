@@ -86,10 +86,10 @@ class Disk(Remade):
         return writer.ledger.statistics()
 
     def put(self, tensor: Tensor) -> DiskHandle | None:
-        """Have a tensor written to the file; None if there is no room.
+        """Have a tensor written to the file; None if the file has no room.
 
         Raises:
-            StoreError: There is no room, or an earlier write has failed, and the store is strict; or the disk hangs.
+            StoreError: The file has no room, or an earlier write has failed, and the store is strict; or the disk hangs.
         """
         writer = self._lease.writer()
         self._report(writer)

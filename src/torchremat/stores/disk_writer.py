@@ -9,8 +9,9 @@ yet is still in memory, so reading it takes no disk.
 
 The life of a tensor is a table in `entries.py`.
 
-A slot of the file needs no generation number: it is given back once its handle is gone, so no reader of the old tensor
-is left that could see what the next one writes there; and if the disk returns the old content, the checksum detects it.
+A slot of the file needs no generation number: it is given back once its handle is gone, so no
+reader of the old tensor is left that could see the next one's bytes; and if the disk returns the old content, the
+checksum detects it.
 """
 
 from __future__ import annotations
@@ -290,7 +291,7 @@ class DiskWriter:
     # Everything below takes the lock itself.
 
     def _wait_until(self, is_so: Callable[[], bool]) -> None:
-        """Wait until a condition holds, evaluated under the lock; write what waits if no thread is left to do so."""
+        """Wait until a condition holds, evaluated under the lock; write waiting tensors if no thread is left to."""
         patience = Patience(self._timeout_s)
         while True:
             with self._condition:

@@ -55,7 +55,7 @@ class Extents:
         return [self._cut(start, size)]
 
     def take_any(self, size: int) -> list[Extent] | None:
-        """Take as many bytes in several extents, the largest first; None if there are too few."""
+        """Take as many bytes in several extents, the largest first; None if too few are free."""
         if size > self.free_bytes:
             return None
         taken: list[Extent] = []

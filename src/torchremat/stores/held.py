@@ -52,7 +52,7 @@ class Emptied(InCatalog):
 
     @property
     def metadata(self) -> Metadata:
-        """What is known of the tensor."""
+        """The metadata of the tensor."""
         return self._metadata
 
     def get(self) -> Tensor:

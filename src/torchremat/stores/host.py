@@ -28,7 +28,7 @@ class Host(Remade):
         limit: The most that the store holds: bytes, or a size such as `"6GiB"`. None means no limit.
         pin: Whether memory for tensors of CUDA devices is pinned: True for at most half of the machine's memory, False
             for none, or the most as a size.
-        strict: Whether a tensor for which there is no room is an error; else it stays in place.
+        strict: Whether a tensor for which the store has no room is an error; else it stays in place.
 
     Raises:
         UnsupportedError: `limit` or `pin` is not a size.

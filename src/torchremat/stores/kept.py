@@ -57,7 +57,7 @@ class Kept(InCatalog):
 
     @property
     def metadata(self) -> Metadata:
-        """What is known of the tensor."""
+        """The metadata of the tensor."""
         return metadata_of(self._alias)
 
     def let_go(self) -> None:

@@ -77,7 +77,7 @@ class Narrowable(InCatalog):
 
     @property
     def metadata(self) -> Metadata:
-        """What is known of the tensor."""
+        """The metadata of the tensor."""
         return self._settled().metadata
 
     @property
@@ -143,7 +143,7 @@ class Surrogate(InCatalog):
 
     @property
     def metadata(self) -> Metadata:
-        """What is known of the tensor."""
+        """The metadata of the tensor."""
         return self.geometry.shape, self.geometry.dtype, self.geometry.device, self.geometry.strides
 
     def let_go(self) -> None:
@@ -159,7 +159,7 @@ class _Written(InCatalog):
 
     @property
     def metadata(self) -> Metadata:
-        """What is known of the tensor."""
+        """The metadata of the tensor."""
         return self.known
 
     def get(self) -> Tensor:

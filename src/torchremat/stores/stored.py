@@ -92,7 +92,7 @@ class Stored(InCatalog):
 
     @property
     def metadata(self) -> Metadata:
-        """What is known of the tensor."""
+        """The metadata of the tensor."""
         return self.size, self.dtype, self.record.device, self.stride
 
     @property

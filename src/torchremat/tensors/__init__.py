@@ -1,4 +1,4 @@
-"""Saved tensors: what autograd, or a region, keeps between forward and backward.
+"""Saved tensors: the tensors that autograd, or a region, keeps between forward and backward.
 
 metadata.py      the metadata of a tensor, without its values
 fingerprints.py  numbers that stand for its values
