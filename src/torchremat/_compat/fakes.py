@@ -27,7 +27,7 @@ _FakeTensorMode = cast(
     private("_subclasses.fake_tensor.FakeTensorMode", needed_for=_FAKES),
 )
 FakeTensor = cast("type[Tensor]", private("_subclasses.fake_tensor.FakeTensor", needed_for=_FAKES))
-#: What torch raises where the result of an operator depends on the values of a tensor.
+#: The errors that torch raises where the result of an operator depends on the values of a tensor.
 DATA_DEPENDENT = cast(
     "tuple[type[Exception], ...]",
     tuple(

@@ -29,7 +29,7 @@ _NEVER_RUN = frozenset(
 
 
 class Reads(NamedTuple):
-    """The names that a piece of code reads, including the functions defined inside of it.
+    """The reads of a piece of code, including the functions defined inside of it.
 
     Attributes:
         names: Global names, without Python's builtins.
@@ -50,7 +50,7 @@ _MOST = 20_000
 
 
 def reads_of(code: types.CodeType) -> Reads:
-    """Return the names that a piece of code reads."""
+    """Return the reads of a piece of code."""
     found = _known.get(id(code))
     if found is None:
         if len(_known) > _MOST:

@@ -142,7 +142,7 @@ class Exchange:
             elif self._snapshot.is_inert or not self._has_changed():
                 return
             else:
-                # Only if no other thread has set it.
+                # Only if the change is not another thread's.
                 stack.enter_context(EXCHANGING)
             flags = zip(self._snapshot.watched, map(flags_of, self._snapshot.watched), self._flags, strict=True)
             self.wrote = [one for one, (version, _), (had, _) in flags if version != had]

@@ -89,7 +89,7 @@ class Disk(Remade):
         """Have a tensor written to the file; None if the file has no room.
 
         Raises:
-            StoreError: The file has no room, or an earlier write has failed, and the store is strict; or the disk hangs.
+            StoreError: The file has no room or an earlier write has failed, and the store is strict; or the disk hangs.
         """
         writer = self._lease.writer()
         self._report(writer)

@@ -118,7 +118,7 @@ def _hashed(values: Tensor, inner: int | None = None) -> Tensor:
 
 
 def _words(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the bytes of a uint8 tensor as int64 words, and the leftover bytes."""
+    """Return the bytes of a tensor of one-byte elements as int64 words, and the leftover bytes."""
     # The exclusive or of bytes has few bits; for a mask it has a single one.
     flat = values.contiguous().view(torch.uint8).flatten()
     whole = flat.numel() // 8 * 8
