@@ -124,7 +124,7 @@ class ContainerCopies(dict[int, tuple[object, object, object]]):
     __slots__ = ()
 
     def of(self, value: object, but: Set[int] = frozenset()) -> object:
-        """Return the copy of a value; itself if it is no container, in `but` by id, or a tuple without containers."""
+        """Return the copy of a value; itself if it is no container, in `but` by id, or a tuple of such."""
         if type(value) is tuple:
             each = cast("tuple[object, ...]", value)
             made = tuple(self.of(one, but) for one in each)

@@ -80,7 +80,7 @@ def follow_class(world: World, kind: type) -> None:
 
 
 def follow_methods(world: World) -> None:
-    """Follow the methods of all classes met, if any code names them."""
+    """Follow those methods of the classes met that some code names."""
     for kind, followed in list(world.classes.items()):
         code = class_code(kind)
         wanted = (code.always | (world.called & code.methods.keys())) - followed
