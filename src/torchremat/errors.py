@@ -1,34 +1,34 @@
 """The exception tree. Every class is also the builtin that a caller would expect.
 
     TorchrematError
-    ├── BudgetError        (ValueError)    a budget that is no size, or that no plan fits
+    ├── BudgetError        (ValueError)    a budget that is not a size, or that no plan fits
     ├── CheckpointError    (RuntimeError)  a recompute differs from its forward; torch's error of that name as well
-    ├── DeviceError        (ValueError)    a description of a device that is none, or that lacks something
-    ├── GuardError         (RuntimeError)  a step that ran out of memory, and could not be run again
+    ├── DeviceError        (ValueError)    an invalid or incomplete description of a device
+    ├── GuardError         (RuntimeError)  a step that ran out of memory, and could not be repeated
     ├── MutationError      (RuntimeError)  an input or buffer changed between forward and recompute
-    ├── PipelineError      (ValueError)    a pipe that cannot be made, or a batch that it cannot take
-    ├── PlanError          (ValueError)    a plan that does not belong to this model, or a file that is none
-    ├── PolicyError        (ValueError)    a policy that cannot be, or that names what does not exist
+    ├── PipelineError      (ValueError)    an invalid pipe, or a batch that it cannot take
+    ├── PlanError          (ValueError)    a plan that does not belong to this model, or a file that holds none
+    ├── PolicyError        (ValueError)    an invalid policy, or one that names something that does not exist
     ├── ScheduleError      (ValueError)    a schedule that breaks its own rules
-    ├── SkipError          (RuntimeError)  a skip that is stashed or popped otherwise than declared
-    ├── SkippableError     (TypeError)     stashes and pops that do not fit together, or declarations that are none
+    ├── SkipError          (RuntimeError)  a skip that is not stashed or popped as declared
+    ├── SkippableError     (TypeError)     mismatched stashes and pops, or invalid declarations
     ├── StepError          (ValueError)    a training step that cannot be measured or planned
-    ├── StoreError         (RuntimeError)  a stored tensor that cannot be had back, or a store without room
-    ├── UnsupportedError   (RuntimeError)  something that cannot be honoured here; a ValueError as well, as options are
+    ├── StoreError         (RuntimeError)  a stored tensor that cannot be brought back, or a store without room
+    ├── UnsupportedError   (RuntimeError)  a request that cannot be honoured here; also a ValueError, as for options
     ├── VersionError       (ImportError)   this torch lacks a name that a part needs
     └── WrapError          (ValueError)    modules that cannot be wrapped, or a pattern that matches none
 
-    BudgetWarning          (UserWarning)   a step above its budget, if that was asked to be a warning
+    BudgetWarning          (UserWarning)   a step above its budget, if the user asked for a warning
     DeprecatedWarning      (FutureWarning) a way of calling that works for one more version
-    DeviceWarning          (UserWarning)   a described device of which a plan needs to know more
-    CompileWarning         (UserWarning)   a compiler that cannot be told which peak to keep to
+    DeviceWarning          (UserWarning)   a device description that lacks data for a plan
+    CompileWarning         (UserWarning)   a compiler that cannot be given the budget
     ShapeWarning           (UserWarning)   a call larger than those planned for
-    PlanWarning            (UserWarning)   a model that trains under other conditions than it was planned under
+    PlanWarning            (UserWarning)   a model that trains under other conditions than planned
     OrderWarning           (UserWarning)   a model that called its modules in another order than planned
-    RepeatWarning          (UserWarning)   modules that are not recomputed, as that would not be their forward
-    StoreWarning           (UserWarning)   a store without room, or one that takes more than it might
+    RepeatWarning          (UserWarning)   modules that are not recomputed, as that would not repeat their forward
+    StoreWarning           (UserWarning)   a store without room, or one that takes more than it should
 
-`bug` makes the error for what cannot happen, and `warn` warns at a line of the user's.
+`bug` makes the error for states that cannot occur, and `warn` warns at a line of user code.
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ class TorchrematError(Exception):
 
 
 class BudgetError(TorchrematError, ValueError):
-    """A budget that is no size, or that no plan fits."""
+    """A budget that is not a size, or that no plan fits."""
 
 
 class CheckpointError(TorchrematError, _torch_checkpoint.CheckpointError):
-    """A recompute that differs from its forward. It is torch's error of that name as well."""
+    """A recompute that differs from its forward. It is also torch's error of that name."""
 
 
 class DeviceError(TorchrematError, ValueError):
-    """A description of a device that is none, or that lacks something."""
+    """An invalid or incomplete description of a device."""
 
 
 class GuardError(TorchrematError, RuntimeError):
-    """A step that ran out of memory in all attempts, or could not be run again.
+    """A step that ran out of memory in all attempts, or could not be repeated.
 
     Attributes:
         attempts: The `Attempt`s that failed, in order.
@@ -70,7 +70,7 @@ class GuardError(TorchrematError, RuntimeError):
 
     def __init__(self, message: str, attempts: tuple[typing.Any, ...] = ()) -> None:
         super().__init__(message)
-        # `Attempt` is further down the house than errors, so that it cannot be named here.
+        # `Attempt` is defined in a later layer than errors, so it cannot be named here.
         self.attempts = attempts
 
 
@@ -79,7 +79,7 @@ class MutationError(TorchrematError, RuntimeError):
 
 
 class PipelineError(TorchrematError, ValueError):
-    """A pipe that cannot be made, a batch that it cannot take, or skips that do not match."""
+    """An invalid pipe, a batch that it cannot take, or skips that do not match."""
 
 
 class PlanError(TorchrematError, ValueError):
@@ -87,7 +87,7 @@ class PlanError(TorchrematError, ValueError):
 
 
 class PolicyError(TorchrematError, ValueError):
-    """A policy that cannot be, or that names something which does not exist."""
+    """An invalid policy, or one that names something that does not exist."""
 
 
 class ScheduleError(TorchrematError, ValueError):
@@ -95,11 +95,11 @@ class ScheduleError(TorchrematError, ValueError):
 
 
 class SkipError(TorchrematError, RuntimeError):
-    """A skip that is stashed or popped otherwise than declared."""
+    """A skip that is not stashed or popped as declared."""
 
 
 class SkippableError(TorchrematError, TypeError):
-    """Stashes and pops that do not fit together, or declarations that are none."""
+    """Mismatched stashes and pops, or invalid declarations."""
 
 
 class StepError(TorchrematError, ValueError):
@@ -107,18 +107,18 @@ class StepError(TorchrematError, ValueError):
 
 
 class StoreError(TorchrematError, RuntimeError):
-    """A stored tensor that cannot be had back, or a store that has no room for one. Never other data instead."""
+    """A stored tensor that cannot be brought back, or a store without room for one. Never wrong data instead."""
 
     def add(self, fact: str) -> None:
         """Add a sentence to the message.
 
-        A store knows shape and bytes. Who knows more, for example which node saved the tensor, adds it on the way.
+        A store knows shape and bytes. Callers that know more, for example which node saved the tensor, add it.
         """
         self.args = (f"{self} {fact}",)
 
 
 class UnsupportedError(TorchrematError, RuntimeError, ValueError):
-    """Something that cannot be honoured here, such as an option of another kind; never a silent fallback."""
+    """A request that cannot be honoured here, for example an option of the wrong kind; never a silent fallback."""
 
 
 class VersionError(TorchrematError, ImportError):
@@ -130,27 +130,27 @@ class WrapError(TorchrematError, ValueError):
 
 
 class BudgetWarning(UserWarning):
-    """A step above its budget, where that was asked to be a warning, or where it was seen when it was over."""
+    """A step above its budget, where the user asked for a warning, or where this was seen only after the step."""
 
 
 class DeprecatedWarning(FutureWarning):
-    """A way of calling that works for one more version. Users see it, as they do not Python's DeprecationWarning."""
+    """A way of calling that works for one more version. Shown to users, unlike Python's DeprecationWarning."""
 
 
 class DeviceWarning(UserWarning):
-    """A described device of which a plan needs to know more, so that its bytes are too low."""
+    """A device description that lacks data for a plan, so that the plan's bytes are too low."""
 
 
 class CompileWarning(UserWarning):
-    """A compiled step that may need more than its budget: the compiler is not told of it, or not of all that runs."""
+    """A compiled step that may exceed its budget: the compiler does not know the budget, or not all that runs."""
 
 
 class ShapeWarning(UserWarning):
-    """A call whose inputs are larger than those that were planned for."""
+    """A call whose inputs are larger than the planned ones."""
 
 
 class PlanWarning(UserWarning):
-    """A model that trains in another mode, precision or sharding than a plan was made for, or recomputes by itself."""
+    """A model that trains in another mode, precision or sharding than planned, or that recomputes by itself."""
 
 
 class OrderWarning(UserWarning):
@@ -158,11 +158,11 @@ class OrderWarning(UserWarning):
 
 
 class RepeatWarning(UserWarning):
-    """Modules that a plan does not recompute since that would not be their forward, or that nobody could try."""
+    """Modules that a plan does not recompute since that would not repeat their forward, or that could not be tried."""
 
 
 class StoreWarning(UserWarning):
-    """A store that has no room, so that a saved tensor stays where it is, or one that takes more than it might."""
+    """A store without room, so that a saved tensor stays in place, or a store that takes more than it should."""
 
 
 def bug(fact: str) -> AssertionError:
@@ -171,15 +171,15 @@ def bug(fact: str) -> AssertionError:
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn at the innermost line that runs and is neither torch's nor ours; at that of the caller if there is none.
+    """Warn at the innermost running line outside of torch and this package; at the caller's if none is.
 
-    A `stacklevel` would have to know how many calls of hooks, modes and modules lie between.
+    A `stacklevel` would have to count the calls of hooks, modes and modules in between.
     """
     frame = caller = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(PACKAGES):
         frame = frame.f_back
     found = caller if frame is None else frame
-    # As `warnings.warn` does, so that filters by module and by line hold.
+    # Like `warnings.warn`, so that filters by module and by line apply.
     warnings.warn_explicit(
         message,
         category,
@@ -191,14 +191,14 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
 
 
 def check_flags(*, may_be_none: bool = False, **flags: object) -> None:
-    """Raise where an option that is on or off has another value: "no" would be on, and users are not type-checked.
+    """Raise if an on/off option has another value: "no" would mean on, and users are not type-checked.
 
     Args:
-        may_be_none: Whether None is a value as well.
+        may_be_none: Whether None is allowed as well.
         flags: The options, by name.
 
     Raises:
-        UnsupportedError: One is something else.
+        UnsupportedError: An option has another value.
     """
     for name, value in flags.items():
         if not isinstance(value, bool) and not (may_be_none and value is None):

@@ -1,6 +1,6 @@
-"""The door for those who extend the library: ambient state, stores and policies of their own.
+"""The public interface for extending the library with your own ambient state, stores and policies.
 
-What a recompute must see again, beside what it knows of:
+More state that a recompute must see again, in addition to what the library knows of:
 
 from torchremat import extend
 

@@ -1,12 +1,12 @@
-"""What kinds of devices can do: the one file that asks torch about a kind of device.
+"""The capabilities of each kind of device: the one file that asks torch about a kind of device.
 
     kind     streams and events   memory counted by torch   allocations recorded          pinned memory
     cpu      one order            no                        by torch's profiler           needs none
     cuda     yes                  yes                       by its allocator's history    yes
     others   as torch.accelerator has them                  not at all                    where torch has it
 
-Whoever needs something that a kind lacks gets an `UnsupportedError` that says so. On the CPU an order of work is a
-stream of its own kind, so that code of transfers and pipelines has no branches for it.
+Code that needs a capability that a kind lacks gets an `UnsupportedError` that says so. On the CPU the order of
+execution acts as a stream of its own kind, so code for transfers and pipelines needs no branches for it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torchremat.errors import UnsupportedError
 
 
 class CpuStream:
-    """The order in which a CPU works: there is one, and nothing to wait for."""
+    """The order in which a CPU executes: only one exists, and it never needs waiting."""
 
     device = torch.device("cpu")
 
@@ -41,14 +41,14 @@ Stream = torch.Stream | CpuStream
 
 @dataclass(frozen=True, kw_only=True)
 class Counters:
-    """What a device's allocator has counted.
+    """The counters of a device's allocator.
 
     Attributes:
-        allocated_bytes: In blocks that are given out.
+        allocated_bytes: The bytes in blocks that are allocated.
         peak_bytes: The most of `allocated_bytes` since the counters were reset.
-        reserved_bytes: What the allocator holds of the device.
-        peak_reserved_bytes: The most of that.
-        position: How many blocks have been given out and taken back, ever.
+        reserved_bytes: The bytes that the allocator holds of the device.
+        peak_reserved_bytes: The most of `reserved_bytes`.
+        position: How many blocks have been allocated and freed, ever.
     """
 
     allocated_bytes: int
@@ -60,7 +60,7 @@ class Counters:
 
 @dataclass(frozen=True, slots=True)
 class Happened:
-    """A block that was given out, or taken back: `delta_bytes` is what was asked for, negative when it comes back."""
+    """A block that was allocated or freed: `delta_bytes` is the requested size, negative when the block is freed."""
 
     time_ns: int
     ptr: int
@@ -68,16 +68,16 @@ class Happened:
 
 
 class Accelerator:
-    """A kind of device of which nothing is known but what `torch.accelerator` says.
+    """A kind of device known only through `torch.accelerator`.
 
     Attributes:
         type: As in `torch.device(type)`.
         records: How its allocations are recorded; None if they cannot be.
         counts: Whether its allocator counts bytes.
-        is_host: Whether it works in the order of the calls, and in the memory of the host.
-        block_bytes: What its allocator rounds sizes up to.
+        is_host: Whether it executes in call order, in host memory.
+        block_bytes: The granularity to which its allocator rounds sizes up.
         has_addresses: Whether a storage is memory at an address, so that its bytes can be moved elsewhere and back.
-        pins: Whether copies to pinned memory run beside what the device computes.
+        pins: Whether copies to pinned memory overlap the device's computation.
     """
 
     records: Literal["profiler", "history"] | None = None
@@ -91,17 +91,17 @@ class Accelerator:
         self.type = kind
 
     def lacks(self, what: str) -> UnsupportedError:
-        """Return the error for something that this kind of device does not have."""
+        """Return the error for a capability that this kind of device lacks."""
         return UnsupportedError(f"{what} on cpu and cuda, not on {self.type}: torch has nothing for it there.")
 
     # ----------------------------------------------------------------------------------------------------- devices
 
     def devices(self) -> list[torch.device]:
-        """Return the devices that there are."""
+        """Return all devices of this kind."""
         return [torch.device(self.type, index) for index in range(self._module().device_count())]
 
     def normalised(self, device: torch.device) -> torch.device:
-        """Return the device by its one name: with its index, the current one's if it has none; the CPU without."""
+        """Return the canonical device: with its index, the current device's if it has none; the CPU without."""
         current = getattr(getattr(torch, self.type, None), "current_device", None)
         if current is None or device != torch.device(self.type):
             return device
@@ -113,20 +113,20 @@ class Accelerator:
         return self.devices() if has_begun() else []
 
     def name(self, device: torch.device) -> str:
-        """Return what the device is called."""
+        """Return the name of the device."""
         return str(device)
 
     def use(self, device: torch.device) -> AbstractContextManager[object]:
-        """Let a device be the current one in a block."""
-        # Devices that compute nothing, such as meta, have no module.
+        """Make a device the current one in a block."""
+        # Devices that compute nothing, like meta, have no module.
         return self._module().device(device) if hasattr(torch, self.type) else nullcontext()
 
     def synchronize(self, device: torch.device) -> None:
-        """Wait until the device has done all that it was given."""
+        """Wait until the device has finished all work it was given."""
         self._module().synchronize(device)
 
     def seconds(self, device: torch.device) -> float:
-        """Return the time at which the device has done all that it was given."""
+        """Return the time at which the device has finished all work it was given."""
         self.synchronize(device)
         return time.perf_counter()
 
@@ -136,11 +136,11 @@ class Accelerator:
     # ----------------------------------------------------------------------------------------------------- streams
 
     def current_stream(self, device: torch.device) -> Stream:
-        """Return the stream that the caller works on."""
+        """Return the stream on which the caller works."""
         return self._module().current_stream(device)
 
     def default_stream(self, device: torch.device) -> Stream:
-        """Return the stream that a thread works on at first."""
+        """Return the stream on which a thread works at first."""
         return self._module().default_stream(device)
 
     def new_stream(self, device: torch.device) -> Stream:
@@ -148,65 +148,65 @@ class Accelerator:
         return self._module().Stream(device)
 
     def on(self, stream: Stream) -> AbstractContextManager[object]:
-        """Let a stream, and its device, be the current ones in a block."""
+        """Make a stream and its device the current ones in a block."""
         return cast("AbstractContextManager[object]", self._module().stream(stream))
 
     def event(self, stream: Stream, *, timed: bool = False) -> torch.Event:
-        """Return an event that fires when the stream has done what it has been given so far."""
+        """Return an event that fires when the stream has finished the work it has been given so far."""
         found = self._module().Event(enable_timing=timed)
         found.record(stream)
         return found
 
     def is_capturing(self) -> bool:
-        """Return whether a graph of kernels is captured on the current stream."""
+        """Return whether a graph of kernels is being captured on the current stream."""
         return False
 
     # ------------------------------------------------------------------------------------------------------ memory
 
     def counters(self, device: torch.device) -> Counters:
-        """Return what the allocator has counted.
+        """Return the allocator's counters.
 
         Raises:
-            UnsupportedError: It does not count.
+            UnsupportedError: The allocator does not count.
         """
         raise self.lacks("memory is counted")
 
     def reset_peak(self, device: torch.device) -> None:
-        """Let the most bytes be those of now."""
+        """Reset the peak to the current bytes."""
 
     def total_bytes(self, device: torch.device) -> int | None:
-        """Return the bytes that the device has in all; None if that cannot be known."""
+        """Return the total bytes of the device; None if unknown."""
         return None
 
     def free_bytes(self, device: torch.device) -> int | None:
-        """Return the bytes that this process could still have; None if that cannot be known."""
+        """Return the bytes that this process could still allocate; None if unknown."""
         return None
 
     def context_bytes(self, device: torch.device) -> int | None:
-        """Return what is used of the device and held by no allocator of this process."""
+        """Return the bytes in use on the device that no allocator of this process holds."""
         return None
 
     def warm(self, device: torch.device) -> None:
-        """Let libraries get the memory that they keep, in this thread and in the one that runs backwards."""
+        """Let libraries allocate the memory that they keep, in this thread and in the one that runs backwards."""
 
     def check_no_history(self) -> None:
-        """Raise an error if the allocator's history is somebody else's.
+        """Raise an error if other code owns the allocator's history.
 
         Raises:
-            UnsupportedError: It is, or there is none.
+            UnsupportedError: Other code owns it, or it does not exist.
         """
         raise self.lacks("allocations can be recorded")
 
     def begin_history(self) -> None:
-        """Let the allocator note what it does.
+        """Let the allocator record its actions.
 
         Raises:
-            UnsupportedError: It does not note anything, or somebody else has asked it to.
+            UnsupportedError: It cannot record, or other code has asked it to.
         """
         raise self.lacks("allocations can be recorded")
 
     def end_history(self, device: torch.device) -> list[Happened]:
-        """Return what the allocator has noted since `begin_history`, in order, and let it note no more."""
+        """Return the allocator's record since `begin_history`, in order, and stop recording."""
         raise self.lacks("allocations can be recorded")
 
     # -------------------------------------------------------------------------------------------------- generators
@@ -216,7 +216,7 @@ class Accelerator:
         return [self._module().get_rng_state(device) for device in self.in_use()]
 
     def set_generator_states(self, states: Sequence[Tensor]) -> None:
-        """Let the devices' own generators be as they were."""
+        """Restore the devices' own generators to these states."""
         for device, state in zip(self.devices(), states, strict=False):
             self._module().set_rng_state(state, device)
 
@@ -236,7 +236,7 @@ class _Cpu(Accelerator):
         return nullcontext()
 
     def synchronize(self, device: torch.device) -> None:
-        """Do nothing: what was called is done."""
+        """Do nothing: every call has finished when it returns."""
 
     def current_stream(self, device: torch.device) -> Stream:
         return CPU_STREAM
@@ -305,8 +305,9 @@ class _Cuda(Accelerator):
         return total_bytes - free_bytes - self.counters(device).reserved_bytes
 
     def warm(self, device: torch.device) -> None:
-        # The first product of a thread on a stream gets the workspace of both, for good, and the first with a bias one
-        # more. The thread that runs backwards runs recomputes as well, so both kinds run in both.
+        # A thread's first matrix product on a stream allocates the workspace of both, permanently, and its first one
+        # with a bias allocates one more. The thread that runs backwards also runs recomputes, so both kinds run in both
+        # threads.
         with torch.enable_grad(), torch.autocast("cuda", enabled=False):
             x = torch.ones(8, 8, device=device, requires_grad=True)
             y = linear(x, x.detach(), x.detach()[0])
@@ -321,7 +322,7 @@ class _Cuda(Accelerator):
                 f"allocations are recorded by the history of torch's own allocator, and {backend} keeps none: take "
                 f'"backend:{backend}" out of PYTORCH_CUDA_ALLOC_CONF.'
             )
-        # A CPU build of torch has no such function, and old ones have no such question.
+        # A CPU build of torch lacks this function, and old builds lack this query.
         if getattr(torch._C, "_cuda_isHistoryEnabled", lambda: False)():
             raise UnsupportedError(
                 "the history of torch's CUDA allocator is being recorded (torch.cuda.memory._record_memory_history), "
@@ -340,7 +341,7 @@ class _Cuda(Accelerator):
         return [
             Happened(1000 * one["time_us"], one["addr"], one["size"] if one["action"] == "alloc" else -one["size"])
             for one in traces[device.index]
-            # The counters count a block as freed when that is asked for, and a stream may still use it then.
+            # The counters count a block as freed on request, when a stream may still use it.
             if one["action"] in ("alloc", "free_requested")
         ]
 
@@ -358,43 +359,43 @@ def _of(kind: str) -> Accelerator:
 
 
 def accelerator_of(device: torch.device) -> Accelerator:
-    """Return what a kind of device can do."""
+    """Return the capabilities of a kind of device."""
     return _of(device.type)
 
 
 def accelerators() -> list[Accelerator]:
-    """Return the kinds of devices, besides the CPU, that this process has begun to use."""
-    # Others, such as MPS, have one device and another interface to its generator, which is asked for by tensors alone.
+    """Return the kinds of devices, other than the CPU, that this process has begun to use."""
+    # Others, for example MPS, have one device and another generator interface, which only tensors ask for.
     begun = {"cuda": torch.cuda.is_initialized, "xpu": torch.xpu.is_initialized}
     return [_of(kind) for kind, has_begun in begun.items() if has_begun()]
 
 
 def devices_in_use() -> list[torch.device]:
-    """Return the devices, besides the CPU, that this process has begun to use."""
+    """Return the devices, other than the CPU, that this process has begun to use."""
     return [device for accelerator in accelerators() for device in accelerator.in_use()]
 
 
 def counting_devices() -> list[torch.device]:
-    """Return the accelerators of this machine whose allocator counts bytes; none if it has no such."""
+    """Return this machine's accelerators whose allocator counts bytes; none if it has no such accelerator."""
     current = torch.accelerator.current_accelerator(check_available=True)
     return _of(current.type).devices() if current is not None and _of(current.type).counts else []
 
 
 def current_devices() -> list[torch.device]:
-    """Return the current device of each kind, besides the CPU, that this process has begun to use."""
+    """Return the current device of each kind, other than the CPU, that this process has begun to use."""
     return [accelerator.normalised(torch.device(accelerator.type)) for accelerator in accelerators()]
 
 
 def taken_bytes(memory: UntypedStorage) -> int:
-    """Return what a storage takes of its device: its bytes, rounded up as the allocator does."""
+    """Return the device bytes that a storage takes: its size, rounded up as the allocator does."""
     block_bytes = accelerator_of(memory.device).block_bytes
     return -(-memory.nbytes() // block_bytes) * block_bytes
 
 
 def record_stream(tensor: Tensor, stream: Stream) -> None:
-    """Keep the memory of a tensor from being used again before a stream is done with it."""
+    """Keep the memory of a tensor from being reused before a stream is done with it."""
     if isinstance(stream, CpuStream) or accelerator_of(tensor.device).is_host:
         return
-    # For a view, torch records an address inside of the block, which its allocator does not know.
+    # For a view, torch would record an address inside of the block, which its allocator does not know.
     whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
     whole.record_stream(stream)

@@ -18,8 +18,8 @@ _QUERIES = {
 
 
 def grouped_formulas(formulas: dict[object, Callable[..., int]]) -> dict[object, Callable[..., int]]:
-    """Return the formulas that take the place of torch's, by operator, so that heads may be grouped."""
-    # Those of torch 2.11 raise an AssertionError where the numbers of heads differ; those of 2.13 do not.
+    """Return formulas that replace torch's, by operator, so that heads may be grouped."""
+    # Torch 2.11's formulas raise an AssertionError where the numbers of heads differ; torch 2.13's do not.
     if RELEASE >= (2, 13):
         return {}
     operators = {getattr(torch.ops.aten, name): place for name, place in _QUERIES.items()}
@@ -27,9 +27,9 @@ def grouped_formulas(formulas: dict[object, Callable[..., int]]) -> dict[object,
 
 
 def _grouped(formula: Callable[..., int], place: int) -> Callable[..., int]:
-    """Return a formula that gives another one as many heads of keys and values as there are of queries.
+    """Return a formula that calls another one with as many heads of keys and values as queries have.
 
-    That is what the kernel computes with; the formula takes shapes as well as tensors.
+    The kernel computes with these numbers; the formula takes shapes as well as tensors.
     """
 
     def flops(*args: Any, **kwargs: Any) -> int:

@@ -1,4 +1,4 @@
-"""What autograd does not say in public: hooks for saved tensors, nodes, backward calls."""
+"""Private parts of autograd: hooks for saved tensors, nodes, backward calls."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     Unpack = Callable[[Any], Tensor]
 
     class RawSavedTensor(Protocol):
-        """Torch's own saved tensor: what `grad_fn._raw_saved_*` is."""
+        """Torch's own saved tensor: the value of `grad_fn._raw_saved_*`."""
 
         @property
         def data(self) -> Any:
-            """The tensor; what the pack hook has returned if there are hooks; None if it is None or freed."""
+            """The tensor; the pack hook's result if hooks are set; None if it is None or freed."""
             ...
 
         @property
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
         def register_hooks(self, pack: Pack, unpack: Unpack, /) -> None: ...
 
         def unpack(self) -> Tensor:
-            """Torch 2.11 has no such method."""
+            """Torch 2.11 lacks this method."""
             ...
 
 
@@ -55,7 +55,7 @@ set_grad_mode = cast("Callable[[bool], None]", private("_C._set_grad_enabled", n
 python_node = cast("type", private("autograd.function.BackwardCFunction", needed_for=_REGIONS))
 
 
-# Runs a function when the backward that is running now has ended. Autograd drops it if the backward raises.
+# Runs a function when the running backward has ended. Autograd drops the function if the backward raises.
 at_end_of_backward = cast(
     "Callable[[Callable[[], None]], None]",
     private("autograd.Variable._execution_engine.queue_callback", needed_for=_REGIONS),
@@ -66,13 +66,13 @@ negated = cast("Callable[[Tensor], Tensor]", private("_neg_view", needed_for="st
 
 
 def is_accumulating() -> bool:
-    """Return whether a backward adds a gradient to that of a leaf now."""
+    """Return whether a backward is now adding a gradient to a leaf's gradient."""
     node = current_node()
     return node is not None and node.name().endswith("AccumulateGrad")
 
 
 def leads_elsewhere() -> bool:
-    """Return whether the node that runs has an edge which its backward does not follow; True if it is not known."""
+    """Return whether the running node has an edge which its backward does not follow; True if unknown."""
     node = current_node()
     return node is None or any(
         next_node is not None and not _is_followed(next_node) for next_node, _ in node.next_functions
@@ -82,17 +82,17 @@ def leads_elsewhere() -> bool:
 def _is_followed(node: Node) -> bool:
     try:
         return _is_run(node)
-    except RuntimeError:  # it asks for the gradient of this leaf
+    except RuntimeError:  # the backward was asked for the gradient of this leaf
         return True
 
 
 def packed_in(node: Node, slot: str) -> object:
-    """Return what a saved-tensor hook has packed into a slot of a node; a tensor or None if there were no hooks."""
+    """Return the object that a saved-tensor hook has packed into a slot of a node; a tensor or None without hooks."""
     return getattr(node, f"_raw_saved_{slot}").data
 
 
 def make_saved_tensor(tensor: Tensor, is_output: bool, is_inplace_on_view: bool) -> RawSavedTensor:
-    """Return a saved tensor of torch's own, which no node has.
+    """Return a saved tensor of torch's own, which belongs to no node.
 
     Raises:
         VersionError: This torch cannot make one.
@@ -101,7 +101,7 @@ def make_saved_tensor(tensor: Tensor, is_output: bool, is_inplace_on_view: bool)
 
 
 def unpacks_alone(raw: RawSavedTensor) -> bool:
-    """Return whether a slot of a node can be unpacked without the others of the same name; by torch 2.11 it cannot."""
+    """Return whether a slot of a node can be unpacked without the others of the same name; torch 2.11 cannot do it."""
     return hasattr(raw, "unpack")
 
 

@@ -11,21 +11,21 @@ RELEASE = tuple(int(number) for number in torch.__version__.split(".")[:2])
 NEWEST = (2, 14)
 """The newest release of torch that all tests have been run with."""
 
-# What is asked of whoever has another torch; docs/supported-versions.md says the same.
+# The request to users of another torch; docs/supported-versions.md says the same.
 SUPPORTED = "torchremat supports torch 2.11 to 2.14; install one of these."
 
 
 def private(*paths: str, needed_for: str, since: tuple[int, int] | None = None) -> object:
-    """Return the object at one of `paths` below `torch`, the first that there is.
+    """Return the object at the first of `paths` below `torch` that exists.
 
     Args:
-        paths: Attribute paths without the leading `torch.`, for example `"_C._current_graph_task_id"`. What one torch
-            version calls otherwise than another has several, the newest first.
-        needed_for: What fails without it, in the words of a user.
-        since: A release that has it, where not all that are supported do.
+        paths: Attribute paths without the leading `torch.`, for example `"_C._current_graph_task_id"`. A name that
+            differs between torch versions has several paths, the newest first.
+        needed_for: The feature that fails without it, in a user's words.
+        since: A release that has it, if not all supported releases do.
 
     Raises:
-        VersionError: This torch has no such name.
+        VersionError: This torch has none of these names.
     """
     for path in paths:
         found: object = torch

@@ -1,4 +1,4 @@
-"""What torch's own checkpoint keeps to itself."""
+"""Private state of torch's own checkpoint."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torchremat._compat.binding import private
 
 _DROP_IN = "torchremat.interop.torch_checkpoint"
 
-# Whether the backward that runs was called by `.backward()` without `inputs`.
+# Whether the running backward was called by `.backward()` without `inputs`.
 is_plain_backward = cast("Callable[[], bool]", private("autograd._is_checkpoint_valid", needed_for=_DROP_IN))
 private("utils.checkpoint._enable_checkpoint_early_stop", needed_for=_DROP_IN)
 private("utils.checkpoint._checkpoint_debug_enabled", needed_for=_DROP_IN)
 
 
 class CheckpointSwitches(NamedTuple):
-    """What torch's own context managers have switched, None if they have not.
+    """The switches that torch's own context managers have set, None if not set.
 
     Attributes:
         early_stop: By `set_checkpoint_early_stop`.
@@ -32,17 +32,17 @@ class CheckpointSwitches(NamedTuple):
 
 
 def checkpoint_switches() -> CheckpointSwitches:
-    """Return them as they are now."""
+    """Return the current switches."""
     names = vars(_checkpoint)
     return CheckpointSwitches(names["_enable_checkpoint_early_stop"], names["_checkpoint_debug_enabled"])
 
 
 def is_hook_of_torch_checkpoint(pack: object) -> bool:
-    """Return whether a pack hook was put up by `torch.utils.checkpoint`, in its forward or its recompute."""
+    """Return whether `torch.utils.checkpoint` set a pack hook, in its forward or its recompute."""
     return getattr(pack, "__module__", None) == "torch.utils.checkpoint"
 
 
 def is_checkpoint_wrapper(module: nn.Module) -> bool:
-    """Return whether a module was put around another one by `checkpoint_wrapper` of torch.distributed."""
+    """Return whether a module was put around another by torch.distributed's `checkpoint_wrapper`."""
     found = sys.modules.get("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
     return found is not None and isinstance(module, found.CheckpointWrapper)

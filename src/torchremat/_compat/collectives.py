@@ -1,4 +1,4 @@
-"""Who frees what gloo has worked on."""
+"""Which thread frees the tensors that gloo has worked on."""
 
 from __future__ import annotations
 
@@ -19,40 +19,40 @@ if TYPE_CHECKING:
 
 # NOTE [ Who frees what gloo has worked on ]
 #
-# gloo works in threads of its own, and tells whoever waits that it is done before it lets go of the tensors. So a
-# caller that goes on at once and drops a tensor may not be the last to hold it, and then the tensor is freed a moment
-# later, in a thread whose frees the profiler does not see. How often that happens depends on how busy the machine is.
-# While allocations are recorded
+# gloo works in threads of its own, and signals completion to the waiting caller before it releases the tensors. So a
+# caller that goes on at once and drops a tensor may not be its last owner; then the tensor is freed a little later, in
+# a thread whose frees the profiler does not see. How often that happens depends on how busy the machine is. While
+# allocations are recorded
 #
-#   1. a call that waits for its collective returns only when gloo has let go of the tensors that it was given, and of
-#      their memory, which it holds by tensors of its own: whoever drops them later frees them;
-#   2. what the call itself has allocated and nobody is seen to free (gloo's own copy of what is reduced) counts until
-#      its end.
+#   1. a call that waits for its collective returns only when gloo has released the tensors that it was given, and
+#      their memory, which it holds by tensors of its own: the thread that drops them later frees them;
+#   2. memory that the call itself has allocated and that is not seen to be freed (gloo's own copy of the reduced
+#      tensor) counts until the end of the call.
 #
-# An all-gather that is waited for later (FSDP2 can be told to) is waited for at once, which changes no byte: its
-# tensors live as long. Other calls that return before the collective is done are left as they are.
+# An all-gather that is waited for later (an option of FSDP2) is waited for at once, which changes no byte: its tensors
+# live as long. Other calls that return before the collective is done are left unchanged.
 
 _GATHERS = ("all_gather_single", "_allgather_base")
 _CALLS = (*_GATHERS, "reduce_scatter_single", "_reduce_scatter_base", "allreduce")
-_PATIENCE_S = 10.0  # for a tensor that somebody else has begun to hold meanwhile
+_PATIENCE_S = 10.0  # for a tensor that other code has begun to hold meanwhile
 _POLL_S = 1e-4  # asleep, so that the threads of gloo get a core
 
 
 @contextmanager
 def settled_collectives(around: Callable[[], AbstractContextManager[None]]) -> Generator[None]:
-    """Let the collectives of FSDP2 over gloo return when gloo holds nothing any more, while the block runs.
+    """While the block runs, let the collectives of FSDP2 over gloo return only when gloo holds nothing any more.
 
     See NOTE [ Who frees what gloo has worked on ].
 
     Args:
-        around: Entered around each call of one.
+        around: Entered around each call of a collective.
     """
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         yield
         return
     kind = cast("type[ProcessGroup]", distributed.ProcessGroup)
-    # As the class has them: what `getattr` gives would no longer be a method.
+    # As they are in the class: the result of `getattr` would no longer be a method.
     methods = {name: method for name, method in vars(kind).items() if name in _CALLS}
     for name in methods:
         setattr(kind, name, _settled(getattr(kind, name), around, waits=name in _GATHERS))
@@ -77,18 +77,18 @@ def _settled(
             deadline = time.monotonic() + _PATIENCE_S
             while _holders(tensors) != before and time.monotonic() < deadline:
                 time.sleep(_POLL_S)
-        return _done() if is_later else None  # as a backend that has waited itself does
+        return _done() if is_later else None  # like a backend that has waited itself
 
     return settled
 
 
 def _holders(tensors: Iterable[Tensor]) -> list[int]:
-    """Return how many hold each tensor, and the memory of each."""
+    """Return the reference counts of each tensor and of its memory."""
     return [count for one in tensors for count in (holders_in_torch(one), tensors_in([one.untyped_storage()]))]
 
 
 def _done() -> object:
-    """Return a call that is done."""
+    """Return a finished call."""
     future: torch.futures.Future[None] = torch.futures.Future()
     future.set_result(None)
     make = private("_C._distributed_c10d._create_work_from_future", needed_for="measuring all-gathers")

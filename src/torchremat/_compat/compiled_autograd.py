@@ -1,7 +1,7 @@
-"""What compiled autograd needs, so that a saved tensor is unpacked inside of its graph when a node of it runs.
+"""Support for compiled autograd, so that a saved tensor is unpacked inside of its graph when a node of it runs.
 
-Dynamo takes an object of a *black box* class into a graph as an input and hands it to operators of ours, which run as
-they are; the compiler sees their metadata and nothing else.
+Dynamo takes an object of a *black box* class into a graph as an input and passes it to our operators, which run as they
+are; the compiler sees only their metadata.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 T = TypeVar("T", bound="Callable[..., object]")
 
 _NEEDED = "unpacking under compiled autograd"
-# Only `isinstance` differs from what it is for classes in general: what a compiler has in place of an object passes.
+# Only `isinstance` differs from that of ordinary classes: a compiler's stand-in for an object passes.
 BlackBoxMeta = cast(
     "type[type]",
     private("_custom_class_base.CustomClassBaseMeta", "_opaque_base.OpaqueBaseMeta", needed_for=_NEEDED),
@@ -39,7 +39,7 @@ _register = cast(
         needed_for=_NEEDED,
     ),
 )
-# Boxes are known by what they are, not by what they hold.
+# Boxes are compared by identity, not by contents.
 _BY_IDENTITY = "symbolic" if _register.__name__ == "register_custom_class" else "reference"
 _READ_ONCE = private("_library.opaque_object.MemberType.USE_REAL", needed_for=_NEEDED)
 _Stand_in = cast("type", private("_library.fake_class_registry.FakeScriptObject", needed_for=_NEEDED))
@@ -57,11 +57,11 @@ _library = torch.library.Library("torchremat", "FRAGMENT")
 
 
 def register_black_box(box: type, *, guarded: str) -> None:
-    """Let a class be one of black boxes.
+    """Register a class as a black box.
 
     Args:
-        box: The class, a `BlackBoxMeta`. Those derived of it are not known by it in every torch.
-        guarded: The attribute that graphs are specialised to; they are compiled again where it is another one.
+        box: The class, a `BlackBoxMeta`. Some torch versions do not recognise its subclasses by it.
+        guarded: The attribute to which graphs are specialised; another value recompiles them.
     """
     _register(
         box,
@@ -78,12 +78,12 @@ def operator(
 
     Args:
         name: Its name.
-        arguments: What its schema says of the further arguments.
-        kernel: What runs.
-        shapes: What a compiler runs in its place; of the black box it may read the guarded attribute alone.
-        box: The class of the first argument, or the one that it is derived of.
+        arguments: The further arguments, as in its schema.
+        kernel: The function that runs.
+        shapes: The function that a compiler runs in its place; it may read only the guarded attribute of the black box.
+        box: The class of the first argument, or a base class of it.
     """
-    # A kernel that recomputes, or waits for a disk, cannot be recorded.
+    # A kernel that recomputes, or waits for a disk, cannot be captured.
     tags = (torch.Tag.cudagraph_unsafe,)
     _library.define(f"{name}({box.__module__}.{box.__qualname__} box, {arguments}) -> Tensor", tags=tags)
     _library.impl(name, kernel, "CompositeExplicitAutograd")
@@ -92,9 +92,9 @@ def operator(
 
 
 def traced_as(replacement: Callable[..., object]) -> Callable[[T], T]:
-    """Let dynamo trace `replacement` wherever it meets the decorated function, which itself stays as it is.
+    """Let dynamo trace `replacement` wherever it meets the decorated function, which itself stays unchanged.
 
-    Where dynamo gives a graph up and runs it as Python, it leaves the function and all that it calls alone.
+    If dynamo gives a graph up and runs it as Python, it leaves the function and everything that it calls alone.
     """
 
     def decorate(function: T) -> T:
@@ -106,15 +106,15 @@ def traced_as(replacement: Callable[..., object]) -> Callable[[T], T]:
 
 
 def reuses_memory() -> bool:
-    """Return whether the backend that the running trace is made for may write to what an operator has returned.
+    """Return whether the backend of the running trace may write to memory that an operator has returned.
 
-    Inductor does, where nobody reads it any more. Of backends that are not known the same is assumed.
+    Inductor does, once the result has no more readers. The same is assumed of unknown backends.
     """
     name = backend_name()
     return name != "eager" and not name.startswith("aot_eager")
 
 
-# Dynamo runs it while it traces, and takes its result for a constant.
+# Dynamo runs it while tracing, and treats its result as a constant.
 reuses_memory._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
@@ -122,37 +122,37 @@ _AUTOCAST = reduce(or_, [_Keys(key) for name, key in _ALL_KEYS.items() if name.s
 
 
 def as_outside_of_operators() -> AbstractContextManager[None]:
-    """Let operators do all that they do when a user calls them; autocast stays as it is."""
+    """Let operators behave as when a user calls them; autocast stays as it is."""
     return _Forced(_included(), _excluded() & _AUTOCAST)
 
 
 def is_shared(tensor: Tensor) -> bool:
-    """Return whether anybody beside this tensor has its memory."""
-    # The object that Python has of a storage is a user as well.
+    """Return whether this tensor's memory is shared with another user."""
+    # The Python object of a storage counts as a user as well.
     return _count_of_users(tensor.untyped_storage()._cdata) > 2
 
 
 def in_compiled_backward() -> bool:
-    """Return whether a graph of compiled autograd runs."""
+    """Return whether a graph of compiled autograd is running."""
     module = sys.modules.get("torch._dynamo.compiled_autograd")
     return module is not None and bool(module.in_compiled_autograd_region)
 
 
 # NOTE [ What a compiler keeps ]
-# A compiled graph keeps stand-ins for the black boxes that it was traced with, and these the boxes, with all that they
-# own, as long as there is the graph. Nobody reads them any more when the graph runs, so then they are exchanged for
-# boxes of the same metadata with nothing in them.
+# A compiled graph keeps stand-ins for the black boxes with which it was traced, and these keep the boxes, with
+# everything that they own, for the lifetime of the graph. They are never read again when the graph runs, so they are
+# then replaced by boxes of the same metadata with nothing in them.
 _stand_ins: list[ReferenceType[Any]] = []
 
 
 def remember_stand_in(box: object) -> None:
-    """Note what a compiler has in place of a black box, if it is that. See NOTE [ What a compiler keeps ]."""
+    """Record a compiler's stand-in for a black box, if it is one. See NOTE [ What a compiler keeps ]."""
     if type(box) is _Stand_in:
         _stand_ins.append(ref(box))
 
 
 def empty_stand_ins(emptied: Callable[[Any], object]) -> None:
-    """Let go of the black boxes that compilers have kept, and leave `emptied(box)` in their places."""
+    """Release the black boxes that compilers have kept, and leave `emptied(box)` in their places."""
     while _stand_ins:
         stand_in = _stand_ins.pop()()
         if stand_in is not None:

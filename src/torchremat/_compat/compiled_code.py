@@ -1,4 +1,4 @@
-"""The frames by which compiled code is entered."""
+"""The frames that enter compiled code."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _NAMES = ("_TorchDynamoContext", "OptimizedModule")
 
 
 def enters_compiled_code(code: CodeType) -> bool:
-    """Return whether a frame with this code is one by which compiled code is entered."""
+    """Return whether a frame with this code enters compiled code."""
     return code.co_filename == _FILE and code.co_qualname.startswith(_NAMES)
 
 
 def runs_compiled_code() -> bool:
-    """Return whether compiled code has called what calls this, eagerly since a mode is on."""
+    """Return whether compiled code is on the caller's stack; it runs eagerly there, since a mode is on."""
     frame: FrameType | None = sys._getframe(1) if "torch._dynamo" in sys.modules else None
     while frame is not None:
         if enters_compiled_code(frame.f_code):

@@ -1,4 +1,4 @@
-"""Types that torch's pytree takes apart."""
+"""Types that torch's pytree flattens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.utils import _pytree
 
 
 class Registration(Protocol):
-    """How torch's pytree takes a container apart."""
+    """How torch's pytree flattens a container."""
 
     flatten_fn: Callable[[object], tuple[list[object], object]]
     unflatten_fn: Callable[[list[object], object], object]

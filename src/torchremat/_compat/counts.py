@@ -1,4 +1,4 @@
-"""How many hold a tensor or a storage: counts that torch keeps and does not speak of."""
+"""Reference counts of tensors and storages, which torch keeps but does not document."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ if TYPE_CHECKING:
 _SPILL = "spill"
 
 # NOTE [ Who else holds a tensor ]
-# A tensor of C++ counts its holders there; its object in Python, while there is one, is one of them, and has its own
-# count of those that hold it in Python. From torch 2.10 on C++ holds the object as well, once, if anybody in C++ holds
-# the tensor. A storage is counted in the same way, and each tensor in it holds it once. Whoever asks holds the object
-# in a list and nowhere else: what a variable counts differs between versions of Python.
+# A C++ tensor counts its owners; its Python object, while it exists, is one of them, and has its own count of Python
+# owners. From torch 2.10 on C++ owns the object as well, once, if any C++ owner of the tensor exists. A storage is
+# counted in the same way, and each tensor in it owns it once. The caller holds the object in a list and nowhere else:
+# the count of a variable differs between versions of Python.
 
 
 def holders_in_torch(tensor: Tensor) -> int:
-    """Return how many hold a tensor in C++: nodes that save it, views of it."""
+    """Return how many owners a tensor has in C++: nodes that save it, views of it."""
     return _tensor_uses()(tensor) - 1
 
 
 def holders_in_python(held: list[Tensor]) -> int:
-    """Return how many hold a tensor in Python beside the list of it alone that is given."""
+    """Return how many Python owners a tensor has in addition to the given list, which holds it alone."""
     shared = _are_held_by_torch()[0] if holders_in_torch(held[0]) else 0
     return sys.getrefcount(held[0]) - 2 - shared  # the list and the argument
 
 
 def tensors_in(held: list[UntypedStorage]) -> int:
-    """Return how many tensors lie in a storage, which a list alone holds; who holds it otherwise counts as one more."""
+    """Return how many tensors lie in a storage that only a list holds; any other owner counts as one more."""
     shared = _are_held_by_torch()[1]
     return _storage_uses()(held[0]._cdata) - 1 + sys.getrefcount(held[0]) - 2 - shared
 
 
 @cache
 def _are_held_by_torch() -> tuple[int, int]:
-    """Return 1 if C++ holds the object of a tensor that it holds, 0 if it does not; and the same for a storage."""
+    """Return 1 if C++ owns the object of a tensor that it owns, 0 if it does not; and the same for a storage."""
     # See NOTE [ Who else holds a tensor ]; a view holds its base.
     with torch.inference_mode(mode=False):
         view = torch.empty(2)[1:]

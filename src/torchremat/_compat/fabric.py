@@ -1,7 +1,7 @@
-"""What Lightning Fabric keeps to itself.
+"""Private state of Lightning Fabric.
 
-Under mixed precision a module that Fabric has set up lets no backward but `fabric.backward` begin from its outputs, and
-tells it by a flag of its own. What `fabric.backward` does beside is to scale the loss, which no byte depends on.
+Under mixed precision a module that Fabric has set up lets only `fabric.backward` begin a backward from its outputs,
+recognised by a flag of its own. Otherwise `fabric.backward` only scales the loss, on which no byte depends.
 """
 
 from __future__ import annotations

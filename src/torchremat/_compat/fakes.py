@@ -1,4 +1,4 @@
-"""Tensors without data: torch's fake tensors, and what its autograd does otherwise with them than with real ones."""
+"""Tensors without data: torch's fake tensors, and where its autograd treats them differently from real ones."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _FakeTensorMode = cast(
     private("_subclasses.fake_tensor.FakeTensorMode", needed_for=_FAKES),
 )
 FakeTensor = cast("type[Tensor]", private("_subclasses.fake_tensor.FakeTensor", needed_for=_FAKES))
-#: What torch raises where the result of an operator depends on the values of a tensor.
+#: The errors that torch raises where the result of an operator depends on the values of a tensor.
 DATA_DEPENDENT = cast(
     "tuple[type[Exception], ...]",
     tuple(
@@ -45,17 +45,17 @@ _NO_FAKE_KERNEL = cast(
 
 
 def fake_mode(*, allow_non_fake_inputs: bool) -> AbstractContextManager[object]:
-    """Return a mode in which tensors without data are made."""
+    """Return a mode that makes tensors without data."""
     _import_alone()
     return _FakeTensorMode(allow_non_fake_inputs=allow_non_fake_inputs)
 
 
 @cache
 def _import_alone() -> None:
-    """Import what the first mode imports, called by nobody.
+    """Import the modules that the first mode imports, with no callers on the stack.
 
-    When torch._dynamo is imported it calls `torch.fx.wrap`, whose frame holds itself in a cycle, and with it all that
-    called it: a planner, and the model.
+    When torch._dynamo is imported it calls `torch.fx.wrap`, whose frame is part of a reference cycle, which keeps all
+    its callers alive: a planner, and the model.
     """
     thread = Thread(target=import_module, args=("torch._dynamo",))
     thread.start()
@@ -63,11 +63,11 @@ def _import_alone() -> None:
 
 
 def lacks_fake_kernel(error: Exception) -> bool:
-    """Return whether an error says that an operator has no kernel for fakes; custom ones raise a plain one."""
+    """Return whether an error says that an operator has no kernel for fakes; custom operators raise a plain error."""
     return isinstance(error, _NO_FAKE_KERNEL) or "no fake impl" in str(error)
 
 
-#: Lets operators in the block run as if autograd had been there already, and those that it takes apart as they are.
+#: Lets operators in the block run as if below autograd, and those that it decomposes as they are.
 below_autograd = cast(
     "Callable[[], AbstractContextManager[object]]", private("_C._AutoDispatchBelowAutograd", needed_for=_FAKES)
 )
@@ -75,9 +75,9 @@ below_autograd = cast(
 
 @contextmanager
 def autocast_of_cuda() -> Generator[None]:
-    """Let `torch.autocast("cuda")` in the block be that of the CPU, where fakes are.
+    """Let `torch.autocast("cuda")` in the block act as the CPU's, for fakes.
 
-    Without CUDA torch would switch it off. One that was made before, as by a decorator, is what it was made as.
+    Without CUDA torch would switch it off. One that was made earlier, by a decorator for example, is unchanged.
     """
     own = torch.autocast.__init__
 
@@ -107,7 +107,7 @@ _storage_uses = cast("Callable[[int], int]", private("_C._storage_Use_Count", ne
 
 @contextmanager
 def without_fakes() -> Generator[None]:
-    """Let operators compute in the block, where otherwise they would make fakes."""
+    """Let operators compute real values in the block, where otherwise they would make fakes."""
     mode = unset_infrastructure_mode(_FAKE)
     try:
         yield
@@ -122,13 +122,13 @@ def is_fake(tensor: Tensor) -> bool:
 
 
 # NOTE [ Gradients that are added in place ]
-# Where two gradients meet, autograd adds the second to the first in place if nobody else holds the first, neither the
-# tensor nor its storage. Under a dispatch mode, and with subclasses, it never does. So the sum that a mode sees is told
-# from others by exactly these two counts, and is taken for what it would be without the mode.
+# Where two gradients meet, autograd adds the second to the first in place if it is the only owner of the first, of both
+# the tensor and its storage. Under a dispatch mode, and with subclasses, it never does. So a sum that a mode sees is
+# classified by exactly these two counts, and is taken for what it would be without the mode.
 
 
 def adds_in_place(func: object, args: tuple[object, ...]) -> bool:
-    """Return whether autograd would run an operator in place on its first argument, if no mode were watching."""
+    """Return whether autograd would run an operator in place on its first argument, if no mode were active."""
     if func is not torch.ops.aten.add.Tensor or torch.is_grad_enabled() or _current_node() is None:
         return False
     first = args[0]
@@ -139,7 +139,7 @@ def adds_in_place(func: object, args: tuple[object, ...]) -> bool:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Return whether the elements of a tensor fill a stretch of memory, each once."""
+    """Return whether the elements of a tensor fill a contiguous range of memory, each once."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size == 1:
@@ -157,9 +157,9 @@ def _counts(args: tuple[object, ...]) -> tuple[int, int]:
 
 @cache
 def counts_of_one() -> tuple[int, int]:
-    """Return the counts of a gradient that nobody but autograd holds, seen in a backward with one such sum.
+    """Return the counts of a gradient that only autograd owns, observed in a backward with one such sum.
 
-    To be asked once before a mode watches: inside of one there is no autograd to see.
+    Ask once before a mode is entered: inside of a mode autograd cannot be observed.
     """
     found: list[tuple[int, int]] = []
 

@@ -1,4 +1,4 @@
-"""Settings that decide by which kernel a number is computed."""
+"""Settings that decide which kernel computes a number."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class _GlobalState(Protocol):
     def check(self) -> bool: ...
 
 
-# Autocast, default dtype, determinism and more, as they are in the thread that makes it; `check()` tells whether they
-# still are, at a tenth of the price of asking for each.
+# Autocast, default dtype, determinism and more, in the thread that makes it; `check()` tells whether they are
+# unchanged, at a tenth of the price of reading each.
 GlobalState = cast("type[_GlobalState]", private("_C._dynamo.guards.GlobalStateGuard", needed_for=_AMBIENT))
 
 
 class NumericFlag(NamedTuple):
-    """A setting of the whole process, or of a thread, that decides by which kernel a number is computed."""
+    """A setting of the whole process, or of a thread, that decides which kernel computes a number."""
 
     read: Callable[[], object]
     write: Callable[[Any], None]
@@ -34,7 +34,7 @@ def _flag(name: str, setter: str | None = None) -> NumericFlag:
     write = cast("Callable[..., None]", private(f"_C._set_{setter or name}", needed_for=_AMBIENT))
 
     def spread(value: object) -> None:
-        # Two words are one flag for torch where the second says how the first is done: whether sums may be split.
+        # Two values are one flag for torch if the second qualifies the first: whether sums may be split.
         _ = write(*value) if isinstance(value, tuple) else write(value)
 
     return NumericFlag(getter, spread)
@@ -53,7 +53,7 @@ def _set_warn_only(value: bool) -> None:
 
 
 _BACKENDS = ("mkldnn", "cuda") if torch.backends.cuda.is_built() else ("mkldnn",)
-# Programs set these whether or not there is a device.
+# Programs set these whether or not a device exists.
 _SET_ANYWHERE = (("cudnn_enabled", None), ("cudnn_benchmark", None), ("cudnn_deterministic", None))
 _CUDA_FLAGS = (
     *_SET_ANYWHERE,
@@ -65,14 +65,14 @@ _CUDA_FLAGS = (
     ("sdp_priority_order", None),
 )
 
-# Those that `GlobalState` knows of.
+# The flags that `GlobalState` covers.
 known_flags = (
     NumericFlag(torch.get_default_dtype, torch.set_default_dtype),
     NumericFlag(torch.are_deterministic_algorithms_enabled, _set_deterministic),
     NumericFlag(torch.is_deterministic_algorithms_warn_only_enabled, _set_warn_only),
     _flag("torch_function_state"),
 )
-# The others that this build of torch can make use of.
+# The other flags that this build of torch supports.
 other_flags = (
     _flag("deterministic_fill_uninitialized_memory"),
     _flag("mkldnn_enabled"),
@@ -86,21 +86,21 @@ other_flags = (
 
 
 # NOTE [ Precisions that are inherited ]
-# An operation of a backend whose precision is "none" has that of its backend, which in turn has that of all backends,
-# and that is what is read. Whoever writes what was read ties the operation to it, so that a later setting of the
-# backend passes it by. So parents are written first, and an operation only if it has not followed. The old way to set
-# it (`set_float32_matmul_precision`) sets operations as well as a word of its own, and torch raises where that word and
-# they disagree; so it comes before all of them.
+# An operation of a backend whose precision is "none" has the precision of its backend, which in turn has that of all
+# backends, and a read returns this inherited value. Writing back the value that was read pins the operation to it, so
+# that a later setting of the backend has no effect on it. So parents are written first, and an operation only if it has
+# not followed. The old way to set it (`set_float32_matmul_precision`) sets operations as well as a word of its own, and
+# torch raises where that word and they disagree; so it comes before all of them.
 _PARENTS = (("generic", "all"), *((backend, "all") for backend in _BACKENDS))
 _OPERATIONS = tuple((backend, operation) for backend in _BACKENDS for operation in ("matmul", "conv", "rnn"))
 
 
-# Each operation's, for whoever only wants to know whether they are what they were.
+# The reads of each operation, for code that only checks whether they are unchanged.
 precision_reads = tuple(partial(_get_precision, *one) for one in _OPERATIONS)
 
 
 class Precisions:
-    """How exactly matrices of float32 are multiplied, as it is now."""
+    """The precision of float32 matrix multiplication, as it is now."""
 
     __slots__ = ("_old", "_operations", "_parents")
 
@@ -110,11 +110,11 @@ class Precisions:
         self._old = _old_precision()
 
     def are_here(self) -> bool:
-        """Return whether they still are what they were."""
+        """Return whether the precisions are unchanged."""
         return [_get_precision(*one) for one in _OPERATIONS] == self._operations
 
     def write(self) -> None:
-        """Make them what they were."""
+        """Restore the precisions."""
         # See NOTE [ Precisions that are inherited ]
         if self._old is not None and self._old != _old_precision():
             torch.set_float32_matmul_precision(self._old)
@@ -128,5 +128,5 @@ class Precisions:
 def _old_precision() -> str | None:
     try:
         return torch.get_float32_matmul_precision()
-    except RuntimeError:  # it was set in the new way, so that there is no word for it
+    except RuntimeError:  # it was set in the new way, for which no word of the old way exists
         return None

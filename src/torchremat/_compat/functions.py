@@ -1,7 +1,7 @@
-"""Which custom Function saves a tensor.
+"""Finds the custom Function that saves a tensor.
 
-Its `apply` had a frame of Python up to torch 2.13 and has none from 2.14 on, so a Function is told by what it calls in
-every version: `ctx.save_for_backward`.
+Up to torch 2.13 its `apply` had a Python frame, from 2.14 on it has none, so a Function is identified by a call that
+every version makes: `ctx.save_for_backward`.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from weakref import ReferenceType, ref
 from torch.autograd.function import BackwardCFunction, FunctionCtx
 
 # NOTE [ A Function that saves ]
-# What a Function hands to `save_for_backward` is saved when its forward has returned. Until then the context has it in
-# `to_save`; from then on the node does. A Function without grad saves nothing, and its context is gone. So the one that
-# saves is the last that has called, is there, has nothing in `to_save`, and has not saved all of it yet. Contexts are
-# known weakly, so that nothing lives longer for it.
+# The tensors that a Function passes to `save_for_backward` are saved when its forward has returned. Until then the
+# context has them in `to_save`; from then on the node holds them. A Function without grad saves nothing, and its
+# context is gone. So the Function that saves is the last one that has called, is alive, has nothing in `to_save`, and
+# has not saved all of it yet. Contexts are held weakly, so that nothing lives longer for it.
 
 
 @dataclass(slots=True)
 class _Called:
-    """A call of `save_for_backward`: by whom, and how many of its tensors have not been saved yet."""
+    """A call of `save_for_backward`: its Function, and how many of its tensors have not been saved yet."""
 
     context: ReferenceType[Any]
     name: str
@@ -33,7 +33,7 @@ class _Called:
 
 @dataclass  # slots would be the same in all threads
 class _RunningCalls(threading.local):
-    """The calls of this thread of which not all has been saved, innermost last."""
+    """The calls of this thread whose tensors are not all saved, innermost last."""
 
     open: list[_Called] = field(default_factory=list[_Called])
 
@@ -51,7 +51,7 @@ _save_for_backward = FunctionCtx.save_for_backward
 
 def _noting(self: FunctionCtx, *tensors: object) -> None:
     cast("Any", _save_for_backward)(self, *tensors)
-    if isinstance(self, BackwardCFunction):  # not what stands for a context while code is traced
+    if isinstance(self, BackwardCFunction):  # not the stand-in for a context while code is traced
         _calls.settle()
         name = cast("type", cast("Any", self)._forward_cls).__name__
         _calls.open.append(_Called(ref(self), name, sum(one is not None for one in tensors)))
@@ -59,7 +59,7 @@ def _noting(self: FunctionCtx, *tensors: object) -> None:
 
 @contextmanager
 def noted_functions() -> Generator[None]:
-    """Let `saving_function` know of the custom Functions that are called meanwhile, in any thread."""
+    """Let `saving_function` track the custom Functions that are called in the block, in any thread."""
     global _watchers
     with _lock:
         _watchers += 1
@@ -75,9 +75,9 @@ def noted_functions() -> Generator[None]:
 
 
 def saving_function() -> str | None:
-    """Return the name of the custom Function that saves a tensor now, None if none does.
+    """Return the name of the custom Function that is saving a tensor now, None if none is.
 
-    To be asked in `noted_functions()`, once for each tensor that is saved.
+    Call it in `noted_functions()`, once for each tensor that is saved.
     """
     _calls.settle()  # See NOTE [ A Function that saves ]
     called = _calls.open[-1] if _calls.open else None

@@ -1,4 +1,4 @@
-"""What keeps dynamo out, or lets it in."""
+"""Keeps dynamo out of a function, or lets it in."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _SKIP = private("_C._dynamo.eval_frame._FrameAction.SKIP", needed_for=_GRAPHS)
 _DEFAULT = private("_C._dynamo.eval_frame._FrameAction.DEFAULT", needed_for=_GRAPHS)
 private("compiler._is_exporting_flag", needed_for=_GRAPHS)
 
-# Dynamo of torch 2.11 takes `torch.compiler.is_exporting()` for True wherever it traces; that of 2.13 reads the same
-# flag. A function of ours would be one more in each call of a wrapped module.
+# In torch 2.11, dynamo takes `torch.compiler.is_exporting()` for True wherever it traces; in 2.13 it reads the same
+# flag. A function of ours would add one more call to each call of a wrapped module.
 is_exporting = cast("Callable[[], bool]", partial(getattr, torch.compiler, "_is_exporting_flag"))
 """Returns whether torch.export runs."""
 
@@ -44,7 +44,7 @@ TRACES_GET = RELEASE >= (2, 13)
 def outside_graphs(function: Callable[P, T]) -> Callable[P, T]:
     """Keep dynamo out of `function` and what it calls: inside `torch.compile` a call of it breaks the graph.
 
-    As `torch.compiler.disable` does, but without a wrapper, which takes longer than all else that a region does before
+    Like `torch.compiler.disable`, but without a wrapper, which takes longer than the rest of a region's overhead before
     its forward.
     """
     _set_strategy(cast("FunctionType", function).__code__, _Strategy(_SKIP, _SKIP))
@@ -60,19 +60,19 @@ def only_in_graphs(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def backend_name() -> str:
-    """Return the name of the backend that the running trace is made for."""
-    dynamo = sys.modules["torch._dynamo"]  # it asks, so it is there
+    """Return the name of the backend of the running trace."""
+    dynamo = sys.modules["torch._dynamo"]  # dynamo is the caller, so it is imported
     backend = dynamo.symbolic_convert.InstructionTranslator.current_tx().output.compiler_fn
     return str(getattr(getattr(backend, "_torchdynamo_orig_backend", backend), "compiler_name", ""))
 
 
 def uses_partitioner() -> bool:
-    """Return whether the backend that the running trace is made for is known to split off a backward graph.
+    """Return whether the backend of the running trace is known to split off a backward graph.
 
-    Others may run the traced graph as it is.
+    Other backends may run the traced graph as it is.
     """
     return backend_name() == "inductor" or backend_name().startswith("aot_")
 
 
-# Dynamo runs it while it traces, and takes its result for a constant.
+# Dynamo runs it while tracing, and treats its result as a constant.
 uses_partitioner._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]

@@ -1,6 +1,6 @@
-"""How torch's compilers split the joint graph of a forward and its backward, and where they let others do it.
+"""How torch's compilers split the joint graph of a forward and its backward, and their hooks for replacing that split.
 
-Nothing is bound before it is needed: to import dynamo or Inductor takes seconds.
+Nothing is bound before it is needed: importing dynamo or Inductor takes seconds.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _PARTITIONERS = "torch._functorch.partitioners"
 
 
 def bound(module: str, name: str) -> Any:
-    """Return what a module of torch has under a name.
+    """Return the attribute of a torch module with a given name.
 
     Raises:
-        VersionError: There is no such module, or no such name in it.
+        VersionError: The module, or the name in it, does not exist.
     """
     try:
         return getattr(import_module(module), name)
@@ -43,15 +43,15 @@ def torch_partition(joint: GraphModule, inputs: Sequence[object], **options: obj
 def torch_partition_of_share(
     share: float, joint: GraphModule, inputs: Sequence[object], **options: object
 ) -> tuple[GraphModule, GraphModule]:
-    """Split a joint graph as torch does if it may save a share of what it would save; it is tidied in place."""
+    """Split a joint graph as torch does if it may save a share of its usual saves; it is tidied in place."""
     with bound("torch._functorch", "config").patch(activation_memory_budget=share):
         return torch_partition(joint, inputs, **options)
 
 
 def copied(joint: GraphModule) -> GraphModule:
-    """Return a joint graph like another, which partitioners may tidy without the other being changed.
+    """Return a copy of a joint graph, which partitioners may tidy without changing the original.
 
-    A deep copy would copy how the function is called as well, for which torch has a warning.
+    A deep copy would copy the function's calling convention as well, for which torch has a warning.
     """
     graph = Graph()
     returned = graph.graph_copy(joint.graph, val_map={}, return_output_node=True)
@@ -61,7 +61,7 @@ def copied(joint: GraphModule) -> GraphModule:
 
 
 def partition_saving(joint: GraphModule, saved: list[Node], num_fwd_outputs: int) -> tuple[GraphModule, GraphModule]:
-    """Split a joint graph so that the given nodes are saved, and what else the backward needs is made in it, late.
+    """Split a joint graph so that the given nodes are saved; the backward recomputes everything else it needs, late.
 
     Args:
         joint: As `torch_partition` has left it.
@@ -85,7 +85,7 @@ def partition_saving(joint: GraphModule, saved: list[Node], num_fwd_outputs: int
 
 
 def is_incoming(node: Node) -> bool:
-    """Return whether a node is a gradient that the backward is given."""
+    """Return whether a node is an incoming gradient of the backward."""
     return node.op == "placeholder" and "tangents" in str(node.target)
 
 
@@ -99,20 +99,20 @@ def must_be_in_backward(node: Node) -> bool:
 
 
 def optimizes_kernels(options: dict[str, object]) -> bool:
-    """Return whether it is Inductor that asks for a partition, which fuses what is recomputed with what reads it."""
+    """Return whether Inductor asks for a partition; Inductor fuses recomputed nodes with their readers."""
     return options.get("compiler") == "inductor"
 
 
 def known(size: object) -> int:
-    """Return a number that may be a symbol; of a symbol, what it stood for when the graph was made."""
+    """Return the value of a number that may be a symbol; for a symbol, its value when the graph was made."""
     hint = getattr(getattr(size, "node", None), "hint", None)
     return int(cast("int", size if hint is None else hint))
 
 
 def never_larger(joint: GraphModule) -> None:
-    """Let the graphs that are made of a joint one not be used where a size is larger than it was made for.
+    """Keep the graphs made from a joint graph from being used for a size larger than it was made for.
 
-    To compare a symbol makes a guard of what was found, and dynamo makes another graph where that does not hold.
+    Comparing a symbol creates a guard on the result, and dynamo makes another graph where the guard fails.
     """
     for node in joint.graph.find_nodes(op="placeholder"):
         size = node.meta.get("val")
@@ -130,12 +130,12 @@ def never_larger(joint: GraphModule) -> None:
 
 
 def compile_arguments(backend: object, partition: PartitionFunction, key: Callable[[], object]) -> dict[str, object]:
-    """Return what `torch.compile` is to be given so that a partition function splits the joint graphs.
+    """Return the arguments for `torch.compile` with which a partition function splits the joint graphs.
 
     Args:
-        backend: The backend that was asked for.
+        backend: The requested backend.
         partition: The partition function.
-        key: Tells this partition function from others, for caches.
+        key: Distinguishes this partition function from others, for caches.
 
     Raises:
         VersionError: This torch has no hook for a partitioner in that backend, or the backend has none.
@@ -150,7 +150,7 @@ def compile_arguments(backend: object, partition: PartitionFunction, key: Callab
             "backend": "inductor",
             "options": {
                 "custom_partitioner_fn": partitioner_for_inductor(partition, key),
-                # Else memory that nobody needs is kept until something of its size is made, however much later.
+                # Else unneeded memory is kept until a buffer of its size is allocated, however much later.
                 "allow_buffer_reuse": False,
             },
         }
@@ -174,13 +174,13 @@ def compile_arguments(backend: object, partition: PartitionFunction, key: Callab
 
 
 def partitioner_for_inductor(partition: PartitionFunction, key: Callable[[], object]) -> object:
-    """Return a partition function as Inductor takes it. Its caches pickle it with all other options."""
+    """Return a partition function in the form that Inductor takes. Its caches pickle it with all other options."""
     base = bound("torch._inductor.custom_graph_pass", "CustomPartitionerFn")
     methods = {
         "__call__": lambda _, *args, **options: partition(*args, **options),
         "uuid": lambda _: key(),
         "__reduce__": lambda _: (partitioner_for_inductor, (partition, key)),
-        # A copy of the options is for the same function, which remembers what it has split.
+        # A copy of the options is for the same function, which remembers its earlier splits.
         "__deepcopy__": lambda self, _: self,
     }
     return type("PeakPartition", (base,), methods)()
@@ -193,10 +193,10 @@ def graphs_compiled() -> int:
 
 @contextmanager
 def never_uncompiled() -> Generator[None]:
-    """Raise an error in the block where dynamo would give up and run a function as it is: after too many versions.
+    """Raise an error in the block where dynamo would give up and run a function uncompiled: after too many versions.
 
     Raises:
-        BudgetError: It would have.
+        BudgetError: Dynamo would have given up.
     """
     limit = bound("torch._dynamo.exc", "FailOnRecompileLimitHit")
     config = bound("torch._dynamo", "config")
@@ -212,7 +212,7 @@ def never_uncompiled() -> Generator[None]:
 
 
 def own_error(error: BaseException) -> TorchrematError | None:
-    """Return the error of ours that a compiler wrapped, if it is one."""
+    """Return our own error that a compiler wrapped, if it is one."""
     seen: list[BaseException] = []
     current: BaseException | None = error
     while current is not None and current not in seen:

@@ -30,11 +30,11 @@ _pop_dispatch_mode = cast("Callable[[object], object]", private("_C._pop_torch_d
 _mode_of_key = cast("Callable[[Any], object]", private("_C._get_dispatch_mode", needed_for=_MODES))
 set_infrastructure_mode = cast("Callable[[object], None]", private("_C._set_dispatch_mode", needed_for=_MODES))
 unset_infrastructure_mode = cast("Callable[[object], object]", private("_C._unset_dispatch_mode", needed_for=_MODES))
-# A block in which subclasses are called as plain tensors are, and give such.
+# A block in which subclasses are treated as plain tensors, and results are plain.
 without_torch_function = cast(
     "Callable[[], AbstractContextManager[None]]", private("_C.DisableTorchFunctionSubclass", needed_for=_MODES)
 )
-# A block in which no function mode sees anything either: for what has passed by all of them already.
+# A block in which no function mode sees anything either: for calls that have already passed through all of them.
 past_torch_function = cast(
     "Callable[[], AbstractContextManager[None]]", private("_C.DisableTorchFunction", needed_for=_MODES)
 )
@@ -52,7 +52,7 @@ def function_modes() -> list[object]:
 
 
 def infrastructure_modes() -> dict[object, object]:
-    """Return the dispatch modes that torch keeps apart, by key: those that fake, trace and functionalize."""
+    """Return the infrastructure dispatch modes of torch, by key: those that fake, trace and functionalize."""
     return {key: mode for key in _KEYS if (mode := _mode_of_key(key)) is not None}
 
 
@@ -76,7 +76,7 @@ def take_dispatch_mode(kind: type) -> object | None:
 
 
 def pop_dispatch_mode() -> object:
-    """Take the innermost dispatch mode off, not one that torch keeps apart."""
+    """Take the innermost dispatch mode off, other than an infrastructure mode."""
     return _pop_dispatch_mode(None)
 
 
@@ -84,7 +84,7 @@ _PROXY = cast("dict[str, object]", private("_C._TorchDispatchModeKey.__members__
 
 
 def is_recording() -> bool:
-    """Return whether a mode records what runs as a graph: that of AOTAutograd, of `make_fx` or of an export."""
+    """Return whether a mode is recording a graph: that of AOTAutograd, of `make_fx` or of an export."""
     return _mode_of_key(_PROXY) is not None
 
 
@@ -98,12 +98,12 @@ def is_traced_with_fakes() -> bool:
 
 # NOTE [ What is traced in a region ]
 # A higher-order operator (`torch.cond`, `scan`, `while_loop`, flex attention) traces the functions that it is given, in
-# each call or in the first alone: with tensors without data, under modes that torch keeps apart. That is the operator's
-# own work and none of the region's. So what autograd saves while other such modes are on than when the region began is
-# saved as if there were no region: it has no slot, and nobody counts or compares it.
-# What runs of it below autograd are operators that a mode sees. torch compiles these operators' functions also where
-# they run eagerly, skips it under any mode, and then hands on functions that its own backward cannot differentiate. So
-# modes of ours are off while such an operator runs: it is always run again, and never kept in parts.
+# each call or only in the first: with tensors without data, under infrastructure modes. That is the operator's own work
+# and not part of the region. So a tensor that autograd saves under other infrastructure modes than when the region
+# began is saved as if no region existed: it has no slot, and is neither counted nor compared. Below autograd, its
+# operators are visible to a mode. torch compiles these operators' functions even where they run eagerly, skips that
+# under any mode, and then passes on functions that its own backward cannot differentiate. So modes of ours are off
+# while such an operator runs: it is always recomputed, and never kept in parts.
 
 
 Began = dict[object, object]
@@ -111,24 +111,24 @@ _NONE: Began = {}
 
 
 def modes_now() -> Began:
-    """Return the modes that torch keeps apart, for `is_traced_since`."""
+    """Return the current infrastructure modes, for `is_traced_since`."""
     return infrastructure_modes() if count_dispatch_modes() else _NONE
 
 
 def is_traced_since(began: Began) -> bool:
-    """Return whether other modes that torch keeps apart are on than then, given that there are dispatch modes."""
-    # They are the outermost: it takes far longer to look for each.
+    """Return whether the infrastructure modes differ from those then, given that dispatch modes are on."""
+    # They are the outermost: looking for each takes far longer.
     return bool(began or not isinstance(_dispatch_mode(0), EagerMode)) and infrastructure_modes() != began
 
 
 def left_alone(tensor: Tensor) -> Tensor:
-    """Return what a pack hook returns for a tensor that is none of the region's."""
-    # The output of a node that had it itself would be a cycle through autograd.
+    """Return the pack hook's result for a tensor that does not belong to the region."""
+    # If a node held its own output itself, this would be a cycle through autograd.
     return tensor if tensor.is_leaf else tensor.detach()
 
 
 def except_traced(pack: Callable[[Tensor], object]) -> Callable[[Tensor], object]:
-    """Return a pack hook to push now that leaves alone what is traced. See NOTE [ What is traced in a region ]."""
+    """Return a pack hook to push now that ignores traced tensors. See NOTE [ What is traced in a region ]."""
     return partial(_packed, modes_now(), pack)
 
 
@@ -142,7 +142,7 @@ def _packed(began: Began, pack: Callable[[Tensor], object], tensor: Tensor) -> o
 if TYPE_CHECKING:
 
     class DispatchMode:
-        """A mode that sees every operator below autograd: torch's TorchDispatchMode, whose own types say little."""
+        """A mode that sees every operator below autograd: torch's TorchDispatchMode, whose own types are incomplete."""
 
         def __enter__(self) -> Self: ...
         def __exit__(self, *error: object) -> None: ...
@@ -165,7 +165,7 @@ set_versions = cast(
 
 
 class _Entered(threading.local):
-    """The modes of ours that are entered in a thread, innermost last."""
+    """The modes of ours that a thread has entered, innermost last."""
 
     def __init__(self) -> None:
         self.entered: list[EagerMode] = []
@@ -177,19 +177,19 @@ _eager = _Entered()
 class _Eagerly:
     """Blocks in which compiled code runs eagerly, of any thread and in any order.
 
-    torch's stance is one of the process, and each block of torch's puts back what it found: of two that overlap, the
-    last to end would put back what the first had set, and nothing would be compiled ever after. So the first block of
-    ours sets it, and the last puts it back. The flags with which torch's own modes say that they are on have the same
-    weakness; modes of ours leave them as they are, for dynamo is told in this way.
+    torch's stance is one per process, and each of torch's blocks restores the stance that it found. If two overlap, the
+    last to end would restore the stance that the first had set, and nothing would ever be compiled again. So the first
+    block of ours sets the stance, and the last restores it. The flags by which torch's own modes signal that they are
+    on have the same weakness; modes of ours leave these flags alone, since dynamo is told by the stance.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # what is collected in here may leave as well
+        self._lock = threading.RLock()  # a collected object may leave in here as well
         self._blocks = 0
         self._found: AbstractContextManager[object] | None = None
 
     def enter(self) -> None:
-        # Nothing is compiled where dynamo is not even loaded, and to load it takes seconds.
+        # Nothing is compiled if dynamo is not loaded, and loading it takes seconds.
         dynamo = "torch._dynamo" in sys.modules
         with self._lock:
             if dynamo and self._found is None:
@@ -210,9 +210,9 @@ _eagerly = _Eagerly()
 class EagerMode(DispatchMode):
     """A dispatch mode under which compiled code runs eagerly.
 
-    dynamo does not trace under a mode. It would not just run the code eagerly for once either: it notes for good that
-    this code is not to be compiled, so a model that was watched once would stay slow. Told beforehand to run eagerly,
-    it notes nothing.
+    dynamo does not trace under a mode. It would not simply run the code eagerly once, either: it marks the code as
+    never to be compiled, so a model that was observed once would stay slow. Told beforehand to run eagerly, it marks
+    nothing.
     """
 
     # Without this torch refuses to run a higher-order operator below a mode.
@@ -220,7 +220,7 @@ class EagerMode(DispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # Where code runs eagerly, each operator need not tell dynamo so: that takes longer than most operators.
+        # Where code runs eagerly, operators need not tell dynamo so one by one: that takes longer than most operators.
         return False
 
     def __enter__(self) -> Self:
@@ -238,7 +238,7 @@ class EagerMode(DispatchMode):
 
 @contextmanager
 def _apart(compilation: Callable[[], AbstractContextManager[object]]) -> Generator[object]:
-    """Let a higher-order operator run, to which `compilation` belongs, without modes of ours.
+    """Let a higher-order operator, which enters `compilation`, run without modes of ours.
 
     See NOTE [ What is traced in a region ].
     """
@@ -249,7 +249,7 @@ def _apart(compilation: Callable[[], AbstractContextManager[object]]) -> Generat
         if was_taken:
             push_dispatch_mode(mode)
         elif on[-1] is not mode:
-            break  # below a mode of the user's, for which torch compiles nothing either
+            break  # below a user's mode, for which torch compiles nothing either
         mode.__exit__(None, None, None)
         left.append((mode, was_taken))
     try:
@@ -263,7 +263,7 @@ def _apart(compilation: Callable[[], AbstractContextManager[object]]) -> Generat
 
 
 _HIGHER_ORDER = "higher-order operators in regions"
-# Every such operator enters it that compiles its functions where it runs eagerly.
+# Entered by every such operator that compiles its functions where it runs eagerly.
 _compilation = cast(
     "Callable[[], AbstractContextManager[object]]",
     private("_higher_order_ops.utils.setup_compilation_env", needed_for=_HIGHER_ORDER),
@@ -297,6 +297,6 @@ def alias_that_counts(tensor: Tensor) -> Tensor:
 def counting_versions() -> AbstractContextManager[None]:
     """Return a context in a dispatch mode in which aliases count their versions together.
 
-    Below autograd, where modes run, `detach` would give an alias a count of its own.
+    Below autograd, where modes run, `detach` would give an alias its own version counter.
     """
     return _exclude(_VERSIONS, False)

@@ -1,4 +1,4 @@
-"""What torch keeps of modules beside the modules."""
+"""State that torch keeps about modules outside of the modules."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ hooks_of_all_modules = [
     for name in _NAMES
 ]
 
-# Where `torch.nn.utils.parametrize.cached` keeps the weights that it has computed, and whether it does.
+# Where `torch.nn.utils.parametrize.cached` keeps its computed weights, and whether it does.
 cached_weights = parametrize.__dict__, ("_cache", "_cache_enabled")

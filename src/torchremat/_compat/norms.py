@@ -1,4 +1,4 @@
-"""The class that torch's batch norms have in common, which has no public name."""
+"""The common class of torch's batch norms, which has no public name."""
 
 from __future__ import annotations
 

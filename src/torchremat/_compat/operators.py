@@ -38,12 +38,12 @@ def name_of(operator: object) -> OperatorName:
 
 
 def entry_of(operator: Callable[..., object]) -> Callable[..., object]:
-    """Return what an operator calls: the same, a frame of Python earlier."""
+    """Return the function that an operator calls: equivalent, with one Python frame less."""
     return cast("Any", operator)._op if type(operator) is _Overload else operator
 
 
 def is_operator(thing: object) -> bool:
-    """Return whether something is an overload or a higher-order operator, and not all overloads of one name."""
+    """Return whether something is an overload or a higher-order operator, as opposed to all overloads of one name."""
     return isinstance(thing, _Operator) and not isinstance(thing, _Packet)
 
 
@@ -53,7 +53,7 @@ def is_packet(thing: object) -> bool:
 
 
 def pattern_of(operator: object) -> str | None:
-    """Return what an operator, a packet or a namespace is called, as `"aten.mm"`; None if it is none of these."""
+    """Return the name of an operator, a packet or a namespace, like `"aten.mm"`; None for anything else."""
     if isinstance(operator, type(torch.ops.aten)):
         return f"{str(operator.__name__).rpartition('.')[2]}.*"
     if isinstance(operator, _Packet):
@@ -62,12 +62,12 @@ def pattern_of(operator: object) -> str | None:
 
 
 def has_kernel(operator: object, device: torch.device) -> bool:
-    """Return whether an operator has a kernel of its own for a kind of device, even if it has parts as well."""
+    """Return whether an operator has a kernel of its own for a kind of device, even if it also decomposes."""
     return isinstance(operator, _Overload) and _has_kernel(cast("Any", operator).name(), _key_of_device(device.type))
 
 
 def overloads_of(namespace: str, packet: str) -> list[str]:
-    """Return the overloads of an operator; none if there is no such operator."""
+    """Return the overloads of an operator; none if it does not exist."""
     found = getattr(getattr(torch.ops, namespace), packet, None)
     return cast("Any", found).overloads() if isinstance(found, _Packet) else []
 

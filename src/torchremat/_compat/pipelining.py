@@ -1,16 +1,16 @@
-"""What the schedules and stages of torch.distributed.pipelining keep to themselves.
+"""Private state of the schedules and stages of torch.distributed.pipelining.
 
-That package takes a while to import, so nothing here imports it: who has a schedule has done so.
+That package takes a while to import, so nothing here imports it: code that has a schedule has done so.
 
-    what is reached                      on                              for
+    private name                         on                              for
     `step`                               schedule                        the end of a step
     `_loss_fn`                           schedule                        the loss of a microbatch
     `forward_one_chunk` and its like     stage                           the pieces of each microbatch
-    `get_bwd_recv_ops` and its like      stage, of GPipe and 1F1B        which gradient the next wait is for
+    `get_bwd_recv_ops` and its like      stage, of GPipe and 1F1B        the gradient that the next wait is for
     `_wait_batch_p2p`                    the loop of GPipe and 1F1B      receive posted, not yet waited for
     `bwd_recv_ops`, `fwd_recv_ops`       the other schedules             the same
-    `pipeline_order_with_comms`          the other schedules             what follows what
-    `dw_builder`                         stage                           which part is a whole backward
+    `pipeline_order_with_comms`          the other schedules             the order of actions
+    `dw_builder`                         stage                           the part that is a whole backward
     `stage_backward_input`, `..._weight` module of both parts            to run them for one microbatch
 """
 
@@ -55,7 +55,7 @@ class Work(Protocol):
 
 
 class TorchStage(Protocol):
-    """What is used of a stage as it is."""
+    """The parts of a stage that are used as they are."""
 
     submod: nn.Module
     stage_index: int
@@ -65,10 +65,10 @@ class TorchStage(Protocol):
 
 
 def name_of(schedule: object) -> str:
-    """Return the name of the class of torch's that a schedule is of.
+    """Return the name of the torch class to which a schedule belongs.
 
     Raises:
-        UnsupportedError: It is of none.
+        UnsupportedError: It belongs to none of them.
     """
     module = sys.modules.get(_MODULE)
     for name in (*SINGLE, *RUNTIME):
@@ -82,14 +82,14 @@ def name_of(schedule: object) -> str:
 
 
 def check_hooks(schedule: object, *, waits: bool) -> None:
-    """Verify that everything is there which attaching reaches for.
+    """Verify that everything exists that attaching accesses.
 
     Args:
         schedule: Of a known class.
         waits: Whether the waits for transfers are needed as well.
 
     Raises:
-        VersionError: Some is missing; the message names all of it.
+        VersionError: Something is missing; the message names all of it.
     """
     single = name_of(schedule) in SINGLE
     missing = _missing(schedule, [STEP, "_n_microbatches", "_stage" if single else "_stages"])
@@ -126,12 +126,12 @@ def stages_of(schedule: object) -> Sequence[TorchStage]:
 
 
 def group_of(schedule: object) -> object:
-    """Return the process group of a schedule; None is that of all processes."""
+    """Return the process group of a schedule; None means all processes."""
     return stages_of(schedule)[0].group
 
 
 def loss_function_of(schedule: object) -> Callable[..., object] | None:
-    """Return what computes the loss of a microbatch from output and target; None if the schedule has no backward."""
+    """Return the function from output and target to a microbatch's loss; None if the schedule has no backward."""
     return cast("Any", schedule)._loss_fn
 
 
@@ -157,10 +157,10 @@ def orders_of(schedule: object) -> Mapping[int, Sequence[TorchAction]]:
 
 
 def whole_part_of(stage: TorchStage) -> Literal["input", "weight"] | None:
-    """Return in which of two parts all of autograd's backward runs; None if it is split between both.
+    """Return the one of two parts in which all of autograd's backward runs; None if it is split between both.
 
-    With a `dw_builder` it is the input part, and the other one is the user's. Of the first stage it is the weight part:
-    nobody waits for the gradients of its inputs.
+    With a `dw_builder` it is the input part, and the other one is the user's. For the first stage it is the weight
+    part: the gradients of its inputs are never waited for.
     """
     if getattr(stage, "dw_builder", None):
         return "input"
@@ -174,17 +174,17 @@ def run_input_part(
     outputs: Sequence[Tensor],
     module: nn.Module,
 ) -> object:
-    """Run the input part of a backward, and return what the weight part begins from.
+    """Run the input part of a backward, and return the starting point of the weight part.
 
     Args:
         roots: The outputs of the module, or the loss.
         grads: Their gradients; None for a loss.
-        inputs: Of the module; those that require grad get their gradients.
-        outputs: Of the module. Afterwards they are in no graph.
-        module: Whose parameters get theirs in the weight part.
+        inputs: The module's inputs; those that require grad get their gradients.
+        outputs: The module's outputs. Afterwards they are in no graph.
+        module: The module whose parameters get their gradients in the weight part.
 
     Raises:
-        VersionError: This torch has no such part.
+        VersionError: This torch lacks this part.
     """
     _, groups = _part("stage_backward_input")(list(roots), grads, list(inputs), module.parameters())
     for output in outputs:
@@ -197,14 +197,14 @@ def run_weight_part(groups: object, module: nn.Module) -> None:
     """Run the weight part of a backward.
 
     Raises:
-        UnsupportedError: It begins at a node of a custom Function, which this torch cannot do.
-        VersionError: This torch has no such part.
+        UnsupportedError: It begins at a node of a custom Function, which this torch does not support.
+        VersionError: This torch lacks this part.
     """
     part = _part("stage_backward_weight")
     try:
         part(module.parameters(), groups)
     except RuntimeError as error:
-        # Torch 2.11 asks such a node for what only its own nodes have; that of 2.13 does not.
+        # Torch 2.11 reads attributes from such a node that only its own nodes have; torch 2.13 does not.
         if "_input_metadata" not in str(error):
             raise
         raise UnsupportedError(
@@ -225,10 +225,10 @@ def _part(name: str) -> Callable[..., Any]:
 
 
 def looping(schedule: object, wait: Callable[[list[Work], Callable[[list[Work]], None]], None]) -> FunctionType:
-    """Return the loop of a single-stage schedule, with `wait` in place of the function that it waits by.
+    """Return the loop of a single-stage schedule, with `wait` in place of its waiting function.
 
-    That function is a global of torch's module, looked up by the loop of every schedule. So this one gets a copy of the
-    loop with globals of its own: no other schedule sees a difference.
+    That function is a global of torch's module, looked up by the loop of every schedule. So this schedule gets a copy
+    of the loop with its own globals: no other schedule sees a difference.
 
     Args:
         schedule: A `ScheduleGPipe` or `Schedule1F1B`.

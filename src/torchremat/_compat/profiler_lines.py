@@ -1,11 +1,11 @@
-"""What torch's profiler and its allocators write to stderr while bytes are recorded, and what of it users need not see.
+"""Lines that torch's profiler and allocators write to stderr while bytes are recorded and that users need not see.
 
 Two kinds of lines, each stopped where it is made, so that everything else gets through:
 
-    USDT:... profiler_start       at each start and each stop, above the level of errors: only a level that stops errors
-                                  too would stop it. So what is written during these two calls is looked through.
-    W... CPUAllocator.cpp:...     a warning for frees of memory from before; whoever records drops these by itself. The
-                                  level of torch's own log is at errors meanwhile.
+    USDT:... profiler_start       at each start and each stop, above the level of errors: only a level that also stops
+                                  errors would stop it. So the output during these two calls is filtered.
+    W... CPUAllocator.cpp:...     a warning for frees of older memory; code that records drops these frees by itself.
+                                  Meanwhile the level of torch's own log is at errors.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ERRORS = 2  # of torch's log: 0 is information, 1 a warning
 
 
 def _level_of_log() -> ctypes.c_int | None:
-    """Return the variable with the lowest level that torch's log writes; None where it cannot be had."""
+    """Return the variable with the lowest level that torch's log writes; None if it is not accessible."""
     for path in sorted(Path(torch.__file__).parent.glob("lib/*c10.*")):
         with suppress(OSError, ValueError):
             return ctypes.c_int.in_dll(ctypes.CDLL(str(path)), "FLAGS_caffe2_log_level")
@@ -55,11 +55,11 @@ def errors_alone() -> Generator[None]:
 def profiler_silenced() -> Generator[None]:
     """Keep the profiler's own lines from stderr during a block, which has to be short.
 
-    Whatever else is written meanwhile, by other threads too, comes when it ends.
+    All other output in the block, by other threads too, appears when it ends.
     """
     try:
         real, caught = os.dup(_STDERR), tempfile.TemporaryFile()  # noqa: SIM115  closed below
-    except OSError:  # there is no stderr, or no room for a file
+    except OSError:  # stderr does not exist, or no room is left for a file
         yield
         return
     with caught:

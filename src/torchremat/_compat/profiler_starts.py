@@ -1,4 +1,4 @@
-"""Who is about to start a profiler of torch's, told to what records meanwhile."""
+"""Notifies a running recording that a torch profiler is about to start."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.autograd import profiler
 
 from torchremat._compat.binding import private
 
-# By these every profiler of torch's begins, in Python: the first warms one up, the second starts it.
+# Every torch profiler begins with one of these, in Python: the first warms one up, the second starts it.
 _STARTS = ("_prepare_profiler", "_enable_profiler")
 for _name in _STARTS:
     private(f"autograd.profiler.{_name}", needed_for="measuring steps under a plan")
@@ -19,7 +19,7 @@ for _name in _STARTS:
 
 @contextmanager
 def before_profilers(told: Callable[[], None]) -> Generator[None]:
-    """Call a function before anybody starts or warms up a profiler of torch's, in any thread, while the block runs."""
+    """While the block runs, call a function before any thread starts or warms up a torch profiler."""
     names = profiler.__dict__
     had = {name: names[name] for name in _STARTS}
     names.update({name: partial(_told, told, start) for name, start in had.items()})

@@ -1,4 +1,4 @@
-"""What FSDP2 keeps to itself."""
+"""Private state of FSDP2."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 # NOTE [ What FSDP2 does to a parameter ]
 #
-# `fully_shard` makes of each parameter a sharded one, a DTensor, which the optimizer writes, and a gathered one, whose
-# storage comes and goes. The modules that use the parameter have the one or the other:
+# `fully_shard` splits each parameter into a sharded one, a DTensor, which the optimizer writes, and a gathered one,
+# whose storage comes and goes. The modules that use the parameter hold one or the other:
 #
 #     before the forward of the sharded module        the sharded one
 #     from its pre-forward hook to its forward hook   the gathered one
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 #     from the hook on the gradient of its outputs    the gathered one
 #     when its backward is done                       the sharded one
 #
-# The gathered one is the same object each time, and gathering does not move its version: what has been written shows
-# in the sharded one alone.
+# The gathered one is the same object each time, and gathering does not move its version: writes show only in the
+# sharded one.
 
 # NOTE [ Gradients that FSDP2 has not reduced ]
 #
-# While gradients are added up (`set_requires_gradient_sync(False)`, or `set_requires_all_reduce(False)`) they are not
-# in the `.grad` of the sharded parameters, until a backward that reduces takes them from
+# While gradients accumulate (`set_requires_gradient_sync(False)`, or `set_requires_all_reduce(False)`) they are not in
+# the `.grad` of the sharded parameters, until a backward that reduces takes them from
 #
 #     the `.grad` of the gathered parameter      as autograd has written it
 #     `unsharded_accumulated_grad`               the same, where it is reduced in another dtype
@@ -45,17 +45,17 @@ if TYPE_CHECKING:
 
 # NOTE [ Operators of FSDP2 ]
 #
-# Around the forward of a sharded module FSDP2 gathers, copies, casts, frees and marks what it does for profilers; the
-# next version of it may do something else. None of that belongs to the code of the model: a recompute in a backward
-# finds parameters gathered and does none of it, and one that runs ahead does all of it. What FSDP2 does for a module
-# is done by a method of two of its classes, the state of the module and the group of its parameters, and neither calls
-# the code of the model. So an operator is FSDP2's if such a method is among the frames between it and whoever watches
-# the operators. Other frames of FSDP2 may well have the model's code above them: those of
+# Around the forward of a sharded module FSDP2 gathers, copies, casts, frees and marks its work for profilers; its next
+# version may do something else. None of that belongs to the code of the model: a recompute in a backward finds
+# parameters gathered and does none of it, and a recompute that runs ahead does all of it. FSDP2's work for a module
+# runs in a method of two of its classes, the state of the module and the group of its parameters, and neither calls the
+# code of the model. So an operator is FSDP2's if such a method is among the frames between the operator and the
+# observer of the operators. Other frames of FSDP2 may well have the model's code above them: those of
 # `register_fsdp_forward_method`.
 
 _FSDP = "a region in a module that `fully_shard` has sharded"
 _MANAGED = "_is_fsdp_managed_module"
-_FSDP_MODULE = "torch.distributed.fsdp._fully_shard._fsdp_state"  # imported by whoever has used `fully_shard`
+_FSDP_MODULE = "torch.distributed.fsdp._fully_shard._fsdp_state"  # imported by any user of `fully_shard`
 
 
 class _Info(Protocol):
@@ -103,25 +103,25 @@ class Shard:
     __slots__ = ("_group", "_param")
 
     def __init__(self, group: _Group, param: _Param) -> None:
-        # Weak: it is kept by the module that it leads to.
+        # Weak: the module to which it leads keeps it alive.
         self._group = ref(group)
         self._param = ref(param)
 
     @property
     def sharded(self) -> nn.Parameter | None:
-        """The parameter that the optimizer writes; None if the module is gone."""
+        """The parameter that the optimizer writes; None if the module was freed."""
         param = self._param()
         return None if param is None else param.sharded_param
 
     @property
     def local(self) -> Tensor | None:
-        """This process's part of it."""
+        """This process's part of the parameter."""
         param = self._param()
         return None if param is None else param._sharded_local_tensor
 
     @property
     def whole(self) -> Tensor | None:
-        """The gathered one, whose memory comes and goes; None before the first forward."""
+        """The gathered parameter, whose memory comes and goes; None before the first forward."""
         return getattr(self._param(), "_unsharded_param", None)
 
     @property
@@ -132,18 +132,18 @@ class Shard:
 
     @property
     def is_in_forward(self) -> bool:
-        """Whether the forward of the sharded module runs now: its pre-forward hook has, its forward hook has not."""
+        """Whether the sharded module's forward is running: its pre-forward hook has run, its forward hook has not."""
         group = self._group()
         return group is not None and getattr(group._training_state, "name", "") == "FORWARD"
 
 
 def has_fsdp() -> bool:
-    """Return whether anybody has imported FSDP2, without which no module is sharded."""
+    """Return whether FSDP2 was imported at all; otherwise no module is sharded."""
     return _FSDP_MODULE in sys.modules
 
 
 def is_managed(module: nn.Module) -> bool:
-    """Return whether `fully_shard` was called on the module or on one that it is in."""
+    """Return whether `fully_shard` was called on the module or on one that contains it."""
     return _MANAGED in module.__dict__
 
 
@@ -153,7 +153,7 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def data_parallel_around() -> nn.Module | None:
-    """Return the DistributedDataParallel whose forward runs, None if none does."""
+    """Return the DistributedDataParallel whose forward is running, None if none is."""
     found = sys.modules.get("torch.nn.parallel.distributed")
     if found is None:
         return None
@@ -173,15 +173,15 @@ def is_dtensor(tensor: Tensor) -> bool:
 
 
 def shards_anything() -> bool:
-    """Return whether there are sharded modules in this process, so that operators may be FSDP2's own."""
+    """Return whether this process has sharded modules, so that operators may be FSDP2's own."""
     return has_fsdp() and bool(_all_states())
 
 
 def is_run_by_fsdp(watcher: CodeType | None) -> bool:
-    """Return whether what runs now is FSDP2's own doing. See NOTE [ Operators of FSDP2 ].
+    """Return whether the running code is FSDP2's own work. See NOTE [ Operators of FSDP2 ].
 
     Args:
-        watcher: The code in whose frame all that is watched runs; None if there is none.
+        watcher: The code in whose frame everything observed runs; None without such a frame.
     """
     own = _own_code()
     frame: FrameType | None = sys._getframe(1)
@@ -189,7 +189,7 @@ def is_run_by_fsdp(watcher: CodeType | None) -> bool:
         code = frame.f_code
         if code is watcher:
             return False
-        if id(code) in own:  # code is hashed by all that it consists of
+        if id(code) in own:  # the hash of code covers all of its contents
             return True
         frame = frame.f_back
     return False
@@ -219,25 +219,25 @@ def _groups_in(modules: Iterable[nn.Module]) -> Iterator[_Group]:
 
 
 def _unreduced(modules: Iterable[nn.Module]) -> Iterator[tuple[str, object, str]]:
-    """Yield where gradients may lie: whose, the owner, and its attribute."""
+    """Yield the places of unreduced gradients: parameter name, owner, and attribute."""
     for group in _groups_in(modules):
         yield "parameters together", group, "_partial_reduce_output"
         for param in group.fsdp_params:
             name = param._param_fqn or param._module_info.param_name
             yield name, param, "unsharded_accumulated_grad"
-            if hasattr(param, "_unsharded_param"):  # it comes with the first forward
+            if hasattr(param, "_unsharded_param"):  # it exists from the first forward on
                 yield name, param._unsharded_param, "grad"
 
 
 def unreduced_gradients(modules: Iterable[nn.Module]) -> dict[str, Tensor]:
-    """Return what the sharded ones of some modules have added up. See NOTE [ Gradients that FSDP2 has not reduced ]."""
+    """Return the gradients accumulated for sharded modules. See NOTE [ Gradients that FSDP2 has not reduced ]."""
     found = ((name, getattr(owner, place, None)) for name, owner, place in _unreduced(modules))
     return {name: gradient for name, gradient in found if gradient is not None}
 
 
 @contextmanager
 def unreduced_gradients_aside(modules: Sequence[nn.Module]) -> Generator[None]:
-    """Set them aside for the block, with zeros in their place; what is added up in it is dropped."""
+    """Set these gradients aside for the block, with zeros in their place; gradients added in the block are dropped."""
     aside = [(owner, place, getattr(owner, place, None)) for _, owner, place in _unreduced(modules)]
     try:
         for owner, place, gradient in aside:
@@ -252,7 +252,7 @@ def unreduced_gradients_aside(modules: Sequence[nn.Module]) -> Generator[None]:
 
 
 def unreduced_gradients_again(modules: Sequence[nn.Module]) -> Callable[[], None]:
-    """Return what puts those that lie there now there once more."""
+    """Return a function that restores the gradients that are there now."""
     now = [(owner, place, getattr(owner, place, None)) for _, owner, place in _unreduced(modules)]
 
     def again() -> None:
@@ -281,13 +281,13 @@ def reducing(modules: Iterable[nn.Module]) -> Generator[None]:
 
 
 def reshard(modules: Iterable[nn.Module]) -> None:
-    """Bring the sharded ones of some modules to where a backward leaves them, for forwards that none has followed.
+    """Bring the sharded ones of some modules to the state after a backward, for forwards without a backward.
 
-    Such a forward leaves parameters gathered, those of the outermost module at least, and its modules among those that
-    the next backward gathers ahead.
+    Such a forward leaves parameters gathered, at least those of the outermost module, and leaves its modules among
+    those that the next backward gathers ahead.
     """
     for group in _groups_in(modules):
-        if not hasattr(group.comm_ctx, "post_forward_order"):  # it comes with the first forward
+        if not hasattr(group.comm_ctx, "post_forward_order"):  # it exists from the first forward on
             continue
         if group.reshard_after_backward:
             group.reshard()
@@ -301,7 +301,7 @@ def _all_states() -> Mapping[nn.Module, Callable[[], _State | None]]:
 
 
 def all_shards() -> Iterator[tuple[nn.Module, str, Shard]]:
-    """Yield each parameter that FSDP2 has sharded in this process, with each module and name that it has."""
+    """Yield each parameter that FSDP2 has sharded in this process, with each of its modules and names."""
     for reference in list(_all_states().values()):
         for group in _groups_of(reference()):
             for param in group.fsdp_params:

@@ -1,4 +1,4 @@
-"""What torch knows of subclasses that wrap other tensors."""
+"""Torch's knowledge of subclasses that wrap other tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Objects that torch carries over from the thread that calls a backward to those in which it runs."""
+"""Objects that torch hands over from the thread that calls a backward to the threads in which it runs."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torchremat.errors import VersionError
 
 # NOTE [ What torch holds of a stashed object ]
 #
-# Torch 2.11 lets go of one reference when another object comes under the same key, and has taken none: the object is
-# freed while it is used, and the process crashes or goes on with what lies there now. So there it is given one, for it
-# to let go of. Whether it takes one itself is seen on an object that nobody uses; this goes with the last torch that
-# takes none.
+# Torch 2.11 releases one reference when another object is stored under the same key, but has taken none: the object is
+# freed while in use, and the process crashes or continues with whatever lies there now. So on that torch the object
+# gets one extra reference for torch to release. Whether torch takes one itself is tested on an unused object; this goes
+# with the last torch that takes none.
 #
-# What a thread has under a key when it ends, None as well, torch lets go of then, and needs the GIL for it: where the
-# interpreter ends meanwhile, the process is aborted. So a key is removed. A torch that cannot do so (before
-# https://github.com/pytorch/pytorch/pull/182083) gets None in its place.
+# When a thread ends, torch releases the object that the thread has under a key, None as well, and needs the GIL for it:
+# if the interpreter is shutting down meanwhile, the process is aborted. So a key is removed. A torch that cannot do so
+# (before https://github.com/pytorch/pytorch/pull/182083) gets None in its place.
 
 _SESSION = "a session"
 
@@ -39,7 +39,7 @@ def _stash_none(key: str, /) -> None:
 
 
 def _bound() -> tuple[Callable[[str, object], None], Callable[[str], None]]:
-    """Return what puts an object under a key, and what takes it away again."""
+    """Return the functions that store an object under a key and that remove it."""
     # See NOTE [ What torch holds of a stashed object ]
     key, probe = "torchremat.probe", object()
     before = sys.getrefcount(probe)
@@ -64,7 +64,7 @@ _active = cast("dict[int, threading.Thread]", threading._active)  # pyright: ign
 
 
 def is_pythons_thread() -> bool:
-    """Return whether Python has started this thread, and not torch, whose threads serve whoever calls a backward."""
-    # To ask for the current thread would make a stand-in for one that is not Python's.
+    """Return whether Python started this thread, and not torch, whose threads serve all callers of a backward."""
+    # Asking for the current thread would create a dummy object for a thread that is not Python's.
     known = _active.get(threading.get_ident())
     return known is not None and not isinstance(known, threading._DummyThread)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class _Interpreter(Protocol):
-    """A transform of torch.func that is running."""
+    """A running transform of torch.func."""
 
     def key(self) -> object: ...
     def level(self) -> int: ...
@@ -71,7 +71,7 @@ def has_dual_level() -> bool:
 
 
 def without_wrappers(tensor: Tensor) -> Tensor:
-    """Return what wrappers of transforms have at their bottom, over or not: what they batch has its batch as well."""
+    """Return the tensor beneath all transform wrappers, ended or not: a batched tensor comes with its batch."""
     while is_dead(tensor) or transform_level_of(tensor) >= 0:
         tensor = unwrapped(tensor)
     return tensor
@@ -88,7 +88,7 @@ _OF_TRANSFORMS = [
 
 @contextmanager
 def below_transforms() -> Generator[None]:
-    """Let operators on plain tensors pass by the transforms that run, in the middle of an operation too."""
+    """Let operators on plain tensors bypass the running transforms, also in the middle of an operation."""
     with ExitStack() as stack:
         if innermost_transform() is not None:
             for key in _OF_TRANSFORMS:
@@ -97,7 +97,7 @@ def below_transforms() -> Generator[None]:
 
 
 def require_grad(tensor: Tensor) -> Tensor:
-    """Let a tensor that was wrapped for a transform require grad, which torch allows its own transforms alone."""
+    """Let a tensor that was wrapped for a transform require grad, which torch allows only its own transforms."""
     before = _may_require_grad()
     _let_require_grad(True)
     try:
@@ -111,16 +111,16 @@ _leave_batch = cast("Callable[[], int]", private("_C._vmapmode_decrement_nesting
 
 
 def is_in_batch() -> bool:
-    """Return whether a backward for several gradients at once runs (`is_grads_batched`)."""
-    depth = _enter_batch()  # one more than it was
+    """Return whether a backward for several gradients at once is running (`is_grads_batched`)."""
+    depth = _enter_batch()  # one more than before
     _leave_batch()
     return depth > 1
 
 
 @contextmanager
 def outside_batches() -> Generator[None]:
-    """Let random numbers be drawn in a backward for several gradients at once (`is_grads_batched`)."""
-    depth = _enter_batch()  # one more than it was
+    """Allow random draws in a backward for several gradients at once (`is_grads_batched`)."""
+    depth = _enter_batch()  # one more than before
     for _ in range(depth):
         _leave_batch()
     try:
@@ -130,19 +130,19 @@ def outside_batches() -> Generator[None]:
             _enter_batch()
 
 
-_NO_HOOKS = "torch.func."  # what the message begins with if it was a transform that has disabled hooks
+_NO_HOOKS = "torch.func."  # the beginning of the message if a transform has disabled hooks
 
 
 def is_of_transform(message: str | None) -> bool:
-    """Return whether it is a transform of torch.func that says that saved-tensor hooks do not work."""
+    """Return whether a message that saved-tensor hooks do not work comes from a transform of torch.func."""
     return message is not None and message.startswith(_NO_HOOKS)
 
 
 def check_transform_inside(error: BaseException) -> None:
-    """Raise an UnsupportedError in the place of a transform's own, if it ran inside a region.
+    """Raise an UnsupportedError in place of a transform's own error, if it ran inside a region.
 
     Raises:
-        UnsupportedError: It did.
+        UnsupportedError: The transform ran inside a region.
     """
     if type(error) is RuntimeError and is_of_transform(str(error)):
         raise UnsupportedError(
@@ -156,7 +156,7 @@ def check_transform_around(where: str) -> None:
     """Raise an UnsupportedError if a reverse-mode transform runs, around a module in a step that is traced for a plan.
 
     Raises:
-        UnsupportedError: It does; the message names the module.
+        UnsupportedError: A transform runs; the message names the module.
     """
     if any(one.key() == REVERSE for one in running_transforms() or ()):
         raise UnsupportedError(
@@ -173,11 +173,11 @@ _HOOKS: Any = sys.modules["torch._C._autograd"]
 def transforms_beside_hooks(seen: Callable[[], None] = lambda: None) -> Generator[None]:
     """Let reverse-mode transforms run in this thread though saved-tensor hooks are set, which torch refuses.
 
-    These hooks are called inside of the transforms as well, and have to give each tensor back as it is there: see
+    These hooks are called inside of the transforms as well, and must return each tensor unchanged there: see
     `left_to_transform` and `beside_transforms`.
 
     Args:
-        seen: Called when one begins.
+        seen: Called when a transform begins.
     """
     here, disable = threading.get_ident(), _HOOKS._saved_tensors_hooks_disable
 
@@ -195,7 +195,7 @@ def transforms_beside_hooks(seen: Callable[[], None] = lambda: None) -> Generato
 
 
 def left_to_transform(pack: Callable[[Tensor], object]) -> Callable[[Tensor], object]:
-    """Return a pack hook that leaves alone what a reverse-mode transform saves, which it will unpack itself."""
+    """Return a pack hook that leaves alone the tensors of a reverse-mode transform, which will unpack them itself."""
 
     def packed(tensor: Tensor) -> object:
         return tensor if is_of_transform(_why_no_hooks()) else pack(tensor)
@@ -204,9 +204,10 @@ def left_to_transform(pack: Callable[[Tensor], object]) -> Callable[[Tensor], ob
 
 
 def beside_transforms(pack: Callable[[Tensor], object]) -> Callable[[Tensor], object]:
-    """Return a pack hook that leaves alone what reverse-mode transforms save for their own backward.
+    """Return a pack hook that leaves alone the tensors that reverse-mode transforms save for their own backward.
 
-    What autograd saves around them, of the same operators, is packed: it is saved when the transform has handed on.
+    Tensors that autograd saves around the transforms, for the same operators, are packed: they are saved after the
+    transform has passed the call on.
     """
 
     def packed(tensor: Tensor) -> object:
@@ -218,7 +219,7 @@ def beside_transforms(pack: Callable[[Tensor], object]) -> Callable[[Tensor], ob
 
 @contextmanager
 def hooks_under_transforms() -> Generator[None]:
-    """Let saved-tensor hooks be set where a transform of torch.func has disabled them, and nobody else."""
+    """Let saved-tensor hooks be set where a transform of torch.func has disabled them, but not for other reasons."""
     message = _why_no_hooks()
     if not is_of_transform(message):
         yield

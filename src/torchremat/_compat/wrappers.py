@@ -1,7 +1,7 @@
-"""The Python program that Inductor writes around the kernels of a graph, had without compiling any kernel.
+"""The Python program that Inductor writes around the kernels of a graph, obtained without compiling any kernel.
 
-Inductor offers what it has written to whoever sets `GraphLowering.save_output_code`, before it loads it; to load it is
-what compiles the kernels. So a graph is given to Inductor with a receiver that ends the compilation there.
+Inductor passes the generated program to any `GraphLowering.save_output_code` that is set, before loading it; only
+loading compiles the kernels. So a graph is given to Inductor with a receiver that ends the compilation there.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _COMPILE = "torch._inductor.compile_fx"
 
 @dataclass(frozen=True, kw_only=True)
 class Wrapper:
-    """What Inductor has written of a graph.
+    """The program that Inductor has generated for a graph.
 
     Attributes:
         code: The program.
         tensors: Size, strides, dtype and device of each input and buffer that has a name in it.
-        hints: What the symbols in it stand for.
-        strides: Of the tensors that it returns; None for what is no tensor.
+        hints: The values of the symbols in it.
+        strides: The strides of the tensors that it returns; None for a result that is no tensor.
         origins: For each buffer the nodes of the graph that it was made for.
     """
 
@@ -43,11 +43,11 @@ class Wrapper:
 
 
 class _ProgramReceived(BaseException):
-    """The program was received. It is no error: what watches for those would report it, and keep folders for it."""
+    """The program was received. Not an error: handlers of errors would report it, and keep folders for it."""
 
 
 def donated(forward: GraphModule, backward: GraphModule, num_fwd_outputs: int) -> list[int]:
-    """Return the places of the inputs of a backward whose memory it may write its results to: nobody else has them."""
+    """Return the places of a backward's inputs whose memory it may reuse for its results: nothing else holds them."""
     if not bound("torch._functorch", "config").donated_buffer:
         return []
     (output,) = forward.graph.find_nodes(op="output")
@@ -70,19 +70,19 @@ def wrapper_of(
     is_backward: bool = False,
     donated: Sequence[int] = (),
 ) -> Wrapper:
-    """Return what Inductor writes of a graph, with the options and the tracing that are active.
+    """Return the program that Inductor writes for a graph, with the active options and tracing.
 
     Args:
-        graph: The graph, which stays as it is.
+        graph: The graph, which stays unchanged.
         inputs: Stand-ins for its inputs.
-        visible: How many of its results come first that users see, whose strides are kept if Inductor is to.
-        is_backward: Whether it is that of a backward.
+        visible: How many of the first results users see; their strides are kept if Inductor is to keep them.
+        is_backward: Whether the graph is a backward's.
         donated: The places of the inputs whose memory results may be written to.
 
     Raises:
-        VersionError: This torch has no such hooks.
-        UnsupportedError: Somebody else has taken its compilation over, and has not offered the program.
-        Exception: Whatever Inductor finds wrong with the graph.
+        VersionError: This torch lacks these hooks.
+        UnsupportedError: Other code has taken over its compilation, and has not passed on the program.
+        Exception: Any error that Inductor finds in the graph.
     """
     lowering = bound("torch._inductor.graph", "GraphLowering")
     virtual = bound("torch._inductor.virtualized", "V")
@@ -108,7 +108,7 @@ def wrapper_of(
         stack.enter_context(
             config.patch({"fx_graph_cache": False, "fx_graph_remote_cache": False, "trace.enabled": False})
         )
-        # Where users switch caches off, each compilation has a folder of its own, and leaves it.
+        # Where users switch caches off, each compilation creates a folder of its own, and leaves it behind.
         stack.enter_context(_replaced(import_module(_COMPILE), "with_fresh_cache_if_config", nullcontext))
         stack.enter_context(suppress(_ProgramReceived))
         compile_(tried, inputs, is_backward=is_backward)
@@ -118,13 +118,13 @@ def wrapper_of(
 
 
 def extern_kernels() -> object:
-    """Return what programs call operators by that are given a result to write to."""
+    """Return the object through which programs call operators that write to a given result."""
     return bound("torch._inductor.select_algorithm", "extern_kernels")
 
 
 @contextmanager
 def _noted(donated: Sequence[int]) -> Generator[None]:
-    """Note which inputs are donated where Inductor looks for it; AOTAutograd notes it there after a split."""
+    """Record which inputs are donated where Inductor looks for it; AOTAutograd records it there after a split."""
     context = bound("torch._guards", "TracingContext").try_get()
     if context is None:
         yield
@@ -135,7 +135,7 @@ def _noted(donated: Sequence[int]) -> Generator[None]:
 
 @contextmanager
 def _uncounted() -> Generator[None]:
-    """Leave what Inductor counts as it was: who reads it asks about what runs."""
+    """Leave Inductor's counters as they were: their readers ask about code that runs."""
     counters = bound("torch._dynamo.utils", "counters")
     metrics = vars(import_module("torch._inductor.metrics"))
     before = copy.deepcopy(counters), {name: value for name, value in metrics.items() if isinstance(value, int)}
@@ -165,7 +165,7 @@ def _read(lowered: Any, code: str) -> Wrapper:
 
     tensors: dict[str, tuple[list[int], list[int], torch.dtype, torch.device]] = {}
     for name, buffer in {**lowered.graph_inputs, **lowered.name_to_buffer}.items():
-        with suppress(Exception):  # whatever has no such layout is no tensor: lists of results, and nothing at all
+        with suppress(Exception):  # a result without such a layout is no tensor: lists of results, and None
             layout = buffer.get_layout()
             tensors[name] = numbers(layout.size), numbers(layout.stride), layout.dtype, layout.device
     strides = [

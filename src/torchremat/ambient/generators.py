@@ -1,4 +1,4 @@
-"""The random generators of torch: those of the devices that a region runs on, and those among its arguments."""
+"""The random generators of torch: the default generators of a region's devices, and those among its arguments."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor
 
-# The states that generators had; a device stands for its default generator.
+# Generator states; a device stands for its default generator.
 States = dict[torch.Generator | torch.device, Tensor]
 
 
@@ -40,7 +40,7 @@ def generator_states(devices: Iterable[torch.device] = (), generators: Iterable[
 
 
 def drawn(before: States) -> States:
-    """Return those of the states `before` whose generators have drawn since; the others, of 5 KB each, can go."""
+    """Return the states in `before` whose generators have drawn since; the others, of 5 KB each, can go."""
     moved: States = {}
     for one, state in before.items():
         if not _equal(get_generator(one), state):
@@ -66,7 +66,7 @@ def _show(state: Tensor) -> None:
 
 @contextmanager
 def states_watched(watcher: Callable[[Tensor], None]) -> Generator[None]:
-    """Call `watcher` with each state of a generator made in the block: no operator makes it, so no mode sees it."""
+    """Call `watcher` with each generator state made in the block: no operator makes it, so no mode sees it."""
     _watchers.append(watcher)
     try:
         yield
@@ -75,8 +75,8 @@ def states_watched(watcher: Callable[[Tensor], None]) -> Generator[None]:
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
-    # States are contiguous tensors of bytes on the CPU. `torch.equal` takes 20 times as long as C does, which in a
-    # forward is longer than all else that a region does there.
+    # States are contiguous tensors of bytes on the CPU. `torch.equal` takes 20 times as long as C does; in a forward
+    # that is longer than the rest of the region's overhead.
     if _memcmp is None or a.nbytes != b.nbytes:
         return torch.equal(a, b)
     return _memcmp(a.data_ptr(), b.data_ptr(), a.nbytes) == 0

@@ -1,10 +1,9 @@
-"""Autocast, numeric flags, function and dispatch modes: what surrounds a call without being passed to it.
+"""Autocast, numeric flags, function and dispatch modes: state that surrounds a call without being passed to it.
 
-Context variables are not here: a call runs in a copy of the context that its forward ran in, which needs no putting
-back.
+Context variables are not here: a call runs in a copy of its forward's context, which never needs putting back.
 
-Missing on purpose: the number of threads. It is one for all threads of a process, and exchanging it for the time of a
-recompute would change what the others compute.
+Missing on purpose: the number of threads. All threads of a process share it, and swapping it during a recompute would
+change the results of the others.
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ from torchremat.ambient.locks import EXCHANGING
 M = TypeVar("M")
 
 # NOTE [ Modes that only watch ]
-# A mode that changes what operators do has to be there in a recompute as it was in the forward. One that counts or logs
-# them must not: entered for the forward alone it would count the recompute as well, entered for the backward alone it
-# would miss it. So modes that only watch are left as they are when a recompute runs, and all others are the forward's.
-# Those of torch are known by where they come from, those of users by `only_watches`.
+# A mode that changes operators must be active in a recompute as it was in the forward. A mode that counts or logs them
+# must not be restored: entered only for the forward it would count the recompute as well, entered only for the backward
+# it would miss it. So a recompute leaves observing modes as they are, and takes all others from the forward. Torch's
+# observing modes are recognised by their origin, those of users by `only_watches`.
 _WATCHERS = (
     "torch.cuda._sanitizer",
     "torch.distributed._tools",
@@ -52,14 +51,14 @@ _WATCHERS = (
 WATCHES = "_torchremat_only_watches"
 _ACTS = "_torchremat_acts"
 
-# All that autocast knows. Asking for one that this build of torch lacks is fine.
+# All device types of autocast. Asking for one that this build of torch lacks is fine.
 _DEVICE_TYPES = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "maia", "xla", "ipu")
 
 
-# Those for which a dtype is likely to be set without switching autocast on, which is not worth asking all for.
+# The types for which a dtype is likely to be set without switching autocast on; asking for all is not worth it.
 _LIKELY_TYPES = ("cpu", "cuda") if torch.backends.cuda.is_built() else ("cpu",)
 
-# What `GlobalState` does not know of. All of it is asked before each forward and each recompute.
+# State that `GlobalState` does not cover. All of it is read before each forward and each recompute.
 _READS = (
     *(flag.read for flag in other_flags),
     *precision_reads,
@@ -76,11 +75,11 @@ class Autocast(NamedTuple):
 
 
 class AmbientState:
-    """What surrounds a call.
+    """The state that surrounds a call.
 
     Attributes:
         casts: Whether autocast is on for any device type.
-        has_modes: Whether function or dispatch modes that act are among them.
+        has_modes: Whether function or dispatch modes that act are active.
     """
 
     __slots__ = (
@@ -112,19 +111,19 @@ class AmbientState:
 
     @property
     def modes(self) -> list[object]:
-        """The function and dispatch modes of the user's that act."""
+        """The user's function and dispatch modes that act."""
         return [*self._function_modes, *self._modes[1]]
 
     def are_here(self, *, in_forward: bool = False) -> bool:
-        """Return whether this is what surrounds the caller now, so that nothing has to be restored.
+        """Return whether this is the caller's current state, so that nothing has to be restored.
 
-        Infrastructure modes that have come may stay around a recompute, but a forward inside of them is another one.
+        Infrastructure modes that were entered since may stay around a recompute, but a forward under them differs.
         """
-        # Under autocast there is always something to do: see `_restore_autocast`.
+        # Under autocast work always remains: see `_restore_autocast`.
         return not self.casts and self.are_the_same(in_forward=in_forward)
 
     def are_the_same(self, *, in_forward: bool = False) -> bool:
-        """Return whether nothing of them was changed. See `are_here`."""
+        """Return whether no part of it has changed. See `are_here`."""
         if not self._state.check() or list(map(call, _READS)) != self._reads:
             return False
         if not has_modes():
@@ -138,16 +137,16 @@ class AmbientState:
         )
 
     def put_back(self) -> None:
-        """Let them be what they were, for good."""
+        """Restore the state for good."""
         for then in self._autocast:
             if _autocast(then.device_type) != then:
                 _set_autocast(then)
         torch.set_autocast_cache_enabled(self._caches)
         with EXCHANGING:
-            self._restore_others(ExitStack(), locks=False)  # which is never closed
+            self._restore_others(ExitStack(), locks=False)  # a stack that is never closed
 
     def restore(self, stack: ExitStack) -> None:
-        """Restore them until `stack` is closed."""
+        """Restore the state until `stack` is closed."""
         self._restore_autocast(stack)
         self._restore_others(stack)
 
@@ -168,7 +167,7 @@ class AmbientState:
             return
         for key, mode in self._modes[0].items():
             if key not in infrastructure_modes():
-                # What traces or fakes a backward stays: the recompute is part of what it traces.
+                # Modes that trace or fake a backward stay: the recompute is part of the trace.
                 stack.callback(unset_infrastructure_mode, key)
                 set_infrastructure_mode(mode)
         _exchange(stack, dispatch_modes, self._modes[1], push_dispatch_mode, pop_dispatch_mode)
@@ -183,8 +182,9 @@ class AmbientState:
                 _set_autocast(then)
         caches = self._caches
         if casts and caches:
-            # The cache of casted weights would keep those of the recompute, and with them its graph, for whoever casts
-            # next. It is emptied when the outermost autocast ends; if that is not ours, the recompute does without.
+            # The cache of casted weights would keep the recompute's casts, and with them its graph, for the next user
+            # of autocast. The end of the outermost autocast empties the cache; if that is not ours, the recompute does
+            # without the cache.
             depth = torch.autocast_increment_nesting()
             stack.callback(_leave_autocast)
             caches = depth == 1
@@ -194,30 +194,30 @@ class AmbientState:
 
 
 def ambient_state() -> AmbientState:
-    """Return what surrounds the caller."""
-    # They hardly ever change, and comparing is cheaper than asking for everything.
+    """Return the state that surrounds the caller."""
+    # The state hardly ever changes, and comparing is cheaper than reading everything.
     last = _here.last
     if last is not None and last.are_here(in_forward=True):
         return last
     found = AmbientState()
-    _here.last = None if found.has_modes else found  # a mode that has been left must not live on here
+    _here.last = None if found.has_modes else found  # do not keep a mode alive here after it was left
     return found
 
 
 def only_watches(one: M) -> M:
-    """Return what only looks on, which from now on no recompute takes for a part of the forward.
+    """Mark an object as an observer, which from now on no recompute takes for a part of the forward, and return it.
 
     Args:
         one: A `TorchDispatchMode` or `TorchFunctionMode`, or a class of them: a recompute then neither enters it again
             nor leaves it. Or a hook, or an object that counts or logs, or a class of these: a recompute then does not
-            look for state in it, and what is noted in a recompute stays noted.
+            look for state in it, and what it records during a recompute stays recorded.
     """
     setattr(one, WATCHES, True)  # See NOTE [ Modes that only watch ]
     return one
 
 
 def acts(kind: M) -> M:
-    """Return a class of modes of this package, which from now on a recompute takes for one that changes operators."""
+    """Return a class of this package's modes, which from now on a recompute takes for one that changes operators."""
     setattr(kind, _ACTS, True)
     return kind
 
@@ -272,7 +272,7 @@ def _autocast(kind: str) -> Autocast:
 
 
 def _set_autocast(state: Autocast) -> None:
-    # Not `torch.autocast`, which warns of dtypes that do not go together and then does something else.
+    # Not `torch.autocast`, which warns of incompatible dtypes and then falls back to something else.
     cast("Callable[[str, bool], None]", torch.set_autocast_enabled)(state.device_type, state.enabled)
     torch.set_autocast_dtype(state.device_type, state.dtype)
 

@@ -1,10 +1,10 @@
-"""What a thread needs of the one that gives it work, so that the work is the same in both.
+"""The state that a worker thread needs from the thread that gives it work, so that the work is the same in both.
 
-Torch keeps most of what surrounds a call per thread, and a new thread begins without: autocast, grad and inference
-mode, function and dispatch modes, the hooks for saved tensors, the default device. Context variables are Python's.
+Torch keeps most of this state per thread, and a new thread starts without it: autocast, grad and inference mode,
+function and dispatch modes, saved-tensor hooks, the default device. Context variables are Python's.
 
 Modes that only watch are handed over as well: unlike a recompute, work in another thread is work that they have not
-seen yet. Missing on purpose: locks. A mode that several threads run in has to bear it.
+seen yet. Missing on purpose: locks. A mode that several threads run in must tolerate that.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ R = TypeVar("R")
 
 
 class Handover:
-    """What surrounds the caller, for work in other threads."""
+    """The state that surrounds the caller, for work in other threads."""
 
     def __init__(self) -> None:
         self._ambient_state = ambient_state()
@@ -43,7 +43,7 @@ class Handover:
         self._context = copy_context()
 
     def run(self, work: Callable[[], R]) -> R:
-        """Return `work()`, run in the caller's thread as if in that which made the handover."""
+        """Return `work()`, run in the calling thread under the state of the thread that made the handover."""
         return self._context.copy().run(self._run, work)
 
     def _run(self, work: Callable[[], R]) -> R:

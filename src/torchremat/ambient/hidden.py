@@ -1,7 +1,7 @@
-"""Operators that are ours, and that nobody who watches a region is shown.
+"""Our own operators, which are hidden from observers of a region.
 
-A hook of a store copies tensors in the middle of a user's forward, and does not in the recompute. Whoever counts the
-operators of both must not see that.
+A store's hook copies tensors in the middle of a user's forward, but not in the recompute. Code that counts the
+operators of both must not see those copies.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ class _Hidden(threading.local):
     now = False
 
 
-# Whether what runs in this thread is hidden.
+# Whether operators of this thread are hidden.
 hidden = _Hidden()
 
 

@@ -1,7 +1,7 @@
-"""What users add to the things that a recompute must see again.
+"""State that users register for a recompute to see again.
 
 Python's and NumPy's random numbers are here as well: saving and setting NumPy's state takes about 0.1 ms each way, more
-than everything else that a region does, so that they are asked for by name.
+than the rest of a region's overhead, so they are opt-in by name.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ from torchremat.errors import UnsupportedError
 
 @runtime_checkable
 class Ambient(Protocol):
-    """One more thing that a recompute must see again, as the state of an FP8 recipe.
+    """One more piece of state that a recompute must see again, for example the state of an FP8 recipe.
 
-    Before the forward of a region `capture` is called; before a recompute `capture` is called again, then `restore`
-    with what the first one returned; after it `restore` with what the second one returned. All of it in the thread that
-    runs the forward or the recompute, and without grad.
+    Before the forward of a region `capture` is called. Before a recompute `capture` is called again, then `restore`
+    with the first call's result; after it `restore` with the second call's result. All of it runs in the thread of the
+    forward or the recompute, and without grad.
     """
 
     @property
     def name(self) -> str:
-        """The words for it in messages."""
+        """Its name in messages."""
         ...
 
     def capture(self) -> object:
-        """Return the state as it is now, such that later changes do not reach it."""
+        """Return a copy of the current state, which later changes do not reach."""
         ...
 
     def restore(self, state: Any) -> None:
-        """Make the state what it was when `capture` returned it. May be called many times with the same value."""
+        """Restore the state that `capture` returned. May be called many times with the same value."""
         ...
 
 
-# The entries in the order in which they were registered.
+# The entries, in order of registration.
 entries: list[Ambient] = []
 
 
 def register(entry: Ambient) -> None:
-    """Let every region that is made from now on, in any thread, capture and restore one thing more.
+    """Let every region that is made from now on, in any thread, capture and restore one more piece of state.
 
     Raises:
         UnsupportedError: It lacks `name`, `capture` or `restore`, or is registered already.
@@ -60,7 +60,7 @@ def register(entry: Ambient) -> None:
 
 
 def unregister(entry: Ambient) -> None:
-    """Leave the thing alone in regions that are made from now on; those that have captured it restore it.
+    """Leave the entry out of regions that are made from now on; those that have captured it still restore it.
 
     Raises:
         UnsupportedError: It is not registered.
@@ -73,7 +73,7 @@ def unregister(entry: Ambient) -> None:
 
 @contextmanager
 def registered(entry: Ambient) -> Generator[None]:
-    """Let the regions that are made inside the block capture and restore one thing more."""
+    """Let the regions that are made inside the block capture and restore one more piece of state."""
     register(entry)
     try:
         yield
@@ -82,23 +82,23 @@ def registered(entry: Ambient) -> Generator[None]:
 
 
 class Captured:
-    """The registered things, as a forward saw them."""
+    """The registered state, as a forward saw it."""
 
     __slots__ = ("_states",)
 
     def __init__(self) -> None:
-        with torch.no_grad():  # what entries do is no part of any graph
+        with torch.no_grad():  # entries run outside of any graph
             self._states = [(entry, entry.capture()) for entry in entries]
 
     def restore(self, stack: ExitStack) -> None:
-        """Restore them until `stack` is closed."""
+        """Restore it until `stack` is closed."""
         for entry, then in self._states:
             with torch.no_grad():
                 stack.callback(_put_back, entry, entry.capture())
                 entry.restore(then)
 
     def put_back(self) -> None:
-        """Restore them for good."""
+        """Restore it for good."""
         for entry, then in self._states:
             _put_back(entry, then)
 

@@ -6,20 +6,22 @@
                                                  was seen to change; if small
     without grad, elsewhere                      if small                        sees the copy if the forward wrote it
     named by the user that requires grad         always                          as above
-    any other                                    no                              raises if it reads what was written
+    any other                                    no                              raises if it reads a written tensor
 
 NOTE [ Which tensors a forward changes ]
-Versions cannot tell: native BatchNorm does not bump that of `running_mean`. So the first forward of a module in a
-training state is watched by value, all that it holds by name but parameters cloned and compared, and what it changed is
-remembered per module; from then on only those are cloned, and small ones, since a module may change one every tenth
-time. In modules that the user has named every forward is a first one. Norms that may not change their statistics the
-first time, with a momentum of 0 that grows, are known by their class.
+Versions cannot tell: native BatchNorm does not bump the version of `running_mean`. So the first forward of a module in
+a training state is watched by value: everything that the module holds by name, except parameters, is cloned and
+compared, and the changed names are remembered per module. From then on only these are cloned, and small tensors, since
+a module may change one every tenth time. In modules that the user has named every forward counts as a first one. Norms
+that may leave their statistics unchanged the first time, with a momentum of 0 that grows, are recognised by their
+class.
 
 NOTE [ Hooks that compute weights ]
-The hooks of the outermost modules run outside of the region. Those of `weight_norm` and `spectral_norm` compute a
-weight, a plain attribute then, and write to buffers that the forward itself does not read: all buffers are kept.
+The hooks of the outermost modules run outside of the region. The hooks of `weight_norm` and `spectral_norm` compute a
+weight, a plain attribute at that time, and write to buffers that the forward itself does not read: all buffers are
+kept.
 
-A tensor of a closure that others write is an error, as in plain autograd, however small it is.
+A write by other code to a tensor in a closure is an error, as in plain autograd, however small the tensor is.
 """
 
 from __future__ import annotations
@@ -45,16 +47,16 @@ _NORMS = (
     nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d,
 )  # fmt: skip
 
-# What the forwards of a module have changed, by whether it trains. See NOTE [ Which tensors a forward changes ]
+# The names that forwards of a module have changed, by training mode. See NOTE [ Which tensors a forward changes ]
 _changed: WeakKeyDictionary[nn.Module, dict[bool, frozenset[str]]] = WeakKeyDictionary()
 
 
 class Backup(NamedTuple):
-    """A tensor, and what it was before the forward.
+    """A tensor, and its value before the forward.
 
     Attributes:
         tensor: The tensor.
-        version: Its version then; -1 for one of inference mode.
+        version: Its version then; -1 for an inference tensor.
         before: A copy.
         owner: The module that holds it by a name, if one does.
         name: The name, or "".
@@ -76,10 +78,10 @@ class Backup(NamedTuple):
 
 
 class Backups:
-    """Copies of what a forward may write to.
+    """Copies of the tensors that a forward may write to.
 
     Attributes:
-        written: By id, those of the tensors that the forward has written; their copies stand for them.
+        written: By id, the tensors that the forward has written; their copies stand for them.
     """
 
     __slots__ = ("_all", "_first", "_left", "written")
@@ -124,7 +126,7 @@ class Backups:
     def _copy(
         self, tensor: Tensor, owner: nn.Module | None, name: str, *, compares: bool, always: bool = False
     ) -> None:
-        # A version that none has lets it count as written.
+        # A version that no tensor has makes it count as written.
         version = -2 if always else version_of(tensor)
         before = _with_attributes(tensor.detach().clone(), tensor)
         self._all.append(Backup(tensor, version, before, owner, name, compares))
@@ -146,9 +148,9 @@ class Backups:
         self._let_go()
 
     def _let_go(self) -> None:
-        """Hold no tensor that was written, which in a region within a recompute is itself a copy made for that.
+        """Release the written tensors, which in a region within a recompute are themselves copies made for it.
 
-        Of tensors that share a storage, a recompute has to see copies that share one as well.
+        Where tensors share a storage, a recompute has to see copies that share one as well.
         """
         tensors = [one.alive() for one in self.written.values()]
         if not all(type(one) is Tensor and one.layout is torch.strided for one in tensors):
@@ -165,10 +167,10 @@ class Backups:
         """Return tensors for one recompute, which may write to them.
 
         Args:
-            written_since: The ids of the tensors that are not at the version that they had.
+            written_since: The ids of the tensors whose version has moved.
 
         Returns:
-            By the id of what stands for each: that of its `Written`, or its own.
+            By the id of the stand-in for each: the id of its `Written`, or its own.
         """
         found: dict[int, Tensor] = {}
         with hiding():
@@ -188,11 +190,11 @@ class Backups:
 
 
 class Written:
-    """A tensor that the forward has written, in the place of that.
+    """The stand-in for a tensor that the forward has written.
 
     Attributes:
-        before: What it was.
-        shares: The tensor itself, where it shares memory with another of them.
+        before: Its value before the forward.
+        shares: The tensor itself, if it shares memory with another of them.
     """
 
     __slots__ = ("_tensor", "before", "requires_grad", "shares")
@@ -204,7 +206,7 @@ class Written:
         self.shares: Tensor | None = one.tensor
 
     def alive(self) -> Tensor | None:
-        """Return the tensor, None if it is gone."""
+        """Return the tensor, None if it was freed."""
         return self._tensor()
 
 
@@ -217,14 +219,14 @@ def _computes_weights(module: nn.Module) -> bool:
 def _like(clone: Tensor, before: Tensor, requires_grad: bool) -> Tensor:
     if requires_grad:
         with torch.enable_grad():
-            clone = clone.requires_grad_().clone()  # no leaf, which could not be written in place
+            clone = clone.requires_grad_().clone()  # not a leaf, which could not be written in place
     return _with_attributes(clone, before)
 
 
 def _with_attributes(clone: Tensor, tensor: Tensor) -> Tensor:
     own = cast("dict[str, object]", clone.__dict__)
     for name, value in tensor.__dict__.items():
-        own.setdefault(name, value)  # the parts of a wrapper are attributes as well, and it has its own
+        own.setdefault(name, value)  # the parts of a wrapper are attributes as well, and the clone has its own
     return clone
 
 

@@ -1,4 +1,4 @@
-"""Which names a piece of code reads, and whose code is followed."""
+"""The names that a piece of code reads, and whose code is followed."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _FOREIGN = frozenset({"torch", "torchremat", "numpy", "scipy"})
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "LOAD_SUPER_ATTR")
 _GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "STORE_NAME")
 _STORES = ("STORE_DEREF", "DELETE_DEREF", "STORE_ATTR", "DELETE_ATTR", "STORE_SUBSCR", "DELETE_SUBSCR", "STORE_SLICE")
-# Whoever sets the state of a generator does it by one of these.
+# Code that sets the state of a generator calls one of these.
 _SETTERS = frozenset({"manual_seed", "seed", "set_rng_state", "set_state", "fork_rng"})
-# Of a class, what no recompute runs.
+# Methods of a class that no recompute runs.
 _NEVER_RUN = frozenset(
     {
         "__init__", "__new__", "__init_subclass__", "__class_getitem__", "__repr__", "__str__", "__del__", "__dir__",
@@ -29,11 +29,11 @@ _NEVER_RUN = frozenset(
 
 
 class Reads(NamedTuple):
-    """What a piece of code reads, the functions that are written inside of it included.
+    """The reads of a piece of code, including the functions defined inside of it.
 
     Attributes:
-        names: Global names, those of Python itself left out.
-        attributes: Names of attributes, of whatever object.
+        names: Global names, without Python's builtins.
+        attributes: Names of attributes, of any object.
         sets_generators: Whether it may set the state of a random generator.
         stores: Whether it binds a cell, or stores an attribute or an item.
     """
@@ -44,13 +44,13 @@ class Reads(NamedTuple):
     stores: bool
 
 
-# By id: to hash code takes longer than to look at most functions. The code is kept so that its id stays its own.
+# By id: hashing code takes longer than inspecting most functions. The code is kept alive so that its id stays its own.
 _known: dict[int, tuple[types.CodeType, Reads]] = {}
 _MOST = 20_000
 
 
 def reads_of(code: types.CodeType) -> Reads:
-    """Return what a piece of code reads."""
+    """Return the reads of a piece of code."""
     found = _known.get(id(code))
     if found is None:
         if len(_known) > _MOST:
@@ -84,20 +84,20 @@ def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
 
 @functools.cache
 def is_library(module: str | None) -> bool:
-    """Return whether a module is torch's, NumPy's, ours or Python's own, whose code reaches nothing of the user's."""
+    """Return whether a module belongs to torch, NumPy, Python or this package, whose code reaches no user state."""
     root = (module or "").partition(".")[0]
     if root in _FOREIGN:
         return True
     if root not in sys.stdlib_module_names:
         return False
-    # A module of the user's may have the name of one that Python has as well.
+    # A user module may have the same name as one of Python's.
     origin = getattr(getattr(sys.modules.get(root), "__spec__", None), "origin", None)
     return origin in (None, "built-in", "frozen") or str(origin).startswith(_STANDARD_LIBRARY)
 
 
 @functools.cache
 def is_installed(module: str | None) -> bool:
-    """Return whether a module is of an installed package, whose code is followed within one file."""
+    """Return whether a module belongs to an installed package, whose code is followed within one file."""
     root = (module or "").partition(".")[0]
     origin = getattr(getattr(sys.modules.get(root), "__spec__", None), "origin", None)
     return str(origin).startswith(_PACKAGES)
@@ -108,7 +108,7 @@ _STANDARD_LIBRARY = dis.__file__.removesuffix("dis.py")
 
 
 def is_library_class(kind: type) -> bool:
-    """Return whether a class is one of a library's own, and not one that it has made at run time for the user."""
+    """Return whether a class is a library's own, and not one that the library has made at run time for the user."""
     if kind in permanent:
         return True
     if not is_library(kind.__module__):
@@ -122,17 +122,17 @@ def is_library_class(kind: type) -> bool:
     return False
 
 
-# Classes that their modules have by name, and that go with these.
+# Classes that their modules hold by name, and that live as long as these.
 permanent: set[type] = set()
 
 
 class ClassCode(NamedTuple):
-    """What the user's part of a class holds, its bases included; weakly, for a class goes when nobody has it.
+    """The contents of the user's part of a class, bases included; weak, so that an unused class is freed.
 
     Attributes:
-        methods: Functions by name, those of properties, class methods and static methods too.
-        always: The names of those that run without being named.
-        data: The classes that have attributes of their own, with the names of these, methods included.
+        methods: Functions by name, including those of properties, class methods and static methods.
+        always: The names of the methods that run without being named.
+        data: The classes that have attributes of their own, with the names of these attributes, methods included.
     """
 
     methods: dict[str, list[ReferenceType[types.FunctionType]]]
@@ -144,7 +144,7 @@ _classes: WeakKeyDictionary[type, tuple[list[object], ClassCode]] = WeakKeyDicti
 
 
 def class_code(kind: type) -> ClassCode:
-    """Return what the user's part of a class holds."""
+    """Return the contents of the user's part of a class."""
     users = [one for one in kind.__mro__ if not is_library_class(one)]
     classes = [vars(one) for one in users]
     shape: list[object] = []
@@ -183,7 +183,7 @@ def _functions_in(value: object) -> Iterator[types.FunctionType]:
 
 
 def function_of(body: object) -> object:
-    """Return the user's function that a body of ours calls."""
+    """Return the user's function that a callable of this package calls."""
     while True:
         if isinstance(body, functools.partial) and _is_own(body.func) and body.args:
             body = body.args[0]

@@ -1,4 +1,4 @@
-"""Built-in containers: copied, compared by identity, and filled again."""
+"""Built-in containers: copied, compared by identity, and refilled."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from operator import is_not
 from typing import Any, cast
 
 Dict = dict[Any, Any]
-ABSENT = object()  # in the place of what a name or a cell does not have
+ABSENT = object()  # in the place of a missing name or an empty cell
 size_of = cast("Callable[[Dict], int]", dict.__len__)
 
 
@@ -19,17 +19,17 @@ def _kind(own: Dict) -> type[Dict]:
 
 
 def keys_of(own: Dict) -> Iterable[Any]:
-    """Return the keys of a dict, whatever its class does instead."""
+    """Return the keys of a dict, bypassing any override in its class."""
     return _kind(own).__iter__(own)
 
 
 def values_of(own: Dict) -> Iterable[Any]:
-    """Return the values of a dict, whatever its class does instead."""
+    """Return the values of a dict, bypassing any override in its class."""
     return _kind(own).values(own)
 
 
 def refill_dict(own: Dict, before: Dict) -> None:
-    """Let a dict hold what another one does, in the same order."""
+    """Set the contents of a dict to those of another, in the same order."""
     kind = _kind(own)
     for key in [*keys_of(own)]:
         if key not in before:
@@ -59,8 +59,8 @@ _BUILT_IN = {*MUTABLE, Counter, OrderedDict, defaultdict}
 
 
 def copied(own: object) -> object:
-    """Return a copy of the contents of a container, not of what it holds."""
-    # The methods of the built-in class: a subclass may have written its own, with effects.
+    """Return a shallow copy of the contents of a container."""
+    # The methods of the built-in class: a subclass may override them, with side effects.
     for kind in MUTABLE:
         if isinstance(own, kind):
             return kind.copy(own)  # pyright: ignore[reportArgumentType]: it is of that kind
@@ -76,7 +76,7 @@ def is_same(own: object, before: object) -> bool:
 
 
 def make(own: object, contents: object) -> None:
-    """Let a container hold `contents`; one that does is left alone."""
+    """Set the contents of a container; a no-op if they are the same."""
     if not is_same(own, contents):
         _refill(own, contents)
 
@@ -97,7 +97,7 @@ def _refill(own: object, contents: object) -> None:
 
 
 def with_others(contents: object, others: Mapping[int, object]) -> object:
-    """Return contents with other objects in the places of some, by id, in tuples too; themselves if they have none."""
+    """Return contents with some objects replaced, by id, in tuples too; the contents themselves if none is."""
     if isinstance(contents, dict):
         items = cast("Dict", contents)
         new = {key: other(value, others) for key, value in items.items()}
@@ -110,21 +110,21 @@ def with_others(contents: object, others: Mapping[int, object]) -> object:
 
 
 def other(value: object, others: Mapping[int, object]) -> object:
-    """Return what stands in the place of one object, in tuples too."""
+    """Return the replacement for one object, in tuples too."""
     return with_others(value, others) if type(value) is tuple else others.get(id(value), value)
 
 
 class ContainerCopies(dict[int, tuple[object, object, object]]):
-    """Copies of built-in containers, with copies of those inside of them, each made once.
+    """Copies of built-in containers, including nested ones, each made once.
 
-    By the id of a container: itself, its copy, and what that held at first. Nobody else has the copies, so that other
+    By the id of a container: itself, its copy, and the copy's initial contents. No other code has the copies, so other
     threads may change the containers meanwhile.
     """
 
     __slots__ = ()
 
     def of(self, value: object, but: Set[int] = frozenset()) -> object:
-        """Return the copy of a value; itself if it is no container, one of those in `but` by id, or a tuple of such."""
+        """Return the copy of a value; itself if it is no container, in `but` by id, or a tuple of such."""
         if type(value) is tuple:
             each = cast("tuple[object, ...]", value)
             made = tuple(self.of(one, but) for one in each)
@@ -133,7 +133,7 @@ class ContainerCopies(dict[int, tuple[object, object, object]]):
             return value
         if id(value) not in self:
             new = copy(value)
-            self[id(value)] = value, new, None  # before what is inside, which may hold it as well
+            self[id(value)] = value, new, None  # before its contents, which may refer back to it
             if isinstance(new, dict):
                 for key, one in cast("Dict", new).items():
                     new[key] = self.of(one, but)
@@ -144,6 +144,6 @@ class ContainerCopies(dict[int, tuple[object, object, object]]):
         return self[id(value)][1]
 
     def put_back(self) -> None:
-        """Let the copies hold what they held when they were made."""
+        """Restore the copies to their initial contents."""
         for _, own, before in self.values():
             make(own, before)

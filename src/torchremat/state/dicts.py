@@ -1,6 +1,6 @@
-"""What dicts hold: attributes, tables of modules and dicts themselves, by far the most of what a call can reach.
+"""The contents of dicts: attributes, tables of modules and dicts themselves, by far the most of what a call can reach.
 
-One comparison does for all of them. Everything else is a `Holder`.
+One comparison covers all of them. Everything else is a `Holder`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from torchremat.state.watching import only_looks_on
 
 
 class Dicts:
-    """What some dicts hold now, in one piece.
+    """The current contents of some dicts, in one piece.
 
-    What has not changed costs one comparison, however many they are.
+    Unchanged dicts cost one comparison, however many they are.
 
     Attributes:
         values: All of their values, one dict after the other.
@@ -34,12 +34,13 @@ class Dicts:
     __slots__ = ("_dicts", "_empty", "_keys", "_keys_of", "_sizes", "_values_of", "values")
 
     def __init__(self, dicts: list[Dict]) -> None:
-        # Most tables of modules, of hooks above all, are empty, which is the least to find out. Asked by the method of
-        # `dict`: a subclass may show entries that it makes when it is asked.
+        # Most tables of modules, hooks above all, are empty, which is the cheapest property to check. It is asked
+        # through the method of `dict`: a subclass may create entries when it is asked.
         self._empty = [*filterfalse(size_of, dicts)]
         self._dicts = dicts = [*filter(size_of, dicts)]
         self._sizes = [*map(size_of, dicts)]
-        # Functions of C, as this runs for each call of each region; those of subclasses that keep an order are ours.
+        # C functions, as this runs for each call of each region; for subclasses that keep an order the functions are
+        # ours.
         is_plain = _PLAIN.issuperset(map(type, dicts))
         self._keys_of: Callable[[Dict], Iterable[Any]] = dict.__iter__ if is_plain else keys_of
         self._values_of: Callable[[Dict], Iterable[Any]] = dict.values if is_plain else values_of
@@ -47,7 +48,7 @@ class Dicts:
         self.values: list[Any] = [*chain.from_iterable(map(self._values_of, dicts))]
 
     def with_values(self, values: list[Any]) -> Dicts:
-        """Return the same with other values in the places of these."""
+        """Return the same dicts with other values in place of these."""
         new = copy(self)
         new.values = values
         return new
@@ -63,13 +64,13 @@ class Dicts:
 
     def _has_keys(self) -> bool:
         try:
-            # A list compares by identity first, and only where that differs as a dict does.
+            # A list compares by identity first, and only where that differs by equality, as a dict does.
             return [*chain.from_iterable(map(self._keys_of, self._dicts))] == self._keys
         except Exception:  # noqa: BLE001 - of keys that compare their values, as tensors do
             return False
 
     def write(self) -> set[int]:
-        """Let the dicts hold what they held; return the ids of those that did not."""
+        """Restore the contents of the dicts; return the ids of the dicts that had changed."""
         dicts = self._dicts
         written = {id(own) for own in self._empty if size_of(own) and _write_dict(own, {})}
         starts = [0, *accumulate(self._sizes)]
@@ -97,7 +98,7 @@ _PLAIN = frozenset({dict})
 
 
 def _write_dict(own: Dict, before: Dict) -> bool:
-    """Let a dict hold what it held, but for what only looks on; return whether it did not."""
+    """Restore the contents of a dict, except for observers; return whether it had changed."""
     if is_same(own, before):
         return False
     lookers = {key: value for key, value in dict.items(own) if only_looks_on(value)}

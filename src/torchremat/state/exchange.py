@@ -1,4 +1,4 @@
-"""A snapshot shown to a recompute in the place of today's world."""
+"""Shows a recompute a snapshot in place of the current world."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from torchremat.state.snapshot import Snapshot
 
 
 class Exchange:
-    """A world that is shown to a recompute in the place of today's.
+    """A world that a recompute is shown in place of the current one.
 
     Args:
         snapshot: The world as the forward saw it.
-        without_gradients: Whether the gradients of leaves are put aside meanwhile.
+        without_gradients: Whether the gradients of leaves are set aside meanwhile.
 
     Raises:
-        UnsupportedError: A parameter is sharded now, and was not.
+        UnsupportedError: A parameter is sharded now, and was not then.
 
     Attributes:
-        written: The tensors that the forward could reach, were written since, and cannot be given back.
-        wrote: Those that the recompute has written in place, once it is closed.
+        written: The tensors that the forward could reach, that were written since, and that cannot be restored.
+        wrote: The tensors that the recompute has written in place, once it is closed.
     """
 
     __slots__ = (
@@ -57,7 +57,7 @@ class Exchange:
         if self._is_today():
             return
         with EXCHANGING:
-            # Another thread may have shown its recompute something else until now.
+            # Another thread may have shown its recompute other contents until now.
             if self._is_today():
                 return
             self._now = Dicts(snapshot.dicts)
@@ -70,7 +70,7 @@ class Exchange:
                 raise
 
     def _is_today(self) -> bool:
-        """Look at today's world; return whether nothing has to be exchanged, and nobody is about to change it."""
+        """Read the current world; return whether nothing has to be swapped, and no thread is about to change it."""
         snapshot = self._snapshot
         self._flags = now = [*map(flags_of, snapshot.watched)]
         self._hooks = copied_hooks(snapshot.watched) if now else None
@@ -84,7 +84,7 @@ class Exchange:
         return not (_shown and _is_shown_elsewhere(snapshot))
 
     def _what_was(self) -> tuple[Dicts, list[tuple[Holder, Any]]]:
-        """Return the contents that the forward saw, with what a recompute is shown in the place of some tensors."""
+        """Return the contents that the forward saw, with the stand-ins that a recompute is shown for some tensors."""
         snapshot = self._snapshot
         then, rest = snapshot.then, snapshot.rest
         if snapshot.backups is None and not snapshot.graphed:
@@ -96,14 +96,14 @@ class Exchange:
         return then, [(one, with_others(before, shown)) for one, before in rest]
 
     def _shown(self) -> dict[int, Any]:
-        """Return what a recompute is shown in the place of other things, by their ids."""
+        """Return the stand-ins that a recompute is shown, by the ids of the objects they replace."""
         snapshot, shown = self._snapshot, dict[int, Any]()
         if snapshot.backups is not None:
             shown.update(snapshot.backups.shown(self.written))
             for key in shown.keys() & self.written.keys():
                 del self.written[key]
         for key, one in snapshot.graphed.items():
-            if key in shown:  # it is copied, and the forward still runs
+            if key in shown:  # a copy exists, and the forward still runs
                 shown[id(one)] = shown.pop(key)
                 self.written.pop(id(one.alias), None)
                 continue
@@ -135,14 +135,14 @@ class Exchange:
             own.restore(before)
 
     def close(self) -> None:
-        """Let everything be what it was before."""
+        """Put everything back as it was before."""
         with ExitStack() as stack:
             if self._stack is not None:
                 stack.push(self._stack.pop_all().__exit__)
             elif self._snapshot.is_inert or not self._has_changed():
                 return
             else:
-                # Only if it is not another thread's doing.
+                # Only if the change is not another thread's.
                 stack.enter_context(EXCHANGING)
             flags = zip(self._snapshot.watched, map(flags_of, self._snapshot.watched), self._flags, strict=True)
             self.wrote = [one for one, (version, _), (had, _) in flags if version != had]
@@ -151,7 +151,7 @@ class Exchange:
             stack.callback(self._put_back)
 
     def _has_changed(self) -> bool:
-        """Return whether a recompute that was shown nothing has changed something."""
+        """Return whether a recompute that was shown no stand-ins has changed anything."""
         tensors = self._snapshot.watched
         return (
             not self._now.are_here()
@@ -178,7 +178,7 @@ def _differ(rest: list[tuple[Holder, Any]]) -> bool:
     return any(not one.is_same(before) for one, before in rest)
 
 
-# By thread, the ids of what its exchanges have changed for now.
+# By thread, the ids of the objects that its exchanges have changed for now.
 _shown: dict[int, list[set[int]]] = {}
 
 
@@ -195,10 +195,10 @@ def _showing(changed: set[int]) -> Generator[None]:
 
 
 def _is_shown_elsewhere(snapshot: Snapshot) -> bool:
-    """Return whether another thread shows its recompute something in the place of what a snapshot has."""
+    """Return whether another thread shows its recompute stand-ins for objects of a snapshot."""
     others = [changed for thread, each in list(_shown.items()) if thread != get_ident() for changed in each]
     return any(others) and any(not changed.isdisjoint(snapshot.containers) for changed in others)
 
 
-# Nothing is ever put into it.
+# Always empty.
 _NONE = WrittenTensors()

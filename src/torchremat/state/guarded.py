@@ -1,4 +1,4 @@
-"""What users name in `guard=`: objects that look after their own state, or can be given back their contents."""
+"""Objects that users name in `guard=`: objects that manage their own state, or whose contents can be restored."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from torchremat.state.holders import FOREIGN, Slots
 
 @runtime_checkable
 class Guarded(Protocol):
-    """An object that knows how to keep its state and to take it back."""
+    """An object that can save and restore its own state."""
 
     def snapshot(self) -> object:
-        """Return the state as it is now, such that later changes do not reach it."""
+        """Return a copy of the current state, which later changes do not reach."""
         ...
 
     def restore(self, state: Any) -> None:
-        """Make the state what it was when `snapshot` returned it. May be called many times with the same value."""
+        """Restore the state that `snapshot` returned. May be called many times with the same value."""
         ...
 
 
@@ -31,10 +31,10 @@ def looks_after_itself(one: object) -> bool:
 
 
 def check_named(one: object) -> None:
-    """Refuse to guard what has no contents that could be given back.
+    """Refuse to guard an object without contents that can be restored.
 
     Raises:
-        UnsupportedError: It is a tensor, a class, a constant, or an object that shows none of its state.
+        UnsupportedError: It is a tensor, a class, a constant, or an object that exposes none of its state.
     """
     if (
         isinstance(one, (Tensor, type))

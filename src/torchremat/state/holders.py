@@ -1,4 +1,4 @@
-"""Mutable objects that are no dicts: what each holds, read, compared by identity, and written back."""
+"""Mutable objects other than dicts: their contents, read, compared by identity, and written back."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from torchremat.state.containers import (
 
 
 class Holder(ABC):
-    """A mutable object that is no dict."""
+    """A mutable object other than a dict."""
 
     __slots__ = ()
 
     @abstractmethod
     def read(self) -> object:
-        """Return what it holds now, such that later changes do not reach it."""
+        """Return a copy of its current contents, which later changes do not reach."""
 
     @abstractmethod
     def write(self, contents: Any) -> None:
-        """Let it hold what `read` returned; nothing is written where it does."""
+        """Set its contents to what `read` returned; unchanged contents are not written."""
 
     def values(self) -> Iterable[object]:
         """Return the objects in it that may lead further."""
@@ -63,22 +63,22 @@ class Container(Holder):
         return self._item
 
     def read(self) -> object:
-        """Return what it holds now."""
+        """Return its current contents."""
         return copied(self._item)
 
     def write(self, contents: Any) -> None:
-        """Let it hold what `read` returned."""
+        """Set its contents to what `read` returned."""
         make(self._item, contents)
 
 
 class Bindings(Holder):
-    """What cells, global names and defaults mean, which code functions have, and which class and attributes objects.
+    """The values of cells, global names and defaults, the code of functions, and the class and attributes of objects.
 
     Attributes:
         cells: The cells of closures.
-        functions: Those whose defaults and code count.
-        objects: Those whose class may be another one later.
-        owners: Those of them whose attributes are in a dict, which may be another one later.
+        functions: The functions whose defaults and code count.
+        objects: The objects whose class may change later.
+        owners: Those of them whose attributes are in a dict, which may be replaced later.
     """
 
     __slots__ = ("_names", "_spaces", "cells", "functions", "objects", "owners")
@@ -95,13 +95,13 @@ class Bindings(Holder):
         return bool(self.objects or self.functions or self.cells or self._names)
 
     def add_names(self, space: Dict, names: tuple[str, ...]) -> list[object]:
-        """Add global names of one Python module; return what they mean, of those that mean something."""
+        """Add global names of one Python module; return the values of those that are bound."""
         self._spaces += [space] * len(names)
         self._names += names
         return [space[name] for name in names if name in space]
 
     def read(self) -> list[object]:
-        """Return what it holds now."""
+        """Return its current contents."""
         found: list[object] = [*map(type, self.objects), *map(_attributes, self.owners)]
         if self.functions:
             found += chain.from_iterable(map(_of_function, self.functions))
@@ -116,7 +116,7 @@ class Bindings(Holder):
         return not any(map(is_not, self.read(), before))
 
     def write(self, contents: list[Any]) -> None:
-        """Let it hold what `read` returned."""
+        """Set its contents to what `read` returned."""
         rest = iter(contents)
         for item in self.objects:
             kind = next(rest)
@@ -158,15 +158,15 @@ _of_function = cast(
 
 
 def contents_of(cells: Iterable[types.CellType]) -> list[object]:
-    """Return what cells hold; see `content_of`."""
+    """Return the contents of cells; see `content_of`."""
     try:
         return [*map(_content, cells)]
-    except ValueError:  # one is not filled yet
+    except ValueError:  # a cell is still empty
         return [*map(content_of, cells)]
 
 
 def content_of(cell: types.CellType) -> object:
-    """Return what a cell holds; something that nothing follows if it is not filled yet."""
+    """Return the contents of a cell; an object that nothing follows if it is still empty."""
     try:
         return cell.cell_contents
     except ValueError:
@@ -189,7 +189,7 @@ class ClassData(Holder):
         return [own.get(name, ABSENT) for name in self._names]
 
     def read(self) -> tuple[object, ...]:
-        """Return what it holds now; last, what it has been given since."""
+        """Return its current contents; last, the attributes it has been given since."""
         values, own = self.values(), vars(self._kind)
         if len(own) == self._size and not [one for one in values if one is ABSENT]:
             return (*values, ())
@@ -197,7 +197,7 @@ class ClassData(Holder):
         return (*values, tuple(later))
 
     def write(self, contents: tuple[Any, ...]) -> None:
-        """Let it hold what `read` returned."""
+        """Set its contents to what `read` returned."""
         *values, given = contents
         for name, _ in cast("tuple[tuple[str, object], ...]", self.read()[-1]):
             if name not in dict(given):
@@ -228,14 +228,14 @@ class Slots(Holder):
 
     @staticmethod
     def of(item: object) -> Slots | None:
-        """Return those of an object, None if its class has none."""
-        # By what the classes have, since private names are not there as they are written in `__slots__`.
+        """Return the slots of an object, None if its class has none."""
+        # From the class attributes, since private names in `__slots__` are mangled there.
         classes = [vars(kind) for kind in type(item).__mro__ if "__slots__" in vars(kind)]
         members = [name for own in classes for name, one in own.items() if isinstance(one, types.MemberDescriptorType)]
         return Slots(item, members) if members else None
 
     def read(self) -> dict[str, object]:
-        """Return what it holds now."""
+        """Return its current contents."""
         return {name: getattr(self._item, name) for name in self._names if hasattr(self._item, name)}
 
     def values(self) -> Iterable[object]:
@@ -243,7 +243,7 @@ class Slots(Holder):
         return self.read().values()
 
     def write(self, contents: dict[str, object]) -> None:
-        """Let it hold what `read` returned."""
+        """Set its contents to what `read` returned."""
         for name in self._names:
             if name in contents:
                 object.__setattr__(self._item, name, contents[name])
@@ -252,7 +252,7 @@ class Slots(Holder):
 
 
 class Foreign(Holder):
-    """An object whose state is not Python's: an array, or random numbers of Python or NumPy."""
+    """An object whose state lives outside of Python: an array, or random numbers of Python or NumPy."""
 
     __slots__ = ("_item",)
 
@@ -268,13 +268,13 @@ class Foreign(Holder):
 
     @classmethod
     def of(cls, item: object) -> Foreign | None:
-        """Return the one for an object, None if it has no state or keeps it for itself."""
+        """Return the holder for an object, None if the object has no state or does not expose it."""
         if isinstance(item, random.SystemRandom) or (isinstance(item, np.ndarray) and not item.flags.writeable):
             return None
         return cls(cast("Any", item))
 
     def read(self) -> object:
-        """Return what it holds now."""
+        """Return its current contents."""
         item = self._item
         if isinstance(item, random.Random):
             return item.getstate()
@@ -283,13 +283,13 @@ class Foreign(Holder):
         return item.get_state() if isinstance(item, np.random.RandomState) else deepcopy(item.bit_generator.state)
 
     def is_same(self, before: Any) -> bool:
-        """Return whether it is in the same state; of random numbers but Python's it is as cheap to write it."""
+        """Return whether its state is unchanged; False for random numbers but Python's, which are as cheap to write."""
         if isinstance(self._item, np.ndarray):
             return bool(np.array_equal(self._item, before, equal_nan=self._item.dtype.kind in "fc"))
         return isinstance(self._item, random.Random) and self._item.getstate() == before
 
     def write(self, contents: Any) -> None:
-        """Let it hold what `read` returned."""
+        """Set its contents to what `read` returned."""
         item = self._item
         if isinstance(item, random.Random):
             item.setstate(contents)

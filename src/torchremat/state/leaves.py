@@ -16,7 +16,7 @@ _NO_HOOKS = (None, None)
 
 
 def copied_hooks(tensors: list[Tensor]) -> list[tuple[Dict | None, Dict | None]] | None:
-    """Return copies of the hooks of tensors, which a recompute must not add to; None if there are none."""
+    """Return copies of the hooks of tensors, which a recompute must not add to; None if they have none."""
     found = [*map(_hooks, tensors)]
     if found.count(_NO_HOOKS) == len(found):
         return None
@@ -26,7 +26,7 @@ def copied_hooks(tensors: list[Tensor]) -> list[tuple[Dict | None, Dict | None]]
 
 
 def put_hooks_back(tensors: list[Tensor], hooks: list[tuple[Dict | None, Dict | None]] | None) -> None:
-    """Give tensors the hooks back that `copied_hooks` returned."""
+    """Restore the hooks of tensors from the result of `copied_hooks`."""
     found = [*map(_hooks, tensors)]
     if hooks is None and all(one == _NO_HOOKS for one in found):
         return

@@ -1,4 +1,4 @@
-"""What is reached, by the name that a reader of the code knows it by. Slow, and for messages alone."""
+"""Names for reached objects, as a reader of the code knows them. Slow, and only for messages."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ Named = tuple[str, object]
 
 
 def walk(function: object, template: object = ((), {}), label: str = "") -> Iterator[Named]:
-    """Yield what a call reaches with its name, each object once, what is near first.
+    """Yield the objects that a call reaches with their names, each object once, the nearest first.
 
     Args:
         function: The user's function.
-        template: Its arguments, taken apart by `split`.
-        label: The name of the module that is called, if the user has given it one.
+        template: Its arguments, split by `split`.
+        label: The name of the called module, if the user has given it one.
     """
     args, kwargs = cast("tuple[tuple[object, ...], dict[str, object]]", template)
     pending: deque[tuple[str, object, int]] = deque()
@@ -55,10 +55,10 @@ def name_of(tensor: Tensor, function: object, template: object, roots: Iterable[
     """Return the name of a tensor that a call reaches, None if it is not found.
 
     Args:
-        tensor: The tensor; an alias of it without its graph has its memory.
+        tensor: The tensor; an alias of it without its graph shares its memory.
         function: The user's function.
-        template: Its arguments, taken apart by `split`.
-        roots: Modules to look in first.
+        template: Its arguments, split by `split`.
+        roots: Modules to search first.
     """
     for module in roots:
         prefix = cast("str", getattr(module.__dict__.get("forward"), "name", ""))  # of a wrapped module
@@ -134,7 +134,7 @@ def _of_code(function: types.FunctionType) -> Iterator[Named]:
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
             yield name, cell.cell_contents
-        except ValueError:  # not filled yet
+        except ValueError:  # still empty
             continue
     for place, one in enumerate(function.__defaults__ or ()):
         yield f"default {place}", one

@@ -1,10 +1,10 @@
-"""Optimizers that write parameters without saying so.
+"""Optimizers that write parameters without a new version.
 
 NOTE [ Optimizers that bump no version ]
-A region knows by its version that a parameter was written since the forward. The fused kernels of optimizers move no
-version, and the foreach ones, which are the default on CUDA, move none of a DTensor and of its part. So from the first
-region with parameters on, a hook after every optimizer's step moves them. Plain autograd, which would use the new
-values in silence, refuses them from then on as well.
+A region detects by the version that a parameter was written since the forward. The fused kernels of optimizers move no
+version, and the foreach kernels, which are the default on CUDA, move neither the version of a DTensor nor that of its
+part. So from the first region with parameters on, a hook after every optimizer's step moves the versions. Plain
+autograd, which would otherwise use the new values silently, rejects them from then on as well.
 """
 
 from __future__ import annotations

@@ -1,20 +1,22 @@
-"""What a call can reach through Python: from its function and its arguments, through everything that these hold.
+"""The objects that a call can reach through Python: from its function and its arguments, through all references.
 
     from                         to
     function                     cells, defaults, attributes; the global names that its code reads
     bound method, partial        its object, its function, its arguments
     module                       attributes, parameters, buffers, children, hooks; the code of its class
-    object of the user's         attributes; its class's own, and the methods that some code reached names
+    user object                  attributes; its class's own, and the methods that some code reached names
     tensor                       attributes
-    list, dict, tuple, set       what is in them
+    list, dict, tuple, set       their items
 
-Objects of torch, NumPy and Python itself are not looked into, but for modules, containers and random generators.
-Functions of these are followed into their cells alone: a decorator of theirs holds the user's function there. Code of
-other installed packages is followed within its file, and of their classes that are no modules only the objects are. Of
-an optimizer the options are reached, and whatever it holds, one that it wraps included, if it is asked for whole.
+Objects of torch, NumPy and Python itself are not followed, except modules, containers and random generators. Functions
+of these libraries are followed only into their cells: a decorator of theirs holds the user's function there. Code of
+other installed packages is followed within its file; of their classes that are no modules, only the objects are
+followed. For an optimizer its options are reached; all of its contents are, including an optimizer that it wraps, if it
+is requested whole.
 
-Missing on purpose: the attributes of Python modules, iterators, files, what C++ holds. Neither are containers of more
-than a thousand items followed, unless they come with the arguments: that is a table, and no state of a forward.
+Missing on purpose: the attributes of Python modules, iterators, files, state held by C++. Containers of more than a
+thousand items are not followed either, unless they come with the arguments: such a container is a table, and no state
+of a forward.
 """
 
 from __future__ import annotations
@@ -73,14 +75,14 @@ def reach(
     """Follow everything from some roots.
 
     Args:
-        world: What was reached already; what is found is added.
+        world: The objects reached already; those that are found are added.
         items: The roots.
         are_arguments: Whether they are arguments of the call, in which everything counts.
-        are_named: Whether the user has named them as what the call writes to.
-        are_whole: Whether they are followed however long they are, and optimizers into their state.
+        are_named: Whether the user has named them as objects that the call writes to.
+        are_whole: Whether they are followed whatever their length, and optimizers into their state.
 
     Raises:
-        UnsupportedError: More than 100,000 objects hang on an argument.
+        UnsupportedError: An argument leads to more than 100,000 objects.
     """
     world.is_argument, world.is_named, world.is_whole = are_arguments or are_named, are_named, are_whole
     world.roots += [one for one in items if isinstance(one, nn.Module)]
@@ -88,7 +90,7 @@ def reach(
     pending.extend(items)
     seen, visits = world.seen, _visits
     for item in items if are_named else ():
-        if id(item) not in seen and type(item) not in visits and _visit_of(item) is None:  # a library's, and named
+        if id(item) not in seen and type(item) not in visits and _visit_of(item) is None:  # a named library object
             seen.add(id(item))
             follow_object(world, item)
     while True:
@@ -112,7 +114,7 @@ def reach(
             break
 
 
-# By type, what follows it.
+# By type, the function that follows it.
 _visits: dict[type, Visit] = {
     Tensor: follow_tensor,
     nn.Parameter: follow_parameter,
@@ -130,7 +132,7 @@ _visits: dict[type, Visit] = {
     weakref.CallableProxyType: follow_proxy,
     torch.Generator: follow_generator,
 }
-# Of Python's own and of torch's, what people keep their state in.
+# Types of Python and torch in which users keep their state.
 _OPEN = (LRScheduler, types.SimpleNamespace, argparse.Namespace, UserDict, UserList, functools.partialmethod)
 _CONTAINERS = (dict, list, deque, set, bytearray, tuple, frozenset)
 
@@ -151,10 +153,10 @@ _BY_BASE: tuple[tuple[Any, Visit], ...] = (
 
 def _visit_of(item: object) -> Visit | None:
     kind = type(item)
-    if hasattr(kind, WATCHES):  # asked of the class: an object might run code of the user's
+    if hasattr(kind, WATCHES):  # read from the class: an object might run user code
         return None
     found = _classify(kind)
-    # Types that are made at run time go with whoever made them.
+    # A type made at run time is freed with its maker.
     if found is None:
         LEADS_NOWHERE.add(kind)
     elif is_library(kind.__module__):

@@ -1,8 +1,9 @@
-"""Who reads a tensor that was written since the forward.
+"""Detects a recompute that reads a tensor which was written since the forward.
 
-A tensor that a forward could reach and that was written in place since cannot be given back. A recompute that does not
-read it need not care: the discriminator that has stepped, the queue of keys, the weights of a layer whose backward is
-done and whose optimizer has run. So only when something *has* been written, one recompute runs under a mode that looks.
+A tensor that a forward could reach and that was written in place since cannot be restored. A recompute that does not
+read it is unaffected: the discriminator that has stepped, the queue of keys, the weights of a layer whose backward is
+done and whose optimizer has run. So only when a tensor *has* been written, one recompute runs under a mode that checks
+reads.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from torchremat.ambient.hidden import hidden
 
 
 class WrittenError(BaseException):
-    """A recompute reads a tensor that was written in place since the forward, which is not copied.
+    """A recompute reads a tensor that was written in place since the forward, and that was not copied.
 
-    No `Exception`: user code that swallows those must not swallow it.
+    Not an `Exception`: user code that swallows exceptions must not swallow it.
     """
 
     def __init__(self, tensor: Tensor, then: int, now: int) -> None:
@@ -45,10 +46,10 @@ class WrittenTensors(dict[int, WrittenError]):
 
 
 class Reading(EagerMode):
-    """Looks at each operator of a recompute, and stops at one that is given a tensor which was written since.
+    """Inspects each operator of a recompute, and stops at one that is given a tensor written since the forward.
 
     Attributes:
-        found: What it has stopped at; user code may make another error of what is raised.
+        found: The error at which it stopped; user code may convert the raised error into another.
     """
 
     def __init__(self, written: WrittenTensors) -> None:
@@ -57,7 +58,7 @@ class Reading(EagerMode):
         self.found: WrittenError | None = None
 
     def run(self, function: Callable[..., object], /, *args: object, **kwargs: object) -> object:
-        """Return what the function returns."""
+        """Return the result of the function."""
         with self:
             return function(*args, **kwargs)
 
@@ -75,7 +76,7 @@ class Reading(EagerMode):
                 self._look(one)
         if not has_torch_function(args):
             return func(*args, **kwargs)
-        # It came from C++, as in a backward, where neither subclasses nor function modes are asked; nor are they now.
+        # It came from C++, as in a backward, where neither subclasses nor function modes are called; nor are they here.
         with past_torch_function():
             return func(*args, **kwargs)
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torchremat._compat.sharding import Shard, all_shards
 from torchremat.errors import UnsupportedError
 
-# By module and name. What is reached through a shard is kept by the module alone.
+# By module and name. The module alone keeps alive the objects reached through a shard.
 _shards: WeakKeyDictionary[nn.Module, dict[str, Shard]] = WeakKeyDictionary()
 
 
@@ -31,12 +31,12 @@ class WatchedShard(NamedTuple):
     Attributes:
         module: A module that uses it.
         name: Its name there.
-        shard: What leads to the parameter as it is now.
+        shard: Leads to the parameter as it is now.
         sharded: The parameter that the optimizer writes.
         version: Its version.
-        local: This process's part of it, which may be written alone.
-        local_version: The version of that.
-        gathered: The gathered one, if the forward ran inside the hooks.
+        local: This process's part of it, which may be written on its own.
+        local_version: The version of that part.
+        gathered: The gathered parameter, if the forward ran inside the hooks.
     """
 
     module: nn.Module
@@ -49,19 +49,19 @@ class WatchedShard(NamedTuple):
     gathered: Tensor | None
 
     def version_now(self) -> int | None:
-        """Return the version that the parameter has now if it was written or replaced since, else None."""
+        """Return the parameter's current version if it was written or replaced since, else None."""
         sharded, local = self.shard.sharded, self.shard.local
         if sharded is None or sharded is not self.sharded:
             return 0 if sharded is None else sharded._version
         if sharded._version != self.version:
             return sharded._version
-        # FSDP replaces the part by one with padding, which is no change of its values.
+        # FSDP replaces the part by a padded one, which does not change its values.
         if local is not None and local is self.local and local._version != self.local_version:
             return self.version + local._version - self.local_version
         return None
 
     def read_as(self) -> list[Tensor]:
-        """Return the tensors that an operator is given when it reads the parameter."""
+        """Return the tensors that an operator receives when it reads the parameter."""
         found = (self.sharded, self.shard.sharded, self.shard.local, self.shard.whole, self.gathered)
         return [one for one in found if one is not None]
 

@@ -23,16 +23,16 @@ from torchremat.state.sharding import WatchedShard
 from torchremat.state.world import World
 
 # NOTE [ A snapshot holds no graph ]
-# A module may hold an output of its last call, whose graph has the region of that call, whose snapshot would hold the
-# output of the call before: nothing would ever go. So a tensor with a graph is held by a weak reference and an alias
-# without the graph. A recompute is shown the tensor itself as long as anybody else has it.
+# A module may hold an output of its last call, whose graph holds the region of that call, whose snapshot would hold the
+# output of the call before: nothing would ever be freed. So a tensor with a graph is held by a weak reference and an
+# alias without the graph. A recompute is shown the tensor itself as long as other code keeps it alive.
 
 _is_leaf = cast("Callable[[Tensor], bool]", attrgetter("is_leaf"))
 _NOTHING_HELD = torch.empty(0)
 
 
 class _Graphed:
-    """In the place of a tensor that has a graph. See NOTE [ A snapshot holds no graph ]."""
+    """The stand-in for a tensor that has a graph. See NOTE [ A snapshot holds no graph ]."""
 
     __slots__ = (
         "_alias",
@@ -58,30 +58,30 @@ class Snapshot:
     """The world as a forward saw it.
 
     Args:
-        world: What the call can reach.
-        guard: What the user has named, some of which looks after itself.
-        backs_up: Whether tensors are copied that a forward may write to, and those with a graph are held, which it
-            takes to exchange; without, `put_back` writes to no tensor, and leaves get back their hooks and whether
-            they require grad.
+        world: Everything that the call can reach.
+        guard: The objects that the user has named, some of which manage their own state.
+        backs_up: Whether tensors that a forward may write to are copied, and those with a graph are held, which it
+            takes to swap them. Otherwise `put_back` writes to no tensor, and leaves get back their hooks and their
+            `requires_grad`.
 
     Attributes:
-        modules: What was reached.
-        roots: Those of them that were named at once, and not through others.
-        generators: What was reached.
-        named: The ids of tensors inside of what the user has named.
-        waits: Whether a lazy module is about to make its parameters, which nothing can take back.
+        modules: The modules that were reached.
+        roots: Those of them that were named directly, and not reached through others.
+        generators: The generators that were reached.
+        named: The ids of tensors inside of the objects that the user has named.
+        waits: Whether a lazy module is about to make its parameters, which cannot be undone.
         by_forward: The ids of tensors that the forward itself has written, and that are not copied.
-        is_inert: Whether nothing in it can be changed by the call.
+        is_inert: Whether the call can change nothing in it.
 
-    What an `Exchange` shows, and compares with today's:
-        dicts: What was reached; `then` is what they held.
-        rest: The other holders, each with what it held.
-        watched: The tensors, in the place of one that has a graph an alias without; `flags` are their versions, and
-            whether they require grad.
-        shards: Those that FSDP2 manages.
-        guarded: What looks after itself, each with its state.
-        graphed: By id, what stands for tensors that have a graph.
-        backups: The copies of tensors that a forward may write to, None if there are none.
+    The state that an `Exchange` shows, and compares with the current one:
+        dicts: The dicts that were reached; `then` is their contents.
+        rest: The other holders, each with its contents.
+        watched: The tensors, with an alias without graph for one that has a graph; `flags` are their versions and their
+            `requires_grad`.
+        shards: The parameters that FSDP2 manages.
+        guarded: The objects that manage their own state, each with its state.
+        graphed: By id, the stand-ins for tensors that have a graph.
+        backups: The copies of tensors that a forward may write to, None if it has none.
     """
 
     __slots__ = (
@@ -137,7 +137,7 @@ class Snapshot:
 
     @classmethod
     def of_cells(cls, cells: Iterable[CellType], contents: list[object]) -> Snapshot:
-        """Return that of a world in which there are but cells, from what they held."""
+        """Return the snapshot of a world that consists only of cells, from their contents."""
         world = World()
         world.bindings.cells += cells
         found = cls(world)
@@ -159,7 +159,7 @@ class Snapshot:
 
     @property
     def containers(self) -> frozenset[int]:
-        """The ids of the containers that are given back."""
+        """The ids of the containers that are restored."""
         return frozenset([*map(id, self.dicts), *(id(one.item) for one, _ in self.rest)])
 
     @property
@@ -168,11 +168,11 @@ class Snapshot:
         return bool(self.shards)
 
     def tensors(self) -> list[Tensor]:
-        """Return the tensors; in the place of one that has a graph an alias without."""
+        """Return the tensors, with an alias without graph for one that has a graph."""
         return self.watched
 
     def settle(self) -> None:
-        """Keep only what a recompute may need."""
+        """Keep only the state that a recompute may need."""
         if [*map(flags_of, self.watched)] != self.flags:
             pairs = zip(self.watched, self.flags, strict=True)
             self.by_forward = frozenset([id(one) for one, flag in pairs if one._version != flag[0]])
@@ -184,7 +184,7 @@ class Snapshot:
             copied: dict[int, Any] = {}
             for key, one in backups.written.items():
                 held = self.graphed.pop(key, None)
-                # Where a tensor with a graph was held, its place has been taken already.
+                # A tensor with a graph that was held already has a stand-in.
                 for stands in (key,) if held is None else (id(held), id(held.alias)):
                     copied[stands] = one
             self._replace(copied)
@@ -195,7 +195,7 @@ class Snapshot:
             self.backups = None
 
     def replace(self, by: Callable[[Tensor], Tensor]) -> None:
-        """Let each tensor that is watched be the one that `by` makes of it."""
+        """Replace each watched tensor by the result of `by`."""
         new = {id(one): made for one in self.watched if (made := by(one)) is not one}
         if new:
             self._replace(new)
@@ -204,12 +204,12 @@ class Snapshot:
             self.watched = [new.get(id(one), one) for one in self.watched]
 
     def words(self, error: WrittenError, name: str | None, region: str) -> str:
-        """Return the words for a tensor that was written since and is read.
+        """Return the message for a tensor that was written since and is read.
 
         Args:
-            error: What was found.
-            name: The tensor's, None if it has none.
-            region: The words for the region.
+            error: The error that was found.
+            name: The tensor's name, None if it has none.
+            region: The region's description.
         """
         tensor, by_forward = error.tensor, id(error.tensor) in self.by_forward
         shards = (one.shard.name or one.name for one in self.shards if one.sharded is tensor)
@@ -241,10 +241,10 @@ class Snapshot:
             yield from one.read_as()
 
     def put_back(self) -> None:
-        """Let everything hold what it held, for good. No tensor is written to.
+        """Restore all contents for good. No tensor is written to.
 
-        What this package has put on modules meanwhile, or taken off, is left as it is, and so is all where a lazy
-        module has made its parameters.
+        Attributes that this package has meanwhile put on modules, or taken off, are left alone, and so is everything if
+        a lazy module has made its parameters.
         """
         if self.waits:
             return
@@ -254,7 +254,7 @@ class Snapshot:
         for own, now in ours:
             for key in _ours(own).keys() - now.keys():
                 dict.__delitem__(own, key)
-            dict.update(own, now)  # some have an `update` that refuses
+            dict.update(own, now)  # some classes have an `update` that refuses
         for one, before in self.rest:
             one.write(with_others(before, shown))
         for one, flag in self._leaves:
@@ -265,7 +265,7 @@ class Snapshot:
             one.restore(before)
 
     def written_since(self, now: Sequence[tuple[int, bool]]) -> WrittenTensors:
-        """Return the tensors that are not at the version that they had."""
+        """Return the tensors whose version has moved."""
         found = WrittenTensors()
         for tensor, (then, _), (version, _) in zip(self.watched, self.flags, now, strict=True):
             if version != then:
@@ -292,5 +292,5 @@ def _module_of(one: object) -> str:
 
 _PUT_ON = ("forward", "_compiled_call_impl", "_replicate_for_data_parallel")
 
-# Of what reaches nothing that could have a state.
+# The snapshot of a call that reaches nothing that could have state.
 NOTHING = Snapshot(World())

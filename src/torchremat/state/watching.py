@@ -1,4 +1,4 @@
-"""What only looks on: no part of a forward, so that a recompute neither gives it back nor takes it away."""
+"""Observers: no part of a forward, so a recompute neither restores nor removes them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torchremat.ambient.global_state import WATCHES
 
 
 def only_looks_on(item: object) -> bool:
-    """Return whether something was marked by `only_watches`, or is a function of this package: a hook that measures."""
+    """Return whether an object was marked by `only_watches`, or is a function of this package: a hook that measures."""
     while isinstance(item, functools.partial):
         item = cast("functools.partial[object]", item).func
     if isinstance(item, types.MethodType):
         item = item.__func__
     if isinstance(item, types.FunctionType):
         return WATCHES in item.__dict__ or (item.__module__ or "").startswith("torchremat.")
-    # By what the classes have: to ask the object might run code of the user's.
+    # Read from the classes: asking the object might run user code.
     return hasattr(cast("type", type(item)), WATCHES) or WATCHES in _attributes(item)
 
 

@@ -1,4 +1,4 @@
-"""What a call can reach through Python, found by `reach`."""
+"""Everything that a call can reach through Python, found by `reach`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchremat.state.holders import Bindings, Holder
 from torchremat.state.sharding import WatchedShard
 
 _MOST_ITEMS = 100_000
-# Types whose objects have no state and hold nothing; those of libraries join them as they are met.
+# Types whose objects have no state and hold nothing; types of libraries join them as they are met.
 LEADS_NOWHERE: set[type] = {
     type(None), bool, int, float, complex, str, bytes, slice, range, type(Ellipsis), types.ModuleType,
     types.BuiltinFunctionType, types.CodeType, torch.dtype, torch.device, torch.layout, torch.memory_format,
@@ -25,33 +25,33 @@ LEADS_NOWHERE: set[type] = {
 
 
 class World:
-    """What can be reached from some roots.
+    """Everything that can be reached from some roots.
 
     Attributes:
-        dicts: Attributes, tables of modules, dicts: whatever is one.
+        dicts: Attributes, tables of modules, dicts: every dict.
         rest: The other holders, by kind.
-        bindings: What cells, names and defaults mean, and which classes objects have.
-        tensors: Those that count their versions. The recompute of a region is told if one was written.
-        modules: Each once.
-        roots: Those among the roots themselves.
-        optimizers: Each once.
-        proxied: What weak proxies stand for that were met whole; they are not followed.
+        bindings: The values of cells, names and defaults, and the classes of objects.
+        tensors: The tensors that count their versions. The recompute of a region is told if one was written.
+        modules: Each module once.
+        roots: The modules among the roots themselves.
+        optimizers: Each optimizer once.
+        proxied: The targets of weak proxies that were met whole; they are not followed.
         generators: torch's random generators.
         state: Tensors without grad that a module holds by name and may write to, other than parameters.
         loose: Tensors without grad elsewhere.
-        named: By id, the tensors inside of what the user has named.
+        named: By id, the tensors inside of the objects that the user has named.
         shards: The parameters that FSDP2 has sharded.
         waits: Whether a lazy module was reached that has not made its parameters yet.
         sets_generators: Whether some code may set the state of a random generator.
-        runs_code: Whether some code of the user's may change something that it reaches, or throw a switch.
+        runs_code: Whether some user code may change an object that it reaches, or flip a global switch.
 
     While roots are followed:
-        pending: What is to be followed.
-        seen: By id, what was, or is not to be.
-        called: The names of attributes that code which was reached reads.
-        classes: Those of the user's that were met, with the names of their methods that have been followed.
+        pending: The objects still to be followed.
+        seen: By id, the objects that were followed, or must not be.
+        called: The names of attributes that reached code reads.
+        classes: The user's classes that were met, with the names of their methods that have been followed.
         has_cached: Whether the cache of parametrizations was reached.
-        is_argument, is_named, is_whole: How, see `reach`.
+        is_argument, is_named, is_whole: How the roots are followed, see `reach`.
     """
 
     __slots__ = (
@@ -108,7 +108,7 @@ class World:
         self.is_whole = False
 
     def end(self) -> None:
-        """Add what belongs to all that was reached."""
+        """Add the parts that depend on everything reached."""
         if self.modules:
             self.dicts += hooks_of_all_modules
         if self.bindings:
@@ -119,17 +119,17 @@ class World:
         self.seen.add(id(item))
 
     def skip_all_of(self, other: World) -> None:
-        """Leave alone whatever another has reached."""
+        """Leave alone all objects that another world has reached."""
         self.seen |= other.seen
 
     @property
     def is_inert(self) -> bool:
-        """Whether nothing that was reached can be changed by the call, since only modules of torch run in it."""
+        """Whether the call can change nothing that was reached, since only torch's modules run in it."""
         reached = self.rest or self.loose or self.generators or self.classes or self.shards
         return not (self.runs_code or reached or any(hooks_of_all_modules))
 
     def push(self, items: Iterable[object]) -> None:
-        """Have objects followed."""
+        """Queue objects to be followed."""
         self.pending += [one for one in items if type(one) not in LEADS_NOWHERE]
         if len(self.seen) > _MOST_ITEMS and self.is_argument:
             raise UnsupportedError(

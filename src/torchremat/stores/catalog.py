@@ -1,12 +1,12 @@
-"""The catalog: what autograd saves, by storage and version, with a store behind it.
+"""The catalog: saved tensors by storage and version, with a store behind it.
 
-`Catalog.put` is a hook that packs, `unpack` the one that unpacks. A tensor that autograd saves is one of
+`Catalog.put` is a pack hook, `unpack` the unpack hook. A tensor that autograd saves is one of
 
-    kept       parameters and their views, buffers, small ones, and what is not a plain array of bytes
-    apart      a subclass that says how it is taken apart: its inner tensors are put one by one
-    stored     all else; the bytes of a storage are stored once, whatever the number of its aliases
+    kept       parameters and their views, buffers, small tensors, and tensors that are no plain array of bytes
+    apart      a subclass that defines how it is flattened: its inner tensors are put one by one
+    stored     all others; the bytes of a storage are stored once, however many aliases it has
 
-Missing on purpose: any hold on what was put. See NOTE [ Who owns what ].
+Missing on purpose: the catalog keeps nothing alive that was put. See NOTE [ Who owns what ].
 """
 
 from __future__ import annotations
@@ -40,32 +40,32 @@ if TYPE_CHECKING:
 
 
 class _UnfilledPuts(threading.local):
-    """What a thread has put and its operation may not have filled yet."""
+    """Tensors that a thread has put and whose operation may not have filled them yet."""
 
     record: ReferenceType[Record] | None = None
     sequence = -1
 
 
 # NOTE [ What is filled after it was saved ]
-# `rrelu` saves its noise first and fills it then, without a new version. So the bytes of a tensor that could be such a
-# one, of floating point, never written, without grad, are not read when it is saved, but when another node saves
-# something, when the catalog is told to settle, or when the tensor is asked for.
+# `rrelu` first saves its noise and then fills it, without a new version. A tensor that could be such a one (floating
+# point, never written, without grad) is not read when it is saved, but when another node saves a tensor, when the
+# catalog is told to settle, or when the tensor is asked for.
 
 
 class Catalog:
-    """Puts what autograd saves into a store.
+    """Puts the tensors that autograd saves into a store.
 
     Args:
         store: Where the bytes go.
         min_bytes: Storages of fewer bytes stay where they are.
         window_bytes: How many bytes may be brought back ahead of the backward at once; None for twice the largest
             tensor, 0 for none.
-        by_storage: Whether a storage goes as a whole or not at all, and not before its record is settled: so that it is
-            known to the byte what moves, and when. Tensors of subclasses, and those that lie in less than half of
-            their storage, stay where they are then.
+        by_storage: Whether a storage is moved whole or not at all, and not before its record is settled, so that the
+            moved bytes and their time are known exactly. Tensors of subclasses, and those that span less than half of
+            their storage, then stay in place.
 
     Raises:
-        UnsupportedError: `store` is none.
+        UnsupportedError: `store` is not a store.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Catalog:
 
     @property
     def totals(self) -> Totals:
-        """What was done so far."""
+        """The counts so far."""
         return self._shared.totals
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -97,7 +97,7 @@ class Catalog:
         return self
 
     def put(self, tensor: Tensor) -> InCatalog:
-        """Return what autograd is to hold in place of a tensor.
+        """Return the object that autograd holds in place of a tensor.
 
         Raises:
             StoreError: The store is strict, and has no room.
@@ -108,7 +108,7 @@ class Catalog:
         return Kept(tensor) if packed is None else packed
 
     def put_complete(self, tensor: Tensor) -> InCatalog | None:
-        """Return the same for what an operator has returned, which is complete; None if it is to be kept.
+        """Return the same for an operator's output, which is complete; None if it is kept in place.
 
         Raises:
             StoreError: The store is strict, and has no room.
@@ -125,13 +125,13 @@ class Catalog:
         return packed
 
     def before_write(self, storage: UntypedStorage) -> None:
-        """Have what operators have returned, and lies in this memory, in other memory; then it may be written.
+        """Move operator outputs that lie in this storage to other memory, so that it may be written.
 
-        What is put of it from now on is stored anew, since it is written with or without a new version.
+        Whatever is put from this storage from now on is stored anew, since the write may or may not bump a version.
         See NOTE [ Writes that are seen coming ].
 
         Raises:
-            StoreError: A copy has to be put, the store is strict, and has no room.
+            StoreError: A copy has to be put, but the store is strict and has no room.
         """
         memory = StorageWeakRef(storage)
         with self._lock:
@@ -140,11 +140,11 @@ class Catalog:
         self._shared.leave(storage)
 
     def put_mask(self, tensor: Tensor, mask: Tensor) -> Handle | None:
-        """Store a mask in place of a saved tensor; return None if there is no room.
+        """Store a mask in place of a saved tensor; return None if the store has no room.
 
         Args:
-            tensor: What autograd saves.
-            mask: The bits of a mask, memory of its own.
+            tensor: The tensor that autograd saves.
+            mask: The bits of a mask, in memory of its own.
         """
         handle = self.store.put(mask)
         if handle is not None:
@@ -162,7 +162,7 @@ class Catalog:
         self._shared.narrowed(tensor, 0)
 
     def settle(self) -> None:
-        """Store what was saved before it was filled."""
+        """Store the tensors that were saved before they were filled."""
         # See NOTE [ What is filled after it was saved ]
         record, self._waiting.record = self._waiting.record, None
         alive = None if record is None else record()
@@ -170,24 +170,24 @@ class Catalog:
             alive.settle()
 
     def _is_storable(self, tensor: Tensor) -> bool:
-        # A region hands its inputs over as leaves, whatever they are; its parameters it keeps.
+        # A region passes its inputs on as leaves, whatever they are; it keeps its parameters.
         if not _is_plain(tensor) or (not holding.now and is_leaf_of_model(tensor)):
             return False
         storage = tensor.untyped_storage()
         if self.by_storage and 2 * tensor.numel() * tensor.itemsize < storage.nbytes():
             return False
-        # A tensor of zeros, or a sharded one that is away, has no bytes.
+        # A tensor of zeros, or a sharded tensor whose memory is freed, has no bytes.
         return storage.nbytes() >= max(self.min_bytes, 1) and (
             tensor.requires_grad or not is_in_running_module(storage)
         )
 
     def _stored(self, tensor: Tensor, wrapper: Tensor | None = None, *, is_complete: bool = False) -> Stored:
-        """Return a plain tensor, stored.
+        """Return the stored form of a plain tensor.
 
         Args:
             tensor: The tensor.
-            wrapper: The subclass that wraps it, and that alone counts writes.
-            is_complete: Whether nobody will write to it without a new version.
+            wrapper: The subclass that wraps the tensor; only the wrapper counts writes.
+            is_complete: Whether no write without a new version can follow.
         """
         storage = tensor.untyped_storage()
         stored = Stored(tensor, self._shared)
@@ -217,9 +217,9 @@ class Catalog:
         return stored
 
     def _apart(self, tensor: Tensor) -> Apart | None:
-        """Return a tensor of a subclass, taken apart; None if it is to be kept."""
+        """Return a flattened tensor of a subclass; None if it is kept in place."""
         kind = type(tensor)
-        # An asynchronous collective may still be writing to what it wraps.
+        # An asynchronous collective may still be writing to the wrapped tensor.
         if not hasattr(kind, "__tensor_flatten__") or hasattr(kind, "trigger_wait"):
             return None
         if not holding.now and is_leaf_of_model(tensor):
@@ -234,7 +234,7 @@ class Catalog:
             if type(one) is Tensor and self._is_storable(one):
                 large[name] = one
             elif type(one) is Tensor and _is_plain(one) and one.untyped_storage().nbytes() < self.min_bytes:
-                inner[name] = one.detach().clone()  # whoever writes to the wrapper writes to it unseen
+                inner[name] = one.detach().clone()  # a write to the wrapper goes unseen here
             else:
                 return None
         if not large:
@@ -243,7 +243,7 @@ class Catalog:
 
 
 class Apart(InCatalog):
-    """A tensor of a subclass, taken apart."""
+    """A flattened tensor of a subclass."""
 
     __slots__ = ("_context", "_inner", "_kind", "_metadata", "_size", "_stride")
 
@@ -257,20 +257,20 @@ class Apart(InCatalog):
 
     @property
     def metadata(self) -> Metadata:
-        """What is known of the tensor."""
+        """The metadata of the tensor."""
         return self._metadata
 
     def let_go(self) -> None:
-        """Let go of what is inside."""
+        """Release the inner tensors."""
         self._inner = {}
 
     @property
     def parts(self) -> list[object]:
-        """The inner tensors, stored or taken apart themselves."""
+        """The inner tensors, stored or themselves flattened."""
         return list(self._inner.values())
 
     def get(self) -> Tensor:
-        """Return the tensor, put together again."""
+        """Return the tensor, rebuilt from its inner tensors."""
         inner = {name: one.get() if isinstance(one, Stored) else one for name, one in self._inner.items()}
         return cast("Any", self._kind).__tensor_unflatten__(inner, self._context, self._size, self._stride).detach()
 
@@ -280,9 +280,9 @@ def unpack(packed: InCatalog) -> Tensor:
     """Return a saved tensor: the hook that autograd calls.
 
     Raises:
-        StoreError: The store does not have it any more; the message says for which node.
-        MutationError: It was kept where it is, and written in place since.
-        UnsupportedError: A compiled backward that dynamo has given up is to be differentiated.
+        StoreError: The store no longer has the tensor; the message names the node.
+        MutationError: The tensor was kept in place and has been written in place since.
+        UnsupportedError: A compiled backward that dynamo gave up on is being differentiated.
     """
     if torch.is_grad_enabled() and in_compiled_backward():
         raise UnsupportedError(DIFFERENTIATED)
@@ -298,7 +298,7 @@ def _place_of(packed: InCatalog) -> str:
     if node is None:
         return f"{what} that autograd has saved"
     for name in dir(node):
-        # What it holds is asked for by name: `_raw_saved_self` is the one that the node has as `_saved_self`.
+        # The object is found by its attribute name: `_raw_saved_self` holds what the node exposes as `_saved_self`.
         if name.startswith("_raw_saved_") and getattr(getattr(node, name), "data", None) is packed:
             return f"{what} that {node.name()} has saved as `{name.removeprefix('_raw_saved_')}`"
     return f"{what} that {node.name()} has saved"
@@ -311,7 +311,7 @@ def _again(
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Return whether a tensor is an array in memory and nothing else."""
+    """Return whether a tensor is only an array in memory."""
     return (
         tensor.layout is torch.strided
         and accelerator_of(tensor.device).has_addresses
@@ -331,6 +331,6 @@ def _may_be_filled_later(tensor: Tensor) -> bool:
 
 
 def _may_be_written_silently(tensor: Tensor) -> bool:
-    # Batch normalisation writes its statistics without a new version: what was stored of them then is not what they are
-    # now. They have one dimension, and nobody asks for their gradient.
+    # Batch normalisation writes its statistics without a new version: a copy stored earlier would be stale. They have
+    # one dimension and do not require grad.
     return not tensor.requires_grad and tensor.dim() == 1 and tensor.is_floating_point()

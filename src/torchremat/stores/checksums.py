@@ -5,28 +5,28 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-# Bytes are looked at as rows of 64 words of 8 bytes: a sector of a disk.
+# Bytes are processed as rows of 64 words of 8 bytes: one disk sector.
 _WORDS = 64
 _SECTOR_BYTES = 8 * _WORDS
 _BLOCK_ROWS = 2**10
-# What is added at a time: so much stays in a processor's cache between one look at it and the next.
+# Bytes added per step: few enough to stay in a processor's cache between one pass over them and the next.
 BLOCK_BYTES = _BLOCK_ROWS * _SECTOR_BYTES
 _BITS = 2**64 - 1
 # Odd, so that multiplying by it loses no bit; from Knuth's generator MMIX.
 _FACTOR = 6364136223846793005
-# Odd weights lose no bit either, and different ones tell what was exchanged.
+# Odd weights lose no bit either, and distinct weights detect an exchange.
 _ODD = np.arange(1, 2 * _BLOCK_ROWS, 2, dtype=np.int64)
 
 
 class Checksum:
     """The checksum of some bytes, computed while they come in: a number of 64 bits.
 
-    Any change within 8 bytes changes it, so each flipped bit, and so does another length. Sectors that are exchanged,
-    lost, or brought back as they were before have the same checksum in one case of 2**64 or so. Changes in one sector
-    that cancel in a sum are not seen. It is for disks that fail, and no protection against intent.
+    Any change within 8 bytes changes it, so each flipped bit does, and so does another length. Sectors that are
+    exchanged, lost, or reverted to an earlier content go undetected in one case of 2**64 or so. Changes in one sector
+    that cancel in a sum are not detected. The checksum guards against failing disks, not against intent.
 
     Args:
-        data: All of the bytes; those that have not come in yet may be anything.
+        data: All of the bytes; bytes that have not come in yet may have any value.
     """
 
     def __init__(self, data: NDArray[np.uint8]) -> None:

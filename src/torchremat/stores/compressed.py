@@ -22,18 +22,19 @@ _LOSSLESS: tuple[Codec, ...] = (MaskBits(), NarrowIndices(), TwoValues())
 class Compressed(Remade):
     """A store that encodes a tensor and hands the result to another store.
 
-    Masks, indices, and floats of two values are held in fewer bytes and come back bit for bit. Other floats are handed
-    on as they are, unless a lossy codec is named: then gradients differ from those of the plain run, by what the codec
-    declares for each saved tensor. What is no float never loses anything.
+    Masks, indices, and floats of two values are held in fewer bytes and come back bit for bit. Other floats pass
+    through unchanged unless a lossy codec is named: gradients then differ from those of the plain run, by the bound
+    that the codec declares for each saved tensor. Tensors other than floats never lose anything.
 
-    Inside `offload`, tensors of which backward needs only a mask or the shape are held as that. See `SlotWatch`
+    Inside `offload`, a tensor of which backward needs only a mask or the shape is held as a mask or a shape. See
+    `SlotWatch`
 
     Args:
-        store: Where the results go; `Keep()` if None, so that they stay on the device.
-        lossy: What floats are encoded with, one of `BFloat16`, `Float8`, `Int8`, or a `LossyCodec` of yours.
+        store: Where the encoded tensors go; `Keep()` if None, so that they stay on the device.
+        lossy: The codec for floats, one of `BFloat16`, `Float8`, `Int8`, or a `LossyCodec` of your own.
 
     Raises:
-        UnsupportedError: `store` is no store, or `lossy` no lossy codec.
+        UnsupportedError: `store` is not a store, or `lossy` is not a lossy codec.
     """
 
     def __init__(self, store: Store | None = None, *, lossy: LossyCodec | None = None) -> None:
@@ -50,20 +51,20 @@ class Compressed(Remade):
 
     @property
     def statistics(self) -> StoreStatistics | None:
-        """What the inner store has done so far, in encoded bytes; None if it does not say."""
+        """The counts of the inner store, in encoded bytes; None if it has no counts."""
         found = getattr(self.store, "statistics", None)
         return found if isinstance(found, StoreStatistics) else None
 
     @property
     def strict(self) -> bool:
-        """Whether the inner store raises if there is no room."""
+        """Whether the inner store raises if it has no room."""
         return bool(getattr(self.store, "strict", False))
 
     def put(self, tensor: Tensor) -> Handle | None:
-        """Encode a tensor and put the result into the inner store; return None if there is no room.
+        """Encode a tensor and put the payload into the inner store; return None if that has no room.
 
         Raises:
-            StoreError: The inner store has no room, or failed, and was told to be strict.
+            StoreError: The inner store has no room or failed, and is strict.
         """
         content = None if tensor.is_contiguous() else content_of(tensor)
         flat = tensor if content is None else content.line(tensor)
@@ -82,7 +83,7 @@ class Compressed(Remade):
 
 
 class EncodedHandle:
-    """A tensor that a codec has encoded, by the handle of what came out."""
+    """An encoded tensor, by the handle of its payload."""
 
     __slots__ = ("__weakref__", "_codec", "_content", "_form", "_handle")
 
@@ -90,7 +91,7 @@ class EncodedHandle:
         self._handle = handle
         self._codec = codec
         self._form = form
-        self._content = content  # of what was not contiguous. See NOTE [ In a line ]
+        self._content = content  # of a tensor that was not contiguous. See NOTE [ In a line ]
 
     @property
     def stored_bytes(self) -> int:
@@ -107,8 +108,8 @@ class EncodedHandle:
         self._handle.prefetch()
 
     def before_write(self) -> None:
-        """Do nothing: what was encoded is memory that nobody else knows. See NOTE [ Who may write to what was put ]."""
+        """Do nothing: the payload is memory that no other code knows. See NOTE [ Who may write to what was put ]."""
 
     def settle(self) -> None:
-        """Wait until the encoded tensor is where it goes."""
+        """Wait until the encoded tensor has reached the inner store."""
         settle(self._handle)

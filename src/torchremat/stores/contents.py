@@ -1,4 +1,4 @@
-"""What is known of a stored tensor, and how it is made anew."""
+"""The metadata of a stored tensor, and how the tensor is rebuilt."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from torchremat.tensors.sizes import format_bytes
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Content:
-    """What a store has to know to give a tensor back, beside its bytes.
+    """The metadata that a store needs to give a tensor back.
 
     NOTE [ In a line ]
-    Kernels choose by strides, and round by what they choose. So a store has elements in the order in which they lie in
-    memory, in one dimension and each once, and what comes back has the strides that it had; without the gaps, if there
-    were any.
+    Kernels are selected by strides, and the selected kernel decides the rounding. So a store holds the elements in
+    memory order, in one dimension and each once, and the returned tensor has its original strides, without any gaps.
 
     Attributes:
         shape: Its shape.
@@ -42,7 +41,7 @@ class Content:
         return torch.empty(count, dtype=self.dtype, device=self.device if device is None else device)
 
     def line(self, tensor: Tensor) -> Tensor:
-        """Return the elements of the tensor in a line: a view of it where it has no gaps, else a copy."""
+        """Return the elements of the tensor in a line: a view if it has no gaps, else a copy."""
         order = sorted(range(tensor.dim()), key=lambda one: -self.strides[one])
         single = tensor.detach().permute(order)
         for place, dimension in enumerate(order):
@@ -60,7 +59,7 @@ class Content:
 
 
 def content_of(tensor: Tensor) -> Content:
-    """Return what there is to know of a tensor."""
+    """Return the metadata of a tensor."""
     shape, strides = tensor.shape, tensor.stride()
     size_bytes = tensor.nbytes
     if not tensor.is_contiguous():
@@ -71,7 +70,7 @@ def content_of(tensor: Tensor) -> Content:
 
 
 def written_since(tensor: Tensor, *, version: int, now: int) -> MutationError:
-    """Return the error for a tensor that was written in place after it was saved: autograd's own words.
+    """Return the error for a tensor that was written in place after it was saved, in autograd's own words.
 
     Args:
         tensor: The tensor, or an alias of it.
@@ -87,10 +86,10 @@ def written_since(tensor: Tensor, *, version: int, now: int) -> MutationError:
 
 
 def check_version(tensor: Tensor, version: int) -> None:
-    """Raise if a tensor was written in place since it had a version.
+    """Raise if a tensor was written in place since a version.
 
     Raises:
-        MutationError: It was.
+        MutationError: The tensor was written.
     """
     now = version_of(tensor)
     if now != version:

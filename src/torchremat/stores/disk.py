@@ -26,22 +26,22 @@ _HOST = torch.device("cpu")
 
 
 class Disk(Remade):
-    """A store in one temporary file, which has no name: nothing is left of it, however the process ends.
+    """A store in one temporary file without a name: nothing of it remains, however the process ends.
 
-    Threads write behind the forward and read ahead of the backward. Each tensor has a checksum: what comes back is what
-    was put, or an error. A tensor that cannot be written stays where it is.
+    Threads write behind the forward and read ahead of the backward. Each tensor has a checksum: `get` returns the
+    tensor that was put, or raises. A tensor that cannot be written stays in place.
 
     Args:
-        directory: Where the file lies; None is where temporary files lie. On a `tmpfs` the file is in memory.
-        limit: The most that it holds: bytes, or a size such as `"100GiB"`. None is no limit but the disk's.
-        strict: Whether a tensor that cannot be stored is an error; else it stays where it is.
+        directory: The directory of the file; None for that of temporary files. On a `tmpfs` the file is in memory.
+        limit: The most that the store holds: bytes, or a size such as `"100GiB"`. None means only the disk's limit.
+        strict: Whether a tensor that cannot be stored is an error; else it stays in place.
         threads: How many threads write and read, at least 1.
-        pending: How much may wait to be written: bytes, or a size. Where it is more, the forward waits for the disk.
-        timeout_s: How long to wait for a disk that does nothing at all before that is an error, in seconds.
+        pending: How much may wait to be written: bytes, or a size. Above that the forward waits for the disk.
+        timeout_s: How long to wait for a disk that makes no progress at all before that is an error, in seconds.
 
     Raises:
         StoreError: No file can be made in `directory`.
-        UnsupportedError: Another argument is none.
+        UnsupportedError: Another argument is invalid.
     """
 
     def __init__(
@@ -80,21 +80,21 @@ class Disk(Remade):
 
     @property
     def statistics(self) -> StoreStatistics:
-        """What the store has done so far."""
+        """The store's counts so far."""
         writer = self._lease.writer()
         writer.settle()
         return writer.ledger.statistics()
 
     def put(self, tensor: Tensor) -> DiskHandle | None:
-        """Have a tensor written to the file; None if there is no room.
+        """Have a tensor written to the file; None if the file has no room.
 
         Raises:
-            StoreError: There is none, or an earlier write has failed, and the store is strict; or the disk hangs.
+            StoreError: The file has no room or an earlier write has failed, and the store is strict; or the disk hangs.
         """
         writer = self._lease.writer()
         self._report(writer)
         content = content_of(tensor)
-        # Before the limit is asked: what was dropped no longer counts.
+        # Before the limit check, so that dropped tensors no longer count.
         writer.settle()
         if not writer.ledger.reserve(content.size_bytes):
             if self.strict:
@@ -113,13 +113,13 @@ class Disk(Remade):
             writer.ledger.refuse(content.size_bytes)
             self._complain(f"no room for {content}: {self._described} cannot grow: {writer.file.full}.")
             return None
-        # From here on the handle gives back what was taken.
+        # From here on the handle returns what was reserved.
         handle.begin()
         return handle
 
     def _handle(self, tensor: Tensor, content: Content, extents: list[Extent]) -> DiskHandle:
         version = version_of(tensor)
-        # The tensor itself, or a copy that nobody else knows.
+        # The tensor itself, or a copy that no other code knows.
         source = content.line(tensor).to(_HOST).resolve_conj().resolve_neg()
         entry = Entry(content, source, extents)
         entry.is_own = source.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr()
@@ -130,7 +130,7 @@ class Disk(Remade):
         return DiskHandle(entry, self._lease)
 
     def _report(self, writer: DiskWriter) -> None:
-        """Tell of a write that has failed since, for which nobody was there to be told."""
+        """Warn of a write that has failed in the background, after its `put` had returned."""
         if writer.failure is not None:
             failure, writer.failure = writer.failure, None
             self._complain(failure)
@@ -147,7 +147,7 @@ class Disk(Remade):
 
 
 class _Lease:
-    """What the store and its handles share; with the last of them the threads end, and then the file goes."""
+    """What the store and its handles share; with the last of them the threads end, then the file is closed."""
 
     def __init__(self, writer: DiskWriter) -> None:
         self._writer = writer
@@ -155,11 +155,11 @@ class _Lease:
         weakref.finalize(self, _close, writer, self._process)
 
     def writer(self) -> DiskWriter:
-        """Return the spool, in the process that made it.
+        """Return the disk writer, in the process that made it.
 
         Raises:
-            StoreError: This is a fork of that process: it has neither the threads nor the locks in a known state, and
-                the file is the other's.
+            StoreError: This process is a fork of that one: it does not have the threads, its locks are in an unknown
+                state, and the file belongs to the other process.
         """
         if os.getpid() != self._process:
             raise StoreError(
@@ -171,7 +171,7 @@ class _Lease:
     def drop(self, entry: Entry) -> None:
         """Forget a tensor. See NOTE [ What a finalizer may do ]."""
         self._writer.dropped.append(entry)
-        # After it is in the queue, so that whoever finds no source finds it there.
+        # After the entry is in the queue, so that code that finds no source finds the entry there.
         entry.source = None
         entry.ahead = None
 
@@ -182,7 +182,7 @@ def _close(writer: DiskWriter, process: int) -> None:
 
 
 class DiskHandle:
-    """A tensor in the file, or on its way. See NOTE [ Who owns a stored tensor ]."""
+    """A tensor in the file, or being written to it. See NOTE [ Who owns a stored tensor ]."""
 
     __slots__ = ("__weakref__", "_entry", "_lease")
 
@@ -196,29 +196,29 @@ class DiskHandle:
         return 0 if self._entry.state is State.KEPT else self._entry.content.size_bytes
 
     def begin(self) -> None:
-        """Have it written; called once, by the store."""
+        """Have the tensor written; the store calls this once."""
         self._lease.writer().add(self._entry)
 
     def get(self) -> Tensor:
         """Return the tensor on the device that it came from, in fresh memory.
 
         Raises:
-            StoreError: It cannot be read, or is not what was written.
-            MutationError: It was written in place before it was in the file.
+            StoreError: The tensor cannot be read, or differs from what was written.
+            MutationError: The tensor was written in place before it was in the file.
         """
         fresh = self._lease.writer().get(self._entry)
         return self._entry.content.back(fresh.to(self._entry.content.device))
 
     def prefetch(self) -> None:
-        """Have a thread read it, for the next `get`."""
+        """Have a thread read the tensor, for the next `get`."""
         self._lease.writer().prefetch(self._entry)
 
     def before_write(self) -> None:
-        """Go on with a copy, if the tensor is not in the file yet. See NOTE [ Who may write to what was put ]."""
+        """Switch to a copy if the tensor is not in the file yet. See NOTE [ Who may write to what was put ]."""
         self._lease.writer().own(self._entry)
 
     def settle(self) -> None:
-        """Wait until the tensor is in the file, so that its own memory is free; or until it is known to stay there.
+        """Wait until the tensor is in the file and its own memory is free, or until it is known to stay in place.
 
         Raises:
             StoreError: The disk hangs.

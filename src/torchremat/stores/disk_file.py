@@ -1,7 +1,7 @@
 """One file without a name, and the bytes of it that are free.
 
-Nothing is mapped into memory: on a full disk, or past the end of a file, a mapping kills the process, where `pwrite`
-and `preadv` raise.
+The file is never mapped into memory: on a full disk, or past the end of a file, a mapping kills the process, where
+`pwrite` and `preadv` raise.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from torchremat.stores.extents import Extent, Extents
 
 # Space is reserved in steps of at least this size, since each costs a call to the file system.
 _STEP_BYTES = 64 * 2**20
-# What a file system without files that have no name answers.
+# The error codes of a file system that does not support files without a name.
 _NO_TMPFILE = {errno.EISDIR, errno.EOPNOTSUPP, errno.EINVAL}
-# What it answers if it cannot reserve; then a full disk is met by a write.
+# The error codes of one that cannot reserve space; a full disk then shows in a write.
 _NO_RESERVE = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ENODEV}
 
 
 class DiskFile:
-    """A temporary file without a name: nothing is left of it once it is closed, however the process ends.
+    """A temporary file without a name: nothing of it remains once it is closed, however the process ends.
 
-    Extents are taken under the lock of whoever owns the slab; bytes may be read and written by several threads.
+    Extents are taken under the lock of the owner of the disk file; bytes may be read and written by several threads.
 
     Args:
-        directory: Where it lies.
+        directory: The directory of the file.
         limit_bytes: How large it may become; None without a limit.
 
     Raises:
@@ -44,13 +44,14 @@ class DiskFile:
 
     def __init__(self, directory: Path, limit_bytes: int | None) -> None:
         self.limit_bytes = limit_bytes
-        # Why it could not grow, the last time it should have. Not the error: that has frames, which have tensors.
+        # Why it failed to grow, the last time. Text, not the error: an error keeps frames alive, and these keep
+        # tensors.
         self.full = ""
         self._extents = Extents()
         self._descriptor = _open(directory)
 
     def take(self, size: int) -> list[Extent] | None:
-        """Take space for one tensor, in one extent if there is one; None if the disk or the limit has no more."""
+        """Take space for one tensor, in a single extent if possible; None if the disk or the limit has no more."""
         extents = self._extents
         taken = extents.take_one(size)
         if taken is None and self._grow(size - extents.tail_bytes):
@@ -64,16 +65,16 @@ class DiskFile:
         self._extents.give(extents)
 
     def write(self, extents: Sequence[Extent], data: NDArray[np.uint8]) -> int:
-        """Write bytes to the extents that were taken for them, and return their checksum.
+        """Write bytes to the extents reserved for them, and return their checksum.
 
         Raises:
-            OSError: They cannot be written.
+            OSError: The bytes cannot be written.
         """
         view, checksum = data.data, Checksum(data)
         for place, done, size in _blocks(extents):
-            # Before they are written: what changes in between, past all versions, differs from its checksum then.
+            # Before the write: bytes that change in between without a new version then differ from the checksum.
             checksum.advance(done + size)
-            # Python goes on after an interruption by itself; a call may write less than it was asked to.
+            # Python retries after an interruption by itself; a call may write less than it was asked to.
             while size:
                 written = os.pwrite(self._descriptor, view[done : done + size], place)
                 if written <= 0:
@@ -85,7 +86,7 @@ class DiskFile:
         """Read the bytes of extents into memory, and return their checksum.
 
         Raises:
-            OSError: They cannot be read, or the file is too short.
+            OSError: The bytes cannot be read, or the file is too short.
         """
         view, checksum = data.data, Checksum(data)
         for place, done, size in _blocks(extents):
@@ -98,7 +99,7 @@ class DiskFile:
         return checksum.number()
 
     def __reduce__(self) -> str:
-        # The default would copy the number of the open file, and with the copy the original's file would be closed.
+        # The default would copy the file descriptor, and closing the copy would close the original's file.
         raise TypeError("a file without a name cannot be copied, nor go to another process.")
 
     def __del__(self) -> None:
@@ -107,7 +108,7 @@ class DiskFile:
             os.close(descriptor)
 
     def _grow(self, needed: int) -> bool:
-        """Reserve space at the end of the file, so that a write cannot meet a full disk; return whether that worked."""
+        """Reserve space at the end of the file, so that no write finds the disk full; return whether that worked."""
         end = self._extents.end
         most = needed if self.limit_bytes is None else self.limit_bytes - end
         if needed > most:
@@ -125,7 +126,7 @@ class DiskFile:
 
 
 def _blocks(extents: Sequence[Extent]) -> Iterator[tuple[int, int, int]]:
-    """Yield place in the file, place in the tensor, and size, of blocks so small that they stay in a cache."""
+    """Yield offset in the file, offset in the tensor, and size, of blocks small enough to stay in a cache."""
     done = 0
     for extent in extents:
         for place in range(extent.start, extent.end, BLOCK_BYTES):
@@ -166,6 +167,6 @@ def _open(directory: Path) -> int:
 
 
 def bytes_of(tensor: Tensor) -> NDArray[np.uint8]:
-    """Return what a line of the host holds, of any dtype, as bytes."""
-    # One element may have any stride, and bytes can be seen of one with the stride 1 alone.
+    """Return the bytes of a host tensor in a line, of any dtype."""
+    # A tensor of one element may have any stride, but a view as bytes needs the stride 1.
     return tensor.detach().contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()

@@ -1,16 +1,17 @@
-"""Tensors on their way into a file and back, moved by threads that nobody has to trust.
+"""Tensors that are written to a file and read back, by threads whose progress is never taken for granted.
 
 NOTE [ Nobody waits for a thread that is gone ]
-A thread may die in the middle of any line, and a disk may stop answering. So it is written down which thread moves a
-tensor; who waits looks now and then whether that thread is alive, and if not has the work done again, which is safe: a
-write writes the same bytes to the same place, a read goes to fresh memory. Where no thread is left, who waits does the
-work himself. If nothing at all has moved for `timeout_s`, waiting ends with an error. And little is waited for: a
-tensor that is not written yet is still there, so to read it takes no disk.
+A thread may die in the middle of any line, and a disk may stop answering. So each tensor records the thread that moves
+it; a waiter polls whether that thread is alive, and if not has the work done again. Repeating is safe: a write writes
+the same bytes to the same place, a read goes to fresh memory. If no thread is left, the waiter does the work itself. If
+nothing at all has moved for `timeout_s`, waiting ends with an error. Few waits are needed: a tensor that is not written
+yet is still in memory, so reading it takes no disk.
 
 The life of a tensor is a table in `entries.py`.
 
-A slot of the file needs no generation number: it is given back when its handle is gone, so nobody is left who could
-read what the next one writes there; and if the disk brings back what was there before, the checksum says so.
+A slot of the file needs no generation number: it is given back once its handle is gone, so no
+reader of the old tensor is left that could see the next one's bytes; and if the disk returns the old content, the
+checksum detects it.
 """
 
 from __future__ import annotations
@@ -33,25 +34,25 @@ from torchremat.stores.release import goes_on_reading
 from torchremat.stores.statistics import Ledger
 from torchremat.tensors.held import version_of
 
-# How often who waits looks whether the threads are alive, in seconds.
+# How often a waiter polls whether the threads are alive, in seconds.
 _LOOK_S = 0.1
-# How long the end of a store waits for what is being written, in seconds.
+# How long closing a store waits for writes in progress, in seconds.
 _JOIN_S = 5.0
 _HOST = torch.device("cpu")
 
 
 class DiskWriter:
-    """A slab, the threads that write and read it, and the tensors that are on their way.
+    """A disk file, the threads that write and read it, and the tensors that they transfer.
 
-    The threads hold the spool; whoever owns it closes it.
+    The threads keep the disk writer alive; its owner closes it.
 
     Args:
         file: The file.
         ledger: Where bytes are reserved and counted.
         threads: How many threads move tensors.
-        pending_limit_bytes: How many bytes may wait to be written when `add` returns.
-        timeout_s: How long to wait for a disk that does nothing at all.
-        name: What messages call the store.
+        pending_limit_bytes: How many bytes may still wait to be written when `add` returns.
+        timeout_s: How long to wait for a disk that makes no progress.
+        name: The store's name in messages.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class DiskWriter:
     ) -> None:
         self.file = file
         self.ledger = ledger
-        self.failure: str | None = None  # of a write, until somebody is told
+        self.failure: str | None = None  # of a write, until it is reported
         self.dropped: deque[Entry] = deque()  # See NOTE [ What a finalizer may do ]
         self._name = name
         self._pending_limit_bytes = pending_limit_bytes
@@ -67,9 +68,9 @@ class DiskWriter:
         self._timeout_s = timeout_s
         self._condition = threading.Condition(threading.Lock())
         self._moves = 0  # how many tensors were written or read
-        self._pending: dict[Entry, None] = {}  # those that wait, move or are left, oldest first
+        self._pending: dict[Entry, None] = {}  # entries that wait, move or are left, oldest first
         self._reads: deque[tuple[Entry, ReadAhead]] = deque()
-        # A call says that there may be something to do; None ends a thread.
+        # Each item signals that there may be work; None ends a thread.
         self._calls: SimpleQueue[bool | None] = SimpleQueue()
         self._closing = False
         self._most_threads = threads
@@ -88,15 +89,15 @@ class DiskWriter:
                 extents = self.file.take(size)
                 if extents is not None or all(entry.state is not State.LEFT for entry in self._pending):
                     return extents
-                self._wait(patience)  # for space that is given back in a moment
+                self._wait(patience)  # for space that is about to be given back
 
     def give(self, extents: list[Extent]) -> None:
-        """Give space back that no tensor was put into."""
+        """Give back space that no tensor was put into."""
         with self._condition:
             self.file.give(extents)
 
     def add(self, entry: Entry) -> None:
-        """Have a tensor written, and wait until no more bytes are pending than may be.
+        """Queue a tensor to be written, and wait until no more bytes are pending than the limit.
 
         Raises:
             StoreError: The disk does not answer.
@@ -110,7 +111,7 @@ class DiskWriter:
         self._wait_until(lambda: self._pending_bytes <= self._pending_limit_bytes)
 
     def wait_until_written(self, entry: Entry) -> None:
-        """Wait until a tensor is in the file, or is known not to get there.
+        """Wait until a tensor is in the file, or is known not to reach it.
 
         Raises:
             StoreError: The disk does not answer.
@@ -118,11 +119,11 @@ class DiskWriter:
         self._wait_until(lambda: entry not in self._pending)
 
     def get(self, entry: Entry) -> Tensor:
-        """Return a tensor in fresh memory of the host.
+        """Return a tensor in fresh host memory.
 
         Raises:
-            StoreError: It cannot be read, or is not what was written.
-            MutationError: It was written in place before it was in the file.
+            StoreError: The tensor cannot be read, or differs from what was written.
+            MutationError: The tensor was written in place before it was in the file.
         """
         with self._condition:
             source, version, changed = entry.source, entry.version, entry.changed
@@ -141,7 +142,7 @@ class DiskWriter:
         return fresh
 
     def own(self, entry: Entry) -> None:
-        """Have a copy in place of a tensor that is held and not in the file, since it is about to be written.
+        """Replace a tensor that is held and not in the file by a copy, since the tensor is about to be written.
 
         See NOTE [ Who may write to what was put ].
         """
@@ -166,22 +167,22 @@ class DiskWriter:
         self._calls.put(True)
 
     def settle(self) -> None:
-        """Take into account what was dropped."""
+        """Account for entries that were dropped."""
         with self._condition:
             self._settle()
 
     def close(self) -> None:
-        """End the threads; what is not in the file yet never will be. A finalizer, so it takes no lock."""
+        """End the threads; tensors that are not in the file yet are never written. A finalizer, so it takes no lock."""
         self._closing = True
         threads = list(self._threads)
         for _ in threads:
             self._calls.put(None)
-        # One thread of a spool does not wait for another: it may hold the lock that the other needs.
+        # One thread of a disk writer does not wait for another: it may hold the lock that the other needs.
         if threading.current_thread() not in threads:
             for thread in threads:
                 thread.join(_JOIN_S)
 
-    # What follows down to the next comment is called under the lock.
+    # Everything down to the next such comment is called under the lock.
 
     def _settle(self) -> None:
         while self.dropped:
@@ -198,13 +199,13 @@ class DiskWriter:
                     self._free(entry)
                     entry.state = State.DROPPED
                     self.ledger.release(entry.content.size_bytes)
-                case State.KEPT:  # it gave back all that it had when it could not be written
+                case State.KEPT:  # it returned all its space when it could not be written
                     entry.state = State.DROPPED
                 case State.LEFT | State.DROPPED:  # only one finalizer drops it
                     pass
 
     def _done(self, entry: Entry, state: State) -> None:
-        """Note that a tensor is no longer on its way."""
+        """Record that the transfer of a tensor has ended."""
         if entry in self._pending:  # not if `add` was interrupted before it began
             del self._pending[entry]
             self._pending_bytes -= entry.content.size_bytes
@@ -222,13 +223,13 @@ class DiskWriter:
         return next((entry for entry in self._pending if entry.state is State.WAITING), None)
 
     def _revive(self) -> None:
-        """Let tensors wait again whose thread is gone. See NOTE [ Nobody waits for a thread that is gone ]."""
+        """Requeue tensors whose thread is gone. See NOTE [ Nobody waits for a thread that is gone ]."""
         for entry in list(self._pending):
             if entry.mover is not None and not entry.mover.is_alive():
                 self._undo(entry)
 
     def _undo(self, entry: Entry) -> None:
-        """Let a tensor wait again whose write has ended in the middle."""
+        """Requeue a tensor whose write was cut short."""
         if entry.state is State.LEFT:
             self._free(entry)
             self._done(entry, State.DROPPED)
@@ -236,7 +237,7 @@ class DiskWriter:
             entry.state, entry.mover = State.WAITING, None
 
     def _end(self, entry: Entry, outcome: WriteOutcome) -> None:
-        """Note what became of a write."""
+        """Record the outcome of a write."""
         if entry.state is State.LEFT:
             self._free(entry)
             self._done(entry, State.DROPPED)
@@ -270,27 +271,27 @@ class DiskWriter:
             thread = threading.Thread(target=self._work, name=f"torchremat disk {number}", daemon=True)
             try:
                 thread.start()
-            except RuntimeError:  # the interpreter ends, or there are too many
+            except RuntimeError:  # the interpreter shuts down, or the thread limit is reached
                 return
             self._threads.append(thread)
 
     def _wait(self, patience: Patience) -> None:
-        """Wait for a change, for a short while; who calls looks again then."""
+        """Wait for a change, for a short while; the caller polls again then."""
         if self._condition.wait(_LOOK_S):
             patience.moved(self._moves)
             return
         self._revive()
-        self._calls.put(True)  # whoever was called last may be gone
+        self._calls.put(True)  # the thread that was woken last may be gone
         if patience.is_over(self._moves):
             raise StoreError(
                 f"{self._name}: nothing was written or read for {self._timeout_s:g} s, and {self._pending_bytes} B "
                 "wait to be written. The disk hangs or is very slow; `timeout_s=` says how long to wait."
             )
 
-    # What follows takes the lock itself.
+    # Everything below takes the lock itself.
 
     def _wait_until(self, is_so: Callable[[], bool]) -> None:
-        """Wait until something is so, which is asked under the lock; write what waits if no thread is left to."""
+        """Wait until a condition holds, evaluated under the lock; write waiting tensors if no thread is left to."""
         patience = Patience(self._timeout_s)
         while True:
             with self._condition:
@@ -304,12 +305,12 @@ class DiskWriter:
             self._write(waiting)
 
     def _work(self) -> None:
-        """Move tensors until the spool is closed: what each thread does."""
+        """Move tensors until the disk writer is closed: the body of each thread."""
         while self._calls.get() is not None and not self._closing:
             self._move()
 
     def _move(self) -> None:
-        """Move one tensor, if there is one. A function, since a thread that waits for the next one must hold none."""
+        """Move one tensor, if any waits. A function, since a thread that waits for the next must hold none."""
         read, entry = None, None
         with self._condition:
             self._settle()
@@ -342,7 +343,7 @@ class DiskWriter:
     def _written(self, entry: Entry) -> WriteOutcome:
         """Write the bytes of a tensor; no reference to it outlives this function."""
         source = entry.source
-        if source is None:  # it was dropped a moment ago
+        if source is None:  # it was dropped just before
             return WriteOutcome(State.STORED)
         now, found = version_of(source), 0
         if now == entry.version:
@@ -383,7 +384,7 @@ class DiskWriter:
             self._condition.notify_all()
 
     def _await(self, ahead: ReadAhead) -> Tensor | None:
-        """Return what is read ahead; None if it is to be read now."""
+        """Return the tensor that is read ahead; None if the caller must read it now."""
         patience = Patience(self._timeout_s)
         with self._condition:
             while not ahead.done:
@@ -391,5 +392,5 @@ class DiskWriter:
                     ahead.done, ahead.tensor = True, None
                     return None
                 self._wait(patience)
-            tensor, ahead.tensor = ahead.tensor, None  # whose memory goes with the caller's last reference
+            tensor, ahead.tensor = ahead.tensor, None  # its memory is freed with the caller's last reference
         return tensor

@@ -1,4 +1,4 @@
-"""One tensor on its way into a file and back.
+"""One tensor in transfer to a file and back.
 
 The life of a tensor:
 
@@ -7,11 +7,11 @@ The life of a tensor:
     LEFT      as MOVING, but dropped        as above
     STORED    it is in the file             only its checksum is held
     KEPT      it could not be written       the source is held for good
-    CHANGED   it was written in place       nothing is held: what was saved is nowhere any more
-    DROPPED   nobody asks for it any more   nothing is held
+    CHANGED   it was written in place       nothing is held: the saved values are lost
+    DROPPED   its handle is gone            nothing is held
 
-Whoever is told of a write while the source is the caller's own memory holds a copy as the source from then on. A write
-to the file that had begun with the other one is no good, and is done again: the tensor waits once more.
+When a write is announced while the source is the caller's own memory, the entry holds a copy as the source from then
+on. A write to the file that began with the original is void and is done again: the tensor waits once more.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torchremat.tensors.metadata import version_of
 
 
 class State(Enum):
-    """Where a tensor is. See the table above."""
+    """The state of a tensor. See the table above."""
 
     WAITING = auto()
     MOVING = auto()
@@ -40,7 +40,7 @@ class State(Enum):
 
 
 class Entry:
-    """One tensor of a spool. All but `source` and `ahead` change under the spool's lock alone."""
+    """One tensor of a disk writer. All but `source` and `ahead` change only under the disk writer's lock."""
 
     __slots__ = (
         "ahead",
@@ -61,8 +61,8 @@ class Entry:
         self.extents = extents
         self.source: Tensor | None = source
         self.version = version_of(source)
-        self.is_own = False  # whether nobody else knows the source
-        self.restarts = False  # whether what a thread writes now is to be written again
+        self.is_own = False  # whether no other code knows the source
+        self.restarts = False  # whether the write in progress must be done again
         self.state = State.WAITING
         self.mover: threading.Thread | None = None
         self.checksum = 0
@@ -71,11 +71,11 @@ class Entry:
 
 
 class ReadAhead:
-    """A read that was begun before anybody waited for it.
+    """A read that began before any caller waited for it.
 
     Args:
-        fresh: The memory for it, made by the thread that asks: whoever watches what that thread allocates sees it, at a
-            moment that does not depend on when the disk is ready.
+        fresh: The memory for it, allocated by the thread that asks: a profiler of that thread's allocations sees it, at
+            a program point that does not depend on when the disk is ready.
     """
 
     __slots__ = ("done", "mover", "tensor")
@@ -83,12 +83,12 @@ class ReadAhead:
     def __init__(self, fresh: Tensor) -> None:
         self.mover: threading.Thread | None = None
         self.done = False
-        self.tensor: Tensor | None = fresh  # none if the read has failed: who asks reads again, and sees why
+        self.tensor: Tensor | None = fresh  # None if the read has failed: the caller reads again, and sees why
 
 
 @dataclass(frozen=True, slots=True)
 class WriteOutcome:
-    """What became of a write."""
+    """The outcome of a write."""
 
     state: State
     checksum: int = 0

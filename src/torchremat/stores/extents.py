@@ -1,4 +1,4 @@
-"""Which bytes of a file are free, on integers alone."""
+"""The free bytes of a file, computed on integers alone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Bytes of a file that follow each other."""
+    """Consecutive bytes of a file."""
 
     start: int
     size: int
@@ -20,10 +20,10 @@ class Extent:
 
 
 class Extents:
-    """The free bytes of a file; free extents next to each other are one.
+    """The free bytes of a file; adjacent free extents are merged.
 
-    A tensor may lie in several extents, so all free bytes are of use: a limit in bytes is exact, whatever was freed in
-    whatever order before.
+    A tensor may span several extents, so every free byte is usable: a limit in bytes is exact, whatever the order of
+    earlier frees.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class Extents:
 
     @property
     def tail_bytes(self) -> int:
-        """How many free bytes there are at the end of the file."""
+        """How many bytes at the end of the file are free."""
         if not self._starts:
             return 0
         last = self._starts[-1]
@@ -47,7 +47,7 @@ class Extents:
         self.give([Extent(start, size)])
 
     def take_one(self, size: int) -> list[Extent] | None:
-        """Take the smallest free extent that is large enough, or as much of it as is needed; None if none is."""
+        """Take the smallest free extent that is large enough, or the part of it that is needed; None if none is."""
         fitting = [(free, start) for start, free in self._sizes.items() if free >= size]
         if not fitting:
             return None
@@ -55,7 +55,7 @@ class Extents:
         return [self._cut(start, size)]
 
     def take_any(self, size: int) -> list[Extent] | None:
-        """Take as many bytes in several extents, the largest first; None if there are too few."""
+        """Take as many bytes in several extents, the largest first; None if too few are free."""
         if size > self.free_bytes:
             return None
         taken: list[Extent] = []
@@ -67,7 +67,7 @@ class Extents:
         return taken
 
     def give(self, extents: list[Extent]) -> None:
-        """Give extents back that were taken."""
+        """Return extents that were taken."""
         for extent in extents:
             start, size = extent.start, extent.size
             if size == 0:

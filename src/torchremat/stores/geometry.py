@@ -1,4 +1,4 @@
-"""Where in its storage a tensor lies: an interval of bytes, or a pattern with gaps."""
+"""The place of a tensor in its storage: an interval of bytes, or a pattern with gaps."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class Lies(Protocol):
-    """Something that lies in a storage as a tensor does; offset and strides in elements."""
+    """Something with a place in a storage, as a tensor has; offset and strides in elements."""
 
     size: torch.Size
     stride: tuple[int, ...]
@@ -17,16 +17,16 @@ class Lies(Protocol):
 
 
 def span_of(place: Lies) -> tuple[int, int]:
-    """Return the first byte of a tensor in its storage, and the one after its last; it has at least one element."""
+    """Return the first byte of a tensor in its storage, and the byte after its last; it has at least one element."""
     last = sum((size - 1) * stride for size, stride in zip(place.size, place.stride, strict=True))
     return place.offset * place.dtype.itemsize, (place.offset + last + 1) * place.dtype.itemsize
 
 
 def has_gaps(place: Lies) -> bool:
-    """Return whether a tensor leaves out bytes of its span, and has no element twice.
+    """Return whether a tensor skips bytes of its span and repeats no element.
 
-    One whose elements overlap in another way than by strides of 0 is said to have no gaps: all of its span may be
-    copied, but nothing may be written to it through its own strides.
+    A tensor whose elements overlap other than by strides of 0 counts as having no gaps: all of its span may be copied,
+    but nothing may be written to it through its own strides.
     """
     gaps = False
     reach = 1
@@ -41,12 +41,12 @@ def has_gaps(place: Lies) -> bool:
 
 
 def without_repeats(place: Lies) -> tuple[int, ...]:
-    """Return the shape of a tensor with every dimension of stride 0 taken once."""
+    """Return the shape of a tensor, with size 1 for each dimension of stride 0."""
     return tuple(1 if stride == 0 and size else size for size, stride in zip(place.size, place.stride, strict=True))
 
 
 def missing(start: int, stop: int, covered: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the parts of an interval that no covered interval has, in order.
+    """Return the parts of an interval that no covered interval contains, in order.
 
     Args:
         start: Its first byte.

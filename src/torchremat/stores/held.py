@@ -1,4 +1,4 @@
-"""What autograd holds of a catalog: objects of several kinds, with one way to unpack them."""
+"""The objects that autograd holds for a catalog: several kinds, with one way to unpack them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchremat.tensors.packed import Owner, Packed
 
 
 class InCatalog(Packed):
-    """What autograd holds in place of a tensor that was put into a catalog."""
+    """The object that autograd holds in place of a tensor that was put into a catalog."""
 
     __slots__ = ()
 
@@ -23,11 +23,11 @@ class InCatalog(Packed):
 
     @abstractmethod
     def let_go(self) -> None:
-        """Have nothing any more of what was put, since nobody will ask again."""
+        """Release everything that was put, since no further call asks for it."""
 
     @property
     def owners(self) -> Iterable[Owner]:
-        """What may keep tensors to the end of a backward on behalf of this one."""
+        """The owners that may keep tensors to the end of a backward on behalf of this object."""
         return ()
 
     def hand_out(self, *, last: bool) -> Tensor:
@@ -43,7 +43,7 @@ class InCatalog(Packed):
 
 
 class Emptied(InCatalog):
-    """Metadata, and no tensor: what a compiled graph remembers."""
+    """Metadata without a tensor, for a compiled graph to remember."""
 
     __slots__ = ("_metadata",)
 
@@ -52,12 +52,12 @@ class Emptied(InCatalog):
 
     @property
     def metadata(self) -> Metadata:
-        """What is known of the tensor."""
+        """The metadata of the tensor."""
         return self._metadata
 
     def get(self) -> Tensor:
-        """Refuse: nobody has this but a compiler."""
+        """Refuse: only a compiler has this object."""
         raise bug("a compiled graph has asked what it was traced with for a saved tensor")
 
     def let_go(self) -> None:
-        """Do nothing: there is nothing."""
+        """Do nothing: it holds nothing."""

@@ -1,4 +1,4 @@
-"""A store in memory of the host."""
+"""A store in host memory."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from torchremat.tensors.sizes import format_bytes
 
 
 class Host(Remade):
-    """A store in memory of the host.
+    """A store in host memory.
 
-    Tensors of CUDA devices go to pinned memory and come back on streams of their own, beside what the device computes;
-    where no more memory can be pinned they are copied while `put` runs. A tensor that is in the host's memory already
-    is copied as well, so that it may be written in place afterwards: what comes back is what was put.
+    Tensors of CUDA devices go to pinned memory and come back on streams of their own, overlapping the device's
+    computation; where no more memory can be pinned, they are copied while `put` runs. A tensor that is already in host
+    memory is copied as well, so that it may be written in place afterwards: `get` returns what was put.
 
     Args:
-        limit: The most that it holds: bytes, or a size such as `"6GiB"`. None is no limit.
-        pin: Whether memory for tensors of CUDA devices is pinned: True for half of the machine's memory at most, False
+        limit: The most that the store holds: bytes, or a size such as `"6GiB"`. None means no limit.
+        pin: Whether memory for tensors of CUDA devices is pinned: True for at most half of the machine's memory, False
             for none, or the most as a size.
-        strict: Whether a tensor for which there is no room is an error; else it stays where it is.
+        strict: Whether a tensor for which the store has no room is an error; else it stays in place.
 
     Raises:
-        UnsupportedError: `limit` or `pin` is no size.
+        UnsupportedError: `limit` or `pin` is not a size.
     """
 
     def __init__(self, limit: int | str | None = None, *, pin: bool | int | str = True, strict: bool = False) -> None:
@@ -46,14 +46,14 @@ class Host(Remade):
 
     @property
     def statistics(self) -> StoreStatistics:
-        """What the store has done so far."""
+        """The store's counts so far."""
         return self._ledger.statistics()
 
     def put(self, tensor: Tensor) -> HostHandle | TransferHandle | None:
-        """Copy a tensor into memory of the host; None if that would be above the limit.
+        """Copy a tensor into host memory; None if that would exceed the limit.
 
         Raises:
-            StoreError: It would, and the store is strict.
+            StoreError: It would exceed the limit, and the store is strict.
         """
         content = content_of(tensor)
         if not self._ledger.reserve(content.size_bytes):
@@ -71,10 +71,10 @@ class Host(Remade):
             raise
 
     def land(self, *, all_of_it: bool) -> None:
-        """Wait until copies from a device have ended, so that its memory is free.
+        """Wait until copies from a device have ended, so that the device memory is free.
 
         Args:
-            all_of_it: Whether all have to, or so much may be in flight as during `put`.
+            all_of_it: Whether to wait for all copies; else as many may stay in flight as during `put`.
         """
         if self._transfers is not None:
             self._transfers.settle(most_bytes=0 if all_of_it else None)
@@ -85,14 +85,14 @@ class Host(Remade):
 
 
 def _most_pinned() -> int:
-    # Pinned memory cannot be swapped, so all of it would take the machine down.
+    # Pinned memory cannot be swapped: pinning all of it would bring the machine down.
     if "SC_PHYS_PAGES" not in os.sysconf_names:
         return 2**32
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
 class HostHandle:
-    """A copy in memory of the host, made while `put` ran. See NOTE [ Who owns a stored tensor ]."""
+    """A copy in host memory, made while `put` ran. See NOTE [ Who owns a stored tensor ]."""
 
     __slots__ = ("__weakref__", "_content", "_copy", "_ledger", "_written", "stored_bytes")
 
@@ -103,7 +103,7 @@ class HostHandle:
         line = content.line(tensor)
         self._copy = line.clone() if tensor.device.type == "cpu" else line.cpu()
         now = version_of(tensor)
-        # Another thread has written to it meanwhile: then nobody knows what was copied.
+        # Another thread wrote to it meanwhile, so the copied values are unknown.
         self._written = None if now == version else written_since(tensor, version=version, now=now)
         ledger.copied(out_bytes=self.stored_bytes)
         self._ledger = ledger  # last: from here on the finalizer gives the bytes back
@@ -122,12 +122,12 @@ class HostHandle:
         return self._content.back(fresh)
 
     def prefetch(self) -> None:
-        """Memory of the host is read when it is asked for."""
+        """Do nothing: host memory is read when it is asked for."""
 
     def before_write(self) -> None:
-        """Do nothing: it was copied while `put` ran. See NOTE [ Who may write to what was put ]."""
+        """Do nothing: the tensor was copied while `put` ran. See NOTE [ Who may write to what was put ]."""
 
     def __del__(self) -> None:
-        # Not there if the constructor has raised.
+        # Missing if the constructor has raised.
         if hasattr(self, "_ledger"):
             self._ledger.release(self.stored_bytes)  # See NOTE [ What a finalizer may do ]

@@ -1,4 +1,4 @@
-"""A store that leaves a tensor where it is, and sees whether it is written."""
+"""A store that leaves a tensor in place, and detects writes to it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torchremat.tensors.held import version_of
 
 
 class Keep(Remade):
-    """A store that copies nothing, unless it is told of a write: the tensor stays where it is.
+    """A store that copies nothing unless a write is announced: the tensor stays in place.
 
-    What it adds to autograd without hooks is nothing, and that is the point: with hooks autograd no longer checks that
-    a saved tensor is still what it was. This store does, and raises the error that autograd would.
+    By design it adds nothing to autograd without hooks: with hooks autograd no longer checks that a saved tensor is
+    unchanged. This store does, and raises the error that autograd would.
 
-    `stored_bytes` counts a tensor as often as it is put, aliases as well.
+    `stored_bytes` counts a tensor each time it is put, aliases included.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class Keep(Remade):
 
     @property
     def statistics(self) -> StoreStatistics:
-        """What the store has done so far."""
+        """The store's counts so far."""
         return self._ledger.statistics()
 
     def put(self, tensor: Tensor) -> KeepHandle:
@@ -37,14 +37,15 @@ class Keep(Remade):
 
 
 class KeepHandle:
-    """A tensor that stayed where it was. See NOTE [ Who owns a stored tensor ]."""
+    """A tensor that stayed in place. See NOTE [ Who owns a stored tensor ]."""
 
     __slots__ = ("__weakref__", "_kept", "_ledger", "stored_bytes")
 
     def __init__(self, tensor: Tensor, ledger: Ledger) -> None:
-        # What a sparse tensor has is not told by `nbytes`; it counts as if it were dense.
+        # `nbytes` does not give the size of a sparse tensor; it counts as if it were dense.
         self.stored_bytes = tensor.numel() * tensor.element_size()
-        # Without a graph: an output that its own node saves would else keep that node, a cycle that nobody collects.
+        # Without a graph: else an output that its own node saves would keep that node alive, a cycle that is never
+        # collected.
         self._kept = tensor.detach(), version_of(tensor)
         self._ledger = ledger
         ledger.reserve(self.stored_bytes)
@@ -53,7 +54,7 @@ class KeepHandle:
         """Return an alias of the tensor.
 
         Raises:
-            MutationError: It was written in place since it was put.
+            MutationError: The tensor was written in place since it was put.
         """
         alias, version = self._kept
         check_version(alias, version)
@@ -67,9 +68,9 @@ class KeepHandle:
             self._kept = copy, version_of(copy)
 
     def prefetch(self) -> None:
-        """Nothing has to be brought back."""
+        """Do nothing: the tensor is in place."""
 
     def __del__(self) -> None:
-        # Not there if the constructor has raised.
+        # Missing if the constructor has raised.
         if hasattr(self, "_ledger"):
             self._ledger.release(self.stored_bytes)  # See NOTE [ What a finalizer may do ]

@@ -1,4 +1,4 @@
-"""What is kept where it is: autograd's own way, its check included."""
+"""Tensors kept in place: autograd's own way, with its version check."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torchremat.tensors.metadata import Metadata, metadata_of, version_of
 
 
 class Kept(InCatalog):
-    """A tensor that stays where it is, at a version; a handle of no bytes.
+    """A tensor that stays in place, at a version; a handle of no bytes.
 
-    Autograd does not check versions where hooks are, so this does.
+    Autograd does not check versions of tensors that hooks pack, so this class does.
 
     Args:
         tensor: The tensor; an alias without its graph is held.
-        watched: The tensor whose version counts the writes, if it is another one: that of a subclass which wraps it.
-        version: The version that it was saved at, if it may have been written since.
+        watched: The tensor whose version counts the writes, if it is another one: the subclass that wraps this tensor.
+        version: The version at which it was saved, if it may have been written since.
     """
 
     __slots__ = ("_alias", "_version", "_watched")
@@ -42,7 +42,7 @@ class Kept(InCatalog):
         """Return the tensor.
 
         Raises:
-            MutationError: It was written in place since.
+            MutationError: The tensor was written in place since.
         """
         now = version_of(self._watched)
         if now != self._version:
@@ -57,12 +57,12 @@ class Kept(InCatalog):
 
     @property
     def metadata(self) -> Metadata:
-        """What is known of the tensor."""
+        """The metadata of the tensor."""
         return metadata_of(self._alias)
 
     def let_go(self) -> None:
-        """Let go of the tensor."""
+        """Release the tensor."""
         del self._alias, self._watched
 
     def prefetch(self) -> None:
-        """Do nothing: it is there."""
+        """Do nothing: the tensor is in place."""

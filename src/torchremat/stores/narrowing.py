@@ -1,15 +1,15 @@
-"""How a saved tensor comes to be held as what backward needs of it: its shape, or a bit for each element.
+"""How a saved tensor is reduced to what backward needs of it: its shape, or a bit for each element.
 
 NOTE [ How a slot is known ]
-Saved-tensor hooks are handed a tensor, not the node and the slot that save it, and the node does not exist yet. So
-while an operation runs its saves wait; when it has returned, its new nodes are found from its results, and by what
-their slots hold it is known which save is which. Then each is stored, narrowed or whole. What waits is at most what one
-operation saves, it waits as long as that operation runs, and an error in the operation ends the waiting as well. Saves
-that no function of torch makes (those of custom Functions and of compiled code), and those of a backward, do not wait
-and are stored whole.
+Saved-tensor hooks are given a tensor, not the node and the slot that save it, and the node does not exist yet. So while
+an operation runs its saves wait. When it has returned, its new nodes are found from its results, and the contents of
+their slots tell which save belongs to which slot. Then each save is stored, narrowed or whole. At most the saves of one
+operation wait, only as long as that operation runs, and an error in the operation also ends the waiting. Saves made
+outside of torch's functions (by custom Functions and compiled code), and those of a backward, do not wait and are
+stored whole.
 
-Missing on purpose: giving up a mask if another operation has the same tensor stored whole later. The mask is a
-thirty-second of it or less, and lets go of the whole as soon as that other operation has gone backward.
+Missing on purpose: giving up a mask if another operation later has the same tensor stored whole. The mask is at most a
+thirty-second of it, and releases the whole tensor as soon as that other operation has gone backward.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from torchremat.tensors.handles import Handle, Store
 from torchremat.tensors.metadata import Metadata, metadata_of
 from torchremat.tensors.packed import Owner
 
-# Nodes of one operation that are looked at; the largest functions of torch make some tens.
+# How many nodes of one operation to visit; the largest functions of torch make some tens.
 _MOST_NODES = 256
 
 
 class Narrowable(InCatalog):
-    """What autograd holds in place of a tensor that may be narrowed."""
+    """The object that autograd holds in place of a tensor that may be narrowed."""
 
     __slots__ = ("__weakref__", "_stored", "_watch")
 
@@ -57,36 +57,36 @@ class Narrowable(InCatalog):
         self._stored: InCatalog | None = None
 
     def put(self, stored: InCatalog) -> None:
-        """Let it stand for what has been stored."""
+        """Let it stand for an object that has been stored."""
         self._stored = stored
 
     @property
     def stored(self) -> InCatalog | None:
-        """What it stands for; None as long as it waits."""
+        """The object that it stands for; None as long as it waits."""
         return self._stored
 
     def get(self) -> Tensor:
-        """Return the tensor, or its image; see NOTE [ An image ].
+        """Return the tensor, or its surrogate; see NOTE [ An image ].
 
         Raises:
-            StoreError: Its values are asked for, not by the backward of its node, and only an image can be had. Or the
+            StoreError: Its values are requested outside the backward of its node, and only a surrogate exists. Or the
                 store failed in the forward.
-            MutationError: It was written in place before it could be stored.
+            MutationError: The tensor was written in place before it could be stored.
         """
         return self._settled().get()
 
     @property
     def metadata(self) -> Metadata:
-        """What is known of the tensor."""
+        """The metadata of the tensor."""
         return self._settled().metadata
 
     @property
     def owners(self) -> Iterable[Owner]:
-        """Those of what has been stored."""
+        """The owners of the stored object."""
         return self._settled().owners
 
     def let_go(self) -> None:
-        """Let go of what has been stored."""
+        """Release the stored object."""
         self._settled().let_go()
 
     def _settled(self) -> InCatalog:
@@ -103,13 +103,13 @@ class Narrowable(InCatalog):
 
 @dataclass(frozen=True)
 class Surrogate(InCatalog):
-    """What is held of a tensor whose values nobody needs.
+    """The stand-in for a tensor whose values are never read.
 
     Attributes:
         node: The name of its node.
         slot: The slot there.
-        geometry: Where its elements lay.
-        catalog: What has stored the bits.
+        geometry: The geometry of its elements.
+        catalog: The catalog that has stored the bits.
         bits: A bit for each element; None if only the shape is needed.
         true: The value for the elements whose bit is set.
         false: The value for the others.
@@ -124,10 +124,10 @@ class Surrogate(InCatalog):
     false: float = 0.0
 
     def get(self) -> Tensor:
-        """Return the image, to the backward of the node.
+        """Return the surrogate, to the backward of the node.
 
         Raises:
-            StoreError: Somebody else asks.
+            StoreError: The caller is not that backward.
         """
         running = current_node()
         # Compiled autograd runs backward without nodes.
@@ -143,11 +143,11 @@ class Surrogate(InCatalog):
 
     @property
     def metadata(self) -> Metadata:
-        """What is known of the tensor."""
+        """The metadata of the tensor."""
         return self.geometry.shape, self.geometry.dtype, self.geometry.device, self.geometry.strides
 
     def let_go(self) -> None:
-        """Do nothing: a bit for each element may stay until its backward ends."""
+        """Do nothing: one bit per element may stay until the backward ends."""
 
 
 @dataclass(frozen=True)
@@ -159,27 +159,27 @@ class _Written(InCatalog):
 
     @property
     def metadata(self) -> Metadata:
-        """What is known of the tensor."""
+        """The metadata of the tensor."""
         return self.known
 
     def get(self) -> Tensor:
         raise MutationError(self.message)
 
     def let_go(self) -> None:
-        """Do nothing: there is nothing."""
+        """Do nothing: it holds nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class _WaitingSlots:
     narrowable: Narrowable
-    # The tensor itself, by which a catalog knows parameters. A cycle with its node, until the operation is over.
+    # The tensor itself, by which a catalog recognises parameters. A cycle with its node, until the operation ends.
     tensor: Tensor
     version: int
 
 
 @dataclass(frozen=True, slots=True)
 class _NarrowedSlot:
-    """A slot that needs less, of a node that has just been made."""
+    """A slot that needs less than the tensor, of a node that has just been made."""
 
     node: Node
     name: str
@@ -188,23 +188,23 @@ class _NarrowedSlot:
 
 @only_watches
 class SlotWatch(TorchFunctionMode):
-    """A mode in which tensors are stored as what backward needs of them. See NOTE [ How a slot is known ].
+    """A mode in which a tensor is stored as the part that backward needs. See NOTE [ How a slot is known ].
 
-    It is entered together with saved-tensor hooks whose pack is its `pack`, after them, and left before them.
+    Enter it after the saved-tensor hooks whose pack is its `pack`, and leave it before them.
 
     Args:
-        catalog: What stores the others.
+        catalog: The catalog that stores the other tensors.
     """
 
     def __init__(self, catalog: Catalog) -> None:
         super().__init__()
         self._catalog = catalog
         self._thread = get_ident()
-        self._since = -1  # the number that the first node of the running operation gets; -1 if none runs
+        self._since = -1  # the number of the first node that the running operation will make; -1 if none runs
         self._waiting: list[_WaitingSlots] = []
 
     def pack(self, tensor: Tensor) -> InCatalog:
-        """Return what autograd holds in place of a tensor: the pack hook."""
+        """Return the object that autograd holds in place of a tensor: the pack hook."""
         if (
             self._since < 0
             or get_ident() != self._thread
@@ -224,7 +224,7 @@ class SlotWatch(TorchFunctionMode):
         args: tuple[object, ...] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
-        """Run an operation, and store what it has saved when it has returned."""
+        """Run an operation, and store its saves once it has returned."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or self._since >= 0:
             return func(*args, **(kwargs or {}))
         self._since = sequence_number()
@@ -238,10 +238,10 @@ class SlotWatch(TorchFunctionMode):
         return result
 
     def settle(self, found: Mapping[Narrowable, _NarrowedSlot] | None = None) -> None:
-        """Store what waits, narrowed where it is known to be enough.
+        """Store the waiting saves, narrowed where that is known to be enough.
 
         Raises:
-            StoreError: The store was told to be strict, and failed.
+            StoreError: The store is strict, and failed.
         """
         waiting, self._waiting = self._waiting, []
         enabled = torch.is_grad_enabled()
@@ -271,14 +271,14 @@ class SlotWatch(TorchFunctionMode):
         return Surrogate(found.name, found.slot, geometry, self._catalog, bits, split.true, split.false)
 
     def _found(self, result: object, since: int) -> dict[Narrowable, _NarrowedSlot]:
-        """Return the slots that need less among those that wait, by what they hold."""
+        """Return the waiting slots that need less than the tensor, found by their contents."""
         waiting = {one.narrowable for one in self._waiting}
         found: dict[Narrowable, _NarrowedSlot] = {}
         nodes = [tensor.grad_fn for tensor in _tensors_in(result)]
         seen: set[Node] = set()
         while nodes and len(found) < len(waiting) and len(seen) < _MOST_NODES:
             node = nodes.pop()
-            # Older nodes are those of other operations. Leaves have the largest number of all, and nothing behind them.
+            # Older nodes belong to other operations. Leaves have the largest number of all, and nothing behind them.
             if node is None or node in seen or node._sequence_nr() < since:
                 continue
             seen.add(node)
@@ -292,9 +292,9 @@ class SlotWatch(TorchFunctionMode):
 
 
 def narrows(store: Store) -> bool:
-    """Return whether a store gets what is needed instead of what is saved: one that compresses, or a tier of it.
+    """Return whether a store receives narrowed tensors: one that compresses, or has a tier that does.
 
-    None does under a torch that is newer than those whose formulas are known, and a `StoreWarning` says so.
+    No store does under a torch newer than those whose formulas are known; a `StoreWarning` says so.
     See NOTE [ An image ].
     """
     asks = _asks(store)
@@ -314,7 +314,7 @@ def _asks(store: Store) -> bool:
 
 
 def _may_be_narrowed(tensor: Tensor) -> bool:
-    """Return whether a tensor is one of floats in memory, and no parameter."""
+    """Return whether a tensor has floats in memory and is no parameter."""
     return (
         type(tensor) is Tensor
         and tensor.layout is torch.strided

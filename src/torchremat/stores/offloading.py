@@ -1,4 +1,4 @@
-"""What autograd saves in a block of code, put into a store until backward asks for it."""
+"""The saved tensors of a block of code, put into a store until backward asks for them."""
 
 from __future__ import annotations
 
@@ -24,32 +24,32 @@ if TYPE_CHECKING:
 
 
 # NOTE [ Inside of a region ]
-# Only the innermost hooks are called. If those of a store were, a region around them would not know of what is saved,
-# and would neither recompute it nor count it in a recompute. So the region's hook is called as well: it has the slot,
-# and the slot has what is stored. Such a slot is not recomputed. Backward's slots are out of reach there, so nothing is
-# narrowed.
+# Only the innermost hooks are called. If only a store's hooks were called, a region around them would not know of the
+# save, and would neither recompute it nor count it in a recompute. So the region's hook is called as well: it owns the
+# slot, and the slot holds the stored object. Such a slot is not recomputed. Backward's slots are out of reach there, so
+# nothing is narrowed.
 
 
 @runtime_checkable
 class Servable(Protocol):
-    """What a region packs: it may have a tensor of its own."""
+    """An object that a region packs: it may hold a tensor of its own."""
 
     def served(self, value: InCatalog, /) -> object:
-        """Return what takes its place, and has the tensor."""
+        """Return the object that takes its place and holds the tensor."""
         ...
 
 
 def offload(store: Store, *, min_bytes: int = 1024, window_bytes: int | None = None) -> Offload:
-    """Return a context manager in which what autograd saves goes into a store. Usable as a decorator.
+    """Return a context manager that puts saved tensors into a store. Usable as a decorator.
 
-    Gradients are those of the plain run, bit for bit, unless the store is one that loses bits. Parameters, buffers and
-    small tensors stay where they are. It may be entered several times, one inside of the other and in several threads;
-    of two that are nested the inner one takes what is saved. Regions inside of it put their inputs into the store, and
-    what they save is recomputed. Inside of a region, what is saved in the block is stored and not recomputed.
+    Gradients are those of the plain run, bit for bit, unless the store is lossy. Parameters, buffers and small tensors
+    stay in place. The context may be entered several times, nested and in several threads; of two that are nested the
+    inner one takes the saved tensors. Regions inside of it put their inputs into the store, and their saved tensors are
+    recomputed. Inside of a region, the block's saved tensors are stored and not recomputed.
 
     Args:
-        store: Where the bytes go.
-        min_bytes: Tensors of storages with fewer bytes stay where they are.
+        store: The store for the tensors.
+        min_bytes: Tensors of storages with fewer bytes stay in place.
         window_bytes: How many bytes may be brought back ahead of the backward at once; None for twice the largest
             tensor, 0 for none.
 
@@ -60,10 +60,10 @@ def offload(store: Store, *, min_bytes: int = 1024, window_bytes: int | None = N
 
 
 class Offload(ContextDecorator):
-    """What `offload` returns.
+    """The context manager that `offload` returns.
 
     Attributes:
-        catalog: What was saved, where it is.
+        catalog: The saved tensors, and where they are.
     """
 
     def __init__(self, catalog: Catalog) -> None:
@@ -71,12 +71,12 @@ class Offload(ContextDecorator):
 
     @property
     def saved_bytes(self) -> int:
-        """How many bytes autograd has saved so far, aliases each for itself."""
+        """How many bytes autograd has saved so far, each alias counted."""
         return self.catalog.totals.saved_bytes
 
     @property
     def copied_out_bytes(self) -> int:
-        """How many bytes the store has taken so far, each byte of a storage once, before any are encoded."""
+        """How many bytes the store has taken so far, each byte of a storage once, before any encoding."""
         return self.catalog.totals.copied_out_bytes
 
     @property
@@ -86,12 +86,12 @@ class Offload(ContextDecorator):
 
     @property
     def narrowed_bytes(self) -> int:
-        """How many of the saved bytes backward does not need, because a mask or the shape will do; see `Compressed`."""
+        """How many of the saved bytes backward does not need, as a mask or the shape suffices; see `Compressed`."""
         return self.catalog.totals.narrowed_bytes
 
     @property
     def refused_bytes(self) -> int:
-        """How many bytes the store had no room for; they stayed where they were."""
+        """How many bytes found no room in the store; they stayed in place."""
         return self.catalog.totals.refused_bytes
 
     @outside_graphs
@@ -123,7 +123,7 @@ class Offload(ContextDecorator):
 
     def _serve(self, pack: Callable[[Tensor], object], tensor: Tensor) -> object:
         slot = pack(tensor)
-        # In a recompute there is none.
+        # A recompute has none.
         if not isinstance(slot, Servable):
             return slot
         with hiding():
@@ -131,7 +131,7 @@ class Offload(ContextDecorator):
 
     @outside_graphs
     def __exit__(self, kind: object, *_: object) -> None:
-        """End; what was saved stays in the store until its graph goes."""
+        """End; saved tensors stay in the store until their graph goes."""
         watch = _entered.watches.pop()
         if watch is not None:
             watch.__exit__(None, None, None)
@@ -146,7 +146,7 @@ class Offload(ContextDecorator):
 
 
 def _of_region(pack: Callable[[Tensor], object]) -> Callable[[Tensor], object]:
-    """Return the hook of a region itself, if one that an outer `offload` has put before it is given."""
+    """Return the hook of a region itself, also if given the one that an outer `offload` has put in front of it."""
     while isinstance(pack, partial) and getattr(pack.func, "__func__", None) is Offload._serve:
         pack = pack.args[0]
     return pack
@@ -156,7 +156,7 @@ _REGIONS = "torchremat.regions."
 
 
 class _EnteredOffloads(threading.local):
-    """The watches of what a thread has entered, None where a store does not narrow; the last is the innermost."""
+    """The watches that a thread has entered, None where a store does not narrow; the last is the innermost."""
 
     def __init__(self) -> None:
         self.watches: list[SlotWatch | None] = []

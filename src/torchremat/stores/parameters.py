@@ -1,4 +1,4 @@
-"""Tensors that a model holds anyway: parameters and buffers, found through the modules that are being called."""
+"""Tensors that the model keeps alive anyway: parameters and buffers, found through the modules being called."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _CALL: CodeType = nn.Module._call_impl.__code__  # the frame that every call of 
 
 
 def is_leaf_of_model(tensor: Tensor) -> bool:
-    """Return whether a tensor is a parameter, any leaf that requires grad, or a view of one.
+    """Return whether a tensor is a parameter, any other leaf that requires grad, or a view of either.
 
     `nn.Linear` saves `weight.t()`, which is neither a leaf nor a `Parameter`.
     """
@@ -26,11 +26,11 @@ def _is_leaf(tensor: Tensor) -> bool:
 
 
 def is_in_running_module(storage: UntypedStorage) -> bool:
-    """Return whether a storage is that of a buffer or parameter of a module that is being called now, by itself."""
+    """Return whether a storage belongs to a buffer or parameter that a module being called now has itself."""
     address = storage.data_ptr()
     for module in _running():
         for tensor in (*module.buffers(recurse=False), *module.parameters(recurse=False)):
-            # Both live, so one address is one storage.
+            # Both are alive, so equal addresses mean the same storage.
             if type(tensor) in _PLAIN and tensor.untyped_storage().data_ptr() == address != 0:
                 return True
     return False

@@ -1,4 +1,4 @@
-"""How long to wait for a disk on which nothing moves."""
+"""How long to wait for a disk that makes no progress."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 
 
 class Patience:
-    """How long to wait while nothing moves."""
+    """A timeout that restarts with every move."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -14,7 +14,7 @@ class Patience:
         self._since_s = time.monotonic()
 
     def moved(self, moves: int) -> None:
-        """Note how many moves there were."""
+        """Record the number of moves so far."""
         if moves != self._moves:
             self._moves, self._since_s = moves, time.monotonic()
 

@@ -1,4 +1,4 @@
-"""What becomes of a store when what holds it is copied, or goes to another process."""
+"""What happens to a store when its owner is copied or sent to another process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Self
 
 
 class Remade:
-    """A store that copies of a model share, and that another process makes anew: empty, of the same arguments.
+    """A store that copies of a model share, and that another process makes anew: empty, from the same arguments.
 
     Its file, threads and locks belong to one process; a copy of them would close the file of the original.
     """
@@ -16,7 +16,7 @@ class Remade:
     _made_of: tuple[tuple[Any, ...], dict[str, Any]]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Note the arguments."""
+        """Record the arguments."""
         made = super().__new__(cls)
         made._made_of = args, kwargs
         return made

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torchremat.stores.stored import Stored
     from torchremat.tensors.handles import Handle
 
-# Kernels of the CPU tell addresses apart by the width of a vector, those of devices by that of a memory transaction.
+# CPU kernels distinguish addresses by the width of a vector, device kernels by that of a memory transaction.
 _ALIGNMENT = 64
 _DEVICE_ALIGNMENT = 256
 WORST_ITEMSIZE = 16  # of complex128
@@ -31,11 +31,11 @@ class Piece:
         handle: The store's claim on them.
         start: The first byte.
         stop: The byte after the last.
-        size: The shape of a pattern with gaps; None if all the bytes are here.
+        size: The shape of a pattern with gaps; None if no byte is missing.
         stride: Its strides.
-        dtype: Of the tensor that the store was given.
+        dtype: The dtype of the tensor that the store was given.
         count: How many elements that tensor has.
-        given: The memory of a copy that was put in the place of the tensor, since that was about to be written.
+        given: The memory of a copy that replaced the tensor, since the tensor was about to be written.
     """
 
     __slots__ = ("count", "dtype", "given", "handle", "size", "start", "stop", "stride")
@@ -51,7 +51,7 @@ class Piece:
         self.given: ReferenceType[UntypedStorage] | None = None
 
     def load(self) -> Tensor:
-        """Return what the store was given, flat."""
+        """Return the tensor that the store was given, flat."""
         tensor = self.handle.get()
         if isinstance(self.handle, Kept):
             return tensor
@@ -70,9 +70,9 @@ class ByteSpan:
         start: The first byte in the storage.
         stop: The byte after the last.
         pieces: In any order.
-        hot: The buffer, while anybody has it.
-        held: By backward: the buffer, and the saved tensors that it has not asked for yet.
-        is_coming: Whether the store was told to bring them back.
+        hot: The buffer, while it is alive.
+        held: By backward: the buffer, and the saved tensors that this backward has not asked for yet.
+        is_coming: Whether the store was told to bring the bytes back.
     """
 
     __slots__ = ("__weakref__", "_loaded", "held", "hot", "is_coming", "pieces", "start", "stop")
@@ -84,17 +84,17 @@ class ByteSpan:
         self.hot: WeakBytes | None = None
         self.held: dict[int, tuple[Tensor | UntypedStorage, set[ReferenceType[Stored]]]] = {}
         self.is_coming = False
-        # On a device: the stream that has loaded it, and when it had.
+        # On a device: the stream that loaded it, and the event when that was done.
         self._loaded: tuple[torch.Stream, torch.Event] | None = None
 
     @property
     def is_hot(self) -> bool:
-        """Whether anybody has the buffer."""
+        """Whether the buffer is alive."""
         return self.hot is not None and self.hot.storage() is not None
 
     @property
     def stored_bytes(self) -> int:
-        """How many bytes come back."""
+        """How many bytes are brought back."""
         return sum(piece.count * piece.dtype.itemsize for piece in self.pieces)
 
     def wait(self, tensor: Tensor) -> None:
@@ -107,10 +107,10 @@ class ByteSpan:
                 record_stream(tensor, current)
 
     def load(self, start_address: int, device: torch.device) -> Tensor:
-        """Bring the bytes back, and return what holds them.
+        """Bring the bytes back, and return the buffer that holds them.
 
         Args:
-            start_address: Where the storage began, 0 if that was no address for every dtype.
+            start_address: Where the storage began, 0 if that address was not aligned for every dtype.
             device: Where it was.
         """
         base = self._load(start_address, device)
@@ -133,7 +133,7 @@ class ByteSpan:
             pieces = [(first, base)]
         else:
             pieces = [(piece, piece.load()) for piece in self.pieces]
-        # Whole elements of every type, from an address like the one that they had: kernels choose by it.
+        # Whole elements of every type, at an address aligned like the original: kernels choose by it.
         count = -(-(shift + self.stop - self.start) // WORST_ITEMSIZE) * WORST_ITEMSIZE
         buffer = torch.empty(count, dtype=torch.uint8, device=device)
         for piece, loaded in pieces:
@@ -161,7 +161,7 @@ def cut(tensor: Tensor, start: int, stop: int, part: tuple[int, int]) -> Tensor:
 
 
 def covers(piece: Piece, stored: Stored) -> bool:
-    """Return whether a piece has all of a saved tensor."""
+    """Return whether a piece covers all of a saved tensor."""
     if piece.size is None:
         return piece.start <= stored.start and stored.stop <= piece.stop
     same = piece.start == stored.start and piece.stop == stored.stop and piece.dtype == stored.dtype

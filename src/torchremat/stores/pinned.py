@@ -1,7 +1,7 @@
-"""Pinned memory of the host, given out in exact sizes.
+"""Pinned host memory, handed out in exact sizes.
 
-torch rounds each piece of pinned memory up to a power of two, and it takes milliseconds to get. So it is got in chunks
-that are powers of two, and what is asked for is cut out of them.
+torch rounds each pinned allocation up to a power of two, and each takes milliseconds. So the pool allocates chunks that
+are powers of two, and cuts requests out of them.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from torch import Tensor
 from torchremat.stores.contents import Content
 from torchremat.stores.extents import Extent, Extents
 
-# Smaller chunks cost more calls, larger ones more memory that is pinned and not used.
+# Smaller chunks cost more calls, larger ones leave more pinned memory unused.
 _CHUNK_BYTES = 64 * 2**20
-# So that copies begin at what the device moves at a time.
+# So that copies begin at the granularity of the device's transfers.
 _ALIGNMENT_BYTES = 512
-# How long to wait for places that copies are about to leave before doing without, in seconds.
+# How long to wait for blocks that copies are about to leave before doing without, in seconds.
 _WAIT_S = 0.5
 _LOOK_S = 0.0002
 
 
 class DeviceEvent(Protocol):
-    """What is asked of an event of a device."""
+    """The interface of a device event."""
 
     def query(self) -> bool:
-        """Return whether all that was begun before it is done."""
+        """Return whether all work that was queued before it is done."""
         ...
 
 
 class PinnedBlock:
-    """Pinned memory for one tensor. Whoever takes it gives it back; copies from or to it may still run then."""
+    """Pinned memory for one tensor. The taker gives it back; copies from or to it may still run at that time."""
 
     __slots__ = ("_chunk", "_extent", "_uses")
 
@@ -60,12 +60,12 @@ class PinnedBlock:
         return all(use.query() for use in self._uses)
 
     def free(self) -> None:
-        """Let the next one have the memory."""
+        """Make the memory available to the next request."""
         self._chunk.extents.give([self._extent])
 
 
 class _Chunk:
-    """Memory that is pinned at once, and which bytes of it are free."""
+    """One pinned allocation, and its free bytes."""
 
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
@@ -79,11 +79,11 @@ def pinned_memory(size: int) -> Tensor:
 
 
 class Pool:
-    """Pinned memory that is used again.
+    """Pinned memory that is reused.
 
     Args:
-        limit_bytes: The most that is pinned; all chunks count, whether they are used or not.
-        allocate: Gets so many bytes of pinned memory.
+        limit_bytes: The most that is pinned; all chunks count, used or not.
+        allocate: Allocates a number of bytes of pinned memory.
     """
 
     def __init__(self, limit_bytes: int, allocate: Callable[[int], Tensor] = pinned_memory) -> None:
@@ -96,7 +96,7 @@ class Pool:
         self._leaving: list[PinnedBlock] = []  # given back while copies ran
 
     def take(self, size: int) -> PinnedBlock | None:
-        """Return a place for so many bytes; None if no more memory can be pinned."""
+        """Return a block of a given size in bytes; None if no more memory can be pinned."""
         size = -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         until_s = time.monotonic() + _WAIT_S
         while True:
@@ -110,7 +110,7 @@ class Pool:
             time.sleep(_LOOK_S)
 
     def give(self, place: PinnedBlock) -> None:
-        """Give a place back. A finalizer may do it."""
+        """Give a block back. A finalizer may call it."""
         self._given.append(place)
 
     def _settle(self) -> None:
@@ -132,7 +132,7 @@ class Pool:
         return None
 
     def _grow(self, size: int) -> bool:
-        """Pin one more chunk, the smallest power of two that will do, in place of unused ones if need be."""
+        """Pin one more chunk, the smallest power of two that suffices, in place of unused ones if need be."""
         needed = max(1 << (size - 1).bit_length(), min(_CHUNK_BYTES, 1 << (self.limit_bytes.bit_length() - 1)))
         for chunk in list(self._chunks):
             if self.pinned_bytes + needed <= self.limit_bytes:
@@ -144,7 +144,7 @@ class Pool:
             return False
         try:
             memory = self._allocate(needed)
-        except RuntimeError:  # the system pins no more
+        except RuntimeError:  # the system refuses to pin more
             return False
         self._chunks.append(_Chunk(memory))
         self.pinned_bytes += needed

@@ -1,19 +1,19 @@
-"""One record per storage and version: which of its bytes a store has, and how they come back.
+"""One record per storage and version: the bytes that a store has of it, and how they come back.
 
-    storage    |----- a -----|          |--- b ---|     what autograd has saved of it
-                   |------- c ------|                   c adds the bytes that a has not
-    islands    [p0            p1    ]   [p2       ]     spans that share bytes; each comes back as one buffer
-    pieces      p0, p1, p2                              what the store was given, each byte once
+    storage    |----- a -----|          |--- b ---|     the tensors that autograd has saved of it
+                   |------- c ------|                   c adds the bytes that a lacks
+    byte spans [p0            p1    ]   [p2       ]     spans that share bytes; each comes back as one buffer
+    pieces      p0, p1, p2                              the tensors that the store was given, each byte once
 
-A tensor with gaps, a column of a matrix, is a piece of its own without the gaps; its island spans them.
+A tensor with gaps, a column of a matrix, is a piece of its own without the gaps; its byte span covers them.
 
 NOTE [ Who owns what ]
     autograd    its packed objects, `Stored`
     Stored      its record
-    record      its pieces, and these the handles of the store, see NOTE [ Who owns a stored tensor ]
-    record      what is loaded, while others will ask for it, see NOTE [ How long what is loaded is held ]
-    anybody     weakly: the catalog its records, a record the storage that it was made of, and what it has loaded
-So what autograd frees is freed, down to the store's own bytes.
+    record      its pieces, which own the store's handles, see NOTE [ Who owns a stored tensor ]
+    record      loaded buffers, while other saved tensors need them, see NOTE [ How long what is loaded is held ]
+    weakly      the catalog its records, a record the storage that it was made of and its loaded buffers
+So bytes that autograd frees are freed, down to the store's own.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ if TYPE_CHECKING:
 
 
 class Record:
-    """What a store has of one storage at one version.
+    """The bytes that a store has of one storage at one version.
 
     Args:
         tensor: The first tensor that autograd saves of it, without its graph.
-        shared: What the records of a catalog share.
+        shared: The state that the records of a catalog share.
         is_watched: Whether writes to the storage are counted by `tensor`.
     """
 
@@ -65,7 +65,7 @@ class Record:
     def __init__(self, tensor: Tensor, shared: Shared, *, is_watched: bool = True) -> None:
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
-        # Memory of others may begin anywhere; no buffer of ours can.
+        # Memory of other code may begin at any address; no buffer of ours can.
         self._start_address = address if address % WORST_ITEMSIZE == 0 else 0
         self._device = tensor.device
         self._origin = WeakBytes(tensor) if is_watched else None
@@ -78,7 +78,7 @@ class Record:
 
     @property
     def device(self) -> torch.device:
-        """The device that its tensors come back to."""
+        """The device to which its tensors come back."""
         return self._device
 
     # ------------------------------------------------------------------------------------------------------ forward
@@ -87,7 +87,7 @@ class Record:
         """Store the bytes of a tensor that are not stored yet.
 
         Args:
-            stored: Where it lies.
+            stored: The tensor's place in the storage.
             tensor: The tensor, without its graph, conjugation and negation.
             watched: See `Kept`.
         """
@@ -102,20 +102,20 @@ class Record:
                 self._origin.watch(tensor)
 
     def complete(self, storage: UntypedStorage) -> None:
-        """Be told of writes to the storage that it is made of. See NOTE [ Writes that are seen coming ]."""
+        """Subscribe to writes to the storage that it is made of. See NOTE [ Writes that are seen coming ]."""
         with self._lock:
             self._is_complete = True
             self._shared.lies(self, storage)
 
     # NOTE [ Writes that are seen coming ]
-    # Of what an operator has returned, all is there to be read, and each recompute is to have it as it was then.
-    # So whoever sees the operators of a region says before one of them writes; see NOTE [ Who may write to what was
-    # put ]. The same goes for a recompute that is about to write to what it was given of a record, which others are
-    # given as well. What autograd saves is not looked after: it is to see what was written, or an error, as without a
-    # store.
+    # An operator's output is complete when it is put, and each recompute needs its values as they were then. So the
+    # code that observes a region's operators announces each write before it happens; see
+    # NOTE [ Who may write to what was put ]. The same holds for a recompute that is about to write to a tensor that a
+    # record gave it, which others are given as well. Tensors that autograd saves are not protected: autograd must see
+    # the write, or raise, as it would without a store.
 
     def before_write(self, storage: UntypedStorage) -> None:
-        """Have nothing in that memory any more, which is about to be written."""
+        """Move everything out of this memory, which is about to be written."""
         with self._lock:
             self._origin = None
             for span in self._spans:
@@ -129,30 +129,30 @@ class Record:
             piece.handle.before_write()
             return
         if piece.given is not None and piece.given() is not storage:
-            return  # the store has a copy that nobody else knows, or has what it has made of it
+            return  # the store has a copy that no other code knows, or an encoding of its own
         try:
             copy = piece.handle.get().clone()
         except MutationError:
-            return  # it was written before, as whoever asks will hear
+            return  # it was written before, and `get` will raise
         piece.given = ref(copy.untyped_storage())
         handle = self._shared.put(copy)
         piece.handle = Kept(copy) if handle is None else handle
 
     def add_later(self, stored: Stored, tensor: Tensor) -> None:
-        """Store the bytes of a tensor when `settle` is called, at the latest when it is asked for."""
+        """Store the bytes of a tensor when `settle` is called, at the latest when the tensor is asked for."""
         with self._lock:
             self._note(stored)
             self._waiting.append((tensor, tensor._version, ref(stored)))
 
     def settle(self) -> None:
-        """Store what was added to be stored later."""
+        """Store the tensors that were added to be stored later."""
         with self._lock:
             while self._waiting:
                 tensor, version, alive = self._waiting[0]
                 stored = alive()
                 if stored is not None:
                     self._store(stored, tensor, None, version)
-                del self._waiting[0]  # now that the store has not raised
+                del self._waiting[0]  # only now, as the store has not raised
 
     def _note(self, stored: Stored) -> None:
         if len(self._aliases) >= 16:
@@ -172,7 +172,7 @@ class Record:
             pieces = []
         else:
             single = tensor.as_strided(without_repeats(stored), stored.stride, stored.offset)
-            # The store is given a copy of ours, so that nobody writes to it.
+            # The store is given a copy of ours, so that nothing else writes to it.
             piece = self._put(single.contiguous(), (start, stop), watched, version, source=single)
             piece.size, piece.stride = single.shape, stored.stride
             pieces = [piece]
@@ -189,10 +189,10 @@ class Record:
     ) -> Piece:
         source = tensor if source is None else source
         if version is not None and source._version != version:
-            # Written after it was saved and before it could be stored: as if it had been kept.
+            # Written after it was saved and before it could be stored: treat it as kept.
             handle: Handle | None = Kept(source, version=version)
         else:
-            # A wrapper's writes are not counted by what it wraps: a store that reads later would not notice.
+            # The wrapped tensor does not count a wrapper's writes: a store that reads it later would not notice one.
             handle = self._shared.put(tensor if watched is None or source is not tensor else tensor.clone())
             if handle is None:
                 handle = Kept(source, watched)
@@ -202,7 +202,7 @@ class Record:
         return [piece for span in self._spans for piece in span.pieces]
 
     def _join(self, start: int, stop: int, pieces: list[Piece]) -> None:
-        """Make one island of the pieces and the islands that they meet."""
+        """Merge the pieces and the byte spans that they touch into one byte span."""
         met = [span for span in self._spans if span.start < stop and start < span.stop]
         if met:
             start = min(start, *[span.start for span in met])
@@ -224,7 +224,7 @@ class Record:
 
     @property
     def kept(self) -> list[Tensor]:
-        """What stayed where it is, as the store had no room, or because it is to be stored later."""
+        """The tensors that stayed in place, as the store had no room or they are still to be stored."""
         with self._lock:
             found = [piece.handle.tensor for piece in self._pieces() if isinstance(piece.handle, Kept)]
             return found + [tensor for tensor, _, _ in self._waiting]
@@ -232,7 +232,7 @@ class Record:
     # ----------------------------------------------------------------------------------------------------- backward
 
     def get(self, stored: Stored) -> Tensor:
-        """Return a saved tensor, loaded if its bytes are nowhere."""
+        """Return a saved tensor, loaded if its bytes are not in memory."""
         with self._lock:
             if self._waiting:
                 self.settle()
@@ -262,7 +262,7 @@ class Record:
 
     def prefetch(self, stored: Stored) -> int:
         """Let the store begin to bring a saved tensor back; return how many bytes that will be."""
-        # Whoever unpacks it now needs no prefetch.
+        # A thread that unpacks it now needs no prefetch.
         if not self._lock.acquire(blocking=False):
             return 0
         try:
@@ -279,7 +279,7 @@ class Record:
             self._lock.release()
 
     def begin(self) -> None:
-        """Let the store begin to bring all of it back for the backward that runs now, or hold what still lives."""
+        """Let the store begin to bring everything back for the running backward, or hold the storage if it is alive."""
         with self._lock:
             if self._stays():
                 return
@@ -290,7 +290,7 @@ class Record:
                         piece.handle.prefetch()
 
     def bring(self) -> None:
-        """Bring all of it back, and hold it for the backward that runs now."""
+        """Bring everything back, and hold it for the running backward."""
         with self._lock:
             if self._stays():
                 return
@@ -301,7 +301,7 @@ class Record:
                     self._hold(span, current_graph_task(), base)
 
     def _stays(self) -> bool:
-        """Hold the storage that it was made of, if that still lives."""
+        """Hold the storage that it was made of, if that is still alive."""
         self.settle()
         storage = None if self._origin is None else self._origin.storage()
         if storage is None:
@@ -311,15 +311,15 @@ class Record:
         return True
 
     def forget(self, key: int) -> None:
-        """Hold nothing any more that the backward of that number has loaded."""
+        """Release everything that the backward of that number has loaded."""
         with self._lock:
             for span in self._spans:
                 span.held.pop(key, None)
 
     # NOTE [ How long what is loaded is held ]
-    # Each byte comes back once per backward: what is loaded is held until every saved tensor of the record that still
-    # lives has been asked for by the backward that loaded it; at the latest until that backward ends. From then on the
-    # nodes that have it are alone in holding it.
+    # Each byte comes back once per backward: a loaded buffer is held until the backward that loaded it has asked for
+    # every saved tensor of the record that is still alive; at the latest until that backward ends. From then on only
+    # the nodes that use the buffer hold it.
 
     def _hold(self, span: ByteSpan, task: int, base: Tensor | UntypedStorage) -> None:
         if task >= 0:

@@ -1,8 +1,8 @@
-"""When what was put into a store has left the memory that it came from.
+"""When the memory of a tensor that was put into a store becomes free.
 
-A store may go on reading after `put` has returned, by threads of its own: the tensor that it was given, or what it has
-made of it. Whoever puts holds the one, and may have the other held as well: its memory then goes where he lets go, and
-not from some thread at some moment.
+A store may go on reading after `put` has returned, in threads of its own: the tensor that it was given, or a tensor
+made from it. The caller keeps the first alive, and may keep the second alive too: its memory is then freed where the
+caller drops it, and not by some thread at an arbitrary time.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ class Settling(Protocol):
     """A handle of a store that goes on reading a tensor after `put` has returned."""
 
     def settle(self) -> None:
-        """Wait until the store reads the tensor no longer."""
+        """Wait until the store no longer reads the tensor."""
         ...
 
 
 def settle(handle: Handle) -> None:
-    """Wait until a store no longer reads what it was given; a store that has copied at once is not waited for."""
+    """Wait until a store no longer reads the tensor it was given; no wait for a store that copied at once."""
     if isinstance(handle, Settling):
         handle.settle()
 
@@ -36,12 +36,12 @@ class Landing(Protocol):
     """A store whose copies may end after `put` has returned, and that can be waited for."""
 
     def land(self, *, all_of_it: bool) -> None:
-        """Wait until the memory of what was put is free: of all of it, or but for so much as it always may hold."""
+        """Wait until the memory of all tensors that were put is free, or all except what may always be in flight."""
         ...
 
 
 def land(store: object, *, all_of_it: bool) -> None:
-    """Wait until a store has let go of what it was given, if it is one of those that let go later."""
+    """Wait until a store has released the tensors it was given, if it is one that releases them later."""
     if isinstance(store, Landing):
         store.land(all_of_it=all_of_it)
 
@@ -55,7 +55,7 @@ _read = _Read()
 
 @contextmanager
 def held_in(held: list[object]) -> Generator[None]:
-    """Have what stores go on to read after a `put` in the block added to `held`."""
+    """Collect in `held` the tensors that stores go on reading after a `put` in the block."""
     outer, _read.held = _read.held, held
     try:
         yield
@@ -64,6 +64,6 @@ def held_in(held: list[object]) -> Generator[None]:
 
 
 def goes_on_reading(tensor: object) -> None:
-    """Say, in `put`, that the store reads a tensor after it has returned."""
+    """Declare, in `put`, that the store reads a tensor after it has returned."""
     if _read.held is not None:
         _read.held.append(tensor)

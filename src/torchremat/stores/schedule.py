@@ -1,8 +1,8 @@
-"""The order in which a backward is likely to ask for saved tensors, and what is brought back ahead of it.
+"""The order in which a backward is likely to ask for saved tensors, and the prefetch ahead of it.
 
-Nodes run from the one that was made last to the first, and each asks for what it has saved in the order in which it
-saved it. Autograd promises nothing of the kind, so this is a hint: whatever the order, each tensor is right, and only
-its reading may have to be waited for.
+Nodes run from the last one made to the first, and each asks for its saved tensors in the order in which it saved them.
+Autograd does not guarantee this, so it is only a hint: whatever the order, each tensor is right, and only reading it
+may take a wait.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Schedule:
     """Saved tensors in the order in which they are likely to be asked for.
 
     Args:
-        window_bytes: How many bytes may be on their way at once; None for twice the largest that is stored.
+        window_bytes: How many bytes may be in transfer at once; None for twice the largest stored tensor.
     """
 
     def __init__(self, window_bytes: int | None = None) -> None:
@@ -34,11 +34,11 @@ class Schedule:
         self._task = -1
         self._next = 0
         self._largest = 0
-        # What is on its way: the bytes of each.
+        # The transfers in progress: the bytes of each.
         self._coming: dict[ReferenceType[Stored], int] = {}
 
     def add(self, stored: Stored, stored_bytes: int) -> None:
-        """Note a tensor that has been saved now, of so many bytes."""
+        """Append a tensor that has just been saved, with its stored bytes."""
         with self._lock:
             self._largest = max(self._largest, stored_bytes)
             if len(self._added) >= 1024 and len(self._added) >= 2 * len(self._order):
@@ -47,7 +47,7 @@ class Schedule:
             self._is_sorted = False
 
     def asked(self, stored: Stored) -> None:
-        """Bring back what comes after a tensor that is asked for now, as far as the window goes."""
+        """Prefetch the tensors after one that is asked for now, within the window."""
         task = current_graph_task()
         if task < 0 or self._window_bytes == 0:
             return

@@ -1,4 +1,4 @@
-"""What the records of one catalog share: its store, its totals, and the order in which a backward is likely to ask."""
+"""The state that the records of one catalog share: its store, its totals, and the likely order of requests."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class Totals:
-    """What a catalog has done so far.
+    """The counts of a catalog so far.
 
     Attributes:
         saved: How many tensors autograd has saved.
-        saved_bytes: Their bytes, aliases each for itself.
-        kept: How many of them stayed where they are: parameters, buffers, small ones, those that no store takes.
+        saved_bytes: Their bytes, each alias counted.
+        kept: How many of them stayed in place: parameters, buffers, small tensors, those that no store takes.
         copied_out_bytes: Bytes that the store has taken.
         copied_in_bytes: Bytes that were brought back.
-        narrowed_bytes: Bytes of saved tensors in whose place a mask was stored, or nothing.
-        refused_bytes: Bytes that the store had no room for; they stayed where they are.
+        narrowed_bytes: Bytes of saved tensors that were replaced by a mask, or by nothing.
+        refused_bytes: Bytes for which the store had no room; they stay in place.
     """
 
     saved: int = 0
@@ -41,7 +41,7 @@ class Totals:
 
 
 class Shared:
-    """See the module."""
+    """See the module docstring."""
 
     def __init__(self, store: Store, window_bytes: int | None, *, by_storage: bool = False) -> None:
         self.store = store
@@ -53,7 +53,7 @@ class Shared:
         self._lying: WeakKeyDictionary[UntypedStorage, list[ReferenceType[Record]]] = WeakKeyDictionary()
 
     def lies(self, record: Record, storage: UntypedStorage) -> None:
-        """Note that a record has what is in some memory, and gives it to whoever asks."""
+        """Register that a record keeps the bytes of a storage, and gives them out."""
         with self._lock:
             lying = self._lying.setdefault(storage, [])
             if not any(one() is record for one in lying):
@@ -61,7 +61,7 @@ class Shared:
                 lying.append(ref(record))
 
     def leave(self, storage: UntypedStorage) -> None:
-        """Have no record lie in some memory any more, which is about to be written."""
+        """Have every record move its bytes out of a storage, which is about to be written."""
         with self._lock:
             lying = self._lying.pop(storage, [])
         for one in lying:
@@ -95,7 +95,7 @@ class Shared:
             self.totals.kept += kept
 
     def narrowed(self, tensor: Tensor, mask_bytes: int) -> None:
-        """Count a saved tensor in whose place a mask is stored, or nothing."""
+        """Count a saved tensor that was replaced by a mask, or by nothing."""
         with self._lock:
             self.totals.saved += 1
             self.totals.saved_bytes += tensor.nbytes

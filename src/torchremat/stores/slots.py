@@ -1,16 +1,16 @@
-"""What backward needs of a saved tensor, where it does not need its values: only the shape, or a bit for each element.
+"""Saved tensors whose values backward does not need: it needs only the shape, or a bit for each element.
 
 NOTE [ An image ]
-A max pool saves its input and asks it only for its shape; relu saves its result and asks only where it is above zero.
-What such a slot gets in backward is an *image*: a tensor of the same shape, strides, dtype and device, on which the
-node's formula comes to the same gradient bit for bit. Double backward is held to the same: the node of the second
-derivative saves the image, and asks no more of it. The table below was made from autograd's formulas, and
-tests/stores/test_slots.py tries each entry against the torch that is installed: over dtypes, memory formats, values on
-the borders, infinities and NaNs, first and second derivatives. Formulas change from one torch to the next, so of one
-that is newer than those it was tried against nothing is narrowed.
+A max pool saves its input but uses only its shape; relu saves its result but uses only where it is above zero. In
+backward such a slot gets a *surrogate*: a tensor of the same shape, strides, dtype and device, for which the node's
+formula yields the same gradient bit for bit. The same holds for double backward: the node of the second derivative
+saves the surrogate, and uses no more of it. The table below was made from autograd's formulas, and
+tests/stores/test_slots.py checks each entry against the installed torch: over dtypes, memory formats, values on the
+borders, infinities and NaNs, first and second derivatives. Formulas change from one torch to the next, so under a torch
+newer than those it was checked against nothing is narrowed.
 
-Missing on purpose: slots of which two depend on one another (the two sides of `maximum`), and those of which three
-cases must be told apart (`abs`, whose derivative at zero is zero).
+Missing on purpose: pairs of slots that depend on each other (the two sides of `maximum`), and slots that must
+distinguish three cases (`abs`, whose derivative at zero is zero).
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class Geometry:
     device: torch.device
 
     def empty(self) -> Tensor:
-        """Return a tensor of this geometry with any values: the image of what only its shape is needed of."""
+        """Return a tensor of this geometry with any values: the surrogate if only the shape is needed."""
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
 
     def is_dense(self) -> bool:
-        """Return whether the elements lie in one piece of memory, each at one place of it."""
+        """Return whether the elements fill one piece of memory, each at one place of it."""
         step = 1
         for stride, size in sorted(
             (stride, size) for stride, size in zip(self.strides, self.shape, strict=True) if size != 1
@@ -64,12 +64,12 @@ def geometry_of(tensor: Tensor) -> Geometry:
 
 @dataclass(frozen=True, slots=True)
 class TwoCases:
-    """A tensor of which it matters only which of two cases each element is.
+    """A tensor for which it matters only which of two cases each element is.
 
     Attributes:
         bits: Bool, of one dimension, in the order of the tensor's memory.
-        true: The value that stands for the elements whose bit is set.
-        false: The value that stands for the others.
+        true: The value for the elements whose bit is set.
+        false: The value for the others.
     """
 
     bits: Tensor
@@ -78,10 +78,10 @@ class TwoCases:
 
 
 def surrogate(geometry: Geometry, packed: Tensor, true: float, false: float) -> Tensor:
-    """Return the image of a tensor that was split.
+    """Return the surrogate of a tensor that was split.
 
     Args:
-        geometry: That of the tensor, which is dense.
+        geometry: The geometry of the tensor, which is dense.
         packed: The bits of the split, by `pack_bits`.
         true: See `TwoCases`.
         false: See `TwoCases`.
@@ -91,16 +91,16 @@ def surrogate(geometry: Geometry, packed: Tensor, true: float, false: float) -> 
 
 
 def in_order(tensor: Tensor) -> Tensor:
-    """Return a dense tensor as a view of one dimension, in the order of the memory."""
+    """Return a dense tensor as a view of one dimension, in memory order."""
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
 class Shape:
-    """That only the shape is needed."""
+    """Only the shape is needed."""
 
 
 SHAPE = Shape()
-# Makes the split of a slot out of the node and the saved tensor, in the order of the memory; None if there is none.
+# Makes the split of a slot from the node and the saved tensor, in memory order; None if it has no split.
 Splitter = Callable[[Any, Tensor], "TwoCases | None"]
 
 
@@ -108,12 +108,12 @@ def _ones(tensor: Tensor) -> Tensor:
     return tensor.new_ones(()).expand_as(tensor)
 
 
-# Where a backward formula has a kernel of its own, it is asked itself which elements let a gradient of one through: so
-# nothing has to be known of how it compares (bfloat16 with 0.1, NaNs with anything).
+# Where a backward formula has a kernel of its own, that kernel is asked which elements pass a gradient of one: so the
+# code need not know how it compares (bfloat16 with 0.1, NaNs with anything).
 
 
 def _relu(_: object, result: Tensor) -> TwoCases:
-    return TwoCases((result <= 0).logical_not_(), 1.0, 0.0)  # NaNs let the gradient through
+    return TwoCases((result <= 0).logical_not_(), 1.0, 0.0)  # NaNs pass the gradient
 
 
 def _leaky_relu(_: object, tensor: Tensor) -> TwoCases:
@@ -171,19 +171,19 @@ def _clamp_max(node: Any, tensor: Tensor) -> TwoCases | None:
     return None if math.isnan(most) else TwoCases(_below(tensor, most), -inf, nan)
 
 
-# Up to torch 2.13 clamp lets the gradient through at the very bound, from 2.14 on it does not.
+# Up to torch 2.13 clamp passes the gradient at the very bound, from 2.14 on it does not.
 _above, _below = (operator.ge, operator.le) if RELEASE < (2, 14) else (operator.gt, operator.lt)
 
 
 def _has_unsure_nans(tensor: Tensor) -> bool:
-    # These kernels of the CPU let a gradient through a NaN or not, depending on whether the strides of the gradient
-    # allow vectors. What they will be is not known in the forward.
+    # These CPU kernels pass a gradient through a NaN or not, depending on whether the strides of the gradient allow
+    # vectorization. The forward does not know these strides.
     return tensor.device.type == "cpu" and bool(tensor.isnan().any())
 
 
 @cache
 def _middle(least: float, most: float, dtype: torch.dtype) -> float | None:
-    """Return a value that lies between the two whichever way they are rounded to the dtype; None if there is none."""
+    """Return a value between the two, however they are rounded to the dtype; None if no such value exists."""
     if not (math.isfinite(least) and math.isfinite(most)):
         return None
     ends = torch.tensor([least, most], dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""What a store counts, and the limit that it holds to."""
+"""The counts of a store, and the limit that it keeps to."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from torchremat.tensors.sizes import format_bytes, parse_bytes
 
 @dataclass(frozen=True, kw_only=True)
 class StoreStatistics:
-    """What a store has done since it was made; the same for every store.
+    """The counts of a store since it was made; the same fields for every store.
 
     Attributes:
         limit_bytes: The most that it may hold; None without a limit.
-        stored_bytes: What it holds now, for handles that are alive.
-        peak_stored_bytes: The most that it has held at a time.
-        copied_out_bytes: What was copied into it, in all.
-        copied_in_bytes: What was copied back from it, in all; a tensor that is asked for twice counts twice.
-        refused: How many tensors it had no room for.
-        failed: How many it had taken and could not write, so that they stayed where they were.
+        stored_bytes: The bytes that it holds now, for handles that are alive.
+        peak_stored_bytes: The most that it has held at any time.
+        copied_out_bytes: The bytes copied into it, in all.
+        copied_in_bytes: The bytes copied back from it, in all; a tensor that is asked for twice counts twice.
+        refused: How many tensors found no room.
+        failed: How many tensors it took and then could not write, so that they stayed in place.
     """
 
     limit_bytes: int | None
@@ -34,12 +34,12 @@ class StoreStatistics:
 
 
 class Ledger:
-    """Counts for a store, and reserves bytes before any are touched. All threads may use it.
+    """Counts for a store, and reserves bytes before any are touched. Safe to use from all threads.
 
     NOTE [ What a finalizer may do ]
-    A handle may be dropped anywhere, by the cycle collector as well, which starts in the middle of any line: also in
-    one that holds a lock of the store, in the same thread. So a finalizer takes no lock. It appends to a deque, which
-    is atomic, and whoever holds the lock next takes what was appended into account.
+    A handle may be dropped anywhere, also by the cycle collector, which starts in the middle of any line: even one that
+    holds a lock of the store, in the same thread. So a finalizer takes no lock. It appends to a deque, which is atomic,
+    and the next holder of the lock accounts for the appended items.
     """
 
     def __init__(self, limit_bytes: int | None) -> None:
@@ -54,7 +54,7 @@ class Ledger:
         self._failed = 0
 
     def reserve(self, size: int) -> bool:
-        """Reserve bytes for one tensor, or count it as refused if that would be above the limit; never raises."""
+        """Reserve bytes for one tensor, or count the tensor as refused if that would exceed the limit; never raises."""
         with self._lock:
             self._settle()
             if self.limit_bytes is not None and self._stored_bytes + size > self.limit_bytes:
@@ -69,13 +69,13 @@ class Ledger:
         self._released.append(size)
 
     def refuse(self, size: int) -> None:
-        """Give reserved bytes back for which there was no room after all."""
+        """Give back reserved bytes for which there turned out to be no room."""
         with self._lock:
             self._stored_bytes -= size
             self._refused += 1
 
     def fail(self, size: int) -> None:
-        """Give reserved bytes back that could not be written."""
+        """Give back reserved bytes that could not be written."""
         with self._lock:
             self._stored_bytes -= size
             self._failed += 1
@@ -87,7 +87,7 @@ class Ledger:
             self._copied_in_bytes += in_bytes
 
     def statistics(self) -> StoreStatistics:
-        """Return the counts as they are now."""
+        """Return the current counts."""
         with self._lock:
             self._settle()
             return StoreStatistics(
@@ -110,10 +110,10 @@ def bytes_of(size: int | str, option: str) -> int:
 
     Args:
         size: Bytes, or a size such as `"6GiB"`.
-        option: What the message calls it, for example `"Host(limit=...)"`.
+        option: The option's name in messages, for example `"Host(limit=...)"`.
 
     Raises:
-        UnsupportedError: It is no size.
+        UnsupportedError: It is not a size.
     """
     try:
         return parse_bytes(size)
@@ -125,7 +125,7 @@ def limit_of(limit: int | str | None, option: str) -> int | None:
     """Return the bytes of a limit, which may be None; else as `bytes_of`.
 
     Raises:
-        UnsupportedError: It is no size.
+        UnsupportedError: It is not a size.
     """
     return None if limit is None else bytes_of(limit, option)
 

@@ -1,4 +1,4 @@
-"""What autograd holds in place of a tensor that a store has."""
+"""The object that autograd holds in place of a tensor that a store has."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 
 
 class Stored(InCatalog):
-    """A saved tensor: its record, and where in the storage it lies. Dropping it is all that frees.
+    """A saved tensor: its record, and its place in the storage. Dropping it is the only way to free it.
 
     Attributes:
-        record: What the store has of its storage.
+        record: The record of its storage.
         size: Its shape.
         stride: Its strides in elements.
-        offset: The element of the storage that it begins with.
+        offset: The element of the storage at which it begins.
         dtype: Its dtype.
         is_conjugated: Whether its values are the conjugates of those in memory.
         is_negated: Whether its values are the negatives of those in memory.
         start: Its first byte in the storage.
         stop: The byte after its last.
-        has_gaps: Whether it leaves out bytes in between.
+        has_gaps: Whether it skips bytes in between.
         place: Its place in the order in which a backward is likely to ask; negative before that is known.
     """
 
@@ -71,7 +71,7 @@ class Stored(InCatalog):
         self._shared = shared
 
     def plain(self, tensor: Tensor) -> Tensor:
-        """Return an alias of the tensor with the values that are in memory, without its graph."""
+        """Return an alias of the tensor with the values as they are in memory, without its graph."""
         alias = tensor.detach()
         if self.is_conjugated:
             alias = alias.conj()
@@ -81,8 +81,8 @@ class Stored(InCatalog):
         """Return the tensor: its values, strides and alignment, without graph.
 
         Raises:
-            StoreError: It cannot be had back.
-            MutationError: It was kept where it is, and written in place since.
+            StoreError: The tensor cannot be brought back.
+            MutationError: The tensor was kept in place, and has been written in place since.
         """
         self._shared.schedule.asked(self)
         tensor = self.record.get(self)
@@ -92,18 +92,18 @@ class Stored(InCatalog):
 
     @property
     def metadata(self) -> Metadata:
-        """What is known of the tensor."""
+        """The metadata of the tensor."""
         return self.size, self.dtype, self.record.device, self.stride
 
     @property
     def owners(self) -> Iterable[Owner]:
-        """Its record, which has what is loaded as long as others ask for it."""
+        """Its record, which holds loaded buffers as long as other saved tensors need them."""
         return (self.record,)
 
     def let_go(self) -> None:
-        """Let go of its record."""
+        """Release its record."""
         del self.record
 
     def prefetch(self) -> int:
-        """Let the store begin to bring it back; return how many bytes that will be, 0 if there is nothing to do."""
+        """Let the store begin to bring it back; return how many bytes that will be, 0 if nothing needs to be done."""
         return self.record.prefetch(self)

@@ -1,4 +1,4 @@
-"""Several stores in order, of which the first with room takes a tensor."""
+"""Several stores in order: the first with room takes a tensor."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 class Tiers(Remade):
     """Several stores in order: the first that has room takes a tensor.
 
-    Each has its own limit: `Tiers(Host("1GiB"), Disk(limit="100GiB"))`. What none of them has room for stays where it
-    is.
+    Each has its own limit: `Tiers(Host("1GiB"), Disk(limit="100GiB"))`. A tensor for which none has room stays in
+    place.
 
     Args:
-        *stores: At least one, the fastest first. A strict one raises where the next one should be asked, so none may
-            be.
-        strict: Whether a tensor for which no store has room is an error; else it stays where it is.
+        *stores: At least one, the fastest first. None may be strict, since a strict store raises where the next one
+            should be asked.
+        strict: Whether a tensor for which no store has room is an error; else it stays in place.
 
     Raises:
-        UnsupportedError: There is no store, or one of them is strict or no store.
+        UnsupportedError: No store was given, or one of them is strict or not a store.
     """
 
     def __init__(self, *stores: Store, strict: bool = False) -> None:
@@ -50,10 +50,10 @@ class Tiers(Remade):
 
     @property
     def statistics(self) -> StoreStatistics:
-        """What the stores have done so far, in all; those of one store are its own `statistics`.
+        """The counts of all stores together so far; a single store's counts are its own `statistics`.
 
-        `refused` counts what no store had room for. The peaks of the stores need not be at the same time, so their sum
-        is the most that the peak can be. A store that has no statistics counts as nothing.
+        `refused` counts the tensors for which no store had room. The stores need not peak at the same time, so the sum
+        of their peaks is an upper bound. A store without statistics counts as zero.
         """
         all_of = [one for store in self.stores if (one := _statistics_of(store)) is not None]
         limits = [one.limit_bytes for one in all_of]
@@ -69,10 +69,10 @@ class Tiers(Remade):
         )
 
     def put(self, tensor: Tensor) -> Handle | None:
-        """Put a tensor into the first store that has room; None if there is none.
+        """Put a tensor into the first store that has room; None if none has.
 
         Raises:
-            StoreError: There is none, and `strict` was asked for.
+            StoreError: No store has room, and `strict` is set.
         """
         for store in self.stores:
             handle = store.put(tensor)
@@ -85,7 +85,7 @@ class Tiers(Remade):
         return None
 
     def land(self, *, all_of_it: bool) -> None:
-        """Wait until the stores that copy from a device have let go; see `Host.land`."""
+        """Wait until the stores that copy from a device have released its memory; see `Host.land`."""
         for store in self.stores:
             land(store, all_of_it=all_of_it)
 

@@ -1,28 +1,28 @@
-"""Copies between a device and pinned memory, beside what the device computes.
+"""Copies between a device and pinned memory, overlapping the device's computation.
 
 NOTE [ Who waits for whom ]
-There is one stream for copies out and one for copies in, and the stream that computes, which is the current one of
-whoever calls. A block of the device's memory belongs to the stream that allocates it, so all are allocated by the one
-that computes: what it has freed it can have again.
+Three streams take part: one for copies out, one for copies in, and the compute stream, which is the caller's current
+stream. A block of the device's memory belongs to the stream that allocates it, so all blocks are allocated by the
+compute stream: it can reuse what it has freed.
 
-    event       stream that copies                 stream that computes           memory
-    put         waits for what computes, copies    -                              the source is held for the copy
-    landed      its event has fired                -                              the source is let go, and is free
-    dropped     -                                  -                              as above: the copy still reads it
-    prefetch    waits for what computes and for    allocates                      what comes is held for the copy
+    event       copy stream                           compute stream                 memory
+    put         waits for the compute stream, copies  -                              the source is held for the copy
+    landed      its event has fired                   -                              the source is released, and is free
+    dropped     -                                     -                              as above: the copy still reads it
+    prefetch    waits for the compute stream and      allocates                      the target is held for the copy
                 the copy out, copies
-    get         -                                  waits for the copy in, or for  what comes is the caller's
-                                                   the copy out and copies
-    write       -                                  waits for the copy out         what is written may be read till then
-    left        -                                  -                              what comes and nobody asked for is
-                                                                                  held for the copy, too
+    get         -                                     waits for the copy in, or for  the target is the caller's
+                                                      the copy out and copies
+    write       -                                     waits for the copy out         the memory may be read until then
+    left        -                                     -                              a target that was never asked for
+                                                                                     is held for the copy, too
 
-The host waits for nothing of this but where more would be in flight than is allowed, and where it asks to (`settle`).
+The host waits for none of this, except where more would be in flight than is allowed, and where it asks to (`settle`).
 Pinned memory waits for the last copy that uses it.
 
-A write in place that the host has queued before a copy has landed may be seen by it in part, so it counts as an error
-then; autograd calls it one in any case. One that it queues after `get` comes after the copy in the order of streams,
-and so does one that is announced.
+A copy that has not landed may see part of an in-place write that the host queued before that, so such a write counts as
+an error; autograd treats it as one in any case. A write that the host queues after `get` comes after the copy in stream
+order, and so does one that is announced.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from torchremat.stores.pinned import PinnedBlock, Pool
 from torchremat.stores.statistics import Ledger
 from torchremat.tensors.held import version_of
 
-# How many bytes of a device are held for copies that have not ended, at most: so many, and this share of the most that
-# was stored at a time, or one tensor. Else a small model would have all of its memory in flight, and free nothing.
+# Upper bound on the device bytes held for copies that have not ended: at most this many, and at most this share of the
+# peak stored bytes, or one tensor. Otherwise a small model would have all of its memory in flight, and free nothing.
 _FLYING_BYTES = 256 * 2**20
 _FLYING_SHARE = 1 / 8
 
 
 def current_stream(device: torch.device) -> torch.Stream:
-    """Return the stream that the caller computes on; the host has none, and needs no transfers."""
+    """Return the stream on which the caller computes; the host has none, and needs no transfers."""
     return cast("torch.Stream", accelerator_of(device).current_stream(device))
 
 
@@ -61,9 +61,9 @@ class CopyAhead(NamedTuple):
     """One copy in.
 
     Attributes:
-        tensor: What it is copied to.
-        copied: Fires when it is there.
-        owner: The stream that has allocated it.
+        tensor: The target of the copy.
+        copied: Fires when the copy is done.
+        owner: The stream that allocated the target.
     """
 
     tensor: Tensor
@@ -77,7 +77,7 @@ class Flight:
     __slots__ = ("changed", "copied", "is_awaited", "landed", "size_bytes", "source", "version")
 
     def __init__(self, source: Tensor, copied: torch.Event) -> None:
-        self.source: Tensor | None = source  # a view of the tensor, or a copy that nobody writes to
+        self.source: Tensor | None = source  # a view of the tensor, or a copy that no other code writes to
         self.version = version_of(source)
         self.copied = copied
         self.size_bytes = source.nbytes
@@ -90,8 +90,8 @@ class Transfers:
     """The streams of each device, and the copies that have not ended.
 
     Args:
-        pool: Where tensors go.
-        ledger: Where bytes are counted.
+        pool: The pinned memory for the tensors.
+        ledger: The accounting of bytes.
     """
 
     def __init__(self, pool: Pool, ledger: Ledger) -> None:
@@ -102,10 +102,10 @@ class Transfers:
         self._in: dict[torch.device, torch.Stream] = {}
         self._flights: dict[torch.device, deque[Flight]] = {}  # in the order of their stream
         self._flying_bytes = 0
-        self._left: deque[CopyAhead] = deque()  # that nobody asked for, see NOTE [ What a finalizer may do ]
+        self._left: deque[CopyAhead] = deque()  # never asked for, see NOTE [ What a finalizer may do ]
 
     def out(self, tensor: Tensor, content: Content) -> TransferHandle | None:
-        """Begin to copy a tensor of a device; None if there is no pinned memory for it."""
+        """Begin to copy a tensor from a device; None if no pinned memory is left for it."""
         if accelerator_of(content.device).is_capturing():
             raise UnsupportedError(
                 "Host: a tensor is to be stored while a graph is captured, where nothing can wait for its copy."
@@ -128,7 +128,7 @@ class Transfers:
         return TransferHandle(self, flight, place, host, content)
 
     def incoming(self, device: torch.device) -> torch.Stream:
-        """Return the stream for copies to a device that nobody waits for yet."""
+        """Return the stream for copies to a device that nothing waits for yet."""
         return self._stream(self._in, device)
 
     def outgoing(self, device: torch.device) -> torch.Stream:
@@ -136,7 +136,7 @@ class Transfers:
         return self._stream(self._out, device)
 
     def land(self) -> None:
-        """Let go of what has been copied."""
+        """Release the sources of copies that have ended."""
         with self._lock:
             for flights in self._flights.values():
                 while flights and flights[0].copied.query():
@@ -147,7 +147,7 @@ class Transfers:
                     self._left.append(left)
 
     def settle(self, *, most_bytes: int | None = None) -> None:
-        """Wait until no more than so many bytes are held for copies; as many as always may be, if not given."""
+        """Wait until at most so many bytes are held for copies; by default, as many as may always be."""
         most_bytes = self._most_flying() if most_bytes is None else most_bytes
         while True:
             self.land()
@@ -158,11 +158,11 @@ class Transfers:
             oldest[0].copied.synchronize()
 
     def leave(self, ahead: CopyAhead) -> None:
-        """Hold what comes and nobody asked for until it is there. A finalizer may call it."""
+        """Hold the target of a copy that was never asked for until the copy ends. A finalizer may call it."""
         self._left.append(ahead)
 
     def __del__(self) -> None:
-        # With the store goes what copies read and write.
+        # With the store goes the memory that copies read and write.
         for flights in self._flights.values():
             for flight in flights:
                 flight.copied.synchronize()
@@ -199,7 +199,7 @@ class Transfers:
 
 
 class TransferHandle:
-    """A tensor in pinned memory, or on its way there. See NOTE [ Who owns a stored tensor ]."""
+    """A tensor in pinned memory, or in transfer to it. See NOTE [ Who owns a stored tensor ]."""
 
     __slots__ = ("__weakref__", "_ahead", "_content", "_flight", "_host", "_lock", "_place", "_transfers")
 
@@ -223,7 +223,7 @@ class TransferHandle:
         """Return the tensor on its device, in fresh memory; the current stream waits for the copy, the host does not.
 
         Raises:
-            MutationError: It was written in place before it was copied.
+            MutationError: The tensor was written in place before it was copied.
         """
         self._check()
         current = current_stream(self._content.device)
@@ -233,20 +233,20 @@ class TransferHandle:
             ahead = self._copy(current, current)
         else:
             current.wait_event(ahead.copied)
-            if ahead.owner != current:  # whose order says nothing of what this one does with it
+            if ahead.owner != current:  # the owner's order does not cover what the current stream does with it
                 record_stream(ahead.tensor, current)
         self._transfers.ledger.copied(in_bytes=self._content.size_bytes)
         return self._content.back(ahead.tensor)
 
     def prefetch(self) -> None:
-        """Begin to copy it to its device, beside what the device computes."""
+        """Begin to copy it to its device, overlapping the device's computation."""
         with self._lock:
             if self._ahead is None:
                 stream = self._transfers.incoming(self._content.device)
                 self._ahead = self._copy(stream, current_stream(self._content.device))
 
     def settle(self) -> None:
-        """Wait until it is copied, so that its memory on the device is free."""
+        """Wait until it is copied, so that its device memory is free."""
         self._flight.copied.synchronize()
         self._transfers.land()
 
@@ -262,7 +262,7 @@ class TransferHandle:
         """Copy it on a stream, to memory of the current one."""
         fresh = self._content.empty()
         if stream is not owner:
-            stream.wait_stream(owner)  # which may still use the memory
+            stream.wait_stream(owner)  # the owner may still use the memory
         stream.wait_event(self._flight.copied)
         accelerator = accelerator_of(self._content.device)
         with accelerator.on(stream):

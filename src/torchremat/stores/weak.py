@@ -1,4 +1,4 @@
-"""Bytes that are held by others: a view of them as long as they live and nobody has written to them."""
+"""Bytes that others own: a view of them as long as they are alive and unwritten."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 class Counter:
-    """Whether a tensor has been written since, by itself or by a view of it; it does not keep its storage alive.
+    """Detects writes to a tensor since, directly or through a view; it does not keep the storage alive.
 
     NOTE [ A version without a tensor ]
-    Versions are counted by tensors, not by storages, and a tensor keeps its storage. But a detached alias that is given
+    Tensors count versions, storages do not, and a tensor keeps its storage alive. But a detached alias that is given
     other data, of no bytes, still counts with the tensor that it was detached from; and an alias of such a counter that
     is given a view of the storage counts with it again.
 
@@ -34,22 +34,22 @@ class Counter:
 
     @property
     def has_moved(self) -> bool:
-        """Whether it has been written."""
+        """Whether the tensor has been written."""
         return self._alias._version != self._version
 
     def counting(self, data: Tensor) -> Tensor:
-        """Return an alias of a tensor, writes to which this counts."""
+        """Return an alias of a tensor that counts its writes here."""
         alias = self._alias.detach()
         alias.data = data
         return alias
 
 
 class WeakBytes:
-    """A storage at a version, which it does not keep alive.
+    """A storage at a version, not kept alive.
 
     Args:
-        tensor: What the storage is reached through, without graph.
-        start: The byte of the storage at which offset 0 of what is asked for lies; it may be negative.
+        tensor: The tensor through which the storage is reached, without graph.
+        start: The byte of the storage at which offset 0 of the requested tensor lies; it may be negative.
     """
 
     __slots__ = ("_bytes", "_counters", "_start", "_storage")
@@ -66,9 +66,9 @@ class WeakBytes:
         self._counters.append(Counter(tensor))
 
     def storage(self) -> UntypedStorage | None:
-        """Return the storage if it lives and holds what it held."""
+        """Return the storage if it is alive and unwritten."""
         storage = self._storage()
-        # Sharded parameters give their memory back and keep the storage.
+        # Sharded parameters free their memory and keep the storage.
         if storage is None or storage.nbytes() != self._bytes:
             return None
         return None if any(one.has_moved for one in self._counters) else storage
@@ -87,6 +87,6 @@ def _empty(dtype: torch.dtype, device: torch.device) -> Tensor:
     found = _EMPTY.get((dtype, device))
     if found is None:
         found = torch.empty(0, dtype=dtype, device=device)
-        if type(found) is Tensor and not found.is_inference():  # no mode has made something else of it
+        if type(found) is Tensor and not found.is_inference():  # else a mode has replaced it
             _EMPTY[dtype, device] = found
     return found

@@ -1,4 +1,4 @@
-"""Copies of tensors that stay views of one another where the tensors are."""
+"""Copies of tensors that are views of one another wherever the tensors are."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch import Tensor
 
 
 def again(tensors: list[Tensor], values: list[Tensor] | None = None) -> list[Tensor]:
-    """Return a copy of each tensor, without its graph; tensors of one storage have copies of one storage.
+    """Return a copy of each tensor, without its graph; tensors that share a storage have copies that share one.
 
     Args:
-        tensors: Any shapes; the same one several times has one copy.
-        values: What to put into the copies, of the same shapes; the values of `tensors` if None.
+        tensors: Any shapes; a tensor that appears several times has one copy.
+        values: The values for the copies, of the same shapes; the values of `tensors` if None.
     """
     values = tensors if values is None else values
     distinct = {id(tensor): (tensor, value) for tensor, value in zip(tensors, values, strict=True)}
@@ -41,13 +41,13 @@ def apart(tensor: Tensor) -> Tensor:
     with torch.no_grad():
         if tensor.layout is not torch.strided or type(tensor) is not Tensor or tensor.numel() == 0:
             return tensor.detach().clone()
-        # With what lies in between: no element need be told from another then.
+        # Copy the bytes in between too: then no element has to be told from another.
         last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         span = tensor.detach().as_strided((last + 1,), (1,)).clone()
         return span.as_strided(tensor.shape, tensor.stride())
 
 
 def _storage_of(tensor: Tensor) -> int:
-    # Sparse and other tensors have none, empty ones no address; they share nothing.
+    # Sparse and other tensors have no storage, empty tensors have no address; they share nothing.
     address = tensor.untyped_storage().data_ptr() if type(tensor) is Tensor and tensor.layout is torch.strided else 0
     return address or id(tensor)

@@ -1,14 +1,14 @@
-"""A number or two that stand for the values of a saved tensor, computed where the tensor is.
+"""One or two numbers that stand for the values of a saved tensor, computed where the tensor is.
 
-A fingerprint changes with every bit of the tensor, and with the order of its elements as far as programs change it:
-rows that are shuffled, columns that are shuffled. It is no cryptographic hash, and it is the same for two tensors with
-the same values and other strides.
+A fingerprint changes with every bit of the tensor, and with the order of its elements in the ways in which programs
+change it: shuffled rows, shuffled columns. It is not a cryptographic hash, and two tensors with the same values and
+different strides have the same fingerprint.
 
 NOTE [ What the bits of a tensor are ]
-Those in memory, below all that is only said of them. What wraps a tensor for a transform of torch.func is taken off,
-and transforms are passed by, as the fingerprint of a forward in `jacrev` is compared when that is over: a tensor that
-`vmap` batches has the bits of the whole batch. A subclass that wraps others has the bits of these. What is conjugated
-or negated in name alone is so in fact first: it may come back from a store as a copy which is.
+The bits in memory, beneath everything that is only metadata. A wrapper of a torch.func transform is removed, and
+transforms are bypassed, because the fingerprint of a forward in `jacrev` is compared after the transform has ended: a
+tensor that `vmap` batches has the bits of the whole batch. A subclass that wraps other tensors has their bits. A lazily
+conjugated or negated tensor is materialised first: it may come back from a store as a materialised copy.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torchremat._compat.transforms import below_transforms, without_wrappers
 from torchremat.ambient.hidden import hiding
 from torchremat.errors import UnsupportedError
 
-# Elements of a row that is long enough for kernels, and of a tensor that is small enough not to care.
+# Elements of a row long enough for kernels, and of a tensor small enough for the split not to matter.
 _LONG, _SMALL = 256, 4096
 
 
@@ -32,10 +32,10 @@ def fingerprint(tensor: Tensor) -> Tensor:
     """Return the fingerprint of a tensor: two int64 on its device, without waiting for it.
 
     Args:
-        tensor: Any shape, dtype and layout; one without elements has a fingerprint as well.
+        tensor: Any shape, dtype and layout; a tensor without elements has a fingerprint as well.
 
     Raises:
-        UnsupportedError: It is of a class whose bits cannot be read.
+        UnsupportedError: The bits of its class cannot be read.
     """
     with torch.no_grad(), below_transforms(), hiding():
         return _of(without_wrappers(tensor), type(tensor).__name__)
@@ -56,7 +56,7 @@ def differing(ones: Sequence[Tensor], others: Sequence[Tensor]) -> list[bool]:
 def _of(tensor: Tensor, name: str) -> Tensor:
     # See NOTE [ What the bits of a tensor are ]
     kind = type(tensor)
-    if hasattr(kind, "trigger_wait"):  # a collective may still be writing to what it wraps
+    if hasattr(kind, "trigger_wait"):  # a collective may still be writing to the wrapped tensor
         return _of(cast("Any", tensor).trigger_wait(), name)
     if kind is not Tensor and hasattr(kind, "__tensor_flatten__"):
         return _of_parts(tensor, name)
@@ -72,7 +72,7 @@ def _of(tensor: Tensor, name: str) -> Tensor:
             return torch.stack((_ordered(words), _ordered(rest)))
         if values.dim() == 0:
             return _hashed(values).expand(2)
-        # By rows, whose order counts, and every other part of a row in each of its dimensions.
+        # By rows, whose order counts, and by alternate parts of a row in each of its dimensions.
         inner = _dimensions_of_a_row(values)
         odd = _hashed(values[..., ::2])
         for place in range(1, inner):
@@ -91,12 +91,12 @@ def _of_parts(tensor: Tensor, name: str) -> Tensor:
 
 
 def _has_memory(kind: type[Tensor]) -> bool:
-    """Return whether a class of tensors has its elements in memory of its own, whatever it is called with."""
+    """Return whether a class of tensors has its elements in memory of its own, whatever its name."""
     return getattr(kind, "__torch_dispatch__", None) is getattr(Tensor, "__torch_dispatch__", None)
 
 
 def _dimensions_of_a_row(values: Tensor) -> int:
-    """Return how many of the last dimensions are a row: of large tensors several, since kernels like long rows."""
+    """Return how many of the last dimensions form a row: several for large tensors, since kernels like long rows."""
     dimensions, elements = 1, values.shape[-1]
     if values.numel() > _SMALL:
         while elements < _LONG and dimensions + 1 < values.dim():
@@ -118,8 +118,8 @@ def _hashed(values: Tensor, inner: int | None = None) -> Tensor:
 
 
 def _words(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the bytes of a tensor of bytes as int64, and those that are left over."""
-    # The exclusive or of bytes has few bits, that of a mask a single one.
+    """Return the bytes of a tensor of one-byte elements as int64 words, and the leftover bytes."""
+    # The exclusive or of bytes has few bits; for a mask it has a single one.
     flat = values.contiguous().view(torch.uint8).flatten()
     whole = flat.numel() // 8 * 8
     return flat[:whole].view(torch.int64), flat[whole:].long()
@@ -130,6 +130,6 @@ def _plain(tensor: Tensor) -> Tensor:
     if tensor.layout is not torch.strided:
         tensor = tensor.to_dense()
     if tensor.is_complex():
-        # A copy, if it is conjugated in name alone: it may come back conjugated in memory.
+        # A copy, if it is lazily conjugated: it may come back materialised.
         tensor = torch.view_as_real(tensor.resolve_conj())
     return tensor if tensor.numel() else tensor.new_zeros((), dtype=torch.int64)

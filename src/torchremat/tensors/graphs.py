@@ -1,4 +1,4 @@
-"""What a graph has saved: its nodes, and their slots."""
+"""The contents of a graph: its nodes, and their slots."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _RAW = "_raw_saved_"
 
 
 class GraphSlot:
-    """One place where a node keeps a tensor, or what hooks have made of it.
+    """One place where a node keeps a tensor, or the object that hooks have made of it.
 
-    The slot belongs to the node: it is read as long as the node is held, which this does.
+    The slot belongs to the node: it is readable as long as the node is alive, and this object keeps the node alive.
     """
 
     __slots__ = ("_name", "_number", "node")
@@ -38,19 +38,19 @@ class GraphSlot:
         return cast("RawSavedTensor", found if self._number is None else found[self._number])
 
     def tensor(self, *, own: Unpack | None = None) -> Tensor:
-        """Return the tensor as the node would get it; there are no hooks.
+        """Return the tensor as the node would get it, if no hooks are set.
 
         Args:
-            own: An unpack hook that may be called on the way.
+            own: An unpack hook that may be called in the process.
 
         Raises:
-            RuntimeError: It was written in place since it was saved; or hooks of others would be called.
+            RuntimeError: The tensor was written in place since it was saved; or other hooks would be called.
         """
         if unpacks_alone(self.raw):
             try:
                 return self.raw.unpack()
             except RuntimeError:
-                if self._has_hooks_beside(own):  # or it is an output of the node, which torch unpacks for that alone
+                if self._has_hooks_beside(own):  # or it is an output of the node, unpacked only for the node itself
                     raise
         elif self._has_hooks_beside(own):
             raise RuntimeError("hooks of others would be called.")
@@ -59,7 +59,7 @@ class GraphSlot:
         return cast("Tensor", found if self._number is None else found[self._number])
 
     def _has_hooks_beside(self, own: Unpack | None) -> bool:
-        """Return whether a hook of others would be called with all slots of the same name, which a node unpacks."""
+        """Return whether reading this slot would call another hook: a node unpacks all slots of one name together."""
         hooks = [slot.raw.unpack_hook for slot in slots_of(self.node) if slot._name == self._name]
         return any(hook is not None and hook is not own for hook in hooks)
 
@@ -90,12 +90,12 @@ def nodes_of(roots: Iterable[Tensor]) -> list[Node]:
 
 
 def slots_of(node: Node) -> Iterator[GraphSlot]:
-    """Yield the slots of a node that hold something; none if it has freed them."""
+    """Yield the slots of a node that hold a tensor or a packed object; none if the node has freed them."""
     for name in _names(type(node)):
         try:
             found = cast("RawSavedTensor | tuple[RawSavedTensor, ...]", getattr(node, _RAW + name))
         except RuntimeError:
-            continue  # lists of tensors, once they are freed
+            continue  # lists of tensors that were freed
         if isinstance(found, tuple):
             yield from (GraphSlot(node, name, number) for number, raw in enumerate(found) if _holds(raw))
         elif _holds(found):
@@ -112,7 +112,7 @@ def _names(kind: type) -> tuple[str, ...]:
 
 
 def leaves_of(nodes: Iterable[Node]) -> Iterator[Tensor]:
-    """Yield the tensors that the nodes accumulate gradients for."""
+    """Yield the tensors for which the nodes accumulate gradients."""
     for node in nodes:
         variable = cast("Callable[[], Tensor] | Tensor | None", getattr(node, "variable", None))
         if isinstance(variable, Tensor):

@@ -1,7 +1,7 @@
-"""What is asked of a store: two small interfaces, for our stores and for those of users.
+"""The interface of a store: two small protocols, for our stores and for those of users.
 
 NOTE [ Who owns a stored tensor ]
-The handle does, and nothing else. Autograd keeps a handle as long as it would have kept the tensor, so the three hard
+Only the handle does. Autograd keeps a handle as long as it would have kept the tensor, so the three hard
 cases need no code:
 
     1. retain_graph=True      `get` is called again; the handle is still there
@@ -9,18 +9,18 @@ cases need no code:
     3. forward pass raises    as 2
 
 NOTE [ Who may write to what was put ]
-Anybody may, at any time, and `get` gives what was put or an error, never what was written:
+Any code may, at any time, and `get` returns the tensor as it was put or raises, and never returns a written value:
 
-    unannounced   the version moves, and a store that reads the tensor later, or keeps it, compares versions: that is a
-                  `MutationError`. A store that has read all of it when `put` returns need not look
-    announced     whoever sees a write coming says so before, to the handle. From then on the handle has what was put in
-                  memory that nobody else knows, and the write need not move any version
+    unannounced   the version moves, and a store that reads the tensor later, or keeps it, compares versions: a
+                  difference is a `MutationError`. A store that has read all of it when `put` returns need not check
+    announced     the code that is about to write tells the handle first. From then on the handle has the stored value
+                  in memory that no other code knows, and the write need not move any version
 
-A handle is told with `before_write`, which costs a copy only where the tensor has not been read yet. A handle without
-that method is asked for the tensor instead, and a copy of what it gives is put into its store anew: that is right for
-every store, and it costs as much as `get` and `put`.
-What `get` gives may be written by whoever has it. Who keeps the tensor itself, and so gives it to several, hears of
-these writes as well.
+A handle is told with `before_write`, which costs a copy only if the tensor has not been read yet. A handle without that
+method is asked for the tensor instead, and a copy of the result is put into its store anew: this is right for every
+store, and costs as much as `get` and `put`.
+The caller of `get` may write to the result. A store that keeps the tensor itself, and so gives it to several callers,
+is told of these writes as well.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torch import Tensor
 
 
 class Handle(Protocol):
-    """One stored tensor. Dropping the handle frees what the store holds of it; nothing else does."""
+    """One stored tensor. Dropping the handle frees its bytes in the store; nothing else does."""
 
     @property
     def stored_bytes(self) -> int:
@@ -39,19 +39,19 @@ class Handle(Protocol):
         ...
 
     def get(self) -> Tensor:
-        """Return the tensor: without graph, on the device that it came from.
+        """Return the tensor: without graph, on the device from which it came.
 
-        Its dimensions lie in memory in the order in which they lay, so what was put contiguous is contiguous. May be
-        called many times, in any thread, in any order. A store that copies returns fresh memory each time.
+        Its dimensions have the same order in memory as before, so a tensor that was contiguous is contiguous again. May
+        be called many times, in any thread, in any order. A store that copies returns fresh memory each time.
 
         Raises:
-            StoreError: It cannot be had any more; never other data.
-            MutationError: The store keeps the tensor itself, and it was written in place since.
+            StoreError: The tensor cannot be brought back; the store never returns other data.
+            MutationError: The store keeps the tensor itself, and the tensor was written in place since.
         """
         ...
 
     def prefetch(self) -> None:
-        """Begin to bring the tensor back, and do not wait for it. Called once before a `get`, or never."""
+        """Begin to bring the tensor back, without waiting for it. Called once before a `get`, or never."""
         ...
 
 
@@ -60,10 +60,10 @@ class Protecting(Protocol):
     """A handle that is told of writes. See NOTE [ Who may write to what was put ]."""
 
     def before_write(self) -> None:
-        """Have what was put in memory of its own when this returns, since what was put is about to be written.
+        """Move the stored value to memory of its own before returning, since the tensor is about to be written.
 
-        May be called many times, and from another thread than `put`. Where the tensor was written before, unannounced,
-        this does nothing, and `get` goes on to raise.
+        May be called many times, and from another thread than `put`. If the tensor was already written, unannounced,
+        this does nothing, and `get` still raises.
         """
         ...
 
@@ -72,16 +72,16 @@ class Store(Protocol):
     """Takes tensors in, gives handles back. Its methods are called from several threads."""
 
     def put(self, tensor: Tensor) -> Handle | None:
-        """Take a tensor; return None if there is no room for it.
+        """Take a tensor; return None if no room is left for it.
 
         Args:
-            tensor: Without graph, any shape and dtype, at least one element; contiguous where the library itself puts,
-                of any strides where somebody's own hooks do. It shares its memory and its version counter with the
+            tensor: Without graph, any shape and dtype, at least one element; contiguous when the library itself calls
+                `put`, of any strides when a user's own hooks do. It shares its memory and its version counter with the
                 tensor that autograd saves. A store that reads it after `put` has returned compares its version before
-                and after, and answers with a `MutationError` in `get` if it has moved.
-                See NOTE [ Who may write to what was put ]
+                and after, and raises a `MutationError` in `get` if it has moved. See
+                NOTE [ Who may write to what was put ]
 
         Raises:
-            StoreError: There is no room, or the medium failed, and the store was told to be strict.
+            StoreError: The store is strict, and has no room or its medium failed.
         """
         ...

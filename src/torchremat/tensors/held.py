@@ -1,8 +1,8 @@
 """One tensor that a region keeps for its recompute.
 
-A region's inputs are saved tensors of whatever encloses the region (Rule 2): if saved-tensor hooks are active, of an
-outer region, of `save_on_cpu`, of anybody, the tensor goes through them; otherwise a detached alias of it is kept
-together with its version, since with hooks around autograd's own version check is lost.
+A region's inputs are saved tensors of whatever encloses the region (Rule 2). If saved-tensor hooks are active (of an
+outer region, of `save_on_cpu`, of user code), the tensor goes through them; otherwise a detached alias of it is kept
+together with its version, since inside of hooks autograd's own version check is lost.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class _Holding(threading.local):
     now = False
 
 
-# Whether hooks are handed a tensor that a region holds, in this thread, and not one that an operation saves.
+# Whether, in this thread, hooks are being given a tensor that a region holds, and not one that an operation saves.
 holding = _Holding()
 
 
@@ -37,9 +37,10 @@ class HeldTensor:
     The alias has no `grad_fn`. If the tensor itself were kept, an in-place operation inside the region would make its
     `grad_fn` a node of the region's own graph, whose packed objects own the region: a cycle through C++ that no
     collector sees. Parameters cannot be written in place under grad mode; they are kept as they are, so that a
-    recompute is called with the very parameter that the forward was called with. (Leaves in general would not do: what
-    is no leaf in a forward is one in the recompute of the region around it, which has to pack the same tensors.) A
-    tensor that does not require grad is handed out itself as long as anybody else has it: it may be compared by `is`.
+    recompute gets the same parameter object as the forward. (Keeping leaves in general would be wrong: a tensor that is
+    no leaf in a forward is a leaf in the recompute of the region around it, which has to pack the same tensors.) A
+    tensor that does not require grad is handed out itself as long as other code keeps it alive: that code may compare
+    it by `is`.
     """
 
     __slots__ = ("_alias", "_attributes", "_kept", "_metadata", "_original", "_unpack", "requires_grad", "version")
@@ -49,17 +50,17 @@ class HeldTensor:
         self._unpack = None
         self._alias = None
         self._original = None
-        self._attributes = None  # those of a parameter are restored with the module's
+        self._attributes = None  # a parameter's attributes are restored with its module's
         if type(tensor) is not Tensor and isinstance(tensor, nn.Parameter):
             self._kept: object = tensor  # See NOTE [ Why an alias ]
             self.version = version_of(tensor)
             return
         if tensor.__dict__:
-            # Not the parts of a wrapper: they are its memory, which hooks may be about to move.
+            # Not the parts of a wrapper: these are its memory, which hooks may be about to move.
             self._attributes = attributes_of(tensor) or None
         hooks = top_saved_tensor_hooks(True)
         if type(self) is HeldTensor and hooks is None and type(tensor) is Tensor:
-            alias = tensor.detach()  # as below, but for two calls
+            alias = tensor.detach()  # as below, except for two calls
             self.version = version_of(tensor)
         else:
             alias = self.detached(tensor, hooks is not None and self.requires_grad)
@@ -71,9 +72,9 @@ class HeldTensor:
             return
         pack, self._unpack = hooks
         self._metadata = metadata_of(tensor)
-        # Hooks that hand back the tensor they were given are as good as none: then its version is still to be checked.
+        # Hooks that return the tensor they were given are equivalent to none: the version must still be checked then.
         self._alias = ref(alias)
-        # Whatever a hook computes is none of the graph's business; autograd calls hooks without grad as well.
+        # A hook's own computation is not part of the graph; autograd calls hooks without grad as well.
         holding.now = True
         set_grad_mode(False)  # a region's forward has it on
         try:
@@ -84,7 +85,7 @@ class HeldTensor:
 
     @property
     def kept(self) -> object:
-        """The tensor, or what the hooks around the region have made of it."""
+        """The tensor, or the object that the hooks around the region have made of it."""
         return self._kept
 
     def unpack(self) -> Tensor:
@@ -93,7 +94,7 @@ class HeldTensor:
         Raises:
             ChangedError: The tensor was written in place since.
         """
-        tensor: Tensor = self._kept  # pyright: ignore[reportAssignmentType]: or what a hook has made of it
+        tensor: Tensor = self._kept  # pyright: ignore[reportAssignmentType]: or the object that a hook has made of it
         if self._unpack is not None:
             set_grad_mode(False)
             try:
@@ -124,23 +125,23 @@ class HeldTensor:
 
     @property
     def is_hooked(self) -> bool:
-        """Whether hooks have taken the tensor."""
+        """Whether hooks have packed the tensor."""
         return self._unpack is not None
 
     def alias(self) -> Tensor | None:
-        """Return the alias that is kept, if one is kept, hooks have not packed it, and it was not written since."""
+        """Return the kept alias, if it exists, hooks have not packed it, and it was not written since."""
         alias = self._kept
         if type(self) is not HeldTensor or type(alias) is not Tensor or self._unpack is not None:
             return None
         return alias if self.version_in(alias) == self.version else None
 
     def hand_over(self, packed: object, unpack: Unpack) -> None:
-        """Keep what hooks have made of the alias, and the alias no longer."""
+        """Keep the object that hooks have made of the alias, and no longer the alias."""
         alias = self._kept
         assert isinstance(alias, Tensor)
         self._metadata = metadata_of(alias)
         self._alias = ref(alias)
-        self._original = None  # a write to it would not be seen
+        self._original = None  # a write to it would go unseen
         self._unpack = unpack
         self._kept = packed
 
@@ -150,7 +151,7 @@ class HeldTensor:
             alias = tensor.detach()
             return alias.requires_grad_() if requires_grad else alias
         kind = type(tensor)
-        # What a subclass does with operators is the user's, and goes by rules of the moment.
+        # A subclass's handling of operators is user code, which follows the current modes and settings.
         with without_torch_function():
             alias = tensor.detach()
             if type(alias) is not kind:
@@ -158,12 +159,12 @@ class HeldTensor:
             return alias.requires_grad_() if requires_grad else alias
 
     def version_in(self, alias: Tensor) -> int:
-        """Return the version of the tensor that an alias stands for."""
+        """Return the version of the tensor that an alias represents."""
         return version_of(alias)
 
 
 class ChangedError(Exception):
-    """A tensor that is held was written in place; whoever unpacks it knows its name."""
+    """A held tensor was written in place; the code that unpacks it knows its name."""
 
     def __init__(self, before: int, now: int) -> None:
         super().__init__(before, now)

@@ -1,11 +1,11 @@
-"""What is known of a saved tensor without looking at its values."""
+"""The metadata of a saved tensor, without its values."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-# Shape, dtype, device, and strides in elements; in the place of strides the layout of a tensor that has none.
+# Shape, dtype, device, and strides in elements; for a tensor without strides its layout instead.
 Metadata = tuple[torch.Size, torch.dtype, torch.device, "tuple[int, ...] | torch.layout"]
 
 
@@ -18,15 +18,15 @@ def metadata_of(tensor: Tensor) -> Metadata:
 
 
 def version_of(tensor: Tensor) -> int:
-    """Return how often a tensor was written in place, or -1 for one of inference mode, which does not count."""
+    """Return how often a tensor was written in place, or -1 for an inference tensor, which does not count."""
     return -1 if tensor.is_inference() else tensor._version
 
 
 def agree(then: Metadata, now: Metadata) -> bool:
     """Return whether two tensors are alike in shape, dtype, device, and in layout or the class of their strides.
 
-    Strides are of one class if they order the dimensions in the same way and repeat elements along the same ones: then
-    kernels walk through both tensors alike. How far apart the elements are is left to whoever stores tensors elsewhere.
+    Strides are of one class if they order the dimensions in the same way and repeat elements along the same ones:
+    kernels then traverse both tensors alike. The distance between elements may differ: a store may change it.
     """
     if then[:3] != now[:3]:
         return False
@@ -38,7 +38,7 @@ def agree(then: Metadata, now: Metadata) -> bool:
 def _stride_class(shape: torch.Size, strides: tuple[int, ...]) -> tuple[list[int], list[int]]:
     if 0 in shape:
         return [], []
-    # The stride of a dimension of one element means nothing.
+    # The stride of a dimension of size one means nothing.
     long = [dimension for dimension, size in enumerate(shape) if size > 1]
     repeated = [dimension for dimension in long if strides[dimension] == 0]
     order = sorted((one for one in long if strides[one] != 0), key=lambda one: -strides[one])
@@ -46,18 +46,18 @@ def _stride_class(shape: torch.Size, strides: tuple[int, ...]) -> tuple[list[int
 
 
 def with_strides(tensor: Tensor, then: Metadata) -> Tensor:
-    """Return a tensor that a store has given back with the strides that it had, since kernels choose by them.
+    """Return a tensor from a store with its original strides, since kernels choose by them.
 
     Args:
-        tensor: What came back; any strides.
-        then: The metadata of what was stored. If the shape, the dtype or the layout is another one, the tensor is
-            returned as it is: that is for whoever compares them to say.
+        tensor: The tensor from the store; any strides.
+        then: The metadata of the stored tensor. If the shape, the dtype or the layout differs, the tensor is returned
+            unchanged: reporting that is the job of the code that compares them.
     """
     now = metadata_of(tensor)
     strides = then[3]
     if now[3] == strides or now[:2] != then[:2] or not isinstance(strides, tuple) or not isinstance(now[3], tuple):
         return tensor
-    # Along a dimension of stride 0 there is one element, repeated.
+    # Along a dimension of stride 0 only one element exists, repeated.
     single = tensor[
         tuple(
             slice(0, 1) if stride == 0 and size else slice(None) for size, stride in zip(then[0], strides, strict=True)
@@ -78,7 +78,7 @@ def dense(shape: torch.Size, strides: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _packed(shape: torch.Size, strides: tuple[int, ...]) -> list[int]:
-    """Return the strides of a tensor without gaps whose dimensions have the order that `strides` give them."""
+    """Return the strides of a tensor without gaps whose dimensions are ordered as `strides` orders them."""
     packed, step = [0] * len(shape), 1
     for dimension in sorted(range(len(shape)), key=lambda one: (strides[one], shape[one])):
         packed[dimension] = step

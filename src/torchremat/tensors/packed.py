@@ -1,20 +1,20 @@
-"""What autograd holds in place of a saved tensor, and how compiled autograd has it unpacked.
+"""The objects that autograd holds in place of saved tensors, and how compiled autograd unpacks them.
 
-The engine of autograd calls an unpack hook when a node runs, and drops what was packed when the node has run. Compiled
-autograd traces a whole backward into one graph instead, hooks included, and holds all that was packed to its end, so
-that what holds the packed object no longer says how long a tensor lives (see NOTE [ Who owns a stored tensor ]).
-So that each tensor still is there only while a node needs it:
+The autograd engine calls an unpack hook when a node runs, and drops the packed object once the node has run. Compiled
+autograd instead traces a whole backward into one graph, hooks included, and holds all packed objects to its end, so the
+owner of the packed object no longer determines the tensor's lifetime (see NOTE [ Who owns a stored tensor ]).
+To still keep each tensor only while a node needs it:
 
     unpack(packed)                     the hook: what the engine calls
-        traced as  operator(packed)    one call in the graph; what is packed is an input of the graph, a black box
+        traced as  operator(packed)    one call in the graph; the packed object is an input of the graph, a black box
             runs   packed.hand_out(last=...)    recomputes, or reads from a store; keeps nothing after the last time
 
-The compiler knows the metadata of the tensor alone, which is part of the graph's guards.
+The compiler knows only the metadata of the tensor, which is part of the graph's guards.
 
 NOTE [ What an operator may return ]
-Inductor writes to memory that an operator has returned as soon as nobody reads it any more. A saved tensor may be a
-view of a parameter, or of what another node is yet to read: then it gets a copy. Backends that never do this get the
-tensor.
+Inductor reuses the memory of an operator's result as soon as the result has no more readers. A saved tensor may be a
+view of a parameter, or of a tensor that another node has yet to read: then the operator returns a copy. Backends that
+never reuse such memory get the tensor.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ Hook = TypeVar("Hook", bound=Callable[[Any], Tensor])
 
 
 class Owner(Protocol):
-    """What keeps tensors for a backward."""
+    """The owner of tensors that are kept for a backward."""
 
     def forget(self, key: int, /) -> None:
-        """Keep nothing any more for the backward of that number."""
+        """Release everything that is kept for the backward of that number."""
         ...
 
 
 class Packed(metaclass=BlackBoxMeta):
-    """What autograd holds in place of a saved tensor."""
+    """The object that autograd holds in place of a saved tensor."""
 
     __slots__ = ()
 
@@ -66,19 +66,19 @@ class Packed(metaclass=BlackBoxMeta):
     @property
     @abstractmethod
     def metadata(self) -> Metadata:
-        """What is known of the tensor; the same before and after it is handed out."""
+        """The metadata of the tensor; the same before and after it is handed out."""
 
     @property
     @abstractmethod
     def owners(self) -> Iterable[Owner]:
-        """What may keep tensors to the end of a backward on behalf of this one."""
+        """The owners that may keep tensors to the end of a backward on behalf of this object."""
 
     @abstractmethod
     def hand_out(self, *, last: bool) -> Tensor:
         """Return the tensor, without graph, to a node of a compiled backward.
 
         Args:
-            last: Whether nobody will ask again, so that nothing is to be kept. The object itself lives on.
+            last: Whether no further request follows, so that nothing need be kept. The object itself lives on.
         """
 
     @abstractmethod
@@ -86,17 +86,17 @@ class Packed(metaclass=BlackBoxMeta):
         """Return an object with the same metadata and nothing else, of a class that the same operator takes."""
 
     def __deepcopy__(self, memo: object) -> Packed:
-        # Compilers copy what they trace with.
+        # Compilers copy the inputs of a trace.
         return self.emptied()
 
 
 def unpacked_in_graphs(packed: type[Packed], name: str) -> Callable[[Hook], Hook]:
-    """Let compiled autograd unpack what is packed as objects of a class by an operator, when a node needs it.
+    """Let compiled autograd unpack objects of a class by an operator, when a node needs the tensor.
 
-    Decorates the unpack hook, which has to be a plain function; for the engine it stays as it is.
+    Decorates the unpack hook, which must be a plain function; for the engine it stays unchanged.
 
     Args:
-        packed: The class; those derived of it belong to it.
+        packed: The class; its subclasses are included.
         name: The name of the operator.
     """
     unpack = operator(name, "bool reuses_memory, bool is_differentiated", _unpack, _shapes, packed)
@@ -122,7 +122,7 @@ def _unpack(packed: Packed, reuses_memory: bool, is_differentiated: bool) -> Ten
             raise UnsupportedError(_is_no_plain_tensor(f"tensor of layout {tensor.layout}"))
         if type(tensor) is not Tensor and type(tensor) is not nn.Parameter:
             raise UnsupportedError(_is_no_plain_tensor(type(tensor).__name__))
-        # A copy of what is a conjugate only in name has the memory that the graph expects.
+        # A copy of a lazily conjugated tensor has the memory that the graph expects.
         tensor = tensor.detach().resolve_conj().resolve_neg()
     if metadata_of(tensor) != metadata or (reuses_memory and _is_not_ours(tensor)):
         # See NOTE [ What an operator may return ]
@@ -134,7 +134,7 @@ def _is_not_ours(tensor: Tensor) -> bool:
     return is_shared(tensor) or tensor.data_ptr() % _ALIGNMENT != 0
 
 
-# What generated kernels for devices expect of an address.
+# The alignment that generated kernels for devices expect of an address.
 _ALIGNMENT = 16
 
 
@@ -150,7 +150,7 @@ def _copy(tensor: Tensor, metadata: Metadata) -> Tensor:
     shape, dtype, device, strides = metadata
     assert isinstance(strides, tuple)
     copy = torch.empty_strided(shape, strides, dtype=dtype, device=device)
-    # Along a dimension of stride 0 there is one element, repeated.
+    # Along a dimension of stride 0 only one element exists, repeated.
     single = tuple(
         slice(0, 1) if stride == 0 and size else slice(None) for size, stride in zip(shape, strides, strict=True)
     )
@@ -161,8 +161,8 @@ def _copy(tensor: Tensor, metadata: Metadata) -> Tensor:
 class _End:
     """Lets owners forget at the end of a backward.
 
-    Compiled autograd never calls what waits for the end of a backward, but drops it, as the engine does where a
-    backward has raised.
+    Compiled autograd never calls callbacks that wait for the end of a backward, but drops them, as the engine does
+    after a backward that raised.
     """
 
     __slots__ = ("__weakref__", "_owners", "_task")
@@ -186,7 +186,7 @@ class _End:
 
 
 class _Ends(threading.local):
-    """The end of the backward that has unpacked last in a thread."""
+    """The end of the last backward in a thread that has unpacked a tensor."""
 
     task = -1
     end: ReferenceType[_End] | None = None
@@ -199,7 +199,7 @@ def _end_of(task: int) -> _End:
     end = _ends.end() if _ends.end is not None and _ends.task == task else None
     if end is None:
         end = _End(task)
-        at_end_of_backward(end)  # which owns it
+        at_end_of_backward(end)  # the queue of callbacks owns it
         _ends.task, _ends.end = task, ref(end)
     return end
 

@@ -1,8 +1,8 @@
-"""The plain tensors that a tensor consists of, and their memory.
+"""The plain tensors that make up a tensor, and their memory.
 
-A wrapper subclass (a DTensor, a quantized weight) has a storage with a size and no memory in it; its bytes lie
-in the tensors that it wraps, which `__tensor_flatten__` names. Whoever counts bytes, or tells tensors apart by where
-they lie, asks here.
+A wrapper subclass (a DTensor, a quantized weight) has a storage with a size but no memory; its bytes lie in the tensors
+that it wraps, which `__tensor_flatten__` names. Code that counts bytes, or distinguishes tensors by their memory, uses
+this module.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ class _Wrapper(Protocol):
 
 
 def is_wrapper(tensor: Tensor) -> bool:
-    """Return whether a tensor consists of others."""
+    """Return whether a tensor wraps other tensors."""
     return type(tensor) not in _PLAIN and is_wrapper_subclass(tensor)
 
 
 def parts_of(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the tensors that a wrapper consists of, at any depth; any other tensor is its own only part."""
+    """Yield the tensors that make up a wrapper, at any depth; any other tensor is its own only part."""
     if is_wrapper(tensor):
         names, _ = cast("_Wrapper", tensor).__tensor_flatten__()
         for name in names:
@@ -40,7 +40,7 @@ def parts_of(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def attributes_of(tensor: Tensor) -> dict[str, object]:
-    """Return what code has put on a tensor; the parts of a wrapper, which lie there as well, are left out."""
+    """Return the attributes that user code has set on a tensor; the parts of a wrapper, set there too, are left out."""
     attributes = dict(tensor.__dict__)
     if is_wrapper(tensor):
         for name in cast("_Wrapper", tensor).__tensor_flatten__()[0]:
@@ -49,10 +49,10 @@ def attributes_of(tensor: Tensor) -> dict[str, object]:
 
 
 def memories_of(tensor: Tensor) -> list[UntypedStorage]:
-    """Return the memory of each part of a tensor, the largest first; parts of a kind that shows none are left out.
+    """Return the memory of each part of a tensor, the largest first; parts whose class exposes none are left out.
 
     Raises:
-        UnsupportedError: It wraps others and does not tell which.
+        UnsupportedError: It wraps other tensors and does not say which.
     """
     found = [memory for one in parts_of(tensor) if (memory := _memory_of(one)) is not None]
     if len(found) > 1:
@@ -62,7 +62,7 @@ def memories_of(tensor: Tensor) -> list[UntypedStorage]:
 
 
 def _memory_of(tensor: Tensor) -> UntypedStorage | None:
-    if tensor._is_zerotensor():  # the tangents of forward mode that are zero: a storage with a size and no memory
+    if tensor._is_zerotensor():  # zero tangents of forward mode: a storage with a size and no memory
         return None
     try:
         memory = tensor.untyped_storage()

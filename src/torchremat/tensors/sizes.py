@@ -1,7 +1,7 @@
 """Bytes as people write them: "6GiB" in, "6.00 GiB" out; and flops, which only go out.
 
-Decimal units (kB, MB, GB, TB) are powers of 1000, binary ones (KiB, MiB, GiB, TiB) powers of 1024. Capitals do not
-matter, and the B may be left out: "6G" is 6GB, the smaller of what it can mean, since a budget must not be exceeded.
+Decimal units (kB, MB, GB, TB) are powers of 1000, binary ones (KiB, MiB, GiB, TiB) powers of 1024. Case does not
+matter, and the B may be left out: "6G" is 6GB, the smaller of its two readings, since a budget must not be exceeded.
 Missing on purpose: bits.
 """
 
@@ -24,9 +24,9 @@ _UNITS = {
     "GiB": 2**30,
     "TiB": 2**40,
 }
-# As they are read: in small letters, with the B or without.
+# As they are read: in lower case, with the B or without.
 _READ = {name: size for unit, size in _UNITS.items() for name in (unit.lower(), unit.lower().removesuffix("b")) if name}
-# Beyond this nothing is a size, and Python refuses to print or read numbers that are much longer.
+# Beyond this limit a number is not a size, and Python refuses to print or read numbers that are much longer.
 _MOST_BITS = 128
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([A-Za-z]+)\s*", re.ASCII)
 _ALLOWED = f'Give an int of bytes, or a number and one of {", ".join(_UNITS)}: "6GiB", "1.5 GiB", "800MB".'
@@ -45,7 +45,7 @@ def parse_bytes(size: int | str, *, least: int = 1) -> int:
     >>> parse_bytes("1.5 KiB")
     1536
     """
-    # A bool is an int to Python; as a budget it is a mistake. Floats are refused whole: 6.0 of what?
+    # A bool is an int to Python; as a budget it is a mistake. All floats are refused: 6.0 of which unit?
     if isinstance(size, bool) or not isinstance(size, int | str):  # pyright: ignore[reportUnnecessaryIsInstance]  user input
         raise BudgetError(f"a size cannot be {size!r} ({type(size).__name__}). {_ALLOWED}")
     if isinstance(size, int):
@@ -58,7 +58,7 @@ def parse_bytes(size: int | str, *, least: int = 1) -> int:
         match = _SIZE.fullmatch(size)
         if match is None or match[2].lower() not in _READ:
             raise BudgetError(f"{size!r} is not a size. {_ALLOWED}")
-        # Fractions, since 0.1 * 2**40 in floats is not what was written.
+        # Fractions, since 0.1 * 2**40 in floats is not the number as written.
         count = math.floor(Fraction(match[1]) * _READ[match[2].lower()])
     if count < least:
         raise BudgetError(f"a size must be at least {least} B, but {size!r} is {count} B. {_ALLOWED}")
@@ -87,6 +87,6 @@ def format_flops(count: int) -> str:
     ('0.08 GFLOP', '16.05 TFLOP')
     """
     for unit, size in (("GFLOP", 10**9), ("TFLOP", 10**12)):
-        if count < 999.995 * size:  # from there on it would be rounded to 1000
+        if count < 999.995 * size:  # from here on it would be rounded to 1000
             return f"{count / size:.2f} {unit}"
     return f"{count / 10**15:.2f} PFLOP"

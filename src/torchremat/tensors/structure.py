@@ -1,8 +1,8 @@
-"""Arguments taken apart into tensors and a template, and put together again.
+"""Arguments split into tensors and a template, and joined again.
 
 Tensors in keyword arguments and nested containers are inputs of a region like any other, so a region has to find all of
-them. Torch's pytree does this and costs tens of microseconds per call; the built-in containers are handled here, and
-types that are registered with it (the outputs of `transformers`) are left to it.
+them. Torch's pytree does this but costs tens of microseconds per call; this module handles the built-in containers
+itself, and leaves types registered with pytree (the outputs of `transformers`) to pytree.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class Leaf:
         self.index = index
 
 
-# Leaves are made for every call of every region, so they are made once.
+# Every call of every region needs leaves, so they are made once.
 _LEAVES = [Leaf(index) for index in range(64)]
 
 
 class _Node:
-    """A container that is no tuple, list or dict: of a type registered with torch, a named tuple or a dataclass."""
+    """A container other than a tuple, list or dict: of a type registered with torch, a named tuple or a dataclass."""
 
     __slots__ = ("children", "context", "kind")
 
@@ -51,7 +51,7 @@ def split(value: object, tensors: list[Tensor], objects: list[object]) -> object
     Args:
         value: Any nesting of tuples, lists, dicts, registered containers, dataclasses, tensors and other objects.
         tensors: Gets the tensors, in order.
-        objects: Gets what is neither a container, a tensor nor a plain value: things that could have state.
+        objects: Gets everything that is neither a container, a tensor nor a plain value: objects that could have state.
     """
     # `type(...) is` instead of `isinstance` and `cast`: this runs for every argument of every region.
     if type(value) is Tensor:
@@ -82,13 +82,13 @@ def split(value: object, tensors: list[Tensor], objects: list[object]) -> object
         if len(tensors) > found:
             objects += inside
             return _Node(kind, children)
-    # A dataclass without tensors is an object: whoever writes to it means that very one.
+    # A dataclass without tensors is an object: a write to it must reach that very object.
     objects.append(value)
     return value
 
 
 class _Whole:
-    """An argument that is not taken apart, since it contains itself: an object among the arguments."""
+    """An argument that is not split, since it contains itself: an object among the arguments."""
 
     __slots__ = ("children",)
 
@@ -184,7 +184,7 @@ def place_of(template: object, index: int) -> str | None:
 
 
 def leaves_of(template: object, prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Yield what a template has beside containers, a `Leaf` for each tensor, with the place: `"[0]['mask']"`."""
+    """Yield the non-containers of a template, a `Leaf` for each tensor, with the place: `"[0]['mask']"`."""
     kind = type(template)
     if kind is _Node:
         node = cast("_Node", template)
@@ -209,7 +209,7 @@ def leaves_of(template: object, prefix: str = "") -> Iterator[tuple[str, object]
 
 
 def same_structure(one: object, other: object) -> bool:
-    """Return whether two templates have their tensors in the same places, and beside them what is equal."""
+    """Return whether two templates have their tensors in the same places, and all other values equal."""
     if type(one) is not type(other):
         return False
     if type(one) is Leaf:

@@ -1,14 +1,14 @@
 """Autograd's saved tensor as a value in Python.
 
-What an operation keeps for its backward is a `SavedVariable` of C++: a tensor at a version, or what a pair of hooks has
-made of it. A `SavedTensor` is one that anybody can own, with all that the C++ one can do. It is one, inside: versions,
-edges, hooks and the words of errors are torch's own, of whichever torch is installed.
+An operation keeps each tensor for its backward as a `SavedVariable` of C++: a tensor at a version, or the object that a
+pair of hooks has made of it. A `SavedTensor` is one that Python code can own, with everything that the C++ one can do.
+It wraps a real one: versions, edges, hooks and error texts are torch's own, of the installed torch.
 
 NOTE [ An output knows its node weakly ]
 A node that saves its own output must not own that output's `grad_fn`, which is the node: a cycle through C++ that no
-collector sees. Autograd keeps the data alone and is told the node when it unpacks. From Python no tensor can be given
-a node, but a `SavedVariable` made for an in-place operation on a view knows its node weakly and needs not be told. So
-an output is saved as if it were such a one, and the node that the caller names is compared with the one it finds.
+collector sees. Autograd keeps only the data and is told the node when it unpacks. Python cannot set the node of a
+tensor, but a `SavedVariable` made for an in-place operation on a view knows its node weakly and need not be told. So an
+output is saved as if it were one of those, and the node that the caller names is compared with the one it finds.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ _PACK_WRITES = (
 class SavedTensor:
     """A tensor at a version, as autograd saves it: to be unpacked as it was, or an error.
 
-    Hooks that are active when it is made (`torch.autograd.graph.saved_tensors_hooks`, regions, stores) pack it, the
-    innermost pair alone; else hooks can be registered later. Without hooks the tensor itself is kept, and a write to it
-    is an error of `unpack`. Errors are autograd's own: `RuntimeError` and `TypeError` in its words.
+    Hooks that are active when it is made (`torch.autograd.graph.saved_tensors_hooks`, regions, stores) pack it, only
+    the innermost pair; without active hooks, hooks can be registered later. Without hooks the tensor itself is kept,
+    and a write to it makes `unpack` raise. Errors are autograd's own: `RuntimeError` and `TypeError` in its words.
 
     >>> import torch
     >>> from torchremat import SavedTensor
@@ -74,15 +74,15 @@ class SavedTensor:
     True
 
     Args:
-        tensor: What is saved; any shape, dtype and layout, or None.
-        is_output: Whether it is kept by what its own `grad_fn` owns. Then the node is not kept alive, and `unpack` has
-            to be told it.
-        is_inplace_on_view: Whether it is an output that an in-place operation has written into a view; its node is
-            not kept alive either, and `unpack` finds it as long as somebody else does.
+        tensor: The tensor to save; any shape, dtype and layout, or None.
+        is_output: Whether its owner is an object that its own `grad_fn` owns. Then the node is not kept alive, and
+            `unpack` must be given the node.
+        is_inplace_on_view: Whether it is an output that an in-place operation has written into a view; its node is not
+            kept alive either, and `unpack` finds the node as long as other code keeps it alive.
 
     Raises:
-        RuntimeError: It is a tensor of inference mode, or a pack hook writes to it.
-        UnsupportedError: `is_inplace_on_view` for what is no output, or for a leaf.
+        RuntimeError: It is an inference tensor, or a pack hook writes to it.
+        UnsupportedError: `is_inplace_on_view` for a tensor that is no output, or for a leaf.
     """
 
     __slots__ = ("__weakref__", "_is_leaf", "_is_none", "_is_own", "_needs_node", "_raw", "_version")
@@ -108,12 +108,12 @@ class SavedTensor:
         """Return the tensor: the one that was saved, or with hooks or for an output an alias with the same `grad_fn`.
 
         Args:
-            saved_for: The node that owns this, of which the tensor is an output; without effect for other tensors.
+            saved_for: The node that owns this, whose output the tensor is; without effect for other tensors.
 
         Raises:
-            RuntimeError: It was written in place since, detached in place, or freed.
+            RuntimeError: The tensor was written in place since, detached in place, or freed.
             TypeError: An unpack hook has returned no tensor.
-            UnsupportedError: `saved_for` is not the node that the tensor is an output of.
+            UnsupportedError: The tensor is not an output of the node `saved_for`.
         """
         if self._is_none:
             return None
@@ -125,7 +125,7 @@ class SavedTensor:
         if saved_for is not None and not self._is_leaf and raw.unpack_hook is None:
             data: Tensor = raw.data
             if data.grad_fn is None and data._version == self._version:
-                return data  # detached in place, which matters to whoever cannot name a node
+                return data  # detached in place, which matters only to a caller that cannot name a node
         return raw.unpack()
 
     def _attached(self, raw: RawSavedTensor, node: Node | None) -> Tensor:
@@ -140,17 +140,17 @@ class SavedTensor:
         return tensor
 
     def register_hooks(self, pack: Callable[[Tensor], object], unpack: Callable[[Any], Tensor]) -> None:
-        """Let `pack` make something of the tensor now, and `unpack` a tensor of that each time it is asked for.
+        """Let `pack` convert the tensor now, and `unpack` convert the result back each time the tensor is asked for.
 
-        If `pack` raises, all is as it was before. (Autograd's own saved tensor is lost then.)
+        If `pack` raises, the state is as before. (Autograd's own saved tensor is lost then.)
 
         Args:
             pack: Gets the tensor without its graph, and must not write to it.
-            unpack: Gets what `pack` has returned.
+            unpack: Gets the result of `pack`.
 
         Raises:
-            RuntimeError: There are hooks already, the tensor is None or freed, or `pack` has written to it.
-            TypeError: A hook cannot be called.
+            RuntimeError: Hooks are set already, the tensor is None or freed, or `pack` has written to it.
+            TypeError: A hook is not callable.
         """
         for hook in (pack, unpack):
             if not callable(hook):
@@ -163,16 +163,16 @@ class SavedTensor:
         if raw.unpack_hook is not None:
             raise RuntimeError(_HOOKS_TWICE)
         data: Tensor = raw.data
-        _ = data.grad_fn  # raises if a write has left the tensor without a graph; `pack` is not to be called then
+        _ = data.grad_fn  # raises if a write has left the tensor without a graph; `pack` must not be called then
         version = data._version
         with torch.no_grad():
-            packed = pack(data if self._is_own else data.detach())  # what is kept of an output has no graph
+            packed = pack(data if self._is_own else data.detach())  # the kept alias of an output has no graph
         if data._version != version:
             raise RuntimeError(_PACK_WRITES)
         raw.register_hooks(lambda _: packed, unpack)
 
     def retrieve_unpack_hook_data(self) -> tuple[Callable[[Any], Tensor], object] | None:
-        """Return the unpack hook and what it will get, or None if there are no hooks."""
+        """Return the unpack hook and its future argument, or None without hooks."""
         raw = self._raw
         if raw is None or raw.unpack_hook is None:
             return None

@@ -1,4 +1,4 @@
-"""What leads where: one function for each kind of object that a call may reach.
+"""The references of each kind of object that a call may reach: one function per kind.
 
 code.py     functions and classes
 tensors.py  tensors, parameters and generators

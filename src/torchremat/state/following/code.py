@@ -1,4 +1,4 @@
-"""Code that a call reaches: functions into their cells and the names that they read, classes into their methods."""
+"""Code that a call reaches: functions with their cells and the names that they read, classes with their methods."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchremat.state.containers import Dict
 from torchremat.state.holders import ClassData, contents_of
 from torchremat.state.world import World
 
-# What a function may close over, and yet run nothing by its name.
+# Types that a function may close over without running code by name.
 _PASSIVE = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype})
 _PLAIN = _PASSIVE | {types.ModuleType}
 
@@ -24,7 +24,7 @@ def follow_function(world: World, function: types.FunctionType) -> None:
     if WATCHES in function.__dict__:
         return
     if is_library(function.__globals__.get("__name__")):
-        # A decorator has the user's function there; what else it keeps is its own.
+        # A decorator holds the user's function there; its other contents are the library's own.
         world.push([one for one in contents_of(function.__closure__ or ()) if callable(one)])
         return
     if function.__closure__:
@@ -52,7 +52,7 @@ def follow_function(world: World, function: types.FunctionType) -> None:
 def _global_names(world: World, space: Dict, names: tuple[str, ...]) -> None:
     name = space.get("__name__")
     if is_installed(name):
-        # From file to file, packages lead to each other, and to what has nothing to do with a forward.
+        # From file to file, packages lead to each other, and to objects unrelated to a forward.
         own = [one for one in names if getattr(space.get(one), "__module__", name) == name]
         names = tuple([one for one in own if not isinstance(space.get(one), types.ModuleType)])
     world.push(world.bindings.add_names(space, names))
@@ -65,10 +65,10 @@ def follow_method(world: World, method: types.MethodType) -> None:
 
 
 def follow_class(world: World, kind: type) -> None:
-    """Follow a class of the user's into its own data, and note that its methods may be called."""
+    """Follow a user class into its own data, and note that its methods may be called."""
     if kind not in world.classes and not is_library_class(kind):
         if is_installed(kind.__module__) and not issubclass(kind, nn.Module):
-            return  # of what packages make to hold values, the values count
+            return  # in classes that packages make to hold values, only the values count
         world.classes[kind] = set()
         for owner, names in class_code(kind).data:
             one = owner()
@@ -80,7 +80,7 @@ def follow_class(world: World, kind: type) -> None:
 
 
 def follow_methods(world: World) -> None:
-    """Follow the methods of the classes that have been met, as far as any code names them."""
+    """Follow those methods of the classes met that some code names."""
     for kind, followed in list(world.classes.items()):
         code = class_code(kind)
         wanted = (code.always | (world.called & code.methods.keys())) - followed
@@ -90,10 +90,10 @@ def follow_methods(world: World) -> None:
 
 
 def plain_cells(function: object) -> list[object] | None:
-    """Return what the cells of a function hold, if it is plain that nothing else that it reaches has a state.
+    """Return the contents of a function's cells, if it obviously reaches nothing else that has state.
 
     Returns:
-        Numbers, strings and Python modules, as most functions hold nothing else; None if there may be more.
+        Numbers, strings and Python modules, since most functions hold nothing else; None if more is possible.
     """
     if type(function) is not types.FunctionType or function.__defaults__ or function.__kwdefaults__:
         return None

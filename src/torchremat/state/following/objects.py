@@ -1,4 +1,4 @@
-"""Modules, containers and other objects that a call reaches, followed into what they hold."""
+"""Modules, containers and other objects that a call reaches, followed into their contents."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _HOOKS = (
 _tables = cast("Callable[[dict[str, Any]], tuple[dict[str, Any], ...]]", itemgetter(*_TABLES, *_HOOKS))
 _OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
 
-_HEAP_TYPE = 1 << 9  # of a class that is written in Python
+_HEAP_TYPE = 1 << 9  # set for classes written in Python
 
 
 def follow_partial(world: World, partial: functools.partial[object]) -> None:
@@ -53,7 +53,7 @@ def follow_module(world: World, module: nn.Module) -> None:
     dicts.append(own)
     try:
         tables = _tables(own)
-    except KeyError:  # its class does not call `nn.Module.__init__`, or has come from an old file
+    except KeyError:  # its class does not call `nn.Module.__init__`, or it was loaded from an old file
         tables = tuple([own.get(name, {}) for name in (*_TABLES, *_HOOKS)])
     parameters, buffers, children = tables[:3]
     if parameters and has_fsdp() and is_managed(module):
@@ -95,7 +95,7 @@ def follow_module(world: World, module: nn.Module) -> None:
 
 
 def _without_shards(world: World, module: nn.Module, parameters: dict[str, Any]) -> dict[str, Any]:
-    """Watch the shards of a module, whose parameters FSDP exchanges in a recompute as in the forward."""
+    """Watch the shards of a module, whose parameters FSDP swaps in a recompute as in the forward."""
     shards = watch(module)
     world.shards += shards
     managed = {one.name for one in shards}
@@ -104,13 +104,13 @@ def _without_shards(world: World, module: nn.Module, parameters: dict[str, Any])
 
 def follow_script(world: World, module: torch.jit.ScriptModule) -> None:
     """Follow a scripted module into its parameters, buffers and children."""
-    # Its state is C++'s: it can be watched, and not be exchanged.
+    # Its state lives in C++: it can be watched, but not swapped.
     world.modules.append(module)
     world.pending += [*module.parameters(recurse=False), *module.buffers(recurse=False), *module.children()]
 
 
 def follow_foreign(world: World, item: object) -> None:
-    """Note an object whose state is not Python's."""
+    """Note an object whose state lives outside of Python."""
     held = Foreign.of(item)
     if held is not None and (
         world.is_named
@@ -126,7 +126,7 @@ def follow_dict(world: World, item: Dict) -> None:
     world.runs_code = True
     if len(item) <= _LONG or world.is_argument or world.is_whole:
         world.dicts.append(item)
-        world.push(dict.values(item))  # a subclass may make its values when it is asked
+        world.push(dict.values(item))  # a subclass may create its values when it is asked
 
 
 def follow_list(world: World, item: list[object] | deque[object]) -> None:
@@ -145,12 +145,12 @@ def follow_flat(world: World, item: set[object] | bytearray) -> None:
 
 
 def follow_tuple(world: World, item: Iterable[object]) -> None:
-    """Follow what cannot change itself into its items."""
+    """Follow an immutable container into its items."""
     world.push(item)
 
 
 def follow_object(world: World, item: object) -> None:
-    """Follow an object of the user's into its attributes and its class."""
+    """Follow a user object into its attributes and its class."""
     own = cast("Dict | None", getattr(item, "__dict__", None))
     if type(own) is dict:
         if WATCHES in own:
@@ -180,7 +180,7 @@ def follow_container(world: World, item: object) -> None:
 
 
 def follow_optimizer(world: World, optimizer: torch.optim.Optimizer) -> None:
-    """Follow an optimizer into its options, not into what it keeps of parameters, which is for steps and much."""
+    """Follow an optimizer into its options, not into its state for parameters, which is large and only for steps."""
     world.runs_code = True
     world.optimizers.append(optimizer)
     if world.is_whole:
@@ -192,26 +192,26 @@ def follow_optimizer(world: World, optimizer: torch.optim.Optimizer) -> None:
 
 
 def follow_proxy(world: World, proxy: Any) -> None:
-    """Note what a weak proxy stands for."""
+    """Note the target of a weak proxy."""
     if world.is_whole:
         try:
-            world.proxied.append(proxy.__reduce_ex__.__self__)  # what it stands for has this method
-        except ReferenceError:  # it is gone
+            world.proxied.append(proxy.__reduce_ex__.__self__)  # the target has this method
+        except ReferenceError:  # the target was freed
             return
 
 
 def follow_ours(world: World, item: object) -> None:
-    """Follow a callable of this package to the user's that it stands for."""
+    """Follow a callable of this package to the user's callable that it wraps."""
     world.runs_code = True
     slots = Slots.of(item)
     own = {**getattr(item, "__dict__", {}), **(slots.read() if slots is not None else {})}
     world.pending += [own[name] for name in ("body", "own", "function") if name in own]
-    if "_module" in own:  # of a wrapped module's forward, which holds it weakly
+    if "_module" in own:  # of a wrapped module's forward, which holds the module weakly
         world.pending.append(cast("Callable[[], object]", own["_module"])())
 
 
 def _elements(item: Iterable[object]) -> Iterable[object]:
-    """Return what a container holds, by the iterator of the built-in class."""
+    """Return the items of a container, by the iterator of the built-in class."""
     for kind in (list, deque, set, tuple, frozenset):
         if isinstance(item, kind):
             return cast("type[Any]", kind).__iter__(item)

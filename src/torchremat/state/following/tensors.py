@@ -1,4 +1,4 @@
-"""Tensors that a call reaches: their attributes, and what is to be watched of them."""
+"""Tensors that a call reaches: their attributes, and the properties to watch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _attributes_of = cast("Callable[[Tensor], Dict]", attrgetter("__dict__"))
 def follow_parameters(world: World, parameters: list[Tensor]) -> None:
     """Follow the parameters of a module."""
     if _PARAMETER.issuperset(map(type, parameters)) and not world.is_named:
-        # By far the most tensors. One that is met twice is watched twice.
+        # By far the most tensors. A tensor met twice is watched twice.
         world.tensors += parameters
         attributes: list[Dict] = [*map(_attributes_of, parameters)]
         world.dicts += attributes
@@ -49,10 +49,10 @@ def follow_tensor(world: World, tensor: Tensor) -> None:
 
 
 def watch_tensor(world: World, tensor: Tensor) -> None:
-    """Have the version of a tensor watched, and follow its attributes."""
+    """Watch the version of a tensor, and follow its attributes."""
     if world.is_named:
         world.named.add(id(tensor))
-    if not tensor.is_inference():  # those have no version, and cannot be written in a forward with grad
+    if not tensor.is_inference():  # inference tensors have no version, and cannot be written in a forward with grad
         world.tensors.append(tensor)
     follow_attributes(world, tensor)
 
@@ -63,7 +63,7 @@ def reach_arguments(world: World, tensors: Iterable[Tensor]) -> None:
         if id(tensor) in world.seen:
             continue
         if is_wrapper(tensor):
-            # Its parts are the memory of an input, which is not to be held here; a recompute has an alias of it
+            # Its parts are the memory of an input, which must not be kept alive here; a recompute has an alias of it
             # that has the other attributes.
             world.push(attributes_of(tensor).values())
             follow_class(world, type(tensor))
@@ -83,7 +83,7 @@ def follow_attributes(world: World, tensor: Tensor) -> None:
 
 def follow_parameter(world: World, tensor: Tensor) -> None:
     """Follow one parameter."""
-    # As `watch_tensor`, for by far the most tensors.
+    # Like `watch_tensor`, for by far the most tensors.
     world.tensors.append(tensor)
     own = cast("Dict", tensor.__dict__)
     world.dicts.append(own)
@@ -94,7 +94,7 @@ def follow_parameter(world: World, tensor: Tensor) -> None:
 
 
 def follow_uninitialized(world: World, _: object) -> None:
-    """Note that a lazy module has not made its parameters."""
+    """Note that a lazy module has not made its parameters yet."""
     world.waits = True
 
 

@@ -1,7 +1,7 @@
 """Codecs: how a tensor is held in fewer bytes.
 
-Lossless ones, which `Compressed` applies to whatever they fit: `MaskBits`, `TwoValues`, `NarrowIndices`.
-Lossy ones, each with a declared bound, which it applies only if told to: `BFloat16`, `Float8`, `Int8`.
+Lossless codecs, which `Compressed` applies wherever they fit: `MaskBits`, `TwoValues`, `NarrowIndices`.
+Lossy codecs, each with a declared bound, which it applies only on request: `BFloat16`, `Float8`, `Int8`.
 """
 
 from torchremat.stores.codecs.codec import Codec, Encoded, Form, LossyCodec

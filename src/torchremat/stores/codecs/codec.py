@@ -1,4 +1,4 @@
-"""What is asked of a codec."""
+"""The interface of a codec."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What a decoder must know beside the payload.
+    """The metadata that a decoder needs in addition to the payload.
 
     Attributes:
         shape: The shape of the tensor.
         dtype: Its dtype.
-        numbers: What else the codec wants to know again.
+        numbers: Further numbers that the codec needs to decode.
     """
 
     shape: torch.Size
@@ -29,8 +29,8 @@ class Encoded:
     """A tensor in fewer bytes.
 
     Attributes:
-        payload: What is stored: contiguous, at least one element, memory of its own, on the device of the tensor.
-        form: What is kept beside it.
+        payload: The stored tensor: contiguous, at least one element, memory of its own, on the device of the tensor.
+        form: The metadata kept with it.
     """
 
     payload: Tensor
@@ -42,10 +42,10 @@ class Codec(Protocol):
     """Writes tensors in fewer bytes, and reads them again bit for bit. Its methods are called from several threads."""
 
     def encode(self, tensor: Tensor) -> Encoded | None:
-        """Return the tensor in fewer bytes, or None if it is none that the codec can shorten.
+        """Return the tensor in fewer bytes, or None if the codec cannot shorten it.
 
         Args:
-            tensor: Contiguous, without graph, any shape and dtype, at least one element. It is only read.
+            tensor: Contiguous, without graph, any shape and dtype, at least one element. The codec only reads it.
         """
         ...
 
@@ -53,17 +53,17 @@ class Codec(Protocol):
         """Return the tensor: contiguous, fresh memory, on the device of the payload.
 
         Args:
-            payload: That of `encode`, or a copy of it. It is only read.
-            form: That of `encode`.
+            payload: The payload that `encode` returned, or a copy of it. The codec only reads it.
+            form: The form that `encode` returned.
         """
         ...
 
 
 @runtime_checkable
 class LossyCodec(Codec, Protocol):
-    """A codec that gives back other numbers, by no more than it declares.
+    """A codec that returns other numbers, within the error that it declares.
 
-    Infinities and NaNs come back as such, or the codec declines the tensor. `repr` names it in reports.
+    Infinities and NaNs come back as such, or the codec declines the tensor. Reports name the codec by its `repr`.
     """
 
     def bound(self, tensor: Tensor) -> Tensor:

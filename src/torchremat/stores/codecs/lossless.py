@@ -11,14 +11,14 @@ from torchremat.stores.codecs.bits import pack_bits, spread_bits
 from torchremat.stores.codecs.codec import Encoded, Form
 
 _INTEGERS = (torch.int16, torch.int32, torch.int64)
-# How a float is compared bit for bit: 0.0 and -0.0 are two values, and a NaN is one.
+# Floats are compared bit for bit: 0.0 and -0.0 are two values, and a NaN is one.
 _BITS_OF = {
     torch.float16: torch.int16,
     torch.bfloat16: torch.int16,
     torch.float32: torch.int32,
     torch.float64: torch.int64,
 }
-# Elements that are looked at before all of them are. Real activations show a third value among so many.
+# Elements to test before testing all. Real activations show a third value among so many.
 _SAMPLE = 64
 
 
@@ -39,10 +39,10 @@ class MaskBits:
 
 @dataclass(frozen=True, slots=True)
 class TwoValues:
-    """A float tensor that holds no more than two values, such as a dropout mask that is scaled, in a bit per element.
+    """A float tensor of at most two values (a scaled dropout mask, for example), in one bit per element.
 
-    Values are compared by their bits. On the CPU alone: elsewhere the host would have to wait for the device before it
-    knew what to store, for every tensor; and there torch's own dropout saves a bool mask.
+    Values are compared by their bits. Only on the CPU: elsewhere the host would have to wait for the device to know
+    what to store, for every tensor; and there torch's own dropout saves a bool mask.
     """
 
     def encode(self, tensor: Tensor) -> Encoded | None:
@@ -69,13 +69,13 @@ class TwoValues:
 
 @dataclass(frozen=True, slots=True)
 class NarrowIndices:
-    """Integers in the fewest of 1, 8, 16 and 32 bits that hold all from the smallest to the largest.
+    """Integers in the fewest of 1, 8, 16 and 32 bits that hold the whole range from the smallest to the largest.
 
-    The two have to be known when it encodes, so on other devices than the CPU the host waits for the device then.
+    `encode` has to know these two, so on devices other than the CPU the host waits for the device.
     """
 
     def encode(self, tensor: Tensor) -> Encoded | None:
-        """Return an integer tensor in smaller integers; None for any other, and if there are none."""
+        """Return an integer tensor in smaller integers; None for any other tensor, and if no smaller integers exist."""
         if tensor.dtype not in _INTEGERS or tensor.numel() * tensor.element_size() < 8:
             return None
         least, most = torch.stack(torch.aminmax(tensor)).tolist()
@@ -85,8 +85,9 @@ class NarrowIndices:
         if spread < 2**8:
             payload = (tensor - least).to(torch.uint8)
             return Encoded(payload, Form(tensor.shape, tensor.dtype, (8, least, most)))
-        # Why the halves? Few operators know unsigned integers of 16 and 32 bits. The difference, at most 2**bits - 1,
-        # is moved by 2**(bits - 1) into the signed ones; it is taken first, since `least` and a half may overflow.
+        # Why the halves? Few operators support unsigned integers of 16 and 32 bits. The difference, at most 2**bits -
+        # 1, is shifted by 2**(bits - 1) into the signed range; the shift comes after the difference, since `least` plus
+        # a half may overflow.
         for bits, dtype in ((16, torch.int16), (32, torch.int32)):
             if spread < 2**bits and size * 8 > bits:
                 payload = (tensor.to(torch.int64) - least).sub_(2 ** (bits - 1)).to(dtype)

@@ -2,8 +2,8 @@
 
 NOTE [ What a lossy codec promises ]
 Each element comes back with an error of at most `bound`, checked as a property over zeros, subnormal numbers and the
-whole range of the dtype. Infinities and NaNs come back as infinities of the same sign and as NaNs: for this each code
-has values set aside, so that nobody has to look, and wait for the device, before it encodes.
+whole range of the dtype. Infinities come back as infinities of the same sign, and NaNs as NaNs: each code reserves
+values for them, so the encoder need not inspect the tensor first, which would wait for the device.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torchremat.errors import UnsupportedError
 from torchremat.stores.codecs.codec import Encoded, Form
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-# Elements that are encoded at a time, which bounds the temporary memory at some 64 MiB.
+# Elements encoded at a time, which bounds the temporary memory at some 64 MiB.
 _AT_A_TIME = 2**21
-# A group costs 4 or 8 bytes beside its codes; below this size nothing is left of the saving.
+# A group costs 4 or 8 bytes in addition to its codes; below this size nothing is left of the saving.
 _SMALLEST_GROUP = 16
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that codes are computed in."""
+    """Return the dtype in which codes are computed."""
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
@@ -41,7 +41,7 @@ def _checked(group: int | None) -> None:
 class BFloat16:
     """float32 as bfloat16: half of the bytes, an error of at most 2**-8 of the value. Other dtypes stay as they are.
 
-    Finite values stay finite: what would round to infinity becomes the largest bfloat16.
+    Finite values stay finite: a value that would round to infinity becomes the largest bfloat16.
     """
 
     def encode(self, tensor: Tensor) -> Encoded | None:
@@ -49,7 +49,7 @@ class BFloat16:
         if tensor.dtype is not torch.float32:
             return None
         payload = tensor.to(torch.bfloat16)
-        # On the CPU a look costs less than the repair. See NOTE [ What a lossy codec promises ]
+        # On the CPU a test costs less than the repair. See NOTE [ What a lossy codec promises ]
         if tensor.device.type != "cpu" or bool(payload.isinf().any()):
             most = torch.finfo(torch.bfloat16).max
             payload = torch.where(tensor.isinf(), payload, payload.clamp(-most, most))
@@ -75,7 +75,7 @@ class Int8:
         group: Consecutive elements that share a scale.
 
     Raises:
-        UnsupportedError: Groups so small that nothing is saved.
+        UnsupportedError: The groups are too small to save anything.
     """
 
     group: int = 128
@@ -108,7 +108,7 @@ class Float8:
         group: Consecutive elements that share a scale; None for one scale for the tensor.
 
     Raises:
-        UnsupportedError: Groups so small that nothing is saved.
+        UnsupportedError: The groups are too small to save anything.
     """
 
     group: int | None = None
@@ -127,7 +127,7 @@ class Float8:
     def bound(self, tensor: Tensor) -> Tensor:
         """Return 2**-4 of each value, a part of the largest value of its group, and a rounding."""
         largest = _largest_of_groups(tensor, self.group or tensor.numel())
-        # Below 2**-6 of the codes' unit e4m3 has steps of 2**-9: half of one, out of 416.
+        # Below 2**-6 in the codes' unit e4m3 has steps of 2**-9: half a step, out of 416.
         rounding = torch.finfo(tensor.dtype).eps
         return _where_finite(
             tensor, tensor.to(torch.float64).abs() * (2.0**-4 + rounding) + largest * (2.0**-10 / 416 + 2.0**-20)
@@ -135,7 +135,7 @@ class Float8:
 
 
 def _where_finite(tensor: Tensor, bound: Tensor) -> Tensor:
-    """Return the bound with what becomes of numbers too small to be told from zero, and 0 where no number is."""
+    """Return the bound plus the error of numbers that underflow to zero; 0 for elements that are not finite."""
     info, wide = torch.finfo(tensor.dtype), torch.finfo(_wide(tensor.dtype))
     least = max(info.smallest_normal * info.eps, wide.smallest_normal)
     return torch.where(tensor.isfinite(), bound.view(tensor.shape) + least, 0.0)
@@ -148,7 +148,7 @@ def _largest_of_groups(tensor: Tensor, group: int) -> Tensor:
     return largest.repeat_interleave(group)[: flat.numel()].view(tensor.shape)
 
 
-# How a payload is laid out, in bytes: the scales of all groups, then the codes of all elements.
+# Layout of a payload, in bytes: the scales of all groups, then the codes of all elements.
 
 
 def _encoded(tensor: Tensor, group: int, code: torch.dtype, to_codes: Callable[[Tensor], Tensor]) -> Encoded | None:
@@ -159,7 +159,7 @@ def _encoded(tensor: Tensor, group: int, code: torch.dtype, to_codes: Callable[[
     flat = tensor.reshape(-1)
     payload = torch.empty(head + count, dtype=torch.uint8, device=tensor.device)
     scales, codes = _scales(flat, group), payload[head:].view(code)
-    # A group without a normal number is one of zeros.
+    # A group without a normal number counts as zeros.
     scales.masked_fill_(scales < torch.finfo(wide).smallest_normal, 0.0)
     payload[:head].view(wide).copy_(scales)
     scales.masked_fill_(scales == 0.0, 1.0)
@@ -193,7 +193,7 @@ def _scales(flat: Tensor, group: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Elements that are worked on at a time: whole groups, or a part of one."""
+    """Elements that are processed at a time: whole groups, or a part of one."""
 
     elements: slice
     groups: slice
@@ -204,7 +204,7 @@ class _Block:
         return self.elements.stop - self.elements.start
 
     def rows_of(self, flat: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return a copy of the elements in the dtype, a row for each group; what is missing in the last one is zero."""
+        """Return a copy of the elements in the dtype, one row per group; the last row is padded with zeros."""
         rows = self.groups.stop - self.groups.start
         filled = torch.empty(rows, self.columns, dtype=dtype, device=flat.device)
         filled.view(-1)[: self.size] = flat[self.elements]
@@ -232,7 +232,7 @@ def _to_int8(ratios: Tensor) -> Tensor:
 
 
 def _from_int8(codes: Tensor, scales: Tensor) -> Tensor:
-    # First the ratio, at most 1, so that the largest value comes back as it was and nothing overflows.
+    # Compute the ratio first. It is at most 1, so the largest value comes back as it was and nothing overflows.
     values = codes.to(scales.dtype).div_(126.0).mul_(scales)
     for code, value in ((127, inf), (-127, -inf), (-128, nan)):
         values.masked_fill_(codes == code, value)
@@ -240,7 +240,7 @@ def _from_int8(codes: Tensor, scales: Tensor) -> Tensor:
 
 
 def _to_float8(ratios: Tensor) -> Tensor:
-    # e4m3fn has NaNs and no infinities: its largest value, 448, stands for them, and numbers end at the one before.
+    # e4m3fn has NaNs but no infinities: its largest value, 448, stands for them, and numbers end one value below.
     return ratios.mul_(416.0).clamp_(-448.0, 448.0).to(torch.float8_e4m3fn)
 
 
