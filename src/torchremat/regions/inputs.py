@@ -11,12 +11,12 @@ from torchremat.tensors.held import HeldTensor
 from torchremat.tensors.metadata import version_of
 from torchremat.tensors.structure import tensors_in
 
-# Where an argument of a call comes from: an input that the region holds, by number, or the output of an earlier call.
+# The source of a call's argument: an input that the region holds, by number, or the output of an earlier call.
 Source = int | tuple[int, int]
 
 
 class Inputs:
-    """What the calls of a region are given: tensors from outside, which it holds, and outputs of earlier calls.
+    """The inputs of a region's calls: tensors from outside, which it holds, and outputs of earlier calls.
 
     Args:
         kind: How a tensor is held.
@@ -30,16 +30,16 @@ class Inputs:
     def __init__(self, kind: type[HeldTensor] = HeldTensor) -> None:
         self._kind = kind
         self.held: list[HeldTensor] = []
-        # Tensors that have been seen. By identity *and* version: after `h.add_(1)` between two calls `h` is the same
-        # object and another value.
+        # Tensors seen so far, by identity *and* version: after `h.add_(1)` between two calls `h` is the same object
+        # with another value.
         self._known: dict[tuple[int, int], tuple[ReferenceType[Tensor], Source]] = {}
 
     def take(self, tensors: list[Tensor], *, last: bool) -> list[Source]:
-        """Return the sources of the arguments of the next call, and hold what no earlier one was given or made.
+        """Return the sources of the next call's arguments, and hold tensors that no earlier call was given or returned.
 
         Args:
             tensors: The tensors among its arguments.
-            last: Whether no further call follows, so that nothing need be remembered.
+            last: Whether no further call follows, so that nothing needs to be remembered.
         """
         known = self._known
         keys = [(id(tensor), version_of(tensor)) for tensor in tensors]
@@ -60,7 +60,7 @@ class Inputs:
         return sources
 
     def made(self, output: object, number: int) -> None:
-        """Remember what call `number` has returned, which later calls may be given."""
+        """Remember the output of call `number`, which later calls may be given."""
         for place, tensor in enumerate(tensors_in(output)):
             version = version_of(tensor)
             if version >= 0:
