@@ -34,10 +34,11 @@ class WrappedForward:
     pickled, and would be a cycle with the module. So this is a class at module level with a weak reference; copying and
     pickling go through the module, which both memoize before they come here.
 
-    NOTE [ To others a method ] Other libraries take a module's forward apart, wrap it in their own code, and put it
-    together again. So this object shows what the forward in its place shows: all attributes, and, if it is a method, a
-    `__func__` that is a region with any module it is bound to. Code that unwraps by `__wrapped__` takes off the
-    wrappers of others, above or below this one, and never the region: only `unwrap` takes that off.
+    NOTE [ To others a method ]
+    Other libraries take a module's forward apart, wrap it in their own code, and put it together again. So this object
+    shows everything that the original forward shows: all attributes, and, if that is a method, a `__func__` that is a
+    region with any module it is bound to. Code that unwraps by `__wrapped__` takes off the wrappers of others, above or
+    below this one, and never the region: only `unwrap` takes that off.
 
     Attributes:
         name: The module's name in the model, "" for the model itself.
@@ -170,7 +171,7 @@ def _cannot_be_scripted(name: str) -> _MissingError:
     )
 
 
-# Attributes of this object, not of the forward in its place: without them it is not initialized yet, or is no method.
+# Attributes of this object, not of the original forward: without them it is not initialized yet, or is no method.
 _OWN = frozenset({"_module", "name", "settings", "scope", "own", "owner", "__func__"})
 
 

@@ -63,8 +63,8 @@ class Transfer:
 
     Attributes:
         store: The index of its store among the given stores.
-        leaves_after: The unit at whose end the tensors have left memory. comes_before: The unit before whose backward
-            the store begins to bring them back.
+        leaves_after: The unit at whose end the tensors have left memory.
+        comes_before: The unit before whose backward the store begins to bring them back.
     """
 
     store: int
@@ -123,7 +123,8 @@ class OffloadRun:
         Args:
             stop: Identifies the call.
             hook: The pack hook at the place where the scope was opened. If another hook is active, the call is inside a
-                region, which saves in its own way. body: The call.
+                region, which saves in its own way.
+            body: The call.
         """
         top = top_saved_tensor_hooks(True)
         if (None if top is None else top[0]) is not hook:

@@ -56,8 +56,9 @@ if TYPE_CHECKING:
 # variable. The graph of that output keeps the hooks of the recompute for its whole life, as autograd keeps both hooks
 # of a saved tensor, and the inner regions. The hooks refer to a region, which refers to the context, and so to the
 # list: a cycle through autograd, which the cycle collector does not see. So
-# 1. a recompute finds copies of the containers in context variables, the same copies in all its calls, and when it has
-#   run they hold their earlier contents again: an inner region may read them in its own recompute;
+#
+#   1. a recompute finds copies of the containers in context variables, the same copies in all its calls, and when it
+#      has run they hold their earlier contents again: an inner region may read them in its own recompute;
 #   2. a recompute releases its region when it has run, as user code can keep an output in other places.
 
 
