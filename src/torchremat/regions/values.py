@@ -103,12 +103,12 @@ class ValueCheck:
         self._pending: list[_Pending] = []
 
     def differs(self, tensor: Tensor, *, is_fresh: bool) -> int | None:
-        """Take the next saved tensor; return the number of one that is known to differ now, it or one before."""
+        """Take the next saved tensor; return the number of a tensor, this or earlier, now found to differ."""
         self._lines.append(_user_line() if waits(tensor) else "")
         return self._first_of(self._now.add(tensor, is_fresh=is_fresh))
 
     def differs_at_end(self) -> int | None:
-        """Return the number of a tensor that proves to differ at the end of the run."""
+        """Return the number of a tensor that is found to differ at the end of the run."""
         return self._first_of(self._now.settle())
 
     def _first_of(self, indices: list[int]) -> int | None:
