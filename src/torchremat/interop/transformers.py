@@ -4,8 +4,8 @@ A callback does not get the trainer, whose loss is needed; but the trainer calls
 callers. From `on_train_begin` to `on_train_end` two methods of that one trainer are wrapped:
 
     training_step    forward and backward of one batch: the block that runs within the budget
-    compute_loss     is where the batch has been prepared, the mode is that of training, and precision, sharding,
-                     adapters and what was resumed from are as they will be: here the step is planned
+    compute_loss     the batch has been prepared, the model is in training mode, and precision, sharding, adapters and
+                     resumed state are final: here the step is planned
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Batch norms whose running statistics are those of mini-batches, however these are cut into microbatches.
+"""Batch norms with the running statistics of mini-batches, however these are cut into microbatches.
 
     forward of a microbatch     normalises with the statistics of the microbatch, and records them
     commit                      merges the records and updates the running statistics, once
@@ -9,7 +9,7 @@ The code that cuts the mini-batch knows when it has ended: a pipe calls `commit_
 forward, and `discard_statistics` when one has failed. So a short mini-batch is committed like any other. For code
 without these calls, a number of microbatches can be given after which a module commits by itself.
 
-Normalising is by microbatch, as in every pipeline: the output is not that of one batch norm over the mini-batch.
+Normalising is by microbatch, as in every pipeline: the output differs from one batch norm over the mini-batch.
 
 Missing on purpose: recomputes that are not ours, like those of `torch.utils.checkpoint`; nothing identifies them, and
 they are recorded as further microbatches. `torchremat.install` makes them ours.
@@ -63,9 +63,9 @@ class _Statistics:
 class DeferredBatchNorm(AnyBatchNorm):
     """A batch norm that updates its running statistics once in a mini-batch of several microbatches.
 
-    The update is that of one batch norm over the whole mini-batch: the running variance gets the unbiased one, as in
-    torch, and `momentum=None` means the average over all mini-batches. Inputs have 2 dimensions or more, features
-    second. Its `state_dict` is that of a batch norm.
+    The update equals that of one batch norm over the whole mini-batch: the running variance gets the unbiased one, as
+    in torch, and `momentum=None` means the average over all mini-batches. Inputs have 2 dimensions or more, features
+    second. Its `state_dict` equals that of a batch norm.
 
     Args:
         num_features: As for `nn.BatchNorm2d`.
@@ -139,7 +139,7 @@ class DeferredBatchNorm(AnyBatchNorm):
         self._noted = ()
 
     def reset_running_stats(self) -> None:
-        """Make the running statistics those of a new module."""
+        """Reset the running statistics to those of a new module."""
         super().reset_running_stats()
         self.discard()
 

@@ -14,10 +14,11 @@ from torchremat.schedules.pipelines import KINDS, LETTERS, Kind
 # NOTE [ Whose time it is ]
 #
 # One worker records events that overlap: a backward waits for a tensor, and recomputes another while it does.
-# 1. Of computations and waits, the one that began last owns the time until it ends; then the one around it continues.
-#      So a recompute inside a backward is not counted as backward too, and a wait inside it is idle.
+#
+#   1. Of computations and waits, the one that began last owns the time until it ends; then the one around it
+#      continues. So a recompute inside a backward is not counted as backward too, and a wait inside it is idle.
 #   2. Copies run in parallel, and take no time from them.
-#   3. A stage is busy while a computation has the time or a copy runs, and idle otherwise.
+#   3. A stage is busy while a computation owns the time or a copy runs, and idle otherwise.
 
 
 @dataclass(frozen=True, kw_only=True)

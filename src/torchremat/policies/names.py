@@ -39,7 +39,7 @@ def save_only_these_names(*names: str) -> Policy:
     """Return the policy that keeps the tensors with one of `names`.
 
     Raises:
-        PolicyError: No name is given, or one is no string. In backward, when a name was never seen.
+        PolicyError: No name is given, or one is not a string. In backward, when a name was never seen.
     """
     return _named("save_only_these_names", names, keeps=True)
 
@@ -57,7 +57,7 @@ def offload_these_names(*names: str, store: Store) -> Policy:
     """Return the policy that puts the tensors with one of `names` into a store.
 
     Raises:
-        PolicyError: No name is given, or one is no string. In backward, when a name was never seen.
+        PolicyError: No name is given, or one is not a string. In backward, when a name was never seen.
     """
     return save_only_these_names(*names).into(store)
 

@@ -30,16 +30,16 @@ Semantics first; the mechanism obeys. 1 to 6 are those of `torch.utils.checkpoin
 In reading order:
 
 settings.py          how a region behaves
-threads.py           what each thread does with regions right now
-rules.py             when a region holds, stops and lets go, as functions that planning calls as well
+threads.py           the current state of each thread around regions
+rules.py             when a region holds, stops and releases, as functions that planning calls as well
 inputs.py            where the arguments of calls come from
 calls.py             one call in a region: everything needed to run it again
 sessions.py          the owner of recomputed tensors, and how long they stay
 values.py            the check of values
 recompute.py         one recompute
-selective/           what a policy keeps in a region: the mode that sees operators, the cache of their outputs
+selective/           outputs that a policy keeps in a region: the mode that sees operators, the cache of their outputs
 decisions.py         the policy protocol, and its answers
-slots.py             what autograd holds in place of a saved tensor
+slots.py             autograd's placeholders for saved tensors
 region.py            the region itself: calls, saving, unpacking
 transforms.py        regions under torch.func and forward-mode differentiation
 compiling.py         regions in compiled functions

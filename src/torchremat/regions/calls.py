@@ -155,7 +155,7 @@ class Call:
             self._captured = Captured()
 
     def settle(self) -> None:
-        """Keep only what the call has changed."""
+        """Keep only state that the call has changed."""
         # A call that sets a generator may restore its state at the end and still have drawn from it.
         if self.generators and not self.sets_generators:
             self.generators = drawn(self.generators)

@@ -72,7 +72,7 @@ class Carrier(Generic[K]):
 
         Args:
             key: The key.
-            words: What takes it, for messages.
+            words: The words for the taker, for messages.
 
         Raises:
             KeyError: No value waits under this key.

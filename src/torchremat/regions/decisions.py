@@ -90,8 +90,8 @@ class Policy(Protocol):
 
         `by_operator`    the answer depends only on the operator: it is asked once for each
         `asks_first`     how many operators of a call it has to be asked about; all later ones run again
-        `asks_about_writes`    whether among these are all operators that write in place, or return memory of an
-                         argument without saying so (`unsafe_split`); else those that come later are watched for that
+        `asks_about_writes`    whether these include all operators that write in place, or return memory of an argument
+                         without declaring it (`unsafe_split`); else later operators are watched for that
         `reads_names`    it is asked for named tensors as well, with `torchremat.name` in the place of the operator
 
     A method `unmet()` is called in the first recompute and returns words for the names in the policy that no forward

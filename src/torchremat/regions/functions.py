@@ -25,8 +25,8 @@ R = TypeVar("R")
 def checkpoint(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     """Return `function(*args, **kwargs)`; backward recomputes the tensors that autograd saves in it.
 
-    Gradients are those of the plain call, bit for bit. Every tensor in `args` and `kwargs`, in nested containers too,
-    is an input. Without grad mode it is a plain call. Options: see `checkpointed`.
+    Gradients are the same as in the plain call, bit for bit. Every tensor in `args` and `kwargs`, in nested containers
+    too, is an input. Without grad mode it is a plain call. Options: see `checkpointed`.
 
     Raises:
         CheckpointError: In backward, when the recompute differs from the forward.

@@ -4,7 +4,7 @@ The life of a stored unit's saved tensors, between two calls of the model that t
 
     saved        autograd gets small objects; the memory is held
     put          the unit's last call has returned: the stores begin to read the memory, or its encoding
-    left         the unit `leaves_after` has returned: the stores are waited for, and both are let go
+    left         the unit `leaves_after` has returned: the stores are waited for, and both are released
     begun        the gradient has reached the unit `comes_before`: the stores begin to bring the tensors back
     there        the gradient has reached the unit itself: the stores are waited for, and all tensors are held
     gone         the tensor's node has run, as without a store

@@ -4,7 +4,7 @@ The code that runs a region calls them with the saves, arguments and results tha
 simulator of `planning` calls them with the units and storages that it knows beforehand. So predictions match the actual
 run, and a rule is changed in one place.
 
-    when                                           who asks                                 rule
+    when                                           question                                 rule
     a call is about to run in a region             which of its arguments does it hold?     `external_inputs`
     a recompute begins                             at which save does it stop?              `last_needed`
     a call of a recompute has run                  which inputs and outputs are dropped?    `last_uses`, `ended`

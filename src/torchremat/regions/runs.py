@@ -141,7 +141,7 @@ class _Opened:
         return _PLAINLY if self.is_overruled() else found
 
     def is_overruled(self) -> bool:
-        """Return whether `torch.utils.checkpoint` runs what is called. See NOTE [ Checkpoints inside a scope ]."""
+        """Return whether `torch.utils.checkpoint` runs the call. See NOTE [ Checkpoints inside a scope ]."""
         pack = _pack_hook()
         return pack is not self.pack and is_hook_of_torch_checkpoint(pack)
 
@@ -261,7 +261,7 @@ def _enter(
 class _Nested:
     """The body of a call in an outer region: the same call in its inner ones.
 
-    In the forward the inner regions are those of the open scope; in a recompute of the outer region they are new ones,
+    In the forward the inner regions belong to the open scope; in a recompute of the outer region they are new ones,
     shared by the calls of that recompute.
     """
 

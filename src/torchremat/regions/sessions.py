@@ -36,6 +36,7 @@ open_sessions: list[Session] = []
 #     output <- 4 mm <- 3 silu <- 2 mm <- 1 norm <- input        input pass: 4 3 2 1
 #                |                 |        |                     weight passes: 4, 2, 1, never 3
 #               weight           weight    weight
+#
 # So a node that runs in the input pass runs again if one of its edges is not followed there. The engine knows which
 # edges it follows. One case escapes: a weight that is used twice, whose pass also runs the nodes between its two uses.
 # Tensors dropped there are asked for again, and the region is recomputed once more; from then on nothing is dropped
@@ -212,7 +213,7 @@ class Session:
 
     @contextmanager
     def active(self) -> Generator[Session]:
-        """Let the session serve what runs in the block: its regions belong to it, its backward calls share recomputes.
+        """Let the session serve the code in the block: its regions belong to it, its backward calls share recomputes.
 
         Raises:
             UnsupportedError: A session is active in this thread already.

@@ -26,7 +26,7 @@ class Observer:
         """The region has begun to hold inputs of a call that is about to begin: its tensors at these places."""
 
     def looks(self, region: Region) -> None:
-        """The region is about to capture what a call will see: it copies generator states and buffers."""
+        """The region is about to capture the state that a call will see: it copies generator states and buffers."""
 
     def began(self, region: Region, call: int, tensors: list[Tensor]) -> None:
         """The region has captured it, and the call begins its first run in the region, with these inputs."""

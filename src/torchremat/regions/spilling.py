@@ -57,9 +57,9 @@ def spill(loss: Tensor | Sequence[Tensor], bytes: int | str | None, store: Store
 
     Args:
         loss: The tensor or tensors that `backward` will be called on.
-        bytes: How much to free at least: bytes, or a size such as `"64MiB"`. None is all that can be freed.
-        store: Where the bytes go. None is `Host()` for tensors of a device, and `Disk()` for those of the host. A store
-            that writes behind, like `Disk`, frees a tensor when it is written.
+        bytes: How much to free at least: bytes, or a size such as `"64MiB"`. None frees as much as possible.
+        store: Where the bytes go. None is `Host()` for tensors of a device, and `Disk()` for tensors of the host. A
+            store that writes behind, like `Disk`, frees a tensor when it is written.
 
     Raises:
         BudgetError: Less can be freed, the message says how much; or `bytes` is not a size. Nothing has been moved.

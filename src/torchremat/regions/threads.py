@@ -1,4 +1,4 @@
-"""What each thread does with regions right now."""
+"""The current state of each thread around regions."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 
 # NOTE [ In which thread a backward runs ]
+#
 # A backward that is called in a region runs the nodes of a device in a thread of autograd, and so does any backward
 # that is nested deeply enough. The state around the running code has to be visible there as well: the operators of that
 # backward belong to the region, and a region there is an inner region. torch copies its own thread-local state, such as
@@ -153,7 +154,7 @@ def makes_regions() -> bool:
 
 @contextmanager
 def plainly() -> Generator[None]:
-    """Let calls that would become regions in the block be plain calls; autograd keeps what they save.
+    """Let calls that would become regions in the block be plain calls; autograd keeps their saved tensors.
 
     For a forward whose backward follows at once. Recomputes are not affected, and compiled code keeps its regions.
     """

@@ -18,7 +18,7 @@ class CurvePoint:
         seconds: Since the start of the step.
         live_bytes: Live bytes, including those from before the step.
         phase: The phase from here on.
-        says: What is told of it, in lines.
+        says: The hover text of it, in lines.
         key: The row of the table that it belongs to.
     """
 
@@ -35,7 +35,7 @@ class Slice:
 
     Attributes:
         row: The row that it is drawn in.
-        name: What it is.
+        name: The name of the slice.
         starts_s: Since the start of the step.
         ends_s: The same.
         kind: Which colour it has.
@@ -57,7 +57,7 @@ class Step:
     """A step, measured or predicted.
 
     Attributes:
-        name: What it is called.
+        name: The name of the step.
         moments: The points of the curve, in order of time.
         slices: The slices; slices of one row do not overlap.
         jumps: Whether the bytes are constant until the next point, which is so if every change was recorded.

@@ -28,7 +28,7 @@ def balance_by_time(
         device: Where the layers run; by default the device of the first parameter.
 
     Raises:
-        ValueError: There are too many partitions, or a parameter has a gradient.
+        ValueError: Too many partitions are given, or a parameter has a gradient.
     """
     _verify(partitions, module)
     return list(balances.balance_by_time(partitions, module, sample, timeout=timeout, device=device).counts)
@@ -54,7 +54,7 @@ def balance_by_size(
         device: Where the layers run, a CPU too; by default the device of the first parameter.
 
     Raises:
-        ValueError: There are too many partitions, or a parameter has a gradient.
+        ValueError: Too many partitions are given, or a parameter has a gradient.
     """
     _verify(partitions, module)
     found = balances.balance_by_size(partitions, module, input, chunks=chunks, param_scale=param_scale, device=device)

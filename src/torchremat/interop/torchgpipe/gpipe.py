@@ -74,7 +74,7 @@ class GPipe(Pipe):
             input: A tensor or a tuple of tensors on the first device, with the same size in their first dimension.
 
         Raises:
-            TypeError: The input, or the output of a partition, is something else.
+            TypeError: The input, or the output of a partition, has another type.
             PipelineError: The input cannot be cut, or the outputs of the microbatches cannot be joined.
         """
         check(input)
@@ -145,7 +145,7 @@ def check(value: object) -> None:
     """Check that a value is a tensor, or a tuple of such values.
 
     Raises:
-        TypeError: It is something else.
+        TypeError: It has another type.
     """
     if isinstance(value, tuple):
         for one in cast("tuple[object, ...]", value):

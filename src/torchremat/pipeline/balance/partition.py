@@ -1,4 +1,4 @@
-"""A row of costs, cut into blocks whose most costly one costs as little as it can.
+"""A row of costs, cut into blocks so that the most costly block costs as little as possible.
 
 Missing on purpose: blocks without layers, and layers in another order.
 """
@@ -113,7 +113,7 @@ def _starts(reach: Sequence[int], blocks: int) -> tuple[list[int], list[int]]:
 
 
 def _shared_out(reach: Sequence[int], blocks: int) -> list[int]:
-    """Return the counts of some partition within the limit: each block takes its share of what is left, if it may."""
+    """Return the counts of some partition within the limit: each block takes its share of the rest, if allowed."""
     layers = len(reach) - 1
     first, _ = _starts(reach, blocks)
     counts: list[int] = []

@@ -69,11 +69,11 @@ def balance_by_time(
         module: The layers, all of them without gradients.
         sample: The input of the first layer: a microbatch, as the pipeline will cut it.
         timeout: Seconds for all runs together. Each layer runs at least twice, however long that takes.
-        device: Where the copies run; that of the first parameter if not given.
+        device: Where the copies run; by default the device of the first parameter.
 
     Raises:
         StepError: One of the arguments cannot be used, or a parameter has a gradient; all problems are listed.
-        UnsupportedError: There is no such device.
+        UnsupportedError: The device does not exist.
     """
     problems = _problems_of_module(partitions, module)
     if not timeout >= 0:
@@ -107,11 +107,11 @@ def balance_by_size(
         chunks: How many microbatches it will be cut into; the first one runs.
         param_scale: How often the bytes of parameters count: for themselves, their gradients, and their optimizer
             state. 2 to 3 for SGD, 4 for Adam.
-        device: Where the copies run; that of the first parameter if not given.
+        device: Where the copies run; by default the device of the first parameter.
 
     Raises:
         StepError: One of the arguments cannot be used, or a parameter has a gradient; all problems are listed.
-        UnsupportedError: There is no such device.
+        UnsupportedError: The device does not exist.
     """
     problems = [*_problems_of_module(partitions, module), *_problems_of_chunks(chunks, input)]
     if not _is_cost(param_scale):

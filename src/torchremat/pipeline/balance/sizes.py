@@ -16,6 +16,7 @@ from torchremat.pipeline.balance.layers import Boundary, LayerCopy, mapped, run_
 from torchremat.tensors.structure import tensors_in
 
 # NOTE [ Whose a saved storage is ]
+#
 # A storage belongs to the first layer that saves it: the output of a ReLU, which the ReLU and the linear layer behind
 # it save, counts for the ReLU. An input that only the linear layer saves counts for the linear layer. So the bytes of
 # neighbours add up to the bytes of their stage; if a stage begins with a layer whose input counts for the layer before,

@@ -2,7 +2,7 @@
 
 differences.py  the findings of a check, as bare facts
 paths.py        the paths of the modules that are running
-operators.py    the operators that a region ran, where, and what they saved
+operators.py    the operators that a region ran, where, and the tensors that they saved
 captures.py     objects that calls reach, described by name
 reruns.py       a region run once more, leaving no trace
 causes.py       likely causes

@@ -42,7 +42,7 @@ def likely_causes(
     Args:
         region: The region.
         call: The number of the call that differs.
-        difference: What was found.
+        difference: The difference that was found.
         found: The rerun of the region.
         operator: The operator of the recompute that saved the first differing tensor, None if no operator did.
     """

@@ -1,4 +1,4 @@
-"""The operator log: which operators a region ran, in which module, at which line, and what autograd saved in each.
+"""The operator log: the operators that a region ran, their modules and lines, and the tensors that each one saved.
 
 A dispatch mode sees the operators below autograd. Their origin is read from the Python stack, between the frame that
 ran the region's body and the operator: so nothing is hooked, and nothing needs undoing.

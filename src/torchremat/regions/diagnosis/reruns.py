@@ -43,7 +43,7 @@ class Rerun:
         changes: State that differed afterwards.
         draws: Sources of random numbers that the rerun drew from and that a recompute does not restore.
         unseen: The outermost modules that ran and that the region does not see.
-        error: The words for what user code raised, or None.
+        error: The words for an error of user code, or None.
     """
 
     log: OperatorLog

@@ -21,8 +21,8 @@ NOTE [ Selective recompute ]
 6. A kept operator that draws random numbers leaves the generator in the state that a run of it would leave, for the
    draws after it in the same recompute. Afterwards the generator has its earlier state, even if nothing else restores
    it.
-7. An operator in a nested region belongs to the innermost region alone, as a saved tensor does. A region without a
-   policy has that of the region around it. A recompute of the outer region meets the inner one again, as a new region,
+7. An operator in a nested region belongs only to the innermost region, like a saved tensor. A region without a policy
+   uses the policy of the region around it. A recompute of the outer region meets the inner one again, as a new region,
    which takes over the kept outputs of the first one.
 8. Dispatching an operator through the mode takes several times as long as an operator on few elements. So once a policy
    says that it has been asked about everything that it may keep, and about every in-place write as well, the mode is
@@ -119,7 +119,7 @@ class Selection:
 
         Args:
             index: The number.
-            output: What it returned.
+            output: The operator's output.
             decision: Whether to save it or to store it.
             draws: The generator that the operator drew from.
         """

@@ -73,7 +73,7 @@ class Choosing:
     def run(self, run: Body, /, *args: object, **kwargs: object) -> object:
         """Run the call and watch its operators."""
         if isinstance(self._run, Replaying):
-            thread.now.inner = iter(self.selection.inner)  # the call puts back what was there
+            thread.now.inner = iter(self.selection.inner)  # the call restores the old value
         with SeenBy(self._run, Choosing.run.__code__):
             return run(*args, **kwargs)
 

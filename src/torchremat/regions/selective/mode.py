@@ -202,7 +202,7 @@ class Collecting(Watching):
         for tensor in tensors_in(output):
             memory = memory_of(tensor)
             if memory is None or (not op_info.is_kept and not written and memory in self._produced):
-                continue  # a view of what another operator made
+                continue  # a view of another operator's output
             if op_info.is_kept and not op_info.is_random and isinstance(output, Tensor):
                 self._produced[memory] = _Produced(
                     index, tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.dtype, tensor._version
@@ -295,6 +295,7 @@ class Replaying(Watching):
 
 
 # NOTE [ Modes and policies ]
+#
 # A mode of the user may run other operators in place of one, like torch's flop counter. Such a mode around the forward
 # alone, or in a region and around an inner one, would let the forward of a region see other operators than its
 # recompute, which restores the modes that act and not the modes that watch. So the mode of a region sees operators

@@ -12,26 +12,30 @@ from torch.utils.checkpoint import SAC_IGNORED_OPS
 from torchremat._compat.operators import entry_of
 
 # NOTE [ What is never kept ]
+#
 # A recompute runs the same operators in the same order as the forward, and gets kept outputs instead of running their
 # operators. Four kinds of operators always run again, whatever a policy says, since that is exact and costs little:
 #
-#   views             an alias that came from elsewhere would not see what is written to its base, nor the base what is
-#                     written to it
-#   in-place          they write to a tensor of the recompute; batch normalisation does so without saying it
-#   without values    `empty`, `zeros` and the like: what is written into them is what counts, and a kernel that torch
-#                     does not see would write once more into what is kept
-#   casts             autocast keeps those of leaves, and an input is a leaf to a recompute alone
+#   views             an alias from elsewhere would not see writes to its base, and the base would not see writes to the
+#                     alias
+#   in-place          they write to a tensor of the recompute; batch normalisation does so without declaring it
+#   without values    `empty`, `zeros` and the like: only later writes into them matter, and a kernel that torch does
+#                     not see would write once more into the kept output
+#   casts             autocast keeps casts of leaves, and an input is a leaf only in a recompute
+#
 # A policy's answer for these still has an effect: a tensor with that memory that autograd saves stays where it is, and
 # is not recomputed for autograd.
 
 # NOTE [ What is not counted ]
+#
 # In a recompute the inputs of the region are leaves, and gradients are separate. So some operators run only in the
 # forward or only in the recompute, although the function does the same twice:
 #
 #   casts             a forward may find one that autocast kept where its recompute has to cast, and the other way round
-#   views             whoever asks a leaf for its node, to be told of its gradient, gets it through a view. The hooks of
-#                     `FlopCounterMode` ask so for the inputs of every module, wherever the counter is on
-#   additions         what a backward inside adds to gradients of leaves
+#   views             code that asks a leaf for its node, to hook its gradient, gets the node through a view. The hooks
+#                     of `FlopCounterMode` do so for the inputs of every module, wherever the counter is on
+#   additions         a backward inside the region adds to gradients of leaves
+#
 # None of them is ever kept, so they have no number and no place in the order that is checked in a recompute. A
 # different view is still detected where autograd saves a result of it: by its shape and strides.
 
