@@ -15,6 +15,7 @@ operators.py  by operator
 names.py      by the names that `torchremat.name` gives
 modules.py    by the module that runs the operator
 sizes.py      by the size of the output
+ordinals.py   by the number of the operator, for plans
 """
 
 from torchremat.policies.modules import save_in_modules

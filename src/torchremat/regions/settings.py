@@ -50,7 +50,7 @@ class Observer:
         """A call is about to run again in a recompute, which has its inputs."""
 
     def filled(self, region: Region, index: int, *, stops: bool) -> None:
-        """A recompute has reached the save of this number, and perhaps ends; its slot gets the tensor if one waits."""
+        """A recompute has reached the save of this number, and perhaps ends; a waiting slot has its tensor now."""
 
     def returned(self, region: Region, call: int, output: object) -> None:
         """A call has run to its end in a recompute, with this output."""

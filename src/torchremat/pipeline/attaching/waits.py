@@ -75,7 +75,7 @@ class Waits:
             self.wait(expected, works, lambda: wait(works))
 
     def wait(self, waits_for: tuple[Direction, int, int], works: list[Work], wait: Callable[[], object]) -> None:
-        """Wait for a receive, with a look-ahead before if possible."""
+        """Wait for a receive; before a wait for a gradient, run the look-ahead."""
         direction, stage, microbatch = waits_for
         if direction == "backward" and self._lookahead is not None:
             self._lookahead.run(self._stages[stage], microbatch, works)
