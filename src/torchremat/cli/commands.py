@@ -1,7 +1,7 @@
 """The commands.
 
 Exit codes: 1 if something is wrong with the model, the step, the budget or the plan, 2 if something is wrong with the
-command, 3 if a plan is within its budget and there was no plain step to compare it with.
+command, 3 if a plan is within its budget and no plain step was available for comparison.
 """
 
 from __future__ import annotations
@@ -81,19 +81,19 @@ def command(
         typer.Option("--version", callback=_say_version, is_eager=True, help="Print the version, and that of torch."),
     ] = False,
 ) -> None:
-    """Take what stands before a command."""
+    """Handle the options before a command."""
 
 
 @contextmanager
 def _working(doing: str) -> Generator[None]:
-    """Say what is being done, and what is wrong."""
+    """Print the current activity, and errors."""
     with _saying_errors(), _err.status(doing):
         yield
 
 
 @contextmanager
 def _saying_errors() -> Generator[None]:
-    """Turn errors into a message and an exit code; what user code raises goes through."""
+    """Turn errors into a message and an exit code; errors of user code pass through."""
     try:
         yield
     except TorchrematError as error:
@@ -106,9 +106,9 @@ def _saying_errors() -> Generator[None]:
 
 @contextmanager
 def _saying_warnings() -> Generator[None]:
-    """Hold back warnings until a block is over, however that ends: a bar may be drawn meanwhile.
+    """Hold back warnings until a block ends, in any way: a progress bar may be drawn meanwhile.
 
-    Ours are one line each; those of the user's code say where they come from, as they do without us.
+    Our warnings are one line each; warnings of the user's code show their origin, as they do without us.
     """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", DeviceWarning)
@@ -124,12 +124,12 @@ def _saying_warnings() -> Generator[None]:
 
 
 def _say(text: str) -> None:
-    """Print to stderr, beside what was asked for."""
+    """Print to stderr, separate from the result."""
     _err.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _show(found: object) -> None:
-    """Print what was asked for."""
+    """Print the result."""
     _out.print(str(found), markup=False, highlight=False, soft_wrap=True)
 
 
@@ -279,7 +279,7 @@ def fit_command(
 
 @dataclass(frozen=True)
 class _Asked:
-    """What a plan is to stay within."""
+    """The limits that a plan has to stay within."""
 
     budget: int | str
     margin_bytes: int
@@ -296,8 +296,8 @@ def _planner(
     store: list[str] | None,
     on: On = None,
 ) -> tuple[TargetStep, Planner]:
-    """Return what a factory makes, and its planner; what this warns of is said in the end, also if it fails."""
-    place, stores = described_of(device, on), stores_of(store)  # what is wrong with them is said before a model is made
+    """Return the factory's target and its planner; warnings are printed at the end, also on failure."""
+    place, stores = described_of(device, on), stores_of(store)  # their errors are reported before a model is made
     own = load(target)
     if asked is not None:
         check_request(
@@ -354,7 +354,7 @@ def _write(path: Path | None, write: Callable[[Path], None]) -> None:
 
 
 def _judge(plan: Plan, report: Report) -> None:
-    """Exit with 1 if a step under the plan was not what it has to be, with 3 if it was compared with nothing."""
+    """Exit with 1 if a step under the plan failed its checks, with 3 if it was compared with nothing."""
     peak_bytes = max(report.peak_bytes, plan.optimizer_peak_bytes or 0)
     if peak_bytes > plan.budget_bytes:
         _say(f"The peak of {format_bytes(peak_bytes)} is above the budget of {format_bytes(plan.budget_bytes)}.")

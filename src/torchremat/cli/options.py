@@ -1,4 +1,4 @@
-"""What commands can be told, and what its text stands for."""
+"""The options of the commands, and the parsing of their text."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def budget_of(text: str) -> int | str:
 
 
 def number_of(text: str) -> int | str:
-    """Return digits as the number that they are; all else is for the library to read."""
+    """Return digits as a number; the library parses all other text."""
     return int(text) if text.isascii() and text.isdigit() and len(text) < 40 else text
 
 
@@ -62,7 +62,7 @@ def place_of(text: str | None) -> torch.device | None:
     """Return the device of a name.
 
     Raises:
-        TargetError: It is none.
+        TargetError: The device does not exist.
     """
     try:
         return None if text is None else torch.device(text)
@@ -75,20 +75,20 @@ def place_of(text: str | None) -> torch.device | None:
 
 
 def described_of(text: str | None, on: On) -> torch.device | DeviceDescription | None:
-    """Return the device to plan for: one that is here, or without running one that is described.
+    """Return the device to plan for: one of this machine, or a described one that nothing runs on.
 
     Raises:
-        DeviceError: There is no such description.
-        TargetError: There is no such device.
+        DeviceError: The description does not exist.
+        TargetError: The device does not exist.
     """
     return place_of(text) if on is None else device_of(text)
 
 
 def stores_of(names: list[str] | None) -> list[Store]:
-    """Return new stores of the kinds that are named.
+    """Return new stores of the named kinds.
 
     Raises:
-        TargetError: There is no such kind.
+        TargetError: A kind does not exist.
     """
     kinds: dict[str, Callable[[], Store]] = {"disk": Disk, "host": Host}
     for name in names or ():

@@ -1,7 +1,7 @@
-"""The model and the step that a command is about: what a factory named `module:function` returns.
+"""The model and the step of a command: the result of a factory named `module:function`.
 
 The folder that the command runs in is searched first. The factory takes no arguments and returns a model and a step,
-and an optimizer if it likes.
+and optionally an optimizer.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ SHAPE = "(model, step) or (model, step, optimizer)"
 
 
 class TargetError(Exception):
-    """A command that names something which is not there or not fit for it."""
+    """A command names something that does not exist or does not fit."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TargetStep:
-    """What a factory returned."""
+    """The result of a factory."""
 
     model: nn.Module
     step: Step
     optimizer: torch.optim.Optimizer | None
 
     def train_once(self) -> None:
-        """Run one training step if there is an optimizer, so that its state is there, and counted, from now on."""
+        """Run one training step if there is an optimizer, so that its state exists, and is counted, from now on."""
         if self.optimizer is not None:
             run_backward(loss_of(self.step(self.model)))
             step_alone(self.optimizer, self.optimizer.step)
@@ -45,10 +45,10 @@ class TargetStep:
 
 
 def load(target: str) -> TargetStep:
-    """Return what the factory `module:function` makes.
+    """Return the target that the factory `module:function` makes.
 
     Raises:
-        TargetError: There is no such module or function, or it returns something else.
+        TargetError: The module or function does not exist, or it returns something else.
     """
     module_name, colon, path = target.partition(":")
     if not colon or not module_name or not path:
@@ -77,7 +77,7 @@ def _imported(name: str) -> object:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        # A module that this module imports may be missing just as well; that is the user's own traceback.
+        # A module that this module imports may be missing too; that is the user's own traceback.
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise
         raise TargetError(f"there is no module {error.name!r} here or among what is installed.") from error

@@ -1,12 +1,12 @@
-"""torchremat in the place of other libraries, and beside them.
+"""torchremat as a replacement of other libraries, and together with them.
 
 torch_checkpoint    the names of `torch.utils.checkpoint`
-installing.py       these put where third-party code has bound torch's
+installing.py       these installed where third-party code has bound torch's
 
 budgets.py          a budget for a training that a framework runs
-transformers.py     the same as a callback of transformers' Trainer, and of the trainers that are made from it
+transformers.py     the same as a callback of transformers' Trainer, and of its subclasses
 lightning.py        the same as a callback of Lightning's
-accelerate.py       the same in the place of `accelerator.prepare`
+accelerate.py       the same as a replacement of `accelerator.prepare`
 
 The last three need the package that they are named after, and are imported when they are first asked for.
 """

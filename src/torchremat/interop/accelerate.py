@@ -1,7 +1,7 @@
-"""A budget in the place of `accelerator.prepare`.
+"""A budget as a replacement of `accelerator.prepare`.
 
-With accelerate the loop is the user's, so nothing is called at the right moment but `prepare`, after which precision
-and sharding are what they will be.
+With accelerate the loop belongs to the user, so `prepare` is the only call at the right program point: after it,
+precision and sharding are final.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class _Shaped:
     """A training in which each shape has a plan.
 
     Attributes:
-        budgeted: It.
-        step: The user's.
+        budgeted: The training.
+        step: The user's step.
         has_begun: Whether a batch has come.
     """
 
@@ -61,7 +61,7 @@ class _Shaped:
     has_begun: bool = False
 
 
-# By what `prepare` returns, which neither the training nor its model holds: `accelerator.free_memory()` drops it.
+# By the result of `prepare`, which neither the training nor its model holds: `accelerator.free_memory()` drops it.
 _shaped: WeakKeyDictionary[torch.optim.Optimizer, _Shaped] = WeakKeyDictionary()
 
 
@@ -77,14 +77,14 @@ def prepare(
     operators: bool = True,
     shapes: bool = False,
 ) -> tuple[M, AcceleratedOptimizer]:
-    """Return what `accelerator.prepare(model, optimizer)` does, with a plan on the model that a real step confirmed.
+    """Return the result of `accelerator.prepare(model, optimizer)`, with a plan that a real step has confirmed.
 
-    The plan is made under the accelerator's precision and sharding, in the mode of training. What was planned and
-    measured is logged to the trackers that there are (`accelerator.init_trackers` before): `memory_budget_bytes`,
+    The plan is made under the accelerator's precision and sharding, in training mode. Planned and measured values are
+    logged to the existing trackers (`accelerator.init_trackers` before): `memory_budget_bytes`,
     `memory_predicted_bytes`, `memory_measured_bytes`, `memory_slowdown`. `torchremat.unwrap(model)` takes the plan off.
 
-    With `shapes=True` nothing is planned yet, and nothing stays on the model: each batch is planned for when it comes,
-    in `within_budget(optimizer, batch)`.
+    With `shapes=True` nothing is planned yet, and nothing stays on the model: each batch is planned when it comes, in
+    `within_budget(optimizer, batch)`.
 
     Args:
         accelerator: The accelerator.
@@ -93,14 +93,14 @@ def prepare(
         step: Called as `step(model)` with the prepared model; runs the forward on a sample batch, the largest that will
             be trained on, and returns the loss. With `shapes=True` called as `step(model, batch)`.
         budget: Peak bytes of a training step on each device: an int, `"20GiB"`, or `"60%"` of a plain step's.
-        margin: Bytes of the budget to leave free, for what an allocator needs beside the tensors.
+        margin: Bytes of the budget to leave free, for the overhead of an allocator.
         cost: What to minimise, `"seconds"` or `"flops"`.
         operators: Whether parts of a module may be kept: the outputs of some of its operators.
         shapes: Whether each shape of a batch has a plan of its own, where lengths vary much. One process only.
 
     Raises:
-        BudgetError: Budget or margin is no size, or no plan fits.
-        StepError: The step returns no loss, or one of the arguments is something else than it can be.
+        BudgetError: Budget or margin is not a size, or no plan fits.
+        StepError: The step returns no loss, or an argument is invalid.
         UnsupportedError: The model recomputes by itself, or an engine of its own runs backward; `shapes=True`, and
             several processes train together.
     """
@@ -131,7 +131,7 @@ def within_budget(optimizer: torch.optim.Optimizer, batch: object) -> Generator[
     The block runs both once, and not the optimizer's step.
 
     Args:
-        optimizer: That which `prepare(..., shapes=True)` has returned.
+        optimizer: The optimizer that `prepare(..., shapes=True)` has returned.
         batch: The batch, as the `step` given to `prepare` takes it.
 
     Raises:
@@ -167,14 +167,14 @@ def _expect_batches(optimizer: torch.optim.Optimizer, shaped: _Shaped) -> None:
 
 
 def _log(log: WeakMethod[Callable[..., None]], numbers: dict[str, float]) -> None:
-    told = log()  # the accelerator holds the optimizer, by which a training is found
+    told = log()  # the accelerator holds the optimizer, which is the key of a training
     if told is not None:
         told(numbers, step=0)
 
 
 @contextmanager
 def _training_mode(model: nn.Module) -> Generator[None]:
-    """Let a model of which nothing is in the mode of training be so; one that is in part is as it is meant to be."""
+    """Put a model in training mode if no part of it is; a model that is partly in training mode is left as intended."""
     if any(module.training for module in model.modules()):
         yield
         return

@@ -1,10 +1,10 @@
-"""Steps that add gradients up: a framework reduces them over processes in the last of several steps alone.
+"""Steps that accumulate gradients: a framework reduces them over processes only in the last of several steps.
 
-That last one is the largest, and so it is planned for, whichever comes first: what the steps before have added up lies
-there, and what reduces it is there as well.
+That last step is the largest, so the plan is for it, whichever step comes first: the accumulated gradients of the
+earlier steps are in memory, and so is the memory that reduces them.
 
 DistributedDataParallel    `.grad`, as in one process; the last step fills buckets, which count in any case
-FSDP2                      whole gradients, not those of this process's part: they are there once a step has run
+FSDP2                      whole gradients, not only this process's shard: they exist once a step has run
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _REDUCES = "require_backward_grad_sync"  # of DistributedDataParallel
 
 @contextmanager
 def as_the_last(subject: Subject) -> Generator[None]:
-    """Let each run of a step in the block be as the last of those whose gradients the framework adds up just now.
+    """Make each run of a step in the block like the last of the steps whose gradients the framework accumulates.
 
     Raises:
         StepError: The step returns no loss.

@@ -1,17 +1,17 @@
 """A budget for a training that a framework runs.
 
-A framework supplies what only it knows, and when: model and optimizer as they are once precision, sharding and
-checkpoints have been dealt with, the loss of one batch, and a logger.
+A framework supplies the parts that only it knows, at the right time: model and optimizer after precision, sharding and
+checkpoints have been handled, the loss of one batch, and a logger.
 
-    a batch comes          what is done before its forward
+    a batch comes          action before its forward
     the first              plan, apply, confirm by one real step
     as large as one known  nothing
     larger, one process    one real step under the plan; if that is above the budget, plan anew for this batch
     larger, several        nothing, as the others do not know of it; the plan warns (ShapeWarning)
     with `shapes=True`     `Adaptive`: a plan for each shape
 
-Missing on purpose: to look for the largest batch in the data. Whoever asks a data set draws random numbers from it and
-moves it on, and the training would not be the same any more.
+Missing on purpose: a search for the largest batch in the data. Reading a data set draws random numbers and advances it,
+and the training would no longer be the same.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ Loss = Callable[[nn.Module, object], object]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Training:
-    """What a framework supplies.
+    """The parts that a framework supplies.
 
     Attributes:
         model: The model as the framework calls it, wrapped for data parallelism if it is.
-        optimizer: torch's, without what the framework has put around it.
-        log: Puts numbers, by name, where the framework puts those of the training.
-        words: How the framework's user speaks of it.
+        optimizer: torch's, without the framework's wrapper.
+        log: Writes numbers, by name, to the log of the training.
+        words: The words of the framework's user for it.
         holders: Objects of the framework that a step may change.
     """
 
@@ -67,18 +67,19 @@ class Training:
 
 
 class NoLossError(Exception):
-    """Raised by a loss for a batch that has none, and that the framework leaves out: nothing is planned for it."""
+    """Raised by a loss for a batch without one, which the framework leaves out: nothing is planned for it."""
 
 
 class Budgeted:
     """A training within a budget: `with budgeted.step(loss, batch): ...` around forward and backward of each batch.
 
     Args:
-        wishes: What the user has asked for.
-        training: What the framework supplies.
+        wishes: The user's options.
+        training: The parts from the framework.
 
     Raises:
-        BudgetError: The budget is more than the device has; or a percentage, where each shape is to have a plan.
+        BudgetError: The budget is more than the device has; or it is a percentage, and each shape has a plan of its
+            own.
         StepError: The optimizer has none of the model's parameters.
         UnsupportedError: `shapes=True`, and several processes train together.
     """
@@ -98,7 +99,7 @@ class Budgeted:
                 "learned a shape, the others would wait for its gradients. Leave `shapes` out, and let the longest "
                 "batch come first: pad to one length, or group by length."
             )
-        # No smaller batch helps where the budget is more than the device has.
+        # No smaller batch helps if the budget is more than the device has.
         place = next((one.device for one in training.model.parameters()), torch.device("cpu"))
         check_budget(wishes.budget, place, margin=wishes.margin)
         with _advised(training):
@@ -135,10 +136,10 @@ class Budgeted:
                         stack.enter_context(self._adaptive.under(batch))
                 yield
         finally:
-            self._loss = _no_loss  # it holds what the framework has made of the batch
+            self._loss = _no_loss  # it holds the framework's form of the batch
 
     def end(self) -> None:
-        """Take off what was put on the model. May be called twice."""
+        """Remove the plan from the model. May be called twice."""
         self.log_shapes()
         adaptive, self._adaptive = self._adaptive, None
         if adaptive is not None:
@@ -163,8 +164,8 @@ class Budgeted:
             if self._still_fits(self._fitted, step):
                 self._known.append(sizes)
                 return
-            # A plan for a larger batch may be above the budget for one that is longer in another dimension, so that
-            # what was known is not known of it.
+            # A plan for a larger batch may be above the budget for a batch that is longer in another dimension, so the
+            # known sizes do not hold for it.
             self._fitted.plan.remove(self._training.model)
             self._fitted = None
         self._fitted = fitted(self._wishes, self._training, step)
@@ -179,7 +180,7 @@ class Budgeted:
             with subject.untouched():
                 before = subject.before(device)
             risen = run_traced(subject, device, before_bytes=0).peak_beyond(before)
-        # The state that the optimizer will have after its first step may not be there yet.
+        # The state that the optimizer has after its first step may not exist yet.
         to_come = max(0, fitted.plan.before_bytes["optimizer"] - before.optimizer_bytes)
         return before.total_bytes + to_come + risen <= fitted.limit_bytes
 
@@ -192,12 +193,12 @@ class Budgeted:
         return step
 
     def _bound(self, model: nn.Module, batch: object) -> object:
-        """Return the loss of a batch, and leave batch and framework as they were."""
+        """Return the loss of a batch, without side effects on batch and framework."""
         with _kept(self._training.holders):
             return self._loss(model, _again(batch))
 
     def log_shapes(self) -> None:
-        """Log what came of the shapes so far, if there are plans that have not been logged."""
+        """Log the results of the shapes so far, if any plan has not been logged."""
         plans = () if self._adaptive is None else self._adaptive.plans
         if self._adaptive is None or len(plans) <= self._logged:
             return
@@ -209,10 +210,10 @@ class Budgeted:
 
 
 def fitted(wishes: Wishes, training: Training, step: Callable[[nn.Module], object]) -> Fitted:
-    """Plan for a step, put the plan on the model, confirm it by a real step, and log what came of it.
+    """Plan for a step, put the plan on the model, confirm it by a real step, and log the result.
 
     Raises:
-        BudgetError: No plan fits; the model is as it was.
+        BudgetError: No plan fits; the model is unchanged.
         StepError: The step returns no loss.
     """
     model, optimizer = training.model, training.optimizer
@@ -228,7 +229,7 @@ def fitted(wishes: Wishes, training: Training, step: Callable[[nn.Module], objec
 
 
 def check_recomputes_nothing(model: nn.Module, owner: str) -> None:
-    """Raise where a model of transformers, or one like it, recomputes its layers by itself.
+    """Raise if a model of transformers, or one like it, recomputes its layers by itself.
 
     Raises:
         UnsupportedError: It does.
@@ -242,14 +243,14 @@ def check_recomputes_nothing(model: nn.Module, owner: str) -> None:
 
 
 def raw_optimizer(optimizer: object, *frameworks: type) -> torch.optim.Optimizer | None:
-    """Return the outermost optimizer that is not the framework's own; None if there is none.
+    """Return the outermost optimizer that is not the framework's own; None without one.
 
     Args:
-        optimizer: It, or what the framework has put around it.
-        frameworks: The classes that the framework puts around an optimizer, as one that steps in the last step alone.
+        optimizer: The optimizer, or the framework's wrapper of it.
+        frameworks: The wrapper classes of the framework, such as one that steps only in the last step.
 
     Raises:
-        UnsupportedError: It is no optimizer, and none can be reached from it.
+        UnsupportedError: It is not an optimizer, and none can be reached from it.
     """
     if optimizer is None:
         return None
@@ -309,7 +310,7 @@ def _tensors_of(batch: object) -> list[Tensor]:
 
 
 def _covers(known: Sizes, sizes: Sizes) -> bool:
-    """Return whether no tensor is larger in any dimension than that in the same place."""
+    """Return whether no tensor is larger in any dimension than the known one in the same place."""
     return len(known) == len(sizes) and all(
         len(mine) == len(theirs) and all(a >= b for a, b in zip(mine, theirs, strict=True))
         for mine, theirs in zip(known, sizes, strict=True)
@@ -317,7 +318,7 @@ def _covers(known: Sizes, sizes: Sizes) -> bool:
 
 
 def _again(batch: object) -> object:
-    """Return a batch that a step may take entries from; the tensors are the same."""
+    """Return a copy of a batch that a step may take entries from; the tensors are the same."""
     if type(batch) in (dict, list):
         return cast("dict[object, object] | list[object]", batch).copy()
     if isinstance(batch, Mapping) and hasattr(batch, "copy"):
@@ -331,7 +332,7 @@ def _are_several() -> bool:
 
 @contextmanager
 def _kept(holders: Sequence[object]) -> Generator[None]:
-    """Put what objects of the framework hold back after the block; models and tensors are looked after elsewhere."""
+    """Restore the contents of the framework's objects after the block; other code restores models and tensors."""
     owned = [vars(holder) for holder in holders]
     world = World()
     for own in owned:

@@ -1,20 +1,20 @@
-"""The drop-in in the place of `torch.utils.checkpoint`, for code that cannot be edited.
+"""The drop-in installed in place of `torch.utils.checkpoint`, for code that cannot be edited.
 
-    what is found                                              while installed           afterwards
+    object                                                     while installed           afterwards
     names of `torch.utils.checkpoint`                          the drop-in's             torch's
     globals of other modules that are one of these objects     the drop-in's             torch's
     `functools.partial` objects of them, wherever they live    call the drop-in's        call torch's
 
-The partials are what `transformers` puts on the modules of a model by `gradient_checkpointing_enable()`, and torch's
-`checkpoint_wrapper` on those that it makes: a model that was prepared before uses the drop-in as well.
+`transformers` puts such partials on the modules of a model by `gradient_checkpointing_enable()`, and torch's
+`checkpoint_wrapper` on the modules that it makes: a model that was prepared before uses the drop-in as well.
 
 NOTE [ What is put back ]
-What is installed are copies of the drop-in's functions and classes, which nobody has from elsewhere. So a module that
-imports the names meanwhile gets them, and whoever has one of them, at the end, got it from here: it is put back. The
-drop-in's own objects, which a program may use beside, are left alone.
+The installed objects are copies of the drop-in's functions and classes, which are available nowhere else. So a module
+that imports the names meanwhile gets the copies, and every copy found at the end comes from here: it is put back. The
+drop-in's own objects, which a program may also use, are left alone.
 
 Missing on purpose: torch's functions in the closures, default arguments, class bodies and containers of other code, and
-private names of torch's module (`torch.distributed._composable.checkpoint` uses one): these go on calling torch's.
+private names of torch's module (`torch.distributed._composable.checkpoint` uses one): these still call torch's.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def uninstall() -> None:
     """Undo the last `install()` that is still in force.
 
     Raises:
-        UnsupportedError: None is.
+        UnsupportedError: None is in force.
     """
     with _lock:
         if not _open:
@@ -107,7 +107,7 @@ def _exchange(before: Mapping[str, object], after: Mapping[str, object]) -> None
                 names[name] = exchanged[id(value)]
     for one in gc.get_referrers(*before.values()):
         if isinstance(one, partial) and id(cast("partial[Any]", one).func) in exchanged:
-            # In place: nobody knows who holds it.
+            # In place: its holders are unknown.
             _, _, state = cast("tuple[object, object, tuple[object, ...]]", one.__reduce__())
             state = (exchanged[id(one.func)], *state[1:])
             one.__setstate__(state)  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]: no stub has it

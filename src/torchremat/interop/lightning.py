@@ -1,6 +1,6 @@
 """A budget as a callback of Lightning's Trainer.
 
-on_train_batch_start     the batch is on its device, and what the strategy and the precision do is done: here the
+on_train_batch_start     the batch is on its device, and the strategy and the precision are set up: here the
                          step is planned, by the strategy's own `training_step`
 on_after_backward        the block that runs within the budget ends
 """
@@ -44,33 +44,33 @@ _WORDS = Words(
 class MemoryBudget(wishes.MemoryBudget, pl.Callback):
     """Trains within a budget: `Trainer(..., callbacks=[MemoryBudget("20GiB")])`.
 
-    The first batch is planned for, and any that is larger than those before it. Parameters are bit for bit those of a
-    training without this. What was planned and measured is logged once to the trainer's loggers:
+    The first batch is planned for, and any batch that is larger than the earlier ones. Parameters are bit for bit the
+    same as in a training without this. Planned and measured values are logged once to the trainer's loggers:
     `memory_budget_bytes`, `memory_predicted_bytes`, `memory_measured_bytes`, `memory_slowdown`. After the training the
-    model is as it was.
+    model has its original state.
 
     Args:
         budget: Peak bytes of a training step on each device: an int, `"20GiB"`, or `"60%"` of a plain step's.
-        margin: Bytes of the budget to leave free, for what an allocator needs beside the tensors.
+        margin: Bytes of the budget to leave free, for the overhead of an allocator.
         cost: What to minimise, `"seconds"` or `"flops"`.
         operators: Whether parts of a module may be kept: the outputs of some of its operators.
         shapes: Whether each shape of a batch has a plan of its own, where lengths vary much. One process only.
 
     Raises:
-        BudgetError: Budget or margin is no size.
-        UnsupportedError: Another argument is something else than it can be.
+        BudgetError: Budget or margin is not a size.
+        UnsupportedError: Another argument is invalid.
     """
 
     _budgeted: Budgeted | None = None
     _open: ExitStack | None = None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Take note of the training.
+        """Record the training.
 
         Raises:
             UnsupportedError: The module runs backward by itself, or the strategy does.
         """
-        self._end()  # what a training that failed has left
+        self._end()  # left by a failed training
         _check(trainer, pl_module)
         training = Training(
             model=cast("nn.Module", trainer.strategy.model),
@@ -83,7 +83,7 @@ class MemoryBudget(wishes.MemoryBudget, pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Plan if the batch is larger than those before."""
+        """Plan if the batch is larger than the earlier ones."""
         self._close()
         if self._budgeted is not None:
             self._open = ExitStack()
@@ -100,11 +100,11 @@ class MemoryBudget(wishes.MemoryBudget, pl.Callback):
         self._close()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Leave the model as it was."""
+        """Restore the model."""
         self._end()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Tell the user of the module what can be done, and leave the model as it was."""
+        """Tell the user what can be done, and restore the model."""
         step, self._open = self._open, None
         if step is not None:
             with suppress(type(exception)):
@@ -124,7 +124,7 @@ class MemoryBudget(wishes.MemoryBudget, pl.Callback):
 
 
 def _loss(trainer: pl.Trainer, batch_idx: int, model: nn.Module, batch: object) -> object:
-    """Return what the training step returns, by which no logger is told anything."""
+    """Return the result of the training step, without any logging."""
     module = trainer.lightning_module
     takes_place = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
     with _mute(module):

@@ -1,11 +1,11 @@
-"""A budget as a callback of transformers' `Trainer`, and of the trainers that are made from it, such as TRL's.
+"""A budget as a callback of transformers' `Trainer`, and of its subclasses, for example TRL's.
 
-A callback is not given the trainer, whose loss it is that counts; the trainer calls it, though, and so is found among
-the callers. From `on_train_begin` to `on_train_end` two methods of that one trainer have something around them:
+A callback does not get the trainer, whose loss is needed; but the trainer calls the callback, and so is found among the
+callers. From `on_train_begin` to `on_train_end` two methods of that one trainer are wrapped:
 
     training_step    forward and backward of one batch: the block that runs within the budget
-    compute_loss     is where the batch has been prepared, the mode is that of training, and precision, sharding,
-                     adapters and what was resumed from are as they will be: here the step is planned
+    compute_loss     the batch has been prepared, the model is in training mode, and precision, sharding, adapters and
+                     resumed state are final: here the step is planned
 """
 
 from __future__ import annotations
@@ -56,20 +56,21 @@ _STEPS = ("training_step", "compute_loss")
 class MemoryBudget(wishes.MemoryBudget, transformers.TrainerCallback):
     """Trains within a budget: `Trainer(..., callbacks=[MemoryBudget("20GiB")])`.
 
-    The first batch is planned for, and any that is larger than those before it. Parameters are bit for bit those of a
-    training without this. What was planned and measured is logged once: `memory_budget_bytes`,
-    `memory_predicted_bytes`, `memory_measured_bytes`, `memory_slowdown`. After the training the model is as it was.
+    The first batch is planned for, and any batch that is larger than the earlier ones. Parameters are bit for bit the
+    same as in a training without this. Planned and measured values are logged once: `memory_budget_bytes`,
+    `memory_predicted_bytes`, `memory_measured_bytes`, `memory_slowdown`. After the training the model has its original
+    state.
 
     Args:
         budget: Peak bytes of a training step on each device: an int, `"20GiB"`, or `"60%"` of a plain step's.
-        margin: Bytes of the budget to leave free, for what an allocator needs beside the tensors.
+        margin: Bytes of the budget to leave free, for the overhead of an allocator.
         cost: What to minimise, `"seconds"` or `"flops"`.
         operators: Whether parts of a module may be kept: the outputs of some of its operators.
         shapes: Whether each shape of a batch has a plan of its own, where lengths vary much. One process only.
 
     Raises:
-        BudgetError: Budget or margin is no size.
-        UnsupportedError: Another argument is something else than it can be.
+        BudgetError: Budget or margin is not a size.
+        UnsupportedError: Another argument is invalid.
     """
 
     _watch: _TrainingWatch | None = None
@@ -81,12 +82,12 @@ class MemoryBudget(wishes.MemoryBudget, transformers.TrainerCallback):
         control: transformers.TrainerControl,
         **kwargs: Any,
     ) -> None:
-        """Begin to look after the trainer's steps.
+        """Begin to manage the trainer's steps.
 
         Raises:
             UnsupportedError: The trainer recomputes by itself, has an engine that runs backward, or is not found.
         """
-        self._end()  # what a training that failed has left
+        self._end()  # left by a failed training
         trainer = _trainer_of(self, sys._getframe(1))
         _check(trainer, args)
         self._watch = _TrainingWatch(trainer, self._wishes)
@@ -98,7 +99,7 @@ class MemoryBudget(wishes.MemoryBudget, transformers.TrainerCallback):
         control: transformers.TrainerControl,
         **kwargs: Any,
     ) -> None:
-        """Raise where a step has gone by that was not planned.
+        """Raise if a step has passed without a plan.
 
         Raises:
             UnsupportedError: It has.
@@ -113,7 +114,7 @@ class MemoryBudget(wishes.MemoryBudget, transformers.TrainerCallback):
         control: transformers.TrainerControl,
         **kwargs: Any,
     ) -> None:
-        """Leave model and trainer as they were."""
+        """Restore model and trainer."""
         self._end()
 
     def _end(self) -> None:
@@ -175,7 +176,7 @@ class _TrainingWatch:
         return Training(
             model=model,
             optimizer=raw_optimizer(trainer.optimizer, AcceleratedOptimizer),
-            log=partial(transformers.Trainer.log, trainer),  # a trainer's own may tell what it has gathered so far
+            log=partial(transformers.Trainer.log, trainer),  # a subclass's own may also log values gathered so far
             holders=(trainer, trainer.state, trainer.control),
             words=replace(_WORDS, smaller=_COMPILED) if trainer.args.torch_compile else _WORDS,
         )

@@ -1,4 +1,4 @@
-"""What the user of a framework asks for, and what callbacks that are made from it have in common."""
+"""The options of a framework's user, and the base class of callbacks that are made from them."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from torchremat.planning.searches.chains import Cost, check_cost
 
 @dataclass(frozen=True, kw_only=True)
 class Wishes:
-    """What the user has asked for.
+    """The user's options.
 
     Attributes:
         budget: As for `fit`.
         margin: As for `fit`.
         cost: As for `fit`.
         operators: As for `fit`.
-        shapes: Whether lengths vary so that each shape is to have a plan of its own.
+        shapes: Whether lengths vary so much that each shape has a plan of its own.
 
     Raises:
-        BudgetError: Budget or margin is no size.
-        UnsupportedError: Another option is something else than it can be.
+        BudgetError: Budget or margin is not a size.
+        UnsupportedError: Another option is invalid.
     """
 
     budget: int | str
@@ -43,7 +43,7 @@ class Wishes:
 
 
 class MemoryBudget:
-    """What the callbacks of this name have in common: they are made from what the user asks for.
+    """The base class of the callbacks of this name: they are made from the user's options.
 
     Args:
         budget: See `Wishes`.

@@ -1,4 +1,4 @@
-"""What the user of a framework can do about an error, in the framework's words."""
+"""Advice for the user of a framework about an error, in the framework's words."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torchremat.errors import BudgetError, PlanError, StepError, TorchrematError
 
 @dataclass(frozen=True, kw_only=True)
 class Words:
-    """How the user of a framework speaks of a training.
+    """The words of a framework's user for a training.
 
     Attributes:
-        owner: What has the budget, such as "`MemoryBudget`".
-        step: What computes the loss of a batch.
-        taker: What is given the model.
-        smaller: What takes less for the same training, as a sentence.
+        owner: The object with the budget, for example "`MemoryBudget`".
+        step: The code that computes the loss of a batch.
+        taker: The object that is given the model.
+        smaller: A way to need less memory for the same training, as a sentence.
     """
 
     owner: str
@@ -24,7 +24,7 @@ class Words:
     smaller: str
 
     def advice(self, error: TorchrematError) -> str:
-        """Return what can be done about an error, in a sentence or two."""
+        """Return advice about an error, in a sentence or two."""
         match error:
             case BudgetError():
                 return f"{self.smaller} Or give {self.owner} the budget that works."

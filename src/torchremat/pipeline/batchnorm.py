@@ -1,18 +1,18 @@
-"""Batch norms whose running statistics are those of mini-batches, however these are cut into microbatches.
+"""Batch norms with the running statistics of mini-batches, however these are cut into microbatches.
 
-    forward of a microbatch     normalises with the statistics of the microbatch, and notes them
-    commit                      merges what was noted and updates the running statistics, once
-    evaluation                  as in torch: the running statistics; what is noted has no part in it
-    recompute                   notes nothing, since its forward has
+    forward of a microbatch     normalises with the statistics of the microbatch, and records them
+    commit                      merges the records and updates the running statistics, once
+    evaluation                  as in torch: the running statistics; the records have no part in it
+    recompute                   records nothing, since its forward has
 
-Who cuts the mini-batch knows when it has ended: a pipe calls `commit_statistics` on its model after each forward, and
-`discard_statistics` when one has failed. So a short mini-batch is committed like any other. Where nobody does so, a
-number of microbatches can be given after which a module commits by itself.
+The code that cuts the mini-batch knows when it has ended: a pipe calls `commit_statistics` on its model after each
+forward, and `discard_statistics` when one has failed. So a short mini-batch is committed like any other. For code
+without these calls, a number of microbatches can be given after which a module commits by itself.
 
-Normalising is by microbatch, as in every pipeline: the output is not that of one batch norm over the mini-batch.
+Normalising is by microbatch, as in every pipeline: the output differs from one batch norm over the mini-batch.
 
-Missing on purpose: recomputes that are not ours, as those of `torch.utils.checkpoint`; nothing says that they are some,
-and they are noted as further microbatches. `torchremat.install` makes them ours.
+Missing on purpose: recomputes that are not ours, like those of `torch.utils.checkpoint`; nothing identifies them, and
+they are recorded as further microbatches. `torchremat.install` makes them ours.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _CONVERTIBLE = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Statistics:
-    """Of some rows, by feature; the variance is the unbiased one."""
+    """The statistics of some rows, by feature; the variance is the unbiased one."""
 
     count: int
     mean: Tensor
@@ -48,7 +48,7 @@ class _Statistics:
     def merged(self, other: _Statistics) -> _Statistics:
         """Return the statistics of both.
 
-        The difference of two sums of squares would lose all digits where the mean is large against the deviation.
+        The difference of two sums of squares would lose all digits if the mean is large against the deviation.
 
         Source: T. Chan, G. Golub, R. LeVeque, "Updating formulae and a pairwise algorithm for computing sample
         variances", COMPSTAT 1982, equation 2.1.
@@ -63,9 +63,9 @@ class _Statistics:
 class DeferredBatchNorm(AnyBatchNorm):
     """A batch norm that updates its running statistics once in a mini-batch of several microbatches.
 
-    The update is that of one batch norm over the whole mini-batch: the running variance gets the unbiased one, as in
-    torch, and `momentum=None` means the average over all mini-batches. Inputs have 2 dimensions or more, features
-    second. Its `state_dict` is that of a batch norm.
+    The update equals that of one batch norm over the whole mini-batch: the running variance gets the unbiased one, as
+    in torch, and `momentum=None` means the average over all mini-batches. Inputs have 2 dimensions or more, features
+    second. Its `state_dict` equals that of a batch norm.
 
     Args:
         num_features: As for `nn.BatchNorm2d`.
@@ -73,7 +73,7 @@ class DeferredBatchNorm(AnyBatchNorm):
         momentum: As for `nn.BatchNorm2d`.
         affine: As for `nn.BatchNorm2d`.
         chunks: After how many microbatches the module commits by itself; None if only `commit` does. In a pipe, which
-            calls that, either will do.
+            calls `commit`, both work.
         device: As for `nn.BatchNorm2d`.
         dtype: As for `nn.BatchNorm2d`.
 
@@ -85,7 +85,7 @@ class DeferredBatchNorm(AnyBatchNorm):
     running_var: Tensor
     num_batches_tracked: Tensor
     chunks: int | None
-    _kind: _Kind | None = None  # what it was converted from
+    _kind: _Kind | None = None  # the class that it was converted from
     _noted: tuple[_Statistics, ...] = ()
 
     def __init__(
@@ -112,8 +112,8 @@ class DeferredBatchNorm(AnyBatchNorm):
         if not self.training:
             return super().forward(input)
         self._check_input_dim(input)
-        # The kernel writes the microbatch's own statistics where the running ones would be, since a momentum of 1
-        # leaves nothing of what is there.
+        # The kernel writes the microbatch's own statistics in place of the running ones, since a momentum of 1 leaves
+        # nothing of the old values.
         mean, variance = torch.zeros_like(self.running_mean), torch.zeros_like(self.running_var)
         output = functional.batch_norm(input, mean, variance, self.weight, self.bias, True, 1.0, self.eps)
         if input.numel() and not is_recomputing():
@@ -121,11 +121,11 @@ class DeferredBatchNorm(AnyBatchNorm):
         return output
 
     def commit(self) -> None:
-        """Update the running statistics by the microbatches since the last commit, if there were any."""
+        """Update the running statistics by the microbatches since the last commit, if any."""
         if not self._noted:
             return
-        # A region may be around this, whose recompute does not come here. And a recompute in another thread may have
-        # put other buffers into the place of these.
+        # An enclosing region's recompute does not run this. And a recompute in another thread may have replaced these
+        # buffers by others.
         with torch.no_grad(), hiding(), EXCHANGING:
             whole = reduce(_Statistics.merged, self._noted)
             self.discard()
@@ -139,12 +139,12 @@ class DeferredBatchNorm(AnyBatchNorm):
         self._noted = ()
 
     def reset_running_stats(self) -> None:
-        """Make the running statistics those of a new module."""
+        """Reset the running statistics to those of a new module."""
         super().reset_running_stats()
         self.discard()
 
     def extra_repr(self) -> str:
-        """Return what a batch norm says, and `chunks`."""
+        """Return the text of a batch norm, and `chunks`."""
         return f"{super().extra_repr()}, chunks={self.chunks}"
 
     def _note(self, input: Tensor, mean: Tensor, variance: Tensor) -> None:
@@ -167,8 +167,8 @@ class DeferredBatchNorm(AnyBatchNorm):
 
 
 def _move(running: Tensor, towards: Tensor, factor: float) -> None:
-    # Like the kernels of torch, which do not count their write as one: a region between its forward and its recompute
-    # would take it for a change of what it has read.
+    # Like torch's kernels, which do not move the version for this write: a region between its forward and its recompute
+    # would take it for a change of a buffer that it has read.
     running.data.copy_((1 - factor) * running.to(towards.dtype) + factor * towards)
 
 
@@ -189,9 +189,9 @@ def discard_statistics(module: nn.Module) -> None:
 def convert_deferred_batch_norm(module: nn.Module, chunks: int | None = 1) -> nn.Module:
     """Return the module with a `DeferredBatchNorm` in the place of each batch norm that has running statistics.
 
-    Inner modules are replaced in place; a module that is a batch norm itself is left as it is and another one
-    returned. The new ones have the same parameters, buffers and hooks. Those that are deferred already, by as many
-    chunks, stay, and so do batch norms without running statistics.
+    Inner modules are replaced in place; a module that is a batch norm itself is left as it is and another one returned.
+    The new modules have the same parameters, buffers and hooks. Modules that are deferred already, by as many chunks,
+    stay, and so do batch norms without running statistics.
 
     Args:
         module: The module.
@@ -199,8 +199,8 @@ def convert_deferred_batch_norm(module: nn.Module, chunks: int | None = 1) -> nn
 
     Raises:
         ScheduleError: `chunks` is neither a positive integer nor None.
-        UnsupportedError: There are batch norms with running statistics of other classes than `nn.BatchNorm1d` to `3d`,
-            wrapped ones, or ones whose number of features is not known yet; all are listed, and nothing is changed.
+        UnsupportedError: Batch norms with running statistics have other classes than `nn.BatchNorm1d` to `3d`, are
+            wrapped, or do not know their number of features yet; all are listed, and nothing is changed.
     """
     chunks = _checked(chunks)
     problems = [f"`{name or 'the module'}`: {why}" for name, one in module.named_modules() if (why := _problem(one))]
@@ -253,7 +253,7 @@ def _converted(module: nn.Module, chunks: int | None, made: dict[nn.Module, nn.M
 
 def _deferred(norm: nn.Module, chunks: int | None, kind: _Kind | None) -> DeferredBatchNorm:
     made = DeferredBatchNorm.__new__(DeferredBatchNorm)
-    # The tables of parameters, buffers and hooks are its own, what is in them is shared.
+    # The tables of parameters, buffers and hooks are its own, their contents are shared.
     made.__dict__.update({name: copy.copy(one) if isinstance(one, dict) else one for name, one in vars(norm).items()})
     made.chunks = chunks
     made._kind = kind

@@ -1,4 +1,4 @@
-"""One microbatch on one stage: what is computed, and whether as a region."""
+"""One microbatch on one stage: its computation, and whether that is a region."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class Cell:
     """A microbatch on a stage.
 
     Attributes:
-        place: Which one it is.
+        place: Its name.
         module: The layers of the stage.
-        layout: The ways of the skips.
-        stream: What it computes on.
+        layout: The routes of the skips.
+        stream: The stream that it computes on.
         settings: How it is recomputed; None if it is not.
     """
 
@@ -54,7 +54,7 @@ class Cell:
         """Run the layers.
 
         Args:
-            given: The input of the stage, and the skips that are popped in it; they are taken out.
+            given: The input of the stage, and the skips that the stage pops; they are taken out.
 
         Returns:
             The output and the skips that are stashed for later stages, and the region that it ran in.
@@ -68,7 +68,7 @@ class Cell:
         with use_stream(self.stream):
             if self.settings is None or not torch.is_grad_enabled():
                 tracker = CellTracker(self.layout, self.place.stage, skips)
-                # From here on the tracker alone has the skips: who pops one is free to drop it.
+                # From here on only the tracker has the skips: the code that pops one can free it.
                 del skips
                 output = _run(self.module, tracker, value)
             else:
@@ -85,7 +85,7 @@ class Cell:
 
 
 def _aliases(tensors: Sequence[Tensor]) -> list[tuple[Tensor, int]]:
-    """Return those in the graph that share their memory with another one, and their versions."""
+    """Return the tensors in the graph that share their memory with another one, and their versions."""
     if not torch.is_grad_enabled() or len(tensors) < 2:
         return []
     inside = [tensor for tensor in tensors if tensor.requires_grad and tensor.layout == torch.strided]
@@ -100,8 +100,8 @@ def _aliases(tensors: Sequence[Tensor]) -> list[tuple[Tensor, int]]:
 def _run_tracked(
     module: nn.Module, layout: SkipLayout, stage: int, value: object, skips: dict[Key, object]
 ) -> tuple[object, dict[Key, object]]:
-    # A function of explicit skips: those that are popped are inputs of the region and those that are stashed are
-    # outputs, so the graph leads from one to the other directly, and a recompute finds what it needs.
+    # A function of explicit skips: popped skips are inputs of the region and stashed skips are outputs, so the graph
+    # leads from one to the other directly, and a recompute finds its inputs.
     return _run(module, CellTracker(layout, stage, skips), value)
 
 

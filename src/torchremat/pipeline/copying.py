@@ -4,11 +4,11 @@
                                   |              |
               ... --- Wait 1 -----|---- Copy 2 --|---- Wait 3 --- ...
 
-    1  the copy goes on when the microbatch has been computed; backward: computing goes on when its gradient is there
+    1  the copy starts when the microbatch has been computed; backward: computing continues when its gradient is there
     2  from device to device, on the copy streams of both
-    3  computing goes on when the copy is there; backward: the copy of the gradient goes on when it has been computed
+    3  computing continues when the copy is there; backward: the copy of the gradient starts when it has been computed
 
-What does not require grad takes the same way outside of the graph.
+Tensors that do not require grad take the same way outside the graph.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ def copied(tensor: Tensor, source: Stream, target: Stream) -> Tensor:
     device = device_of(target)
     if tensor.device == device:
         return tensor
-    # A copy into memory that is not pinned, or out of it, blocks by itself.
+    # A copy into or out of memory that is not pinned blocks by itself.
     with use_stream(source), use_stream(target):
         copy = tensor.to(device, non_blocking=not isinstance(target, CpuStream))
     record_stream(tensor, source)
-    # Whoever computes with it next does so on another stream.
+    # The next computation with it runs on another stream.
     record_stream(copy, current_stream(device))
     return copy
 
@@ -67,7 +67,7 @@ class Copy(torch.autograd.Function):
 
 
 class Wait(torch.autograd.Function):
-    """Lets, in backward, the stream that was waited for wait for the one that waited."""
+    """In backward, makes the awaited stream wait for the waiting stream."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, awaited: Stream, waiting: Stream, *tensors: Tensor) -> tuple[Tensor, ...]:

@@ -6,8 +6,8 @@ r"""Edges of the autograd graph that say "before", where no data flows.
                     \
         b ---------- Join -- b'        backward: Join runs before Fork
 
-Forward goes from the left to the right, so backward runs `Join` first: whatever used `b'` has run its backward before
-that of whatever made `a` starts, although the two have nothing to do with each other. All tensors of a microbatch pass
+Forward goes from the left to the right, so backward runs `Join` first: the users of `b'` have run their backward before
+the backward of the producer of `a` starts, although no data flows between them. All tensors of a microbatch pass
 through one node, so the order holds for a loss on any of them.
 
 Source: C. Kim et al., "torchgpipe: On-the-fly Pipeline Parallelism for Training Giant Models", arXiv:2004.09910, 2020,
@@ -72,7 +72,7 @@ def join(tensor: Tensor, phony: Tensor) -> Tensor:
 def fork_all(tensors: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
     """Return the tensors of a microbatch, and the phony that begins an edge.
 
-    Those that do not require grad are returned as they are; where none does, the phony carries no edge.
+    Tensors that do not require grad are returned as they are; if none does, the phony carries no edge.
     """
     places = with_grad(tensors)
     if not places:
@@ -85,7 +85,7 @@ def fork_all(tensors: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
 def join_all(tensors: Sequence[Tensor], phony: Tensor) -> list[Tensor]:
     """Return the tensors of a microbatch, at which an edge ends.
 
-    Those that do not require grad are returned as they are, so an edge cannot end at a microbatch where none does.
+    Tensors that do not require grad are returned as they are, so an edge cannot end at a microbatch without grad.
     """
     places = with_grad(tensors)
     if not (places and phony.requires_grad):

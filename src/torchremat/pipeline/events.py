@@ -1,4 +1,4 @@
-"""Events of a pipeline's step, and whose time it is when several overlap."""
+"""Events of a pipeline's step, and the owner of the time when several overlap."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from torchremat.schedules.pipelines import KINDS, LETTERS, Kind
 #
 # One worker records events that overlap: a backward waits for a tensor, and recomputes another while it does.
 #
-#   1. Of computations and waits, the one that began last has the time until it ends; then the one around it goes on.
-#      So a recompute inside a backward is not counted as backward too, and a wait inside it is idle.
-#   2. Copies run beside them, and take no time from them.
-#   3. A stage is busy while a computation has the time or a copy runs, and idle otherwise.
+#   1. Of computations and waits, the one that began last owns the time until it ends; then the one around it
+#      continues. So a recompute inside a backward is not counted as backward too, and a wait inside it is idle.
+#   2. Copies run in parallel, and take no time from them.
+#   3. A stage is busy while a computation owns the time or a copy runs, and idle otherwise.
 
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineEvent:
-    """Something that a stage did with a microbatch.
+    """An action of a stage on a microbatch.
 
     Attributes:
         stage: From 0.
         microbatch: From 0.
-        kind: "input" and "weight" are the two parts of a backward that is split; a "copy" brings something to this
-            stage; a "wait" is idle time that somebody spent for a reason.
-        start_s: Seconds; since when, the timeline says.
+        kind: "input" and "weight" are the two parts of a split backward; a "copy" brings data to this stage; a "wait"
+            is idle time with a known reason.
+        start_s: Seconds; the timeline defines their origin.
         end_s: On the same clock.
 
     Raises:
-        ScheduleError: It ends before it starts, or is otherwise none.
+        ScheduleError: It ends before it starts, or is otherwise invalid.
     """
 
     stage: int
@@ -63,7 +63,7 @@ class PipelineEvent:
 
 @dataclass(frozen=True, kw_only=True)
 class EventPiece:
-    """A stretch of time that belongs to one event."""
+    """A time span that belongs to one event."""
 
     event: PipelineEvent
     start_s: float
@@ -71,12 +71,12 @@ class EventPiece:
 
     @property
     def seconds(self) -> float:
-        """How long it is."""
+        """Its duration."""
         return self.end_s - self.start_s
 
 
 def pieces(events: Iterable[PipelineEvent]) -> list[EventPiece]:
-    """Return the events cut where a later one has the time. See NOTE [ Whose time it is ]."""
+    """Return the events cut where a later one owns the time. See NOTE [ Whose time it is ]."""
     every = list(events)
     copies = [EventPiece(event=one, start_s=one.start_s, end_s=one.end_s) for one in every if one.kind == "copy"]
     return copies + _cut([one for one in every if one.kind != "copy"])
@@ -92,7 +92,7 @@ def busy_s(events: Iterable[PipelineEvent]) -> float:
 
 
 def _cut(events: Sequence[PipelineEvent]) -> list[EventPiece]:
-    """Return each stretch between two starts or ends as a piece of the event that began last; those in a row as one."""
+    """Return each span between starts or ends as a piece of the event that began last; successive ones are joined."""
     order = sorted(range(len(events)), key=lambda index: (events[index].start_s, index))
     times = sorted({moment for event in events for moment in (event.start_s, event.end_s)})
     open_events: list[tuple[int, PipelineEvent]] = []  # the one that began last comes first

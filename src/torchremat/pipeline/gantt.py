@@ -1,6 +1,6 @@
 """Stages over time as a picture: a row for each stage, charts below each other on one axis of time.
 
-This is the drawing alone, below everything that has a timeline to draw: `Timeline.plot`, `reports.plots`.
+This is only the drawing, a layer below everything that draws a timeline: `Timeline.plot`, `reports.plots`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _INK = "#333333"
 _FAINT = "#BBBBBB"
 
 _WIDTH_INCHES = 11.0
-_BARS_INCHES = 9.6  # of it, those that bars have, about: what is left has names and shares
+_BARS_INCHES = 9.6  # of it, about the width of the bars: the rest has names and shares
 _ROW_INCHES = (0.24, 0.42)  # with many rows, and with few
 _FEW_ROWS, _MANY_ROWS = 8, 24
 _CHART_INCHES, _REST_INCHES = 0.35, 0.95  # a heading; the legend and the axis
@@ -56,7 +56,7 @@ _UNITS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6))
 
 @dataclass(frozen=True, kw_only=True)
 class GanttBar:
-    """A stretch of time in a row; its text is drawn where there is room."""
+    """A time span in a row; its text is drawn if it fits."""
 
     kind: Kind
     text: str
@@ -72,8 +72,8 @@ class GanttRow:
         name: On the left.
         group: Rows of one group are the stages of one worker; a line parts groups of several.
         idle_share: On the right.
-        bars: What the stage does.
-        elsewhere: Starts and ends of what its worker does in its other stages; it is not idle then.
+        bars: The activity of the stage.
+        elsewhere: Starts and ends of its worker's activity in other stages; the worker is not idle then.
     """
 
     name: str
@@ -85,7 +85,7 @@ class GanttRow:
 
 @dataclass(frozen=True, kw_only=True)
 class GanttChart:
-    """Rows below each other, from 0 to `step_s`, which stands behind the name."""
+    """Rows below each other, from 0 to `step_s`, which follows the name."""
 
     name: str
     step_s: float
@@ -93,10 +93,10 @@ class GanttChart:
 
 
 def draw(charts: Sequence[GanttChart], path: str | Path) -> None:
-    """Draw the charts below each other into an image file; its ending says which kind.
+    """Draw the charts below each other into an image file; its ending gives the format.
 
     Raises:
-        UnsupportedError: matplotlib is not installed, or knows no pictures with such an ending.
+        UnsupportedError: matplotlib is not installed, or does not know the format.
     """
     span_s = max([chart.step_s for chart in charts], default=0.0) or 1e-9
     rows = sum(len(chart.rows) for chart in charts)
@@ -134,7 +134,7 @@ def draw(charts: Sequence[GanttChart], path: str | Path) -> None:
 
 
 def _draw_chart(panel: Axes, chart: GanttChart, *, unit: str, scale: float, inches_per_s: float) -> dict[str, Artist]:
-    """Draw one chart, and return what its legend shows by name."""
+    """Draw one chart, and return the entries of its legend by name."""
     from matplotlib.patches import Patch
 
     copies = any(bar.kind == "copy" for row in chart.rows for bar in row.bars)
@@ -200,7 +200,7 @@ def _draw_chart(panel: Axes, chart: GanttChart, *, unit: str, scale: float, inch
 def _write(
     panel: Axes, bars: Sequence[GanttBar], middle: float, kind: Kind, *, scale: float, inches_per_s: float
 ) -> None:
-    """Write the text of each bar that has room for it; two of one kind for one microbatch are parts of one event."""
+    """Write the text of each bar that it fits in; two bars of one kind for one microbatch are parts of one event."""
     for bar in bars:
         if (bar.end_s - bar.start_s) * inches_per_s >= _DIGIT_INCHES * (len(bar.text) + 1):
             panel.text(

@@ -1,10 +1,10 @@
-"""Nodes that take down when a piece of backward begins and ends.
+"""Nodes that record when a piece of backward begins and ends.
 
       forward:    begin to end, by a clock        backward:  Mark 2 runs, then the piece, then Mark 1
 
       ---- Mark 1 ---- piece ---- Mark 2 ----
 
-A stage whose input requires no grad has no Mark 1. It is over when its worker begins with something else, or when the
+A stage whose input requires no grad has no Mark 1. Its piece ends when its worker begins another piece, or when the
 backward ends.
 """
 
@@ -26,7 +26,7 @@ from torchremat.schedules.pipelines import Kind
 
 
 class BackwardMark(torch.autograd.Function):
-    """Passes tensors on; in backward, says that it runs."""
+    """Passes tensors on; in backward, reports that it runs."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, runs: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -50,16 +50,16 @@ def _marked(tensors: Sequence[Tensor], runs: Callable[[], None]) -> list[Tensor]
 
 
 class Passage:
-    """What is done with one microbatch on one stage, forth and back.
+    """The work on one microbatch on one stage, forward and backward.
 
     Args:
-        recorder: Takes the events down.
-        stage: Where it runs.
-        microbatch: On what.
-        forward: What it is in the forward.
-        backward: What it is in the backward.
-        stream: What it runs on.
-        open_passages: Those of the same worker whose backward has begun and has no Mark 1. Kept here.
+        recorder: Records the events.
+        stage: The number of the stage.
+        microbatch: The number of the microbatch.
+        forward: The kind of its event in the forward.
+        backward: The kind of its event in the backward.
+        stream: The stream that it runs on.
+        open_passages: Passages of the same worker whose backward has begun and has no Mark 1. Updated here.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """A batch cut into microbatches, and their results put together.
 
-A batch is any nesting of tuples, lists, dicts and the like. Its tensors are cut along their first dimension; whatever
-else is in it goes to every microbatch.
+A batch is any nesting of tuples, lists, dicts and the like. Its tensors are cut along their first dimension; all other
+values go to every microbatch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Microbatch:
 
     @staticmethod
     def of(value: object) -> Microbatch:
-        """Return a value taken apart."""
+        """Return a value split into template and tensors."""
         tensors: list[Tensor] = []
         return Microbatch(split(value, tensors, []), tensors)
 
@@ -40,7 +40,7 @@ class Microbatch:
         return join(self.template, self.tensors)
 
     def take(self) -> object:
-        """Return the value, which is not here any longer."""
+        """Return the value, and release it."""
         template, tensors = self.template, self.tensors
         self.template, self.tensors = None, []
         return join(template, tensors)
@@ -49,14 +49,14 @@ class Microbatch:
 def scatter(value: object, chunks: int) -> list[Microbatch]:
     """Return a batch as at most `chunks` microbatches of equal size, of which the last may be smaller.
 
-    There are fewer where the batch has fewer rows, or where as many of that size do not come out.
+    The result has fewer if the batch has fewer rows, or if the batch does not fill as many of that size.
 
     Args:
         value: The batch; every tensor in it has the same size in its first dimension.
         chunks: At least 1.
 
     Raises:
-        PipelineError: There is no tensor in it, one has no dimensions or is sparse or nested, or the sizes differ.
+        PipelineError: The batch has no tensor, a tensor has no dimensions or is sparse or nested, or the sizes differ.
     """
     batch = Microbatch.of(value)
     if not batch.tensors:
@@ -84,11 +84,11 @@ def scatter(value: object, chunks: int) -> list[Microbatch]:
 
 
 def gather(microbatches: Sequence[Microbatch]) -> object:
-    """Return the results of all microbatches as that of the batch: tensors put together along their first dimension.
+    """Return the results of all microbatches as the batch's result: tensors concatenated along their first dimension.
 
     Raises:
-        PipelineError: A tensor has no dimensions, or its other dimensions, what is no tensor, or the structure, differs
-            between microbatches.
+        PipelineError: A tensor has no dimensions, or its other dimensions, a non-tensor value, or the structure,
+            differs between microbatches.
     """
     first = microbatches[0]
     for number, other in enumerate(microbatches):
@@ -117,5 +117,5 @@ def gather(microbatches: Sequence[Microbatch]) -> object:
 def _agree(first: Microbatch, other: Microbatch) -> bool:
     try:
         return same_structure(first.template, other.template)
-    except Exception:  # noqa: BLE001  objects compare as they like; those of arrays do not say yes or no
+    except Exception:  # noqa: BLE001  objects may compare in any way; comparing arrays does not give a bool
         return False

@@ -1,4 +1,4 @@
-"""A sequence of layers cut into stages, and what can be wrong with that."""
+"""A sequence of layers cut into stages, and the checks for that."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def partitioned(module: nn.Sequential, balance: Sequence[int], devices: Sequence
     Args:
         module: The layers.
         balance: How many of them each stage has.
-        devices: Of each stage; those that are left over are ignored.
+        devices: The device of each stage; surplus devices are ignored.
 
     Raises:
-        PipelineError: What is wrong with the balance, the devices or the layers, all at once.
+        PipelineError: The balance, the devices or the layers are invalid; all problems are listed.
     """
     problems = [*_balance_problems(len(module), balance), *_device_problems(len(balance), devices)]
     layers = list(module.named_children())
@@ -49,7 +49,7 @@ def listed_balance(balance: Iterable[int]) -> list[int]:
 
 
 def listed_devices(devices: Iterable[torch.device | str | int] | None, stages: int | None) -> list[torch.device]:
-    """Return the devices to use: those given; else all CUDA devices, or the CPU as often as there are stages."""
+    """Return the devices to use: the given ones; else all CUDA devices, or the CPU once per stage."""
     if devices is not None:
         found = [torch.device(device) for device in devices]
     elif accelerators := counting_devices():

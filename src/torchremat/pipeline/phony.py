@@ -12,6 +12,6 @@ from torch import Tensor
 def phony_of(device: torch.device, *, requires_grad: bool) -> Tensor:
     """Return a tensor without elements, always the same one for a device.
 
-    A Function that returns it has to detach it, or its node would stay with the tensor that all share.
+    A Function that returns it has to detach it, or its node would stay on the shared tensor.
     """
     return torch.empty(0, device=device, requires_grad=requires_grad)

@@ -30,47 +30,48 @@ Mode = Literal["always", "except_last", "never"]
 
 
 class Applicable(Protocol):
-    """A plan for a stage, or the plans of all stages of a pipe: `Plan` and `StagePlans` are."""
+    """A plan for a stage, or the plans of all stages of a pipe: implemented by `Plan` and `StagePlans`."""
 
     def check(self, target: Any, /) -> None:
-        """Raise if it was made for another module than this one."""
+        """Raise if it was made for a module other than this one."""
         ...
 
     def apply(self, target: Any, /) -> None:
-        """Put it on the module, once it was checked."""
+        """Put it on the module, after the check."""
         ...
 
 
 class Pipe(nn.Module):
     """A sequence of layers cut into stages, which work on the microbatches of a batch at the same time.
 
-    Gradients are those of the layers run on one microbatch after the other, bit for bit. Skips that are stashed in one
-    stage and popped in another go there directly.
+    Gradients are bit for bit the same as if the layers ran on one microbatch after the other. Skips that are stashed in
+    one stage and popped in another go there directly.
 
     Args:
         module: The layers. They are moved to the devices of their stages.
-        balance: How many layers each stage has; as even in bytes of parameters as can be over all devices by default.
-        devices: Of each stage; more are ignored. All CUDA devices by default, or the CPU for every stage.
+        balance: How many layers each stage has; by default as even as possible in parameter bytes over all devices.
+        devices: The device of each stage; surplus ones are ignored. All CUDA devices by default, or the CPU for every
+            stage.
         chunks: The microbatches of a batch; a batch of fewer rows has fewer.
         checkpoint: Which microbatches are recomputed in backward: all; all but the last of a batch, whose backward
-            begins at once; none. Or plans: those of `pipeline.plan_stages`, or a `Plan` for each stage, made for
-            `pipe.partitions[stage]` and a microbatch; anything with their `check` and `apply` will do.
+            begins at once; none. Or plans: the result of `pipeline.plan_stages`, or a `Plan` for each stage, made for
+            `pipe.partitions[stage]` and a microbatch; any object with their `check` and `apply` works.
         deferred_batch_norm: Whether batch normalisation tracks the statistics of the batch, not of its microbatches.
-        record: Whether steps are taken down for `timeline`.
-        check: What is compared in recomputes; see `torchremat.checkpointed`.
+        record: Whether steps are recorded for `timeline`.
+        check: What to compare in recomputes; see `torchremat.checkpointed`.
         preserve_rng: Whether recomputes draw the random numbers of the forward.
         policy: The operators whose outputs are kept; see `torchremat.checkpointed`.
 
     Attributes:
         partitions: The stages, each an `nn.Sequential`.
-        balance: How many layers each has.
-        devices: Where each is.
+        balance: How many layers each stage has.
+        devices: The device of each stage.
         chunks: The microbatches of a batch.
         checkpoint: As given.
 
     Raises:
-        PipelineError: What is wrong with the layers, their skips, the balance, the devices or the options.
-        PlanError: A plan was made for other layers than those of its stage.
+        PipelineError: The layers, their skips, the balance, the devices or the options are invalid.
+        PlanError: A plan was made for layers other than those of its stage.
     """
 
     def __init__(
@@ -120,13 +121,13 @@ class Pipe(nn.Module):
 
         Args:
             input: On the device of the first stage. Tensors, in any nesting, with the same size in their first
-                dimension, along which they are cut; whatever else is in it goes to every microbatch.
+                dimension, along which they are cut; all other values go to every microbatch.
 
         Returns:
             The output of the last stage on its device, put together along the first dimension.
 
         Raises:
-            PipelineError: The input cannot be cut, or the outputs of the microbatches not put together.
+            PipelineError: The input cannot be cut, or the outputs of the microbatches cannot be concatenated.
             UnsupportedError: The pipe is called in a region, or under torch.func.
         """
         if is_checkpointing() or is_recomputing():
@@ -151,9 +152,9 @@ class Pipe(nn.Module):
         return output
 
     def timeline(self) -> Timeline:
-        """Return what each stage did in the last step, and beside it a prediction from the times of its parts.
+        """Return the events of each stage in the last step, with a prediction from the times of its parts.
 
-        Ask when its backward has ended. CUDA devices are waited for.
+        Call it after the step's backward has ended. It waits for CUDA devices.
 
         Raises:
             UnsupportedError: The pipe was made without `record=True`, or has not run.
@@ -165,7 +166,7 @@ class Pipe(nn.Module):
         return predicted_step(self._recorder, self._last)
 
     def __len__(self) -> int:
-        """Return how many layers there are."""
+        """Return the number of layers."""
         return sum(len(cast("nn.Sequential", stage)) for stage in self.partitions)
 
     def __iter__(self) -> Iterator[nn.Module]:
@@ -188,7 +189,7 @@ class Pipe(nn.Module):
         return super()._apply(fn, recurse)
 
     def __getstate__(self) -> dict[str, object]:
-        """Return what a copy has as well: all but the streams, and what was taken down."""
+        """Return the state of a copy: everything but the streams and the record."""
         return {**self.__dict__, "_copy_streams": [[] for _ in self.devices], "_last": None}
 
     def _run(self, microbatches: list[Microbatch]) -> None:
@@ -215,7 +216,7 @@ class Pipe(nn.Module):
         )
 
     def _apply_plans(self, plans: Applicable | Sequence[Applicable]) -> None:
-        if hasattr(plans, "apply"):  # those of all stages, which are a sequence as well
+        if hasattr(plans, "apply"):  # plans of all stages, which are a sequence as well
             cast("Applicable", plans).apply(self)
             return
         each = cast("Sequence[Applicable]", plans)

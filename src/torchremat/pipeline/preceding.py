@@ -1,7 +1,7 @@
 r"""A recompute that does not wait for the gradient.
 
-A region recomputes when a node of it asks for a saved tensor, and that node runs when its gradient is there. Where the
-gradient comes from another device, the time of its copy is lost. So a node without work of its own stands behind the
+A region recomputes when a node of it asks for a saved tensor, and that node runs when its gradient is there. If the
+gradient comes from another device, the time of its copy is lost. So a node without work of its own is placed behind the
 copy:
 
       forward:    region ---- Wait 1 ---- Recompute 2 ---- Copy 3 ----> next device
@@ -9,7 +9,7 @@ copy:
       backward:   the gradient's copy is enqueued (3), the recompute is enqueued (2), and only then the device waits for
                   the copy (1): the stream of the region, on which the recompute was enqueued before.
 
-Recomputed tensors belong to the backward that runs, or to its session; a second backward recomputes again.
+Recomputed tensors belong to the running backward, or to its session; a second backward recomputes again.
 
 Source: torchgpipe (see `dependency`), sections 2.1 and 3.1; its pair of Functions runs the region's backward itself,
 which allows one backward, of one output.
@@ -51,12 +51,12 @@ class Recompute(torch.autograd.Function):
     def backward(ctx: FunctionCtx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the gradients."""
         region = cast("ReferenceType[Region]", cast("Any", ctx).region)()
-        if region is not None:  # else its graph has been freed, which is for autograd to say
+        if region is not None:  # else its graph has been freed, and autograd raises the error
             with cast("Any", ctx).around():
                 session = active_session()
                 region.recompute_for(session or current_graph_task())
                 if session is None:
-                    # What a stage pops is mostly joined with something else, which is saved then in its place.
+                    # A popped skip is mostly joined with another tensor, and the result is saved in its place.
                     region.let_go()
         return None, None, *grads
 
@@ -64,7 +64,7 @@ class Recompute(torch.autograd.Function):
 def precede(
     region: Region, tensors: Sequence[Tensor], around: Callable[[], AbstractContextManager[None]] = nullcontext
 ) -> list[Tensor]:
-    """Return the results of a region, behind which its recompute starts before their gradients have arrived.
+    """Return a region's results behind a node that starts its recompute before their gradients have arrived.
 
     Args:
         region: The region.

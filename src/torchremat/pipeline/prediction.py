@@ -1,4 +1,4 @@
-"""What a step would take: an order simulated with the times of a measured step."""
+"""The predicted time of a step: an order simulated with the times of a measured step."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torchremat.schedules.simulation import Costs, simulate
 
 
 def costs_of(timeline: Timeline) -> dict[tuple[int, Kind], float]:
-    """Return the median seconds of each kind of event of each stage, copies included and waits not.
+    """Return the median seconds of each kind of event of each stage, including copies and excluding waits.
 
-    What another event inside an event took is the other's. See NOTE [ Whose time it is ].
+    The time of an event inside another event counts for the inner one. See NOTE [ Whose time it is ].
     """
     found: dict[tuple[int, Kind], list[float]] = {}
     for stage in range(timeline.stages):
@@ -29,7 +29,7 @@ def costs_of(timeline: Timeline) -> dict[tuple[int, Kind], float]:
 
 
 def predict(timeline: Timeline, order: Order, *, lookahead: bool = False, costs: Costs | None = None) -> Timeline:
-    """Return the step that an order would make of what a measured step took.
+    """Return the step of an order with the times of a measured step.
 
     >>> from torchremat.schedules.pipelines import gpipe
     >>> costs = {(0, "forward"): 1, (0, "backward"): 2, (1, "forward"): 1, (1, "backward"): 2}
@@ -40,10 +40,10 @@ def predict(timeline: Timeline, order: Order, *, lookahead: bool = False, costs:
         timeline: The median times of each stage are taken from it.
         order: The actions of each worker: another order than the measured one, or the same.
         lookahead: Whether a recompute begins before its gradient has come.
-        costs: Seconds known better, by stage and kind; they go before the measured ones.
+        costs: Better known seconds, by stage and kind; they replace the measured ones.
 
     Raises:
-        ScheduleError: The order cannot run, or has something of which there is no time.
+        ScheduleError: The order cannot run, or has an action without a known time.
     """
     known: Mapping[tuple[int, Kind], float] = {**costs_of(timeline), **(costs or {})}
     events = tuple(

@@ -1,7 +1,7 @@
-"""`Recorder`: takes down the events of a step, from as many threads and streams as run it.
+"""`Recorder`: records the events of a step, from all threads and streams that run it.
 
-On the CPU an event is what lies between two readings of the clock. What is enqueued on a stream runs later: there an
-event is two marks on the stream, whose times are asked for when the step is over. Both are on one clock, since each
+On the CPU an event is the time between two readings of the clock. Work that is enqueued on a stream runs later: there
+an event is two marks on the stream, whose times are queried when the step is over. Both are on one clock, since each
 device gets a mark at a known time while nothing runs on it.
 """
 
@@ -29,37 +29,37 @@ _Taken: TypeAlias = "_OnCPU | _OnStream"
 
 @dataclass(frozen=True, kw_only=True)
 class _Zero:
-    """A mark on a device, and when it was made."""
+    """A mark on a device, and its time."""
 
     mark: torch.Event
     seconds: float
 
 
 class Recorder:
-    """Takes down events while it is on.
+    """Records events while it is on.
 
     Attributes:
-        on: Whether events are taken down. While it is off, `event` costs a call and no more.
+        on: Whether events are recorded. While it is off, the only overhead of `event` is a call.
         step: How often it has been started.
     """
 
     def __init__(self, *, on: bool = True) -> None:
         self.on = on
         self.step = 0
-        self._lock = Lock()  # of the zeros alone: a list is appended to from several threads as it is
+        self._lock = Lock()  # only for the zeros: appending to a list is thread-safe without it
         self._zeros: dict[torch.device, _Zero] = {}
         self._taken: list[_Taken] = []
         self._start_s = perf_counter()
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Return what makes a copy, which has taken nothing down."""
+        """Return the recipe of a copy, which has no events."""
         return partial(Recorder, on=self.on), ()
 
     def start(self, devices: Iterable[torch.device] = ()) -> None:
-        """Forget all events, and count seconds from now. An event that has begun already is forgotten as well.
+        """Forget all events, and count seconds from now. An event that has begun already is forgotten too.
 
         Args:
-            devices: Those to be ready for. Any other is waited for once, at the first event on it.
+            devices: The devices to prepare for. The first event on any other device waits for it once.
         """
         with self._lock:
             self._zeros = {device: _zero(device) for device in devices if not accelerator_of(device).is_host}
@@ -70,13 +70,13 @@ class Recorder:
     def event(
         self, stage: int, microbatch: int, kind: Kind, *, stream: torch.Stream | None = None
     ) -> AbstractContextManager[None]:
-        """Return a context that takes down what happens inside it, also if that raises.
+        """Return a context that records an event, also if its block raises.
 
         Args:
             stage: From 0.
             microbatch: From 0.
-            kind: What happens.
-            stream: The stream of a device on which it does; None if it happens while the CPU is in the context.
+            kind: The kind of the event.
+            stream: The device stream that it runs on; None if it runs while the CPU is in the context.
         """
         if not self.on:
             return _NOTHING
@@ -85,7 +85,7 @@ class Recorder:
         return _OnStream(self._taken, stage, microbatch, kind, stream, self._zero_of(stream.device))
 
     def events(self) -> tuple[PipelineEvent, ...]:
-        """Return the events since the start, in the order in which they ended; waits for the streams that have them."""
+        """Return the events since the start, in the order in which they ended; waits for the streams of the events."""
         return tuple(_event(taken, self._start_s) for taken in list(self._taken))
 
     def elapsed_s(self) -> float:
@@ -95,7 +95,7 @@ class Recorder:
     def timeline(
         self, *, stages: int, workers: tuple[tuple[int, ...], ...] = (), predicted: Timeline | None = None
     ) -> Timeline:
-        """Return the events since the start as a timeline, whose attributes the arguments are."""
+        """Return the events since the start as a timeline with the arguments as its attributes."""
         return Timeline(events=self.events(), stages=stages, workers=workers, predicted=predicted)
 
     def _zero_of(self, device: torch.device) -> _Zero:

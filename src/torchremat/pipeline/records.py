@@ -1,4 +1,4 @@
-"""The step of a pipe as a timeline, with what could be foretold of it."""
+"""The step of a pipe as a timeline, with its prediction."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torchremat.schedules.pipelines import Action, Order, clock_cycles
 
 
 def predicted_step(recorder: Recorder, runner: Runner) -> Timeline:
-    """Return what was recorded of a step, and beside it the simulation of its order with the times of its parts."""
+    """Return the record of a step, with the simulation of its order with the times of its parts."""
     groups: dict[object, list[int]] = {}
     for stage, device in enumerate(runner.devices):
         groups.setdefault(device, []).append(stage)
@@ -28,7 +28,7 @@ def predicted_step(recorder: Recorder, runner: Runner) -> Timeline:
 
 
 def order_of(runner: Runner, workers: tuple[tuple[int, ...], ...], *, has_backward: bool) -> Order:
-    """Return what each worker does in a step: the clocks, and then the same clocks the other way around."""
+    """Return the actions of each worker in a step: the clocks, and then the same clocks in reverse order."""
     count = max((len(settings) for settings in runner.settings), default=0)
     cells = [cell for clock in clock_cycles(count, len(runner.stages)) for cell in clock]
     actions = [Action(kind="forward", stage=stage, microbatch=number) for number, stage in cells]

@@ -5,13 +5,13 @@
     stage 1         0,1  1,1  2,1                clocks the other way around, and copies onto the device of its stage.
     stage 2              0,2  1,2  2,2
 
-Around each cell, in the order in which they are made (backward runs them the other way around):
+Around each cell, in the order in which they are made (backward runs them in reverse):
 
     depend      on the microbatch before, which has just left the stage       backward: microbatch by microbatch
     copy        onto the device, on the copy streams of the microbatch
     wait        the device computes when the copy is there
     (cell)
-    wait        the next copy goes on when the device has computed
+    wait        the next copy starts when the device has computed
     precede     see `preceding`                                               backward: before it waits for the copy
 """
 
@@ -42,23 +42,24 @@ from torchremat.regions.settings import Settings
 from torchremat.schedules.pipelines import Kind, clock_cycles
 
 # NOTE [ Recomputes one at a time ]
-# Of the nodes that could run, autograd takes the one that the device's thread made last, and counts for each thread on
-# its own. So whatever leads to a cell's recompute is made by the worker that made the cell, behind it: then the nodes
-# of the cell before it in backward are done first. Made elsewhere, it would be ahead of them, and where no edge of
-# `dependency` holds it back, as in a stage whose input requires no grad, a device would hold all recomputes at once.
+# Of the nodes that could run, autograd takes the one that the device's thread made last, with a separate count for each
+# thread. So the worker that made a cell also makes the nodes that lead to its recompute, behind the cell: then the
+# nodes of the cell before it in backward run first. Made elsewhere, they would run ahead of these nodes, and if no edge
+# of `dependency` holds them back, as in a stage whose input requires no grad, a device would hold all recomputes at
+# once.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Runner:
-    """What runs the microbatches of one batch through the stages.
+    """Runs the microbatches of one batch through the stages.
 
     Attributes:
         stages: The layers of each stage.
         devices: Its device.
-        layout: The ways of the skips.
+        layout: The routes of the skips.
         copy_streams: By stage and microbatch.
-        settings: By stage and microbatch, how a cell is recomputed; None where it is not.
-        recorder: Takes down what runs.
+        settings: By stage and microbatch, how a cell is recomputed; None if it is not.
+        recorder: Records the events.
     """
 
     stages: Sequence[nn.Module]
@@ -72,7 +73,7 @@ class Runner:
     )
 
     def run(self, microbatches: list[Microbatch]) -> None:
-        """Run the stages; in the place of each input is its output then."""
+        """Run the stages; each output replaces its input."""
         portals = [PortalTracker(self.layout) for _ in microbatches]
         streams = [current_stream(device) for device in self.devices]
         with spawn_workers(self.devices) as workers:
@@ -161,10 +162,10 @@ def _run(cell: Cell, given: Microbatch, passage: Passage, copy_stream: Stream | 
 
 
 def _result(running: list[Future[Microbatch]], place: CellName) -> Microbatch:
-    """Return the result of the first one, and hold it no longer.
+    """Return the result of the first one, and release it.
 
-    An error has this frame, and a frame that had the future would have the error: only the cycle collector would free
-    the tensors of all frames between.
+    An error refers to this frame, and a frame that refers to the future would refer to the error: only the cycle
+    collector would free the tensors of all frames between.
     """
     try:
         return running.pop(0).result()

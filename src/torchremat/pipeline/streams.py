@@ -1,4 +1,4 @@
-"""Streams of devices, and what stands for them where there are none."""
+"""Streams of devices, and their substitute for devices without streams."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def device_of(stream: Stream) -> torch.device:
 
 
 def current_stream(device: torch.device) -> Stream:
-    """Return the stream that the caller works on."""
+    """Return the stream that the caller uses."""
     return accelerator_of(device).current_stream(device)
 
 
 def default_stream(device: torch.device) -> Stream:
-    """Return the stream that a thread works on at first."""
+    """Return the stream that a thread uses at first."""
     return accelerator_of(device).default_stream(device)
 
 
@@ -42,7 +42,7 @@ def use_stream(stream: Stream) -> AbstractContextManager[object]:
 
 
 def wait_stream(waiting: Stream, awaited: Stream) -> None:
-    """Let one stream go on when what is in another by now is done; a CPU blocks, and a device need not wait for it."""
+    """Let one stream wait for the current work of another; a CPU blocks, and a device need not wait for a CPU."""
     if isinstance(awaited, CpuStream):
         return
     if isinstance(waiting, CpuStream):

@@ -1,4 +1,4 @@
-"""`Timeline`: what each stage of a pipeline did in a step, when, and how much of the step it did nothing."""
+"""`Timeline`: the events of each pipeline stage in a step, their times, and the idle share of each stage."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class Timeline:
     """The events of one step of a pipeline.
 
     Attributes:
-        events: Their seconds count from any moment before the first of them.
-        stages: How many there are.
+        events: The events; their seconds count from any point in time before the first of them.
+        stages: The number of stages.
         workers: The stages of each worker. A stage that shares its worker is idle when the worker is. Empty if each
             stage has a worker of its own.
-        predicted: The same step as it was foretold.
+        predicted: The prediction of the same step.
 
     Raises:
-        ScheduleError: An event is of a stage that there is not, or the workers do not have each stage once.
+        ScheduleError: An event belongs to no existing stage, or the workers do not have each stage once.
     """
 
     events: tuple[PipelineEvent, ...]
@@ -58,7 +58,7 @@ class Timeline:
 
     @property
     def start_s(self) -> float:
-        """When the first event starts."""
+        """The start of the first event."""
         return min((event.start_s for event in self.events), default=0.0)
 
     @property
@@ -71,7 +71,7 @@ class Timeline:
         return tuple(sorted((one for one in self.events if one.stage == stage), key=lambda one: one.start_s))
 
     def seconds(self, stage: int) -> dict[Kind, float]:
-        """Return how long a stage did each kind of thing. See NOTE [ Whose time it is ]."""
+        """Return the seconds of each kind of event on a stage. See NOTE [ Whose time it is ]."""
         found: dict[Kind, float] = dict.fromkeys(KINDS, 0.0)
         for piece in self.pieces_of(stage):
             found[piece.event.kind] += piece.seconds
@@ -80,14 +80,14 @@ class Timeline:
     def pieces_of(self, stage: int) -> list[EventPiece]:
         """Return the time that belongs to the events of a stage. See NOTE [ Whose time it is ].
 
-        A worker does one thing at a time, so events of the other stages that it has are cut out as well.
+        A worker does one thing at a time, so the events of its other stages are cut out as well.
         """
         group = next(group for group in self._groups() if stage in group)
         whole = pieces(event for one in group for event in self.events_of(one))
         return [piece for piece in whole if piece.event.stage == stage]
 
     def busy_s(self, stage: int) -> float:
-        """Return how long a stage computed or copied, what overlaps counted once."""
+        """Return how long a stage computed or copied, with overlaps counted once."""
         return busy_s(self.events_of(stage))
 
     @property
@@ -104,7 +104,7 @@ class Timeline:
         """Return the events as one line, by their start: "F0.0 F0.1 R0.1 B0.1" is all of stage 0.
 
         Args:
-            stage: Of this stage alone. Events of several stages have an order only as far as one waits for another.
+            stage: Only of this stage. Events of several stages are ordered only if one waits for another.
             kinds: Which ones; the letters of the others are C for a copy and _ for a wait.
         """
         wanted = frozenset(kinds)
@@ -112,15 +112,15 @@ class Timeline:
         return " ".join(str(event) for event in events if event.kind in wanted)
 
     def plot(self, path: str | Path) -> None:
-        """Draw the stages over time into an image file, what was predicted below; its ending says which kind.
+        """Draw the stages over time into an image file, with the prediction below; its ending gives the format.
 
         Raises:
-            UnsupportedError: matplotlib is not installed, or knows no pictures with such an ending.
+            UnsupportedError: matplotlib is not installed, or does not know the format.
         """
         draw(charts_of(self), path)
 
     def to_json(self) -> str:
-        """Return the timeline as text, such as one process sends to another."""
+        """Return the timeline as text, which one process can send to another."""
         return json.dumps(_written(self))
 
     @staticmethod
@@ -128,7 +128,7 @@ class Timeline:
         """Return the timeline that `to_json` wrote.
 
         Raises:
-            ScheduleError: The text is none.
+            ScheduleError: The text is not a timeline.
         """
         try:
             return _read(json.loads(text))
@@ -174,7 +174,7 @@ def merge(timelines: Sequence[Timeline]) -> Timeline:
 
 
 def charts_of(timeline: Timeline, *, name: str = "") -> list[GanttChart]:
-    """Return the charts that a picture of a timeline is made of: itself, and what was predicted."""
+    """Return the charts of a timeline's picture: the timeline itself, and its prediction."""
     title = f"{name}, " if name else ""
     if timeline.predicted is None:
         return [_chart(timeline, name=f"{title}step")]

@@ -19,7 +19,7 @@ R = TypeVar("R")
 
 
 class Worker:
-    """A thread that works for one device, surrounded by what surrounds whoever started it."""
+    """A thread that works for one device, with the ambient state of the code that started it."""
 
     def __init__(self, device: torch.device, executor: ThreadPoolExecutor) -> None:
         self._device = device
@@ -28,7 +28,7 @@ class Worker:
         self._session = active_session()
 
     def submit(self, work: Callable[[], R]) -> Future[R]:
-        """Let the thread do some work after what it has already."""
+        """Let the thread do some work after its earlier work."""
         return self._executor.submit(self._handover.run, partial(_run, self._device, self._session, work))
 
 
@@ -41,7 +41,7 @@ def spawn_workers(devices: Sequence[torch.device]) -> Generator[list[Worker]]:
 
 
 def normalised(device: torch.device) -> torch.device:
-    """Return a device such that one device has one name: `"cuda"` is the current one, and there is one CPU."""
+    """Return the unique name of a device: `"cuda"` is the current device, and every CPU is the same one."""
     return accelerator_of(device).normalised(device)
 
 

@@ -6,15 +6,16 @@ from torchremat.policies import save_matmuls, save_only_these_names, save_operat
 wrap(model, "layers.*", policy=save_matmuls)
 wrap(model, "layers.*", policy=save_only_these_names("qkv") | save_operators("aten.mm").into(Disk()))
 
-A policy is a frozen value, called with a context, an operator and its arguments. `p | q` keeps what either keeps, as
-the first that keeps it says; `p & q` what both keep, as the first one says; `~p` what `p` does not; `p.into(store)`
-puts into a store what `p` keeps.
+A policy is a frozen value, called with a context, an operator and its arguments. `p | q` keeps outputs that either
+keeps, with the answer of the first that keeps them; `p & q` keeps outputs that both keep, with the answer of the first;
+`~p` keeps outputs that `p` does not; `p.into(store)` puts the outputs that `p` keeps into a store.
 
-policy.py     what they have in common, and how they combine
+policy.py     the base class, and how policies combine
 operators.py  by operator
 names.py      by the names that `torchremat.name` gives
 modules.py    by the module that runs the operator
 sizes.py      by the size of the output
+ordinals.py   by the number of the operator, for plans
 """
 
 from torchremat.policies.modules import save_in_modules

@@ -37,11 +37,11 @@ def save_in_modules(*patterns: str) -> Policy:
     """Return the policy that keeps the outputs of operators which run in some modules, or in parts of them.
 
     Args:
-        patterns: Globs over the ends of paths: `"attn"` is every module of that name, `"layers.*.attn"` those in
-            `layers`; a `*` does not match a dot.
+        patterns: Globs over the ends of paths: `"attn"` is every module of that name, `"layers.*.attn"` every such
+            module in `layers`; a `*` does not match a dot.
 
     Raises:
-        PolicyError: No pattern is given, or one is no string. In backward, when a pattern has matched no module.
+        PolicyError: No pattern is given, or one is not a string. In backward, when a pattern has matched no module.
     """
     if not patterns or not all(isinstance(one, str) and one for one in patterns):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise PolicyError(f"save_in_modules: globs over module paths are needed, got {patterns!r}.")

@@ -18,7 +18,7 @@ class _Names(Policy):
     keeps: bool
     label: str
     reads_names = True
-    # What was asked about so far, for the message about a name that was never seen.
+    # The names seen so far, for the message about a name that was never seen.
     seen: set[str] = field(default_factory=set[str], compare=False, repr=False)
 
     def __call__(self, ctx: OperatorContext, op: object, /, *args: Any, **kwargs: Any) -> Decision:
@@ -36,28 +36,28 @@ class _Names(Policy):
 
 
 def save_only_these_names(*names: str) -> Policy:
-    """Return the policy that keeps the tensors which were given one of `names`.
+    """Return the policy that keeps the tensors with one of `names`.
 
     Raises:
-        PolicyError: No name is given, or one is no string. In backward, when a name was never seen.
+        PolicyError: No name is given, or one is not a string. In backward, when a name was never seen.
     """
     return _named("save_only_these_names", names, keeps=True)
 
 
 def save_any_names_but_these(*names: str) -> Policy:
-    """Return the policy that keeps the tensors which were given a name, other than `names`.
+    """Return the policy that keeps the tensors with a name other than `names`.
 
     Raises:
-        PolicyError: A name is no string. In backward, when a name was never seen.
+        PolicyError: A name is not a string. In backward, when a name was never seen.
     """
     return _named("save_any_names_but_these", names, keeps=False)
 
 
 def offload_these_names(*names: str, store: Store) -> Policy:
-    """Return the policy that lets the tensors which were given one of `names` wait in a store.
+    """Return the policy that puts the tensors with one of `names` into a store.
 
     Raises:
-        PolicyError: No name is given, or one is no string. In backward, when a name was never seen.
+        PolicyError: No name is given, or one is not a string. In backward, when a name was never seen.
     """
     return save_only_these_names(*names).into(store)
 

@@ -60,7 +60,7 @@ def save_operators(*operators: object) -> Policy:
             these: `"aten.mm.default"`, `"aten.mm"`, `"mylib.*"`.
 
     Raises:
-        PolicyError: There is no such operator, or none is given.
+        PolicyError: An operator does not exist, or none is given.
     """
     if not operators:
         raise PolicyError("save_operators(): name at least one operator.")

@@ -1,4 +1,4 @@
-"""Policies by the number of the operator: for plans, which know what a module runs."""
+"""Policies by the number of the operator: for plans, which know the operators of a module."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _Ordinals(Policy):
         ordinal = ctx.ordinal
         planned = self.operators[ordinal] if ordinal < len(self.operators) else "no operator any more"
         if planned != op_info.name:
-            # Whatever is decided is exact; what is no longer known is the memory, of which this takes least.
+            # Any decision is exact; only the memory is no longer known, and this decision takes the least.
             self._tell(ctx.module, f"runs {op} as its operator number {ordinal}, and was planned with {planned} there")
             return RECOMPUTE
         return SAVE if ordinal in self.held else RECOMPUTE
@@ -55,8 +55,8 @@ class _Ordinals(Policy):
 def asked_about(operators: tuple[str, ...], held: Iterable[int]) -> int:
     """Return how many operators of a call `save_ordinals` is asked about: up to the last one that matters to it.
 
-    What writes in place matters: whoever sees it coming copies what is held there. So does what returns views whose
-    writes count apart, which torch calls unsafe: see NOTE [ Selective recompute ], 4.
+    Operators that write in place matter: their watcher copies held outputs in that memory first. So do operators that
+    return views with a version counter of their own, which torch calls unsafe: see NOTE [ Selective recompute ], 4.
     """
     return 1 + max((*held, *(number for number, name in enumerate(operators) if _writes(name))), default=-1)
 
@@ -71,6 +71,6 @@ def save_ordinals(operators: tuple[str, ...], held: frozenset[int]) -> Policy:
 
     Args:
         operators: The names of all operators that a call runs, as torch has them, without casts and views.
-        held: The numbers of those whose outputs are kept.
+        held: The numbers of the operators whose outputs are kept.
     """
     return _Ordinals(operators, held)

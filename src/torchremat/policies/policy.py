@@ -1,4 +1,4 @@
-"""What policies have in common, and how they combine."""
+"""The base class of policies, and how policies combine."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Policy(ABC):
     """A policy that combines with others. Functions combine with it as well: `save_matmuls | function`.
 
     Attributes:
-        by_operator: Whether the operator alone decides, so that each is asked about once.
+        by_operator: Whether the decision depends only on the operator, so that each operator is asked about once.
         asks_first: How many operators of a call it has to be asked about, the first ones; all of them if None.
-        asks_about_writes: Whether among these are all operators that write in place, or return memory of an argument
-            without saying so; else the others are watched for that.
-        reads_names: Whether it has to be asked about tensors that were given a name.
+        asks_about_writes: Whether these include all operators that write in place, or return memory of an argument
+            without declaring it; else the others are watched for that.
+        reads_names: Whether it has to be asked about named tensors.
     """
 
     by_operator: bool = False
@@ -31,21 +31,21 @@ class Policy(ABC):
 
     @abstractmethod
     def __call__(self, ctx: OperatorContext, op: object, /, *args: Any, **kwargs: Any) -> Decision:
-        """Return what becomes of the output of an operator.
+        """Return the decision on the output of an operator.
 
         Args:
-            ctx: What it returned, and which module runs it.
+            ctx: The operator's output, and the module that runs it.
             op: The operator, or `torchremat.name`.
             args: Its arguments; for `torchremat.name` the tensor and the name.
             kwargs: Its keyword arguments.
         """
 
     def into(self, store: Store) -> Policy:
-        """Return the policy that puts into `store` what this one keeps."""
+        """Return the policy that puts the outputs that this one keeps into `store`."""
         return _Into(self, store)
 
     def unmet(self) -> str | None:
-        """Return the words for what the policy names and no forward has had so far, None if there is nothing."""
+        """Return the words for names in the policy that no forward has had so far, None if all names were met."""
         return None
 
     def __or__(self, other: AnyPolicy) -> Policy:
@@ -79,7 +79,7 @@ class _Combined(Policy):
         return any(getattr(one, "reads_names", False) for one in self._inner())
 
     def unmet(self) -> str | None:
-        """Return those of the first that has such words."""
+        """Return the words of the first part that has any."""
         found = (one.unmet() for one in self._inner() if isinstance(one, Policy))
         return next((words for words in found if words is not None), None)
 
@@ -159,13 +159,13 @@ def _checked(policy: object) -> AnyPolicy:
 
 
 def unmet(policy: Policy, kind: str, missing: list[str], seen: set[str]) -> str | None:
-    """Return the words for names that a policy has and nothing else had.
+    """Return the words for names in a policy that were never seen.
 
     Args:
         policy: The policy.
-        kind: What they name: "tensor", "module".
+        kind: The kind of the named things: "tensor", "module".
         missing: The names.
-        seen: Those that there were.
+        seen: The names that were seen.
     """
     if not missing:
         return None

@@ -26,12 +26,12 @@ class _Sizes(Policy):
 
 
 def save_smaller_than(size: int | str) -> Policy:
-    """Return the policy that keeps the outputs of operators which are smaller than `size`, in bytes or `"64KiB"`."""
+    """Return the policy that keeps operator outputs smaller than `size`, in bytes or `"64KiB"`."""
     return _Sizes(parse_bytes(size), larger=False)
 
 
 def save_larger_than(size: int | str) -> Policy:
-    """Return the policy that keeps the outputs of operators which are larger than `size`, in bytes or `"1MiB"`.
+    """Return the policy that keeps operator outputs larger than `size`, in bytes or `"1MiB"`.
 
     Together with others: `save_matmuls & ~save_larger_than("64MiB")`.
     """

@@ -11,49 +11,49 @@ Semantics first; the mechanism obeys. 1 to 6 are those of `torch.utils.checkpoin
  4. Recomputed tensors belong to one session. Each is dropped when the node that unpacked it ends (`retain_graph=True`
     included); in a session of several backward passes, when the last declared pass has run that node, else when the
     session closes.
- 5. A recompute stops as soon as all that is needed has been recomputed (unless that is switched off).
+ 5. A recompute stops as soon as everything needed has been recomputed (unless early stop is switched off).
  6. Backward inside a region works.
  7. A saved tensor may be unpacked any number of times until its node is done; an unpack outside any backward keeps
     nothing.
  8. A session may span several backward calls, overlapping ones too: one recompute serves them all.
  9. A recompute may be started before the gradient arrives.
 10. An input, or a parameter that the recompute reads, changed in place since the forward is an error that names it. The
-    version watched is that of the tensor which the optimizer writes (under FSDP the shard). What has changed and is not
-    read is no error. Writes that bypass versions (`.data`, NumPy) are a stated limit.
-11. A recompute has no lasting side effect: when it has ended, by whatever way (early stop, error, interrupt), all is
-    what it was before it began.
-12. What autograd would free, the library frees: no region, session or handle outlives its graph; nothing needs the
-    cycle collector.
-13. While a region is recomputed, everything that its forward could reach through Python is what it was when that
+    watched version belongs to the tensor that the optimizer writes (under FSDP the shard). A change that the recompute
+    does not read is no error. Writes that bypass versions (`.data`, NumPy) are a stated limit.
+11. A recompute has no lasting side effect: however it ends (early stop, error, interrupt), all state is afterwards what
+    it was before it began.
+12. The library frees everything that autograd would free: no region, session or handle outlives its graph; nothing
+    needs the cycle collector.
+13. While a region is recomputed, everything that its forward could reach through Python has the state it had when that
     forward began. See NOTE [ The world of a call ] in `state`.
 
 In reading order:
 
 settings.py          how a region behaves
-threads.py           what each thread does with regions right now
-rules.py             when a region holds, stops and lets go, as functions that planning calls as well
+threads.py           the current state of each thread around regions
+rules.py             when a region holds, stops and releases, as functions that planning calls as well
 inputs.py            where the arguments of calls come from
-calls.py             one call in a region: all that it takes to make it again
-sessions.py          whom recomputed tensors belong to, and how long
+calls.py             one call in a region: everything needed to run it again
+sessions.py          the owner of recomputed tensors, and how long they stay
 values.py            the check of values
 recompute.py         one recompute
-selective/           what a policy keeps in a region: the mode that sees operators, the cache of their outputs
-decisions.py         what a policy is, and what it answers
-slots.py             what autograd holds in place of a saved tensor
+selective/           outputs that a policy keeps in a region: the mode that sees operators, the cache of their outputs
+decisions.py         the policy protocol, and its answers
+slots.py             autograd's placeholders for saved tensors
 region.py            the region itself: calls, saving, unpacking
 transforms.py        regions under torch.func and forward-mode differentiation
 compiling.py         regions in compiled functions
-offload_schedule.py  what calls have saved, on its way into stores and back
+offload_schedule.py  saved tensors of calls, on their way into stores and back
 runs.py              several calls as one region, regions inside regions
 functions.py         functions as regions
 forwards.py          the forward of a wrapped module
-patches.py           what wrapping puts on a module
+patches.py           the attributes that wrapping puts on a module
 wrapping.py          modules as regions, by name
 reentrant.py         the reentrant region
-runtime.py           what code that runs in a region can ask, and say
+runtime.py           queries and requests for code that runs in a region
 carriers.py          values that reach a region past its arguments
 naming.py            names for tensors, by which a policy knows them
-spilling.py          what a graph has saved already, moved into a store
-diagnosis/           the message for a recompute that is not its forward
-abandoning.py        a graph through which no backward is to come
+spilling.py          tensors that a graph has saved already, moved into a store
+diagnosis/           the message for a recompute that differs from its forward
+abandoning.py        a graph that no backward will run through
 """

@@ -1,4 +1,4 @@
-"""Letting go of the regions of a graph through which no backward is to come."""
+"""Releases the regions of a graph that no backward will run through."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torchremat.tensors.graphs import nodes_of, slots_of
 
 
 def abandon(roots: Iterable[Tensor]) -> None:
-    """Let go of what the regions of a graph hold, since no backward from `roots` is to come."""
+    """Release everything that the regions of a graph hold, since no backward from `roots` will run."""
     for node in nodes_of(roots):
         for place in slots_of(node):
             packed = place.raw.data

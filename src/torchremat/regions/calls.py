@@ -1,4 +1,4 @@
-"""One call in a region: what it takes to make it again."""
+"""One call in a region: everything needed to run it again."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ if TYPE_CHECKING:
     from torchremat.regions.diagnosis.operators import OperatorLog
     from torchremat.regions.selective.cache import Selection
 
-# What a call runs: the user's function, or something of ours around it. A body is run in a recompute as in the forward,
-# so it must look up nothing that may have changed since.
+# What a call runs: the user's function, or a wrapper of ours around it. A recompute runs the same body as the forward,
+# so a body must look up nothing that may have changed since.
 Body = Callable[..., object]
 
 
 class Call:
-    """What one call needs to run again."""
+    """Everything that one call needs to run again."""
 
     __slots__ = (
         "_ambient_state",
@@ -77,18 +77,18 @@ class Call:
         self.region = region  # weak, since the region owns its calls
         self.template = template
         self.sources = sources
-        self.slots = -1  # how many slots the region has after the call; negative while it runs for the first time
+        self.slots = -1  # the region's number of slots after the call; negative during the call's first run
         self.world: Snapshot = NOTHING
         self.preserves_rng = True
-        self.is_pure = False  # whether the user's code calls nothing by a name, so that it cannot throw any switch
+        self.is_pure = False  # whether the user's code calls nothing by name, so that it cannot change a global setting
         self.sets_generators = False  # whether it may set the state of a generator
         self.generators: States = {}
         self.log: OperatorLog | None = None  # of the forward, with `debug=True`
-        self.selection: Selection | None = None  # what is kept by a policy, here or in a region inside
+        self.selection: Selection | None = None  # outputs that a policy keeps, here or in an inner region
         self._ambient_state: AmbientState
         self._context: Context
         self._captured: Captured | None = None
-        # The function's cells and what they held, where there is nothing else.
+        # The function's cells and their contents, if nothing else was captured.
         self._cells: tuple[tuple[CellType, ...], list[object]] | None = None
         self._frozen: dict[object, list[Frozen]] | None = None
 
@@ -109,13 +109,13 @@ class Call:
         return self._ambient_state.casts
 
     def look(self, tensors: list[Tensor], roots: Sequence[object], objects: list[object], settings: Settings) -> None:
-        """Capture what the call is about to see and may change; all of it, as Rule 6 may ask for it in the middle.
+        """Capture all state that the call is about to see and may change, as Rule 6 may ask for it in the middle.
 
         Args:
             tensors: The tensors among its arguments.
-            roots: What runs in it: the user's function, or modules.
-            objects: What else is among its arguments and could have state.
-            settings: What to look at beside.
+            roots: The code that runs in it: the user's function, or modules.
+            objects: Other arguments that could have state.
+            settings: What else to capture.
         """
         self._ambient_state = ambient_state()
         self._context = copy_context()
@@ -135,7 +135,7 @@ class Call:
             for one in guard:
                 if looks_after_itself(one):
                     world.skip(one)
-            if guard:  # first, since what is named may be an argument as well
+            if guard:  # first, since a guarded object may be an argument too
                 reach(world, guard, are_named=True)
             if special:
                 reach_arguments(world, special)
@@ -155,15 +155,15 @@ class Call:
             self._captured = Captured()
 
     def settle(self) -> None:
-        """Keep only what the call has changed."""
-        # One that sets a generator may leave it as it found it, and have drawn all the same.
+        """Keep only state that the call has changed."""
+        # A call that sets a generator may restore its state at the end and still have drawn from it.
         if self.generators and not self.sets_generators:
             self.generators = drawn(self.generators)
         if self.world is not NOTHING:
             self.world.settle()
 
     def restored(self, *, without_gradients: bool = False) -> Restored:
-        """Restore what the call may see besides its arguments; return what puts it back.
+        """Restore the state that the call may see in addition to its arguments; return the object that undoes this.
 
         Args:
             without_gradients: Whether the gradients of leaves are put aside meanwhile.
@@ -174,7 +174,7 @@ class Call:
         return Restored(self, without_gradients)
 
     def words(self, error: WrittenError, region: str) -> str:
-        """Return the words for a tensor that was written, given those for the region."""
+        """Return the words for a tensor that was written, given the words for the region."""
         return self.world.words(error, self.name_of(error.tensor), region)
 
     def name_of(self, tensor: Tensor) -> str | None:
@@ -184,7 +184,7 @@ class Call:
     def run_again(
         self, copies: ContainerCopies, written: WrittenTensors | None, /, *args: object, **kwargs: object
     ) -> object:
-        """Run the call in a recompute: what it sets in context variables or has frozen is not set or frozen again.
+        """Run the call in a recompute: it sets no context variable and freezes no value again.
 
         Args:
             copies: Of the containers in context variables, see NOTE [ What a recompute leaves behind ].
@@ -220,19 +220,19 @@ class Call:
             now.frozen = had
 
     def freeze(self, name: object, kept: Frozen) -> None:
-        """Keep a value for the recomputes of the call; of those with one name, the order is kept."""
+        """Keep a value for the recomputes of the call; values with the same name keep their order."""
         if self._frozen is None:
             self._frozen = {}
         self._frozen.setdefault(name, []).append(kept)
 
     @property
     def frozen(self) -> list[Tensor]:
-        """The tensors that it keeps past its arguments."""
+        """The tensors that it keeps in addition to its arguments."""
         return [tensor for each in (self._frozen or {}).values() for one in each for tensor in one.tensors]
 
 
 class Frozen:
-    """A tensor, or a structure of tensors, that a call gets past its arguments and keeps.
+    """A tensor, or a structure of tensors, that reaches a call other than by its arguments and is kept.
 
     The tensors are aliases, see NOTE [ Why an alias ].
     """
@@ -246,7 +246,7 @@ class Frozen:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The tensors that are kept."""
+        """The kept tensors."""
         return [tensor for tensor, _, _ in self._kept]
 
     def thaw(self, words: str) -> object:
@@ -272,7 +272,7 @@ class Frozen:
 
 
 class Restored:
-    """What a call saw, shown to a recompute until it is closed. See NOTE [ The world of a call ]."""
+    """The state that a call saw, shown to a recompute until closed. See NOTE [ The world of a call ]."""
 
     __slots__ = ("_exchange", "_here", "_stack", "written")
 
@@ -280,7 +280,7 @@ class Restored:
         self.written: WrittenTensors | None = None
         self._exchange: Exchange | None = None
         self._stack: ExitStack | None = None
-        # What surrounds the backward now; None where the call cannot change it.
+        # The ambient state of the backward now; None if the call cannot change it.
         self._here: AmbientState | None = None
         then = call._ambient_state
         is_here = then.are_here()
@@ -312,11 +312,11 @@ class Restored:
 
     @property
     def wrote(self) -> list[Tensor]:
-        """What the recompute has written in place, and cannot be given back."""
+        """The tensors that the recompute has written in place and that cannot be restored."""
         return [] if self._exchange is None else self._exchange.wrote
 
     def close(self) -> None:
-        """Put everything back, in the opposite order."""
+        """Put everything back, in reverse order."""
         try:
             if self._exchange is not None:
                 self._exchange.close()
@@ -328,15 +328,15 @@ class Restored:
 
 
 def _of_cells(cells: tuple[CellType, ...], contents: list[object]) -> Snapshot:
-    """Return a world in which cells held something else than they do now, `NOTHING` if they hold the same."""
+    """Return a world in which cells held other contents than now, `NOTHING` if the contents are the same."""
     return Snapshot.of_cells(cells, contents) if any(map(is_not, contents_of(cells), contents)) else NOTHING
 
 
 def _devices(tensors: list[Tensor]) -> list[torch.device]:
-    """Return the devices, beside the CPU, that a call can draw random numbers on."""
+    """Return the devices other than the CPU that a call can draw random numbers on."""
     devices = {tensor.device for tensor in tensors} | {*current_devices()}
     return [device for device in devices if device.type not in ("cpu", "meta")]
 
 
-# Whether this build of torch knows another device than the CPU; nothing is initialized by asking so.
+# Whether this build of torch knows another device than the CPU; this query initializes nothing.
 _ACCELERATED = torch.accelerator.current_accelerator() is not None

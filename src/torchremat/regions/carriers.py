@@ -1,14 +1,14 @@
-"""Values that reach code in a region past its arguments: put at one place of a forward, taken at another.
+"""Values that reach code in a region other than by its arguments: put at one place of a forward, taken at another.
 
-A recompute passes again only those of the two places that lie in its region.
+A recompute runs only the places that are inside its region.
 
     put and taken in the region      a recompute puts its own, and takes it
-    taken in the region alone        the region holds what its forward took, like an input; a recompute gets that
-    put in the region alone          what a recompute puts goes when the recompute ends
+    taken in the region alone        the region holds the taken value, like an input; a recompute gets that
+    put in the region alone          the value that a recompute puts is dropped when the recompute ends
 
-Gradients need nothing: the graph of the forward has the edge from the one place to the other.
+Gradients need no code: the graph of the forward has the edge from one place to the other.
 
-Missing on purpose: an inner region holds such a value as it is, not by way of the region around it, which could
+Missing on purpose: an inner region holds such a value itself; it does not get it from the region around it, which could
 recompute it (Rule 2).
 """
 
@@ -28,12 +28,12 @@ K = TypeVar("K", bound=Hashable)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Carried:
-    """A value, and where it was put.
+    """A value, and the place where it was put.
 
     Attributes:
         value: Any structure of tensors and other objects.
-        calls: The calls that ran for the first time there, outermost first.
-        is_reentrant: Whether a reentrant region ran there for the first time.
+        calls: The calls that were in their first run there, outermost first.
+        is_reentrant: Whether a reentrant region was in its first run there.
     """
 
     value: object
@@ -47,12 +47,12 @@ def carried(value: object) -> Carried:
 
 
 class Carrier(Generic[K]):
-    """Where values are put and taken, by key; each is taken once.
+    """A container where values are put and taken, by key; each is taken once.
 
-    A recompute leaves alone what was there before it, unless the carrier was made in that recompute.
+    A recompute does not touch values from before it, unless the carrier was made in that recompute.
 
     Args:
-        is_lasting: Whether to be as if made outside of any recompute.
+        is_lasting: Whether to behave as if made outside of any recompute.
     """
 
     def __init__(self, *, is_lasting: bool = False) -> None:
@@ -60,7 +60,7 @@ class Carrier(Generic[K]):
         self._values: dict[K, Carried] = {}
 
     def put(self, key: K, one: Carried) -> None:
-        """Put a value; one that waits under this key goes."""
+        """Put a value; it replaces one that waits under this key."""
         _tell(one.value)
         if self._is_apart():
             self._apart()[self, key] = one
@@ -68,16 +68,16 @@ class Carrier(Generic[K]):
             self._values[key] = one
 
     def take(self, key: K, words: str) -> object:
-        """Return the value of a key, which is gone then.
+        """Return the value of a key and remove it.
 
         Args:
             key: The key.
-            words: What takes it, for messages.
+            words: The words for the taker, for messages.
 
         Raises:
-            KeyError: There is none.
+            KeyError: No value waits under this key.
             MutationError: In a recompute, when it was written in place since the forward took it.
-            UnsupportedError: It enters or leaves a reentrant region.
+            UnsupportedError: The value enters or leaves a reentrant region.
         """
         if not self._is_apart():
             one = self._values.pop(key)
@@ -93,7 +93,7 @@ class Carrier(Generic[K]):
         return one.value
 
     def left(self) -> dict[K, Carried]:
-        """Return what has been put and not been taken."""
+        """Return the values that have been put and not taken."""
         return dict(self._values)
 
     def _is_apart(self) -> bool:
@@ -104,7 +104,7 @@ class Carrier(Generic[K]):
         return thread.now.carried
 
     def _hold(self, key: K, one: Carried, words: str) -> None:
-        """Let the calls that run here for the first time hold a value that their recomputes would not put again."""
+        """Let the calls in their first run here hold a value that their recomputes would not put again."""
         calls = [call for call in thread.now.calls if not any(_recomputes(call, other) for other in one.calls)]
         if has_left_reentrant(one) or (calls and is_in_reentrant_forward()):
             raise reentrant(words)
@@ -120,7 +120,7 @@ def _tell(value: object) -> None:
 
 
 def _recomputes(call: Call, other: Call) -> bool:
-    """Return whether one call never runs again without the other before it."""
+    """Return whether one call never reruns without a rerun of the other before it."""
     return call is other or (call.region is not None and call.region is other.region)
 
 

@@ -1,18 +1,18 @@
 """Regions in compiled functions: torch's own checkpoint operator takes the place of the region.
 
-    where the call is traced                     what becomes of it
+    where the call is traced                     result
     in a graph                                   `tag_activation_checkpoint`: the compiler recomputes
-    in a graph, options it cannot honour         the graph breaks, and a region of ours runs
+    in a graph, options it cannot honour         the graph breaks, and our own region runs
     the function breaks the graph                the same
     a module with a plan, or in one              UnsupportedError
 
 NOTE [ Backends that run the graph ]
 Inductor and the `aot_` backends make a backward graph that repeats the tagged operations, with the random numbers and
 without the writes to buffers. Any other backend may run the graph as it was traced, and then torch's operator is its
-eager checkpoint without the care for random numbers. For these, a context restores the generators for the recompute,
-and another refuses to write to what was there before: it would be written twice.
+eager checkpoint without the handling of random numbers. For these backends, a context restores the generators for the
+recompute, and another context refuses writes to tensors from before the region: they would be written twice.
 
-Missing on purpose: runs of sibling calls and budgets in a graph. The compiler has its own way to choose
+Missing on purpose: runs of sibling calls and budgets in a graph. The compiler has its own heuristic
 (`torch._functorch.config.activation_memory_budget`).
 """
 
@@ -47,12 +47,12 @@ def call_in_graph(
     args: tuple[object, ...],
     kwargs: dict[str, object],
 ) -> R:
-    """Return `function(*args, **kwargs)` as a checkpoint of the graph that is traced, or what `eager` makes of it.
+    """Return `function(*args, **kwargs)` as a checkpoint of the traced graph, or the result of `eager`.
 
     Args:
-        function: What is to be recomputed.
-        settings: How; what torch's operator cannot honour is left to `eager`.
-        eager: Runs it as a region of ours and is kept out of graphs.
+        function: The code to recompute.
+        settings: Options; those that torch's operator cannot honour are left to `eager`.
+        eager: Runs it as our own region and is kept out of graphs.
         args: Its positional arguments.
         kwargs: Its keyword arguments.
     """
@@ -72,7 +72,7 @@ def call_in_graph(
             def body(*args: object) -> R:
                 return function(*args, **kwargs)
 
-            # By the name in torch's module: what is found there, ours as well, dynamo takes for torch's operator.
+            # By the name in torch's module: dynamo takes whatever it finds there, ours included, for torch's operator.
             check = "default" if settings.check == "metadata" else "none"
             if uses_partitioner():
                 return cast("R", torch_checkpoint.checkpoint(body, *args, use_reentrant=False, determinism_check=check))
@@ -111,7 +111,7 @@ class _DrawsAgain(AbstractContextManager[None]):
 
 
 class _RefusesWrites(DispatchMode):
-    """Refuses operations that write to a tensor which was there before."""
+    """Refuses operations that write to a tensor from before the region."""
 
     def __init__(self) -> None:
         super().__init__()

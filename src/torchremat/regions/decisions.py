@@ -1,4 +1,4 @@
-"""What a policy is, and what it answers."""
+"""The policy protocol, and the answers of a policy."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from torchremat.tensors.handles import Store
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class Decision:
-    """What becomes of an operator's output.
+    """A policy's decision on one operator's output.
 
     Attributes:
-        kind: `"save"`: it is kept; `"store"`: it waits in a store; `"recompute"`: the operator runs again.
-        catalog: What puts it into the store.
+        kind: `"save"`: the output is kept; `"store"`: it waits in a store; `"recompute"`: the operator runs again.
+        catalog: Puts the output into the store.
     """
 
     kind: Literal["save", "recompute", "store"]
@@ -37,11 +37,11 @@ Answer = Decision | CheckpointPolicy | bool
 
 
 class OperatorContext(SelectiveCheckpointContext):
-    """What a policy is told beside the operator and its arguments. It is torch's own context and more.
+    """What a policy is told in addition to the operator and its arguments. It extends torch's own context.
 
     Attributes:
-        op_output: What the operator returned. Do not keep it.
-        is_recompute: False, as policies are asked in the forward alone.
+        op_output: The operator's output. Do not keep it.
+        is_recompute: Always False, as policies are asked only in the forward.
         ordinal: How many operators have run in the call before, without casts and views.
     """
 
@@ -74,7 +74,7 @@ class ModuleNames(Protocol):
         ...
 
     def all_running(self) -> list[str]:
-        """Return the paths of those that are running, innermost first."""
+        """Return the paths of the modules that are running, innermost first."""
         ...
 
     def known(self) -> list[str]:
@@ -83,25 +83,26 @@ class ModuleNames(Protocol):
 
 
 class Policy(Protocol):
-    """Chooses, for each operator that runs in a region, what becomes of its output.
+    """Chooses, for each operator that runs in a region, whether its output is kept, stored or recomputed.
 
-    A policy is asked in the forward alone, once for each operator, when it has run. Attributes tell the region how to
-    ask:
+    A policy is asked only in the forward, once for each operator, after the operator has run. Attributes tell the
+    region how to ask:
 
-        `by_operator`    the answer depends on nothing but the operator: it is asked once for each
-        `asks_first`     how many operators of a call it has to be asked about; all that come later run again
-        `asks_about_writes`    whether among these are all operators that write in place, or return memory of an
-                         argument without saying so (`unsafe_split`); else those that come later are watched for that
+        `by_operator`    the answer depends only on the operator: it is asked once for each
+        `asks_first`     how many operators of a call it has to be asked about; all later ones run again
+        `asks_about_writes`    whether these include all operators that write in place, or return memory of an argument
+                         without declaring it (`unsafe_split`); else later operators are watched for that
         `reads_names`    it is asked for named tensors as well, with `torchremat.name` in the place of the operator
 
-    A method `unmet()` that returns words is asked in the first recompute: what the policy names and no forward has had.
+    A method `unmet()` is called in the first recompute and returns words for the names in the policy that no forward
+    has had.
 
-    Functions have none of these, nor need they: `def policy(ctx, op, *args, **kwargs)` as for
+    Functions need none of these: `def policy(ctx, op, *args, **kwargs)` as for
     `torch.utils.checkpoint.create_selective_checkpoint_contexts` is a policy.
     """
 
     def __call__(self, ctx: OperatorContext, op: object, /, *args: Any, **kwargs: Any) -> Answer:
-        """Return what becomes of the output of `op`."""
+        """Return the decision on the output of `op`."""
         ...
 
 
@@ -109,7 +110,7 @@ def decision_of(answer: object, policy: object) -> Decision:
     """Return the decision that an answer stands for.
 
     Raises:
-        PolicyError: It is none that a policy may give.
+        PolicyError: A policy may not give this answer.
     """
     if type(answer) is Decision:
         return answer
@@ -124,7 +125,7 @@ def decision_of(answer: object, policy: object) -> Decision:
 
 
 def check_met(policy: object) -> None:
-    """Raise if a policy names what no forward has had, now that a backward begins.
+    """Raise if a policy names something that no forward has had, now that a backward begins.
 
     Raises:
         PolicyError: It does.
@@ -143,7 +144,7 @@ def stored_in(store: Store) -> Decision:
     return found
 
 
-# While the decision lives so does its store, and nobody else has its id.
+# The decision keeps its store alive, so no other object has the store's id.
 _by_store: WeakValueDictionary[int, Decision] = WeakValueDictionary()
 
 

@@ -1,4 +1,4 @@
-"""What a recompute adds to memory."""
+"""The memory that a recompute adds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torchremat.regions.slots import Key
 
 
 def footprint_bytes(region: Region, key: Key) -> int:
-    """Return the bytes of the storages that wait in a region for a session, and that nobody has anyway.
+    """Return the bytes of the storages that wait in a region for a session, and that nothing else holds.
 
     Inputs that the region holds and parameters of its modules are in memory in any case.
     """

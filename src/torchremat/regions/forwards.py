@@ -1,4 +1,4 @@
-"""The forward of a wrapped module: an object in its place, that is a region, or puts what is saved into a store."""
+"""The forward of a wrapped module: an object in its place that is a region, or puts saved tensors into a store."""
 
 from __future__ import annotations
 
@@ -35,18 +35,19 @@ class WrappedForward:
     pickling go through the module, which both memoize before they come here.
 
     NOTE [ To others a method ]
-    Others take a module's forward apart, put something of their own around it, and put it together again. So it shows
-    what the forward shows that it stands for: all attributes, and, if it is a method, a `__func__` that is a region
-    with whatever module it is bound to. What unwraps by `__wrapped__` takes off what others have put on, above or below
-    it, and never the region: that is ours to take off, by `unwrap`.
+    Other libraries take a module's forward apart, wrap it in their own code, and put it together again. So this object
+    shows everything that the original forward shows: all attributes, and, if that is a method, a `__func__` that is a
+    region with any module it is bound to. Code that unwraps by `__wrapped__` takes off the wrappers of others, above or
+    below this one, and never the region: only `unwrap` takes that off.
 
     Attributes:
         name: The module's name in the model, "" for the model itself.
-        settings: How its calls are recomputed if no scope decides, or where to what they save goes; None if they are
-            plain calls then.
+        settings: How its calls are recomputed if no scope decides, or the store for the tensors that they save; None if
+            they are plain calls then.
         scope: The scope that a call of this module opens, if it is the root of a plan.
-        own: The attribute that the instance had before.
-        owner: What put it there, for whoever takes it off again: copies of the module have the same, or an equal one.
+        own: The instance attribute from before.
+        owner: The object that put it there, for the code that takes it off: copies of the module have the same or an
+            equal one.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class WrappedForward:
 
     @property
     def function(self) -> Callable[..., object]:
-        """The forward that was there before: the class's, or an attribute that the instance had."""
+        """The original forward: the class's, or an attribute of the instance."""
         if self.own is not None:
             return self.own
         return class_forward(self.module)
@@ -127,7 +128,7 @@ class WrappedForward:
         return getattr(self.function, name)
 
     def bound_to(self, module: nn.Module, memo: dict[int, object] | None = None) -> WrappedForward:
-        """Return the same for another module, a copy: it shares nothing that is the first one's."""
+        """Return the same for another module, a copy, without sharing any state of the first one."""
         own = self.own
         if isinstance(own, MethodType) and own.__self__ is self._module():
             own = MethodType(own.__func__, module)
@@ -144,7 +145,7 @@ class WrappedForward:
     def __deepcopy__(self, memo: dict[int, object]) -> WrappedForward:
         module = self.module
         copied = memo.get(id(module), module)
-        if copied is module:  # it is copied without its module, as functions are; or before it, and is asked again then
+        if copied is module:  # copied without its module, like a function; or before it, and asked again then
             return self
         return self.bound_to(cast("nn.Module", copied), memo)
 
@@ -154,10 +155,10 @@ class WrappedForward:
 
 
 class _MissingError(UnsupportedError, AttributeError):
-    """What a wrapped forward deliberately lacks; an AttributeError to whoever asks whether it is there."""
+    """An attribute that a wrapped forward deliberately lacks; an AttributeError, so that `hasattr` is False."""
 
 
-# What TorchScript compiles a function with. It would compile it without the region.
+# Attributes by which TorchScript compiles a function. It would compile the function without the region.
 _SCRIPTED = "__globals__"
 
 
@@ -170,19 +171,20 @@ def _cannot_be_scripted(name: str) -> _MissingError:
     )
 
 
-# Not what the forward shows that it stands for, but this here: without them it is not made yet, or no method.
+# Attributes of this object, not of the original forward: without them it is not initialized yet, or is no method.
 _OWN = frozenset({"_module", "name", "settings", "scope", "own", "owner", "__func__"})
 
 
 class UnboundForward:
     """The function of a wrapped module's forward: it takes the module first. See NOTE [ To others a method ].
 
-    Deliberately without `__wrapped__`: what unwraps has to stop here.
+    Deliberately without `__wrapped__`: code that unwraps has to stop here.
     """
 
     def __init__(self, forward: WrappedForward) -> None:
         function = forward.function
-        # `functools.wraps` puts these among the attributes of what others put around it, so nobody else may have them.
+        # `functools.wraps` copies these into the attributes of other libraries' wrappers, so no other object may have
+        # them.
         self._torchremat_forward = forward
         self._torchremat_function = getattr(function, "__func__", function)
         self.__doc__ = function.__doc__
@@ -220,7 +222,8 @@ class UnboundForward:
 
     def __getattr__(self, name: str) -> object:
         if name == "__name__":
-            # A method is pickled by its function's name, and would come back as the class's forward: no region.
+            # A method is pickled by its function's name, and would come back as the class's forward, without the
+            # region.
             raise _MissingError(
                 f"the wrapped forward of `{self.forward.name}` was bound anew by another library, and so cannot be "
                 "pickled. Call `torchremat.unwrap(model)` first, and wrap what was unpickled."
@@ -238,7 +241,7 @@ class UnboundForward:
         return hash(id(self.forward))
 
     def __deepcopy__(self, memo: dict[int, object]) -> UnboundForward:
-        return self  # as functions are: it takes the weights of the module that it is given
+        return self  # like a function: it uses the weights of the module that it is given
 
     def __repr__(self) -> str:
         return f"{self.forward!r}, unbound"
@@ -278,7 +281,7 @@ def _refuse_plan(forward: WrappedForward) -> None:
 def class_forward(module: nn.Module) -> Callable[..., object]:
     """Return the forward that the class of a module has, as the module would find it.
 
-    The way of Python: what has a `__get__` binds, be it a function, a static or class method or something else, and
+    As Python does: an object with a `__get__` binds, be it a function, a static or class method or something else, and
     every other object is called as it is.
     """
     found = forward_of_class(module)
@@ -291,7 +294,7 @@ def class_forward(module: nn.Module) -> Callable[..., object]:
 
 
 def forward_of_class(module: nn.Module) -> object:
-    """Return what the class of a module has by that name, not bound to anything."""
+    """Return the class attribute `forward` of a module, unbound."""
     for kind in type(module).__mro__:
         if FORWARD in kind.__dict__:
             return kind.__dict__[FORWARD]

@@ -23,15 +23,15 @@ R = TypeVar("R")
 
 
 def checkpoint(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Return `function(*args, **kwargs)`, to be recomputed in backward instead of keeping what autograd saves in it.
+    """Return `function(*args, **kwargs)`; backward recomputes the tensors that autograd saves in it.
 
-    Gradients are those of the plain call, bit for bit. Every tensor in `args` and `kwargs`, in nested containers too,
-    is an input. Without grad mode it is a plain call. Options: see `checkpointed`.
+    Gradients are the same as in the plain call, bit for bit. Every tensor in `args` and `kwargs`, in nested containers
+    too, is an input. Without grad mode it is a plain call. Options: see `checkpointed`.
 
     Raises:
         CheckpointError: In backward, when the recompute differs from the forward.
-        MutationError: In backward, when an input or parameter was changed in place in between.
-        UnsupportedError: `function` is no callable.
+        MutationError: In backward, when an input or parameter was changed in place since the forward.
+        UnsupportedError: `function` is not callable.
 
     >>> import torch
     >>> x = torch.ones(3, requires_grad=True)
@@ -58,19 +58,19 @@ def checkpointed(
     """Return `function` as a function whose every call is a region. Usable as a decorator.
 
     Args:
-        function: Any callable; a module's parameters and buffers are looked after if the module is the function, the
+        function: Any callable; a module's parameters and buffers are tracked if the module is the function, the
             function's `self`, in its closure, one of its global names, or an argument.
-        check: What is compared of the tensors that autograd saves in forward and recompute. `"metadata"`: their number,
+        check: What to compare of the tensors that autograd saves in forward and recompute. `"metadata"`: their number,
             shape, dtype, device, layout and the class of their strides. `"values"`: their bits as well, by a
-            fingerprint computed on their device; on the CPU a difference is an error before any gradient comes of it,
-            elsewhere when the backward has ended and the gradients are written. `"none"`: their number alone.
-        check_every: With `check="values"`, compare values in the first call and in every so many after it.
+            fingerprint computed on their device; on the CPU a difference is an error before any gradient is computed
+            from it, elsewhere when the backward has ended and the gradients are written. `"none"`: only their number.
+        check_every: With `check="values"`, compare values in the first call and in every `check_every`-th after it.
         preserve_rng: Whether the recompute draws the random numbers that the forward drew.
         early_stop: Whether a recompute ends at the last tensor that is needed.
-        guard: Objects that the function changes and a recompute must see as the forward saw them: caches, counters,
-            whatever has `snapshot()` and `restore(state)`, and modules that the function reaches in hidden ways. What
-            is among the arguments is looked after anyway, but for tensors inside that are written in place; these are
-            cloned if the object is named here.
+        guard: Objects that the function changes and a recompute must see as the forward saw them: caches, counters, any
+            object with `snapshot()` and `restore(state)`, and modules that the function reaches in hidden ways.
+            Arguments are tracked anyway, except tensors inside them that are written in place; these are cloned if the
+            object is named here.
         debug: Whether to log every operator of the forward, so that a `CheckpointError` shows both logs from where they
             part. Slow; compiled code runs eagerly.
         policy: Chooses the operators whose outputs are kept, or wait in a store, instead of running again; one of
@@ -78,8 +78,8 @@ def checkpointed(
             Compiled code runs eagerly.
 
     Raises:
-        UnsupportedError: An option has another value than those above.
-        PolicyError: `policy` is no function.
+        UnsupportedError: An option has a value other than those above.
+        PolicyError: `policy` is not a function.
     """
     if not callable(function):
         raise UnsupportedError(f"function: a callable is needed, got {type(function).__name__}.")

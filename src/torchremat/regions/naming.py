@@ -13,16 +13,16 @@ from torchremat.regions.threads import thread
 def name(tensor: Tensor, name: str) -> Tensor:
     """Return `tensor`, which policies know by `name` from now on.
 
-    Put it where the tensor is made, in the model's code: `qkv = name(self.qkv(x), "qkv")`. What a policy that reads
-    names says of it holds for the operator that made the tensor, as a whole. Without such a policy, and in compiled
-    functions, it does nothing else.
+    Put it where the tensor is made, in the model's code: `qkv = name(self.qkv(x), "qkv")`. The answer of a policy that
+    reads names holds for the whole operator that made the tensor. Without such a policy, and in compiled functions,
+    `name` is a no-op.
 
     Args:
-        tensor: Any tensor; the result of a custom Function as well.
+        tensor: Any tensor, the result of a custom Function included.
         name: One name may be used for several tensors.
 
     Raises:
-        UnsupportedError: `tensor` is no tensor, or `name` no string.
+        UnsupportedError: `tensor` is not a tensor, or `name` is not a string.
 
     >>> import torch
     >>> from torchremat import checkpointed

@@ -1,19 +1,19 @@
-"""What the calls of one forward have saved, on its way into stores and back, at planned moments.
+"""Saved tensors of one forward's calls, on their way into stores and back, at planned program points.
 
-The life of what a stored unit saves, between two calls of the model that the plan names:
+The life of a stored unit's saved tensors, between two calls of the model that the plan names:
 
     saved        autograd gets small objects; the memory is held
-    put          the unit's last call has returned: the stores begin to read the memory, or what they encode it as
-    left         the unit `leaves_after` has returned: the stores are waited for, and both are let go
-    begun        the gradient has come to the unit `comes_before`: the stores begin to bring it back
-    there        the gradient has come to the unit itself: the stores are waited for, and all of it is held
-    gone         its node has run, as ever
+    put          the unit's last call has returned: the stores begin to read the memory, or its encoding
+    left         the unit `leaves_after` has returned: the stores are waited for, and both are released
+    begun        the gradient has reached the unit `comes_before`: the stores begin to bring the tensors back
+    there        the gradient has reached the unit itself: the stores are waited for, and all tensors are held
+    gone         the tensor's node has run, as without a store
 
-So how many bytes are in memory does not depend on how fast a store is, only how long the step takes does.
+So the number of bytes in memory does not depend on the speed of a store; only the step time does.
 
 NOTE [ Who owns a journey ]
-The scope that is open, until the forward ends or raises; then the nodes that tell it where the backward is. It has
-records weakly, and memory only until that has left: what autograd frees is freed.
+The open scope, until the forward ends or raises; then the nodes that report the progress of the backward. The run
+refers to records weakly, and to memory only until the memory has left: everything that autograd frees is freed.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Trigger:
-    """A call at which something moves.
+    """A call at which a transfer starts or ends.
 
     Attributes:
-        unit: The unit that it is a call of.
-        is_last: Whether it is the last of them.
+        unit: The unit that the call belongs to.
+        is_last: Whether it is the last call of the unit.
     """
 
     unit: int
@@ -59,12 +59,12 @@ class Trigger:
 
 @dataclass(frozen=True, kw_only=True)
 class Transfer:
-    """Where what one unit saves goes, and when.
+    """Where the saved tensors of one unit go, and when.
 
     Attributes:
-        store: The place of its store among those given.
-        leaves_after: The unit at whose end it has left.
-        comes_before: The unit before whose backward the store begins to bring it back.
+        store: The index of its store among the given stores.
+        leaves_after: The unit at whose end the tensors have left memory.
+        comes_before: The unit before whose backward the store begins to bring them back.
     """
 
     store: int
@@ -74,14 +74,15 @@ class Transfer:
 
 @dataclass(frozen=True, eq=False)
 class OffloadSchedule:
-    """The trips of a plan.
+    """The transfers of a plan.
 
     Attributes:
-        stores: Where to.
-        transfers: By unit; those that are brought back at the same moment in the order in which they are needed.
+        stores: The stores that tensors go to.
+        transfers: By unit; transfers that come back at the same program point are in the order in which they are
+            needed.
         seen: Is told of each tensor that a stored unit saves; made for the planner.
-        leaving: For a unit those that have left at its end.
-        coming: For a unit those that are begun to be brought back before its backward.
+        leaving: For each unit, the units that have left memory at its end.
+        coming: For each unit, the units that stores begin to bring back before its backward.
     """
 
     stores: tuple[Store, ...]
@@ -97,19 +98,19 @@ class OffloadSchedule:
 
     @property
     def stops(self) -> frozenset[int]:
-        """The units at whose calls something moves."""
+        """The units at whose calls a transfer starts or ends."""
         return frozenset((*self.transfers, *self.leaving, *self.coming))
 
 
 class OffloadRun:
-    """What one run of a scope moves. See NOTE [ Who owns a journey ]."""
+    """The transfers of one run of a scope. See NOTE [ Who owns a journey ]."""
 
     __slots__ = ("__weakref__", "_arrived", "_catalogs", "_held", "_itinerary", "_records", "_task")
 
     def __init__(self, offload_schedule: OffloadSchedule) -> None:
         self._itinerary = offload_schedule
         self._catalogs: dict[int, Catalog] = {}
-        self._held: dict[int, list[object]] = {}  # by unit what it has saved, and what stores read in its place
+        self._held: dict[int, list[object]] = {}  # by unit its saved memory, or the encoding that stores read
         self._records: dict[int, dict[int, ReferenceType[Record]]] = {}
         self._task = -1
         self._arrived: set[int] = set()
@@ -117,12 +118,12 @@ class OffloadRun:
     # ------------------------------------------------------------------------------------------------------- forward
 
     def run(self, stop: Trigger, hook: object, body: Callable[[], object]) -> object:
-        """Run a call; what it saves is stored if that is its unit's plan.
+        """Run a call; store its saved tensors if the plan stores its unit.
 
         Args:
-            stop: Which call it is.
-            hook: That packs what is saved where the scope was opened. With another one the call is inside of a region,
-                which saves in its own way.
+            stop: Identifies the call.
+            hook: The pack hook at the place where the scope was opened. If another hook is active, the call is inside a
+                region, which saves in its own way.
             body: The call.
         """
         top = top_saved_tensor_hooks(True)
@@ -144,7 +145,7 @@ class OffloadRun:
         return output
 
     def end(self) -> None:
-        """The forward has ended: hold nothing that has not left."""
+        """End the forward: release all memory that has not left."""
         with hiding():
             for unit in list(self._held):
                 self._let_go(unit)
@@ -166,7 +167,7 @@ class OffloadRun:
         return packed
 
     def _left(self, unit: int) -> None:
-        """A unit's last call has returned."""
+        """Handle the return of a unit's last call."""
         with held_in(self._held.setdefault(unit, [])):
             for record in self._alive(unit):
                 record.settle()
@@ -189,7 +190,7 @@ class OffloadRun:
     # ------------------------------------------------------------------------------------------------------ backward
 
     def _watch(self, unit: int, output: object) -> None:
-        """Have the nodes that made a unit's output tell when the gradient has come to them."""
+        """Let the nodes that made a unit's output report when the gradient has reached them."""
         if unit in self._itinerary.coming or unit in self._itinerary.transfers:
             nodes = {id(one.grad_fn): one.grad_fn for one in tensors_in(output) if one.grad_fn is not None}
             for node in nodes.values():

@@ -1,7 +1,7 @@
-"""What wrapping puts on a module, and takes off again.
+"""The attributes that wrapping puts on a module, and takes off again.
 
 A wrapped module has an instance attribute `forward`, a `WrappedForward`, and nothing else about it changes: its class,
-its parameters' names, its hooks and its `state_dict` are what they were, and hooks run outside of the region, once.
+its parameters' names, its hooks and its `state_dict` stay the same, and hooks run outside of the region, once.
 
     attribute of the module               value                       removed by
     `forward`                             WrappedForward              `unwrap`
@@ -9,8 +9,8 @@ its parameters' names, its hooks and its `state_dict` are what they were, and ho
                                           that is compiled in place
     `_replicate_for_data_parallel`        refuse_data_parallel        `unwrap`
 
-What `module.compile()` has made runs in the place of the call, and `forward` inside of it. A plan, which cannot be
-followed in there, goes around it; `wrap` goes inside, where a region is the compiler's.
+The callable made by `module.compile()` runs in place of the call, and `forward` inside of it. A plan cannot be followed
+inside it and goes around it; `wrap` goes inside, where the compiler makes the region.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ def refuse_data_parallel(*_: object) -> object:
 
 
 def wrapped_forward(module: nn.Module) -> tuple[str, WrappedForward] | None:
-    """Return what `set_forward` has put on a module, and the attribute that it is; None if it has not."""
+    """Return the name and value of the attribute that `set_forward` has put on a module; None without one."""
     for attribute in (_COMPILED, FORWARD):
         found = module.__dict__.get(attribute)
         if isinstance(found, WrappedForward):
             return attribute, found
-        # Bound anew, as accelerate leaves it when it has taken off its own.
+        # Rebound, as accelerate leaves it after removing its own wrapper.
         if type(found) is MethodType and isinstance(found.__func__, UnboundForward) and found.__self__ is module:
             return attribute, found.__func__.bound_to(module)
     return None
 
 
 def forward_under(module: nn.Module) -> WrappedForward | None:
-    """Return what `set_forward` has put on a module, or the same under what another library has put around it since."""
+    """Return the wrapper that `set_forward` has put on a module, also if another library has wrapped it since."""
     on_top = wrapped_forward(module)
     if on_top is not None:
         return on_top[1]
@@ -77,18 +77,18 @@ def scopes_on(model: nn.Module) -> list[Scope]:
 
 
 def count_elsewhere(model: nn.Module) -> None:
-    """Tell the scopes on a model that their owner counts more than the bytes of this model."""
+    """Tell the scopes on a model that their owner counts other bytes in addition to this model's."""
     for scope in scopes_on(model):
         scope.counted_elsewhere()
 
 
 def is_wrapped(module: nn.Module) -> bool:
-    """Return whether the module's own forward is a region, though others may have put something around it since."""
+    """Return whether the module's own forward is a region, even if another library has wrapped it since."""
     return forward_under(module) is not None
 
 
 def called_attribute(module: nn.Module) -> str:
-    """Return the attribute that a call of a module runs: `forward`, or what `module.compile()` has made."""
+    """Return the attribute that a call of a module runs: `forward`, or the one that `module.compile()` has set."""
     return FORWARD if module.__dict__.get(_COMPILED) is None else _COMPILED
 
 
@@ -110,10 +110,10 @@ def set_forward(
     attribute: str = FORWARD,
     owner: object = None,
 ) -> None:
-    """Make the calls of one module regions or offloaded, as `settings` or the scope that is open says."""
+    """Make the calls of one module regions or offloaded, as `settings` or the open scope says."""
     check_replaceable(module, name)
     own = cast("Callable[..., object] | None", module.__dict__.get(attribute))
-    # Not by `setattr`, which classes may have changed: what is to be there is an attribute of the instance.
+    # Not by `setattr`, which classes may override: the result must be an attribute of the instance.
     module.__dict__[attribute] = WrappedForward(module, name, settings, scope, own, owner)
     module.__dict__[_REPLICATE] = refuse_data_parallel
 
@@ -163,7 +163,7 @@ def is_replaceable(module: nn.Module) -> bool:
     kind = type(forward_of_class(module))
     is_data = hasattr(kind, "__set__") or hasattr(kind, "__delete__")
     if not is_data and FORWARD not in module.__dict__:
-        # What keeps its value in the instance, as a cached property does, would find ours there and call it.
+        # A descriptor that keeps its value in the instance, like a cached property, would find ours there and call it.
         class_forward(module)
     return not is_data
 
@@ -176,7 +176,7 @@ def _calls_otherwise(module: nn.Module) -> bool:
 
 
 def restore_forward(module: nn.Module) -> None:
-    """Give one module back the forward that it had."""
+    """Restore the original forward of one module."""
     found = wrapped_forward(module)
     assert found is not None
     attribute, wrapped = found
@@ -187,7 +187,7 @@ def restore_forward(module: nn.Module) -> None:
 
 
 def check_uncovered(model: nn.Module) -> None:
-    """Raise a WrapError if others have put something around forwards that `set_forward` has put on a model."""
+    """Raise a WrapError if another library has wrapped forwards that `set_forward` has put on a model."""
     covered = [
         f"`{name}`" if name else "the model"
         for name, module in model.named_modules()

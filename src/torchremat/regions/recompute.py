@@ -38,34 +38,34 @@ if TYPE_CHECKING:
     from torchremat.regions.slots import Key
 
 # NOTE [ What is written after it was saved ]
-# An operation may save a tensor first and fill it then, without a new version: `rrelu` saves its noise so, as the only
-# one of torch's own. A recompute that stops in the hook of such a save would hand out uninitialised memory. There is no
-# telling from the hook, so a recompute does not stop at a save which could be one, but at the next save of another
-# operation: at a tensor of floating point, never written, that no gradient flows to, and that is as large as the one
-# saved before or after it, to which a gradient flows (nor at that one, if it is saved after). What shares its memory
-# with an argument of the call was there before, and is filled: that is seen when the recompute saves it. It does stop
-# at an input of a region inside: that is none of an operation's saves, and whatever was saved before is filled when it
-# is taken.
+# An operation may save a tensor first and fill it afterwards, without a new version: `rrelu` saves its noise this way,
+# the only one of torch's own operations. A recompute that stops in the hook of such a save would hand out uninitialised
+# memory. The hook cannot recognize such a save, so a recompute does not stop at a save that could be one, but at the
+# next save of another operation. Such a save could be a floating-point tensor, never written, that no gradient flows
+# to, and that is as large as the tensor saved before or after it, to which a gradient flows (nor does the recompute
+# stop at that one, if it is saved after). A tensor that shares its memory with an argument of the call existed before,
+# and is filled: the recompute sees this when it saves the tensor. It does stop at an input of an inner region: no
+# operation saves that, and everything saved before is filled when the input is taken.
 
 # NOTE [ What is saved without being read ]
-# Autograd saves what an operator is given before the operator runs. A recompute that stops there has read nothing, and
-# the mode that looks who reads a tensor that was written has not seen it: so what is saved is looked at as well.
+# Autograd saves an operator's inputs before the operator runs. A recompute that stops there has read nothing, and the
+# mode that detects reads of written tensors has not seen it: so saved tensors are checked as well.
 
 # NOTE [ What a recompute leaves behind ]
-# User code may keep an output of a recompute: a hook that collects outputs in a list, which it finds by a context
-# variable. The graph of that output has the hooks of the recompute for as long as it lives, as autograd keeps both
-# hooks of a saved tensor, and the regions inside. Behind them is a region, which has the context, and so the list: a
-# cycle through autograd, which the cycle collector does not see. So
+# User code may keep an output of a recompute, for example in a hook that collects outputs in a list found by a context
+# variable. The graph of that output keeps the hooks of the recompute for its whole life, as autograd keeps both hooks
+# of a saved tensor, and the inner regions. The hooks refer to a region, which refers to the context, and so to the
+# list: a cycle through autograd, which the cycle collector does not see. So
 #
-#   1. a recompute finds copies of the containers in context variables, all its calls the same ones, and when it has run
-#      they hold what they held before: a region inside may look at them in a recompute of its own;
-#   2. a recompute lets go of its region when it has run, as there are other places to keep an output in.
+#   1. a recompute finds copies of the containers in context variables, the same copies in all its calls, and when it
+#      has run they hold their earlier contents again: an inner region may read them in its own recompute;
+#   2. a recompute releases its region when it has run, as user code can keep an output in other places.
 
 
 class _Stop(BaseException):
     """Ends a recompute at its last needed tensor.
 
-    No `Exception`: user code that swallows those must not swallow it.
+    Not an `Exception`: user code that swallows exceptions must not swallow it.
     """
 
 
@@ -74,11 +74,11 @@ class RegionRecompute:
 
     Args:
         region: The region.
-        key: Whom the tensors are for; None if one is asked for outside of any backward.
+        key: The owner of the tensors; None if a tensor is asked for outside any backward.
         only: The number of the one slot that is asked for; None for all that are alive.
         log: Gets the operators.
-        checks: Whether to stop at the first difference. Without, nothing is kept, and the calls run to their end
-            whatever they do.
+        checks: Whether to stop at the first difference. If False, nothing is kept, and the calls always run to their
+            end.
     """
 
     __slots__ = (
@@ -141,7 +141,7 @@ class RegionRecompute:
         self._found: tuple[Tensor, int] | None = None
 
     def found(self, region: Region) -> Tensor:
-        """Return the one tensor of a region that was asked for without anybody to keep it for.
+        """Return the one tensor of a region that was asked for without an owner.
 
         Raises:
             MutationError: It was written in place since it was saved.
@@ -153,7 +153,7 @@ class RegionRecompute:
         return tensor
 
     def end(self) -> None:
-        """Let go of the region. See NOTE [ What a recompute leaves behind ], 2."""
+        """Release the region. See NOTE [ What a recompute leaves behind ], 2."""
         del self.region, self.key
 
     def _last(self) -> int:
@@ -180,10 +180,10 @@ class RegionRecompute:
         )
 
     def run(self) -> None:
-        """Run the calls, and let what they save wait in its slots.
+        """Run the calls, and let the tensors that they save wait in their slots.
 
         Raises:
-            DivergedError: They save something else than in the forward.
+            DivergedError: They save other tensors than in the forward.
             MutationError: An input or parameter was changed in place since the forward.
         """
         region = self.region
@@ -202,7 +202,7 @@ class RegionRecompute:
             for number, call in enumerate(made):
                 self._run_call(call, number, links)
                 if self.is_stopped or call.is_running:
-                    break  # what runs for the first time has not saved all yet, and may save nothing more
+                    break  # a call in its first run has not saved everything yet, and may save nothing more
                 if self.count != call.slots and self.checks:
                     raise DivergedError(number, self._counted("too few", call.slots))
                 for source in () if last_use is None else ended(links, last_use, number):
@@ -232,7 +232,7 @@ class RegionRecompute:
         args, kwargs = join(call.template, tensors)  # pyright: ignore[reportGeneralTypeIssues]
         del tensors
         output = None
-        # The forward's own backward has left its gradients; those of the recompute are nobody's. See Rule 6
+        # The forward's own backward has left its gradients; the recompute's gradients are discarded. See Rule 6
         restored = call.restored(without_gradients=self.keeps)
         self.written = restored.written
         run, pack = partial(call.run_again, self.copies, restored.written), self.pack
@@ -244,13 +244,13 @@ class RegionRecompute:
             pack = partial(self._pack_told, observer, pack)
         replay = None
         if call.selection is not None and self.checks:
-            # What an input pass recomputes serves the weight passes after it. See NOTE [ Selective recompute ], 5
+            # The recompute of an input pass serves the weight passes after it. See NOTE [ Selective recompute ], 5
             is_last = self.task is not None or (isinstance(self.key, Session) and self.key.recomputes_once)
             takes = is_last and self.only is None and not call.is_running
             replay = ChosenRecompute(call.selection, takes=takes, is_running=call.is_running)
             run, pack = partial(replay.run, run), replay.hook(pack)
         else:
-            thread.now.inner = None  # what another recompute or call was to take over
+            thread.now.inner = None  # left for another recompute or call to take over
         self.began = modes_now()
         push_saved_tensor_hooks(pack if pack == self.pack else except_traced(pack), self.unpack)
         try:
@@ -263,7 +263,7 @@ class RegionRecompute:
             error.__traceback__ = None  # its frames have the region
             raise MutationError(call.words(error, region.name(number))) from None
         except BaseException as error:
-            # What arrives need not be the `_Stop`: TorchScript makes a RuntimeError of it, user code what it likes.
+            # The exception here need not be the `_Stop`: TorchScript makes a RuntimeError of it, user code anything.
             if not self.is_stopped:
                 if isinstance(error, RuntimeError) and _WRITES_TO_LEAF in str(error):
                     raise MutationError(self._writes_to_input(number)) from error
@@ -290,11 +290,11 @@ class RegionRecompute:
         outputs: list[Tensor] = []
         split(output, outputs, [])
         for place, tensor in enumerate(outputs):
-            # A link stays attached: a later call may write to it in place, which a leaf that requires grad refuses.
+            # A link stays attached: a later call may write to it in place, and a leaf that requires grad refuses that.
             links[number, place] = tensor
 
     def _note(self, error: BaseException, number: int) -> None:
-        """Say with an error of user code that it comes from a recompute, and of which region: the innermost."""
+        """Add a note to an error of user code that it comes from a recompute, with the name of the innermost region."""
         if not (isinstance(error, TorchrematError) or any(_RAISED in note for note in getattr(error, "__notes__", ()))):
             error.add_note(f"{_RAISED} of {self.region.name(number)}, whose forward had not raised.")
 
@@ -353,7 +353,7 @@ class RegionRecompute:
                     slot.tensor = value
                     slot.version = value._version
                     slot.task = self.task
-        # The rest: see NOTE [ What is written after it was saved ]
+        # The other cases: see NOTE [ What is written after it was saved ]
         if self.last > self.needed <= index + 1 and index in region.fresh and memory_of(tensor) in self.given:
             self.filled.add(index)
             self.last = self._last()
@@ -387,7 +387,7 @@ class RegionRecompute:
         raise _Stop  # See Rule 5
 
     def unpack(self, packed: object) -> Tensor:
-        """Give a saved tensor of the recomputed graph back, which only a backward inside the region asks for."""
+        """Return a saved tensor of the recomputed graph; only a backward inside the region asks for it."""
         if isinstance(packed, Tensor):
             return packed
         raise bug(f"the graph of a recompute was asked for its saved tensor {packed}")
@@ -400,7 +400,7 @@ class RegionRecompute:
         self._stop()
 
     def _differs(self, kind: Kind, index: int, now: Metadata) -> NoReturn:
-        # Not raised here: what is raised in user code may be caught there, and the error is found by running it again.
+        # Not raised here: user code could catch it, and a rerun finds the error.
         self.difference = self._difference(kind, index, now)
         self._stop()
 

@@ -1,12 +1,13 @@
-"""The reentrant region: a forward without any graph, and a backward that makes one and goes through it.
+"""The reentrant region: a forward without any graph, and a backward that makes a graph and runs through it.
 
-The older of torch's two ways, with its contract: only tensors among the positional arguments are inputs, at least one
-of which has to require grad; only `.backward()` without `inputs` works; all is recomputed, and nothing is compared.
+The older of torch's two variants, with its contract: only tensors among the positional arguments are inputs, and at
+least one of them has to require grad; only `.backward()` without `inputs` works; everything is recomputed, and nothing
+is compared.
 
     forward     under no_grad: nothing is saved but the inputs
-    backward    inputs detached, the function run again with grad, `torch.autograd.backward` through what it made
+    backward    inputs detached, the function run again with grad, `torch.autograd.backward` through its graph
 
-What a call sees beside its arguments is captured and restored as for every region, by `Call`.
+`Call` captures and restores the state that a call sees in addition to its arguments, as for every region.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class CheckpointFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, run_function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
-        """Run the function; nothing that it saves is kept."""
+        """Run the function without keeping any saved tensor."""
         if not callable(run_function):
             raise TypeError(f"function: a callable is needed, got {type(run_function).__name__}.")
         inputs = _HeldArguments(args)
@@ -92,7 +93,7 @@ class CheckpointFunction(torch.autograd.Function):
 
 
 class _HeldArguments:
-    """The arguments of a reentrant call, and what is known of the tensors among them."""
+    """The arguments of a reentrant call, and the recorded facts about the tensors among them."""
 
     __slots__ = ("_count", "_nested", "_places", "_template", "_versions", "_written", "objects", "own", "tensors")
 
@@ -109,7 +110,7 @@ class _HeldArguments:
         self._written: tuple[str, int, int] | None = None
 
     def settle(self) -> None:
-        """Look which of the tensors the forward has written, and drop those that autograd keeps."""
+        """Record which of the tensors the forward has written, and drop the tensors that autograd keeps."""
         versions, self._versions = self._versions[: len(self.own)], self._versions[len(self.own) :]
         for place, tensor, version in zip(self._places, self.own, versions, strict=True):
             self._compare(f"args[{place}]", tensor, version)
@@ -121,10 +122,10 @@ class _HeldArguments:
             self._written = self._written or (name, then, now)
 
     def check(self, function: str) -> None:
-        """Raise if a tensor is not what the forward was given; autograd itself watches the inputs after the forward.
+        """Raise if a tensor is not as the forward got it; autograd itself watches the inputs after the forward.
 
         Raises:
-            MutationError: It is not.
+            MutationError: A tensor was changed.
         """
         for index, tensor in enumerate(self._nested):
             self._compare(f"args{place_of(self._template, index)}", tensor, self._versions[index])
@@ -138,7 +139,7 @@ class _HeldArguments:
 
     def filled(self, tensors: list[Tensor]) -> _Inputs:
         """Return the arguments, with `tensors` as the inputs."""
-        # Containers as the forward was given them, whatever it has put into them.
+        # Containers as the forward got them, without later additions of the forward.
         args = list(cast("_Inputs", join(self._template, self._nested)))
         for place, tensor in zip(self._places, tensors, strict=True):
             args[place] = tensor
@@ -194,11 +195,11 @@ def _warn_without_inputs(args: _Inputs, modules: list[nn.Module]) -> None:
         return
     words = "None of the inputs have requires_grad=True. Gradients will be None"
     lost: dict[int, str] = {}
-    for module in modules:  # a module comes before what is inside of it
+    for module in modules:  # a module comes before its submodules
         for name, one in module.named_parameters():
             if one.requires_grad:
                 lost.setdefault(id(one), name)
-    if lost and not _forwards.running:  # in a forward without grad nothing else is to be expected
+    if lost and not _forwards.running:  # in a forward without grad this is expected
         first = next(iter(lost.values()))
         words += (
             f", also those of {len(lost)} parameters of the checkpointed function (`{first}`, ...), which do require "

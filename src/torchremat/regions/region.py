@@ -1,20 +1,20 @@
 """A region: a piece of forward whose saved tensors are dropped and recomputed.
 
-`# See Rule n` marks the lines that obey NOTE [ Rules of a region ]. The mechanism in four sentences. While a
-call runs in a region, every tensor that autograd saves is replaced by a `Slot`, a number that knows its region. The
-region keeps what it needs to run its calls again, and only the slots, which autograd owns, keep the region. When a
-backward asks the first slot for its tensor, all calls run again and the n-th tensor saved then is the n-th that was
-saved before. The recomputed graph itself is thrown away: gradients flow through the first one.
+`# See Rule n` marks the lines that obey NOTE [ Rules of a region ]. The mechanism in four sentences. While a call runs
+in a region, every tensor that autograd saves is replaced by a `Slot`, a number that knows its region. The region keeps
+everything needed to run its calls again, and only the slots, which autograd owns, keep the region. When a backward asks
+the first slot for its tensor, all calls run again and the n-th tensor saved then is the n-th one saved before. The
+recomputed graph itself is thrown away: gradients flow through the first one.
 
     forward    call 0 ─────── call 1 ──────       each `s` is a Slot; region ◄── every slot
                s0  s1  s2     s3  s4              region ──► inputs, functions, generator states
     backward                            s4 asked: run call 0, call 1 up to the save of s4, all five are here
 
 NOTE [ Modules that wait to be made ]
-A `Lazy*` layer makes its parameters in its first forward and becomes another class, which nothing can take back. That
-call is a plain one: autograd keeps what it saves, once, and every later call is recomputed.
+A `Lazy*` layer makes its parameters in its first forward and becomes another class, which cannot be undone. That call
+is a plain one: autograd keeps its saved tensors, once, and every later call is recomputed.
 
-Missing on purpose: any list of live regions. Autograd owns the slots, so what it would free is freed (Rule 12).
+Missing on purpose: any list of live regions. Autograd owns the slots, so everything it would free is freed (Rule 12).
 """
 
 from __future__ import annotations
@@ -81,9 +81,9 @@ class Region:
         "slots",
     )
 
-    # Whether slots may have tensors that are kept anyway.
+    # Whether slots may hold tensors that are kept anyway.
     serves = True
-    # How an input is held, and how a recomputed tensor loses its graph: under torch.func there is more to it.
+    # How an input is held, and how a recomputed tensor loses its graph: torch.func needs other functions.
     held_tensor: type[HeldTensor] = HeldTensor
     detached: Callable[[Tensor], Tensor] = staticmethod(Tensor.detach)
 
@@ -96,7 +96,7 @@ class Region:
         self.slots: list[ReferenceType[Slot]] = []
         self.metadata: list[Metadata] = []
         self.fresh: set[int] = set()  # see NOTE [ What is written after it was saved ]
-        # With `check="values"`; what is made in a recompute is compared with what was made before it by its region.
+        # With `check="values"`; none in a recompute: the region that recomputes compares new tensors with earlier ones.
         compares = settings.check == "values" and not thread.now.recomputing and settings.turns.is_next()
         self.fingerprints = Fingerprints() if compares else None
         self.runs_backward = False
@@ -125,13 +125,13 @@ class Region:
         *,
         last: bool = True,
     ) -> object:
-        """Run `body` with its arguments as the next call of the region and return its result.
+        """Run `body` as the next call of the region and return its result.
 
         Args:
-            body: What runs, now and in every recompute.
+            body: The code that runs, now and in every recompute.
             args: Its positional arguments.
             kwargs: Its keyword arguments.
-            roots: What runs in it, for all that it can reach: the user's function, or a module.
+            roots: The objects from which everything that the call can reach is found: the user's function, or a module.
             last: Whether no further call will join, so that outputs need not be remembered.
         """
         around = thread.now.selecting
@@ -182,7 +182,7 @@ class Region:
         self.around = now.calls[-1].region if now.calls else None
         shared = now.share()
         now.calls.append(call)
-        inner, now.inner = now.inner, None  # what a region around this one has kept is not for those inside
+        inner, now.inner = now.inner, None  # outputs kept by an outer region are not for inner ones
         try:
             self.began = modes_now()
             push_saved_tensor_hooks(pack if pack == self._pack else except_traced(pack), back)  # See Rule 1
@@ -201,7 +201,7 @@ class Region:
             if observer is not None:
                 observer.ended(self, number, output)
         except BaseException as error:
-            # What was saved is dropped with the half-made graph; the next call, if any, takes this one's place.
+            # The saved tensors are dropped with the partial graph; the next call, if any, takes this one's place.
             for alive in self.slots[first_slot:]:
                 if (slot := alive()) is not None:
                     slot.index = LOST
@@ -243,7 +243,7 @@ class Region:
         return slot
 
     def unpack(self, slot: Slot) -> Tensor:
-        """Return the tensor of a slot, recomputing the region if it is not there."""
+        """Return the tensor of a slot, recomputing the region if necessary."""
         if slot.index == LOST:
             raise CheckpointError(
                 "a tensor was asked for that a region saved in a forward which raised, or which planning or a report "
@@ -257,7 +257,7 @@ class Region:
                 if open_sessions and self._is_done_with(slot):
                     slot.value = GONE
                 return tensor
-            slot.value = None  # it was written in place since; the recompute finds out what that means
+            slot.value = None  # it was written in place since; the recompute decides whether that is an error
         if self.kept_for is not None:
             return slot.take(self.kept_for, keep=True)
         session = active_session() if open_sessions else None
@@ -279,13 +279,13 @@ class Region:
         return session is not None and session.drops and self._is_last_pass(session, current_graph_task(), slot.index)
 
     def _is_needed_again(self, slot: Slot, session: Session | None, task: int) -> bool:
-        # The node holds the tensor while it runs; nobody else needs it. See Rule 4
+        # The node holds the tensor while it runs; no other node needs it. See Rule 4
         if session is not None and not self._is_last_pass(session, task, slot.index):
             return True
         if thread.now.recomputing:
             return False  # the input of a nested region, asked for once by each recompute of it
-        # If the graph is not retained, the slot goes with the node. Otherwise a node that is written in Python may ask
-        # again until it has run; one of torch's own does not.
+        # If the graph is not retained, the slot dies with the node. Otherwise a node written in Python may ask again
+        # until it has run; torch's own nodes do not.
         return not retains_graph() or pin(slot, task if session is None else session)
 
     def _is_last_pass(self, session: Session, task: int, index: int) -> bool:
@@ -316,7 +316,7 @@ class Region:
             at_end_of_backward(partial(_forget, ref(self), key))
 
     def recompute_for(self, key: Key) -> bool:
-        """Recompute ahead of any gradient for a session or the backward that runs; return whether there was need.
+        """Recompute ahead of any gradient for a session or the running backward; return whether it was necessary.
 
         See Rule 9.
         """
@@ -327,10 +327,10 @@ class Region:
             return True
 
     def let_go(self) -> None:
-        """Let go of the inputs if the backward that runs frees its graph and all of the region has been recomputed.
+        """Release the inputs if the running backward frees its graph and the whole region has been recomputed.
 
-        What was recomputed then stays as long as its slot, as it would without the region: another backward through
-        other nodes asks for that.
+        The recomputed tensors then stay as long as their slots, as they would without the region: another backward
+        through other nodes asks for them.
         """
         key = current_graph_task()
         with self._lock:
@@ -340,19 +340,19 @@ class Region:
                 self.inputs.held.clear()
 
     def repeat(self) -> None:
-        """Run the calls to their end once more, outside of any backward, and keep nothing of it.
+        """Run the calls to their end once more, outside of any backward, and keep no tensor.
 
         Raises:
-            DivergedError: They save something else than in the forward.
+            DivergedError: They save other tensors than in the forward.
             MutationError: An input or parameter was changed in place since the forward.
         """
-        self._recompute(None, -1, explains=False)  # the number of no saved tensor
+        self._recompute(None, -1, explains=False)  # no saved tensor has this number
 
     def abandon(self) -> None:
-        """Let go of all that it takes to run again, since no backward is to come.
+        """Release everything that is needed to run again, since no backward will run.
 
-        Otherwise the region would stay for ever where its context, or an object among its arguments, has an output of
-        it, and with that the graph that has the region.
+        Otherwise the region would leak if its context, or an object among its arguments, refers to an output of the
+        region, and so to the graph that refers to the region.
         """
         with self._lock:
             for one in self.slots:
@@ -363,7 +363,7 @@ class Region:
             self.inputs.held.clear()
 
     def waits(self) -> bool:
-        """Return whether autograd has slots of the region whose tensors have to be recomputed."""
+        """Return whether autograd holds slots of the region whose tensors have to be recomputed."""
         return any(waits(one()) for one in self.slots)
 
     def forget(self, key: Key) -> None:
@@ -378,10 +378,10 @@ class Region:
             self._unpacked.clear()
 
     def _note_backward(self) -> None:
-        """Note that a backward runs inside the region's own forward (Rule 6).
+        """Record that a backward runs inside the region's own forward (Rule 6).
 
-        It will do so again in the recompute, whose graph then has to be able to give back what it saves: the inputs of
-        this region too, which are saved in the region around it.
+        The backward will run again in the recompute, whose graph then has to return its saved tensors, including the
+        inputs of this region, which are saved in the region around it.
         """
         region: Region | None = self
         while region is not None and region.made[-1].is_running and not region.runs_backward:
@@ -393,7 +393,7 @@ class Region:
             self._note_backward()
         elif self.settings.policy is not None:
             check_met(self.settings.policy)
-        # A log changes what compiled code does, so it is on again if it was on in the forward.
+        # A log changes the behaviour of compiled code, so it is on again if it was on in the forward.
         log = log_of(self, self.made[-1]) if self.settings.debug else None
         recompute = RegionRecompute(self, key, only, log)
         observer = self.settings.observer

@@ -1,18 +1,18 @@
-"""Whether what runs is no step of anybody's, but one that the library runs to measure it."""
+"""Whether the running step is one that the library runs to measure it, not a step of the user."""
 
 from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
 
-# Of the process, not of a thread: a step may have threads of its own.
+# Per process, not per thread: a step may have threads of its own.
 _running = [0]
 _begun = [0]
 
 
 @contextmanager
 def rehearsing() -> Generator[None]:
-    """Mark what runs in the block as run to measure it."""
+    """Mark the code in the block as run to measure it."""
     _running[0] += 1
     _begun[0] += 1
     try:
@@ -22,10 +22,10 @@ def rehearsing() -> Generator[None]:
 
 
 def is_rehearsing() -> bool:
-    """Return whether such a block is open."""
+    """Return whether a block of `rehearsing` is open."""
     return _running[0] > 0
 
 
 def rehearsals() -> int:
-    """Return how many such blocks there have been."""
+    """Return how many blocks of `rehearsing` have been opened."""
     return _begun[0]

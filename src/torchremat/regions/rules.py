@@ -1,16 +1,16 @@
-"""The rules by which a region holds, stops and lets go, as pure functions on numbers.
+"""The rules by which a region holds, stops and releases, as pure functions on numbers.
 
-What runs a region calls them with what it sees: saves, arguments and results by their numbers. The simulator of
-`planning` calls them with what it knows beforehand: units and storages. So what is predicted is what will be done, and
-a rule is changed in one place.
+The code that runs a region calls them with the saves, arguments and results that it sees, by their numbers. The
+simulator of `planning` calls them with the units and storages that it knows beforehand. So predictions match the actual
+run, and a rule is changed in one place.
 
-    when                                           who asks                                 rule
+    when                                           question                                 rule
     a call is about to run in a region             which of its arguments does it hold?     `external_inputs`
     a recompute begins                             at which save does it stop?              `last_needed`
-    a call of a recompute has run                  what that it took or made goes?          `last_uses`, `ended`
+    a call of a recompute has run                  which inputs and outputs are dropped?    `last_uses`, `ended`
 
-Missing on purpose: whose the recomputed tensors in slots are (Rules 4, 7 and 8). Autograd drops these with their nodes,
-which the simulator knows as the end of a unit's backward.
+Missing on purpose: the owners of recomputed tensors in slots (Rules 4, 7 and 8). Autograd drops these tensors with
+their nodes, which the simulator models as the end of a unit's backward.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ K = TypeVar("K")
 
 
 def external_inputs(inputs: Iterable[K], known: Container[K]) -> list[K]:
-    """Return what of the inputs of a call its region begins to hold, each once. See Rule 2.
+    """Return the inputs of a call that its region begins to hold, each once. See Rule 2.
 
     Args:
         inputs: Of the call.
-        known: What the region holds already, and what an earlier call of it has made, which is recomputed.
+        known: Inputs that the region holds already, and outputs of its earlier calls, which are recomputed.
     """
     return [one for one in dict.fromkeys(inputs) if one not in known]
 
@@ -35,8 +35,8 @@ def last_needed(saves: int, waits: Callable[[int], bool]) -> int:
     """Return the save at which a recompute may stop: the last one that a backward waits for, -1 if none. See Rule 5.
 
     Args:
-        saves: How many there are in the region, in the order of its forward.
-        waits: Whether a backward will ask for the save of this number, and it has to be recomputed.
+        saves: The number of saves in the region; saves are numbered in the order of its forward.
+        waits: Whether a backward will ask for the save of this number, and the save has to be recomputed.
     """
     for number in range(saves - 1, -1, -1):
         if waits(number):
@@ -45,21 +45,21 @@ def last_needed(saves: int, waits: Callable[[int], bool]) -> int:
 
 
 def last_uses(takes: Iterable[Iterable[K]], first: int = 0) -> dict[K, int]:
-    """Return for all that the calls of a region take the last call that takes it. See Rule 4.
+    """Return for each input of a region's calls the last call that takes it. See Rule 4.
 
     Args:
-        takes: What each of the calls takes.
-        first: The number of the first one.
+        takes: The inputs of each call.
+        first: The number of the first call.
     """
     return {one: number for number, taken in enumerate(takes, first) for one in taken}
 
 
 def ended(links: Iterable[K], last_use: Mapping[K, int], number: int) -> list[K]:
-    """Return which links of a recompute go when a call has run: what no later call takes. See Rule 4.
+    """Return the links of a recompute that are dropped after a call: those that no later call takes. See Rule 4.
 
     Args:
-        links: What calls were given and have made so far.
-        last_use: As `last_uses` has it.
-        number: Of the call.
+        links: Inputs and outputs of the calls so far.
+        last_use: The result of `last_uses`.
+        number: The number of the call.
     """
     return [one for one in links if last_use.get(one, -1) <= number]

@@ -1,16 +1,16 @@
 """Several calls as one region, and regions inside regions, while the parent's code stays as it is.
 
-A `Scope` says for each call that is made while it is open in which regions the call runs, outermost first. The calls
-of one region enter it one by one: an input that is an output of an earlier call of the run, by identity and version, is
-recomputed; every other input is held. So the code between the calls (glue) is never run twice and needs no change, and
-a call that cannot be linked is simply not linked.
+While a `Scope` is open, it says for each call in which regions the call runs, outermost first. The calls of one region
+enter it one by one: an input that is an output of an earlier call of the run, by identity and version, is recomputed;
+every other input is held. So the code between the calls (glue) never runs twice and needs no change, and a call that
+cannot be linked is simply not linked.
 
     h = layer3(x)      region R: call 0, holds x
     h = layer4(h)      region R: call 1, its input is output 0 of call 0: linked, nothing held
     h = h + skip       glue: runs once, saves outside of R
     h = layer5(h)      region R: call 2, holds h
 
-Missing on purpose: glue inside regions. It belongs to the parent's forward, of which no part can be run alone.
+Missing on purpose: glue inside regions. It belongs to the parent's forward, and no part of that can run alone.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class RegionPlace:
     Attributes:
         calls: The number of calls that run in it.
         name: The words for it in messages.
-        first: The first of the units that it covers, for whoever made the scope.
+        first: The first of the units that it covers, for the code that made the scope.
         last: The last of them.
         settings: How it behaves, if not as the scope says.
     """
@@ -58,9 +58,9 @@ class RegionPlace:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CallDecision:
-    """What becomes of one call: the regions around it, outermost first, the scope for the calls inside it, its stop.
+    """The decision on one call: the regions around it, outermost first, the scope for the calls inside it, its stop.
 
-    One that `is_open` is only counted, and the calls inside it belong to the scope that it is made in.
+    A call that `is_open` is only counted, and the calls inside it belong to the scope of the call itself.
     """
 
     places: tuple[RegionPlace, ...] = ()
@@ -74,11 +74,11 @@ class Scope:
     """The choices for the calls that are made while one call runs.
 
     Attributes:
-        choices: By name of the module and the number of times that it was called before in the scope.
+        choices: By name of the module and its number of earlier calls in the scope.
         settings: How the regions behave.
-        offload_schedule: What moves into stores and back, at the calls that have a stop.
-        unmet: The names of modules of which no call was expected.
-        calls_vary: Whether other calls than those expected are no surprise.
+        offload_schedule: The transfers into stores and back, at the calls that have a stop.
+        unmet: The names of modules that no call was expected of.
+        calls_vary: Whether unexpected calls are acceptable.
     """
 
     choices: Mapping[tuple[str, int], CallDecision]
@@ -99,17 +99,17 @@ class Scope:
         return output
 
     def begun(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        """Take note that a module whose call opens the scope is called, with these arguments."""
+        """Record that a module whose call opens the scope is called, with these arguments."""
 
     def counted_elsewhere(self) -> None:
-        """Take note that its owner counts the bytes of more than the model that it is on."""
+        """Record that its owner counts other bytes in addition to those of the scope's model."""
 
     def ended(self, counts: Mapping[str, int]) -> None:
-        """Take note of how often each module that the scope has choices for was called in a run that has ended."""
+        """Record the number of calls, in a run that has ended, of each module that the scope has choices for."""
 
 
 class _Opened:
-    """One run of a scope: the regions that wait for further calls. They go with it, also when the run raises."""
+    """One run of a scope: the regions that wait for further calls. They are dropped with it, also if the run raises."""
 
     __slots__ = ("counts", "in_flight", "pack", "regions", "scope")
 
@@ -141,7 +141,7 @@ class _Opened:
         return _PLAINLY if self.is_overruled() else found
 
     def is_overruled(self) -> bool:
-        """Return whether `torch.utils.checkpoint` runs what is called. See NOTE [ Checkpoints inside a scope ]."""
+        """Return whether `torch.utils.checkpoint` runs the call. See NOTE [ Checkpoints inside a scope ]."""
         pack = _pack_hook()
         return pack is not self.pack and is_hook_of_torch_checkpoint(pack)
 
@@ -161,8 +161,8 @@ class _Opened:
 # NOTE [ Checkpoints inside a scope ]
 #
 # The code of a model that runs in a scope may itself use a checkpoint around calls that the scope has choices for. The
-# forward and the recompute of that checkpoint must make the same choices, though the scope is long closed when it is
-# recomputed:
+# forward and the recompute of that checkpoint must make the same choices, although the scope is closed long before the
+# recompute:
 #
 #   ours      remembers the counts that it began with, and opens the scope again with these. No region spans its edge:
 #             the regions of the scope are others inside of it than outside, in the forward as in the recompute.
@@ -191,7 +191,7 @@ class _Continued:
 
 
 def continued(body: Body) -> Body:
-    """Return `body` such that it sees, now and in a recompute, the scope that is open now."""
+    """Return a body that runs `body` under the scope that is open now, also in a recompute."""
     if not thread.now.scopes:
         return body
     opened = cast("_Opened", thread.now.scopes[-1])
@@ -206,7 +206,7 @@ def is_in_scope() -> bool:
 
 
 def open_choice(name: str) -> CallDecision | None:
-    """Return what the innermost open scope says of the next call of `name`; None without one."""
+    """Return the innermost open scope's choice for the next call of `name`; None without an open scope."""
     scopes = thread.now.scopes
     return cast("_Opened", scopes[-1]).choice(name) if scopes else None
 
@@ -222,7 +222,7 @@ def run_choice(
     if choice.is_open:
         return function(*args, **kwargs)
     opened = cast("_Opened", thread.now.scopes[-1])
-    # The calls inside have a scope of their own, or none: never the one that this call is made in.
+    # The inner calls have a scope of their own, or none: never the scope of this call.
     inside = partial((choice.inside or _PLAIN).run, function)
     if choice.stop is None or opened.in_flight is None:
         return _enter(choice.places, opened.regions, opened.scope.settings, inside, module, args, kwargs)
@@ -261,7 +261,7 @@ def _enter(
 class _Nested:
     """The body of a call in an outer region: the same call in its inner ones.
 
-    In the forward the inner regions are those of the open scope; in a recompute of the outer region they are new ones,
+    In the forward the inner regions belong to the open scope; in a recompute of the outer region they are new ones,
     shared by the calls of that recompute.
     """
 

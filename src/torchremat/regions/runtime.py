@@ -1,4 +1,4 @@
-"""What code that runs in a region can ask, and say."""
+"""Queries and requests for code that runs in a region."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ P = ParamSpec("P")
 def is_checkpointing() -> bool:
     """Return whether the caller runs in the forward of a region, whose saved tensors will be recomputed.
 
-    True as well in a region that is met inside a recompute. Other threads are not asked.
+    Also true in a region that is met inside a recompute. Other threads do not matter.
     """
     return bool(thread.now.calls)
 
 
 def is_recomputing() -> bool:
-    """Return whether the caller runs in a recompute. Other threads are not asked."""
+    """Return whether the caller runs in a recompute. Other threads do not matter."""
     return thread.now.recomputing > 0
 
 
 def run_once(function: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
-    """Call a function for its side effect, in the forward alone: a recompute goes past it.
+    """Call a function for its side effect, only in the forward: a recompute skips it.
 
-    What it returns is dropped, since a recompute would not have it; see `frozen` for tensors. It should not save
-    tensors for backward, as a recompute would not.
+    Its result is dropped, since a recompute would not have it; see `frozen` for tensors. It should not save tensors for
+    backward, as a recompute would not.
 
     >>> import torch
     >>> from torchremat import checkpoint
@@ -48,7 +48,7 @@ def run_once(function: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -
 
 
 def frozen(name: str, tensor: Tensor) -> Tensor:
-    """Return `tensor`; in a recompute, the one that the forward had there.
+    """Return `tensor`; in a recompute, the tensor that the forward had there.
 
     For decisions that must not be made again: the expert that a router picked, a mask, a permutation. The tensor is
     kept until the region's saved tensors are gone. Outside of a region it is returned as it is.
@@ -59,8 +59,8 @@ def frozen(name: str, tensor: Tensor) -> Tensor:
 
     Raises:
         CheckpointError: In a recompute, when the forward had frozen fewer tensors of that name.
-        MutationError: In a recompute, when the tensor was written in place in between.
-        UnsupportedError: `tensor` is no tensor.
+        MutationError: In a recompute, when the tensor was written in place since the forward.
+        UnsupportedError: `tensor` is not a tensor.
     """
     if not isinstance(tensor, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]: users are not type-checked
         raise UnsupportedError(f"frozen({name!r}, ...): a tensor is needed, got {type(tensor).__name__}.")

@@ -1,8 +1,8 @@
-"""Whom recomputed tensors belong to, and how long they stay.
+"""The owner of recomputed tensors, and how long they stay.
 
-By default each backward call is a session of its own: its recomputed tensors go when the node that unpacked them has
-run. An explicit session spans several backward calls, so that one recompute serves them all, and can start a recompute
-ahead of the gradient (Rules 4, 8 and 9).
+By default each backward call is a session of its own: its recomputed tensors are dropped when the node that unpacked
+them has run. An explicit session spans several backward calls, so that one recompute serves them all, and can start a
+recompute ahead of the gradient (Rules 4, 8 and 9).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 # the caller, but does see objects stashed in torch's own thread-local state: the engine carries those over.
 _KEY = "torchremat.session"
 
-# Sessions that are open in any thread: asking torch costs more than a region has to spare, and mostly there is none.
+# Sessions that are open in any thread: a query to torch is too slow for a region, and mostly no session is open.
 open_sessions: list[Session] = []
 
 
@@ -38,23 +38,24 @@ open_sessions: list[Session] = []
 #               weight           weight    weight
 #
 # So a node that runs in the input pass runs again if one of its edges is not followed there. The engine knows which
-# are. One case escapes: a weight that is used twice, whose pass also runs the nodes between its two uses. What was
-# dropped there is asked for again, and the region is recomputed once more; from then on nothing is dropped early.
+# edges it follows. One case escapes: a weight that is used twice, whose pass also runs the nodes between its two uses.
+# Tensors dropped there are asked for again, and the region is recomputed once more; from then on nothing is dropped
+# early.
 
 
 class Watch(Protocol):
-    """Is told of the recomputes of a session. Regions are counted in the order of the forward, -1 if not made there."""
+    """Observes a session's recomputes. Regions are numbered in the order of the forward, -1 if not made there."""
 
     def recomputing(self, number: int) -> None:
         """A region is about to be recomputed."""
         ...
 
     def recomputed(self, number: int, region: Region) -> None:
-        """It has been, and all of what was recomputed is there."""
+        """The region has been recomputed, and all recomputed tensors are in memory."""
         ...
 
     def dropped_too_early(self) -> None:
-        """An input pass has dropped what a weight pass asks for."""
+        """An input pass has dropped a tensor that a weight pass asks for."""
         ...
 
 
@@ -79,11 +80,11 @@ class Session:
     ...     one.close()
 
     Args:
-        passes: How many backward calls run each node at most. A recomputed tensor is dropped when that many have
+        passes: How many backward calls run each node at most. A recomputed tensor is dropped when that many calls have
             unpacked it; without the number, and in nodes that fewer passes run, it stays until the session closes.
-        unpacks_once: Whether a second backward through a node is an error, not a recompute.
-        serves_all: Whether no backward outside of the session follows, so that what policies have kept goes with the
-            first recompute.
+        unpacks_once: Whether a second backward through a node is an error instead of a recompute.
+        serves_all: Whether no backward outside of the session follows, so that outputs kept by policies are dropped in
+            the first recompute.
         watch: Is told of recomputes.
 
     Raises:
@@ -127,21 +128,21 @@ class Session:
 
     @property
     def recomputes_once(self) -> bool:
-        """Whether what is recomputed now serves all backward calls that are to come."""
+        """Whether a recompute now serves all later backward calls."""
         return self.serves_all or self.drops or self.passes == 1
 
     def created(self, region: Region) -> None:
         """Remember a region that was made inside the session."""
-        if not self.unpacks_once:  # such a session outlives its block, and nobody asks it to recompute ahead
+        if not self.unpacks_once:  # such a session outlives its block, and is never asked to recompute ahead
             self._created.append(ref(region))
             self._left = len(self._created)
 
     def refuses(self, region: Region, unpacked: bool) -> bool:
-        """Return whether a tensor of a region is asked for a second time, and must not be."""
+        """Return whether a tensor of a region is asked for a second time although that is an error."""
         return self.unpacks_once and unpacked and region in self._recomputed
 
     def recomputing(self, region: Region) -> None:
-        """Tell who watches that a region is about to be recomputed for the session."""
+        """Tell the watch that a region is about to be recomputed for the session."""
         if self.watch is not None:
             self.watch.recomputing(self._number(region))
 
@@ -155,7 +156,7 @@ class Session:
         return next((number for number, one in enumerate(self._created) if one() is region), -1)
 
     def recompute(self, count: int = 1) -> int:
-        """Recompute now, before any gradient is there, the last `count` regions that wait for it; return how many did.
+        """Recompute the last `count` waiting regions now, before any gradient arrives; return how many were recomputed.
 
         Regions are taken in the order in which backward will need them: the latest first. Only regions made inside the
         session are known to it.
@@ -164,7 +165,7 @@ class Session:
             UnsupportedError: Another session is active in this thread.
         """
         done = 0
-        # What a nested region takes is recomputed by those around it, and for this session too.
+        # The inputs of a nested region are recomputed by the outer regions, and for this session too.
         with nullcontext() if active_session() is self else self.active():
             while done < count and self.next_number() is not None:
                 self._left -= 1
@@ -184,10 +185,10 @@ class Session:
 
     @contextmanager
     def input_pass(self) -> Generator[None]:
-        """Let the backward calls of the block be those for a stage's inputs, which backward calls for weights follow.
+        """Treat the backward calls of the block as input passes of a stage, which weight passes follow.
 
-        A recomputed tensor is dropped here, at its last use, if the node that unpacks it leads to no weight but
-        through nodes that run here. See NOTE [ What a weight pass needs ].
+        A recomputed tensor is dropped here, at its last use, if the node that unpacks it leads to weights only through
+        nodes that run here. See NOTE [ What a weight pass needs ].
         """
         self.drops = True
         try:
@@ -196,13 +197,13 @@ class Session:
             self.drops = False
 
     def is_done_with(self) -> bool:
-        """Return whether no later backward call will run the node that runs now, as far as can be told."""
+        """Return whether no later backward call is known to run the node that runs now."""
         done = self.drops and not leads_elsewhere()
         self._has_dropped = self._has_dropped or done
         return done
 
     def dropped_too_early(self) -> bool:
-        """Return whether a tensor that is asked for again may have been dropped in an input pass; tell who watches."""
+        """Return whether a tensor that is asked for again may have been dropped in an input pass; tell the watch."""
         if not self._has_dropped:
             return False
         self._has_dropped = False
@@ -212,7 +213,7 @@ class Session:
 
     @contextmanager
     def active(self) -> Generator[Session]:
-        """Let the session serve what runs in the block: its regions belong to it, its backward calls share recomputes.
+        """Let the session serve the code in the block: its regions belong to it, its backward calls share recomputes.
 
         Raises:
             UnsupportedError: A session is active in this thread already.
@@ -246,7 +247,7 @@ def session(passes: int | None = None) -> Generator[Session]:
     """Let one recompute of each region serve every backward call inside the block, overlapping ones too.
 
     Args:
-        passes: How many backward calls run each node at most. A recomputed tensor is dropped when that many have
+        passes: How many backward calls run each node at most. A recomputed tensor is dropped when that many calls have
             unpacked it; without the number, and in nodes that fewer passes run, it stays until the block ends.
 
     Raises:

@@ -1,4 +1,4 @@
-"""How a region behaves, and who watches it."""
+"""The settings of a region, and its observer."""
 
 from __future__ import annotations
 
@@ -20,40 +20,40 @@ Check = Literal["metadata", "values", "none"]
 
 
 class Observer:
-    """Is told what happens to a region; made for the profiler. What is not overridden does nothing."""
+    """Observes the events of a region; made for the profiler. Methods that are not overridden are no-ops."""
 
     def holds(self, region: Region, call: int, places: Sequence[int]) -> None:
         """The region has begun to hold inputs of a call that is about to begin: its tensors at these places."""
 
     def looks(self, region: Region) -> None:
-        """The region is about to capture what a call will see: it copies generator states and buffers."""
+        """The region is about to capture the state that a call will see: it copies generator states and buffers."""
 
     def began(self, region: Region, call: int, tensors: list[Tensor]) -> None:
-        """It has, and the call begins to run in the region, for the first time, with these inputs."""
+        """The region has captured it, and the call begins its first run in the region, with these inputs."""
 
     def saved(self, region: Region, call: int, tensor: Tensor) -> None:
         """Autograd saves a tensor in the first run of a call; the region has a slot for it, its last one."""
 
     def settles(self, region: Region) -> None:
-        """A call has run; the region is about to drop the copies of what has not changed."""
+        """A call has run; the region is about to drop the copies of unchanged state."""
 
     def ended(self, region: Region, call: int, output: object) -> None:
-        """It has."""
+        """The region has dropped these copies, and the call has ended."""
 
     def recomputing(self, region: Region) -> None:
         """A recompute begins."""
 
     def given(self, region: Region, call: int, place: int, tensor: Tensor) -> None:
-        """A recompute has got a tensor that the region holds, for the input of a call at this place."""
+        """A recompute has got a tensor that the region holds, as the input of a call at this place."""
 
     def reruns(self, region: Region, call: int) -> None:
         """A call is about to run again in a recompute, which has its inputs."""
 
     def filled(self, region: Region, index: int, *, stops: bool) -> None:
-        """A recompute has come to the save of this number, and perhaps ends; its slot has the tensor if one waits."""
+        """A recompute has reached the save of this number, and perhaps ends; a waiting slot has its tensor now."""
 
     def returned(self, region: Region, call: int, output: object) -> None:
-        """A call has run to its end in a recompute, and has returned this."""
+        """A call has run to its end in a recompute, with this output."""
 
     def recomputed(self, region: Region) -> None:
         """A recompute has ended."""
@@ -63,7 +63,7 @@ class Observer:
 
 
 class Turns:
-    """Counts the forwards that share settings, and says whose values are checked."""
+    """Counts the forwards that share settings, and selects those with a check of values."""
 
     __slots__ = ("_count", "every")
 
@@ -72,7 +72,7 @@ class Turns:
         self._count = 0
 
     def is_next(self) -> bool:
-        """Return whether it is the turn of the forward that begins now."""
+        """Return whether the forward that begins now is selected."""
         count, self._count = self._count, self._count + 1
         return count % self.every == 0
 
@@ -82,7 +82,7 @@ class Settings:
     """How a region behaves. The options are those of `checkpointed`.
 
     Raises:
-        UnsupportedError: An option has a value that it cannot have.
+        UnsupportedError: An option has an invalid value.
     """
 
     check: Check = "metadata"
@@ -97,7 +97,7 @@ class Settings:
     decisions: dict[OpInfo, Decision] = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be honoured: users are not type-checked."""
+        """Refuse options that cannot be honoured: users are not type-checked."""
         if self.check not in get_args(Check):
             raise UnsupportedError(f"check={self.check!r}: allowed are 'metadata', 'values' and 'none'.")
         for name in ("preserve_rng", "early_stop", "debug"):
@@ -126,4 +126,4 @@ class Settings:
             )
         object.__setattr__(self, "guard", tuple(cast("Sequence[object]", guard)))
         object.__setattr__(self, "turns", Turns(self.check_every))
-        object.__setattr__(self, "decisions", {})  # by operator, where the policy goes by nothing else
+        object.__setattr__(self, "decisions", {})  # by operator, if the policy depends on nothing else

@@ -1,4 +1,4 @@
-"""What autograd holds in place of a saved tensor."""
+"""The objects that autograd holds in place of saved tensors."""
 
 from __future__ import annotations
 
@@ -25,45 +25,45 @@ if TYPE_CHECKING:
 
 
 class Served(Protocol):
-    """What a slot has of its own."""
+    """The content of a slot that keeps its tensor itself."""
 
     def get(self) -> Tensor | None:
         """Return the tensor, None if it has to be recomputed after all."""
         ...
 
 
-# Whom recomputed tensors belong to: a backward, by its number, or a session.
+# The owner of recomputed tensors: a backward, by its number, or a session.
 Key = int | Session
 
 LOST = -1  # the index of a slot whose call has raised, or whose region was abandoned
-SPENT = 0  # the index of a slot that has nothing but metadata
+SPENT = 0  # the index of a slot that has only metadata
 
 
 class Slot(Packed):
-    """What autograd holds in place of a saved tensor, and where the recomputed one waits until it is asked for.
+    """Autograd's placeholder for a saved tensor; the recomputed tensor waits here until autograd asks for it.
 
-    So that tensor is gone with the slot: who drops the graph drops what was recomputed for it. See Rule 12
+    So the tensor dies with the slot: dropping the graph drops the tensors recomputed for it. See Rule 12
     """
 
     __slots__ = ("__weakref__", "index", "others", "region", "task", "tensor", "version")
 
-    # What the slot itself has, so that it need not be recomputed: see `ServedSlot`.
+    # The content of the slot itself, which need not be recomputed: see `ServedSlot`.
     value: Served | None = None
 
     def __init__(self, region: Region, index: int) -> None:
         self.region = region
         self.index = index
-        # The backward whose tensor waits here and may be handed out as it is: the slot goes with the node that asks.
+        # The backward whose tensor waits here and may be handed out as it is: the slot dies with the node that asks.
         self.task: int | None = None
         self.tensor: Tensor
         self.version: int
-        self.others: dict[Key, tuple[Tensor, int]] | None = None  # what waits for any other backward or session
+        self.others: dict[Key, tuple[Tensor, int]] | None = None  # tensors that wait for any other backward or session
 
     def served(self, value: Served) -> ServedSlot:
-        """Return the slot that takes the place of this one, before autograd has it, and that has its tensor.
+        """Return a slot that holds its tensor, to replace this one before autograd has it.
 
         Raises:
-            UnsupportedError: It is the slot of a region that cannot have such.
+            UnsupportedError: The region of this slot does not support such slots.
         """
         if not self.region.serves:
             raise UnsupportedError(
@@ -84,7 +84,7 @@ class Slot(Packed):
         return self.task == key or (self.others is not None and key in self.others)
 
     def take(self, key: Key, *, keep: bool) -> Tensor:
-        """Return the tensor that waits for `key`; unless `keep` it no longer does.
+        """Return the tensor that waits for `key`, and remove it unless `keep`.
 
         Raises:
             MutationError: It was written in place since it was saved.
@@ -101,7 +101,7 @@ class Slot(Packed):
         return tensor
 
     def drop(self, key: Key) -> None:
-        """Drop the tensor that waits for `key`, if there is one."""
+        """Drop the tensor that waits for `key`, if any."""
         if self.task == key:
             del self.tensor
             self.task = None  # last, since another thread may put a tensor then
@@ -112,12 +112,12 @@ class Slot(Packed):
 
     @property
     def metadata(self) -> Metadata:
-        """What is known of the tensor."""
+        """The metadata of the tensor."""
         return self.region.metadata[self.index]
 
     @property
     def owners(self) -> Iterator[Owner]:
-        """The region, and whatever has its inputs: regions around it, records of a store."""
+        """The region, and all owners of its inputs: regions around it, records of a store."""
         yield self.region
         for held in self.region.inputs.held:
             if isinstance(held.kept, Packed):
@@ -129,7 +129,7 @@ class Slot(Packed):
         tensor = region.unpack(self)
         if last:
             self.drop(current_graph_task())
-            # The graph has this slot to its end, and must not have the inputs of every region for as long.
+            # The graph keeps this slot to its end, and must not keep the inputs of every region for as long.
             self.region = cast("Region", _Emptied(region.metadata[self.index]))
             self.index = SPENT
             if isinstance(self, ServedSlot):
@@ -137,12 +137,12 @@ class Slot(Packed):
         return tensor
 
     def emptied(self) -> Slot:
-        """Return a slot of the same metadata."""
+        """Return a slot with only the same metadata."""
         return Slot(cast("Region", _Emptied(self.metadata)), SPENT)
 
 
 class _Emptied:
-    """In the place of the region of a slot that has handed out its tensor for the last time."""
+    """Replaces the region of a slot that has handed out its tensor for the last time."""
 
     __slots__ = ("inputs", "metadata")
 
@@ -169,17 +169,17 @@ class ServedSlot(Slot):
 
 
 class _Gone:
-    """In the place of what a slot has had: an input pass has dropped it."""
+    """Replaces the content of a slot that an input pass has dropped."""
 
     def get(self) -> None:
-        """Return None: whoever asks all the same has it recomputed."""
+        """Return None: a later request recomputes the tensor."""
 
 
 GONE = _Gone()
 
 
 def waits(slot: Slot | None) -> bool:
-    """Return whether autograd has a slot, and its tensor has to be recomputed."""
+    """Return whether autograd holds a slot whose tensor has to be recomputed."""
     return slot is not None and slot.value is None
 
 
@@ -194,7 +194,7 @@ def written_since(region: Region, tensor: Tensor, version: int, index: int) -> M
 
 @outside_graphs
 def noted(note: Callable[[Tensor], object], pack: Pack, tensor: Tensor) -> object:
-    """Pack a tensor, and tell somebody of it."""
+    """Pack a tensor, and pass it to `note`."""
     packed = pack(tensor)
     note(tensor)
     return packed
@@ -205,7 +205,7 @@ def unpack(slot: Slot | Tensor) -> Tensor:
     """Return the tensor of a slot: the hook that autograd calls."""
     if isinstance(slot, Tensor):
         return slot  # See NOTE [ What is traced in a region ]
-    # What is recomputed already is handed out without any lock: no other node asks for it.
+    # A tensor that is recomputed already is handed out without any lock: no other node asks for it.
     if slot.task != current_graph_task() or thread.now.recomputing:
         return slot.region.unpack(slot)
     tensor = slot.tensor
@@ -216,7 +216,7 @@ def unpack(slot: Slot | Tensor) -> Tensor:
 
 @outside_graphs
 def told(note: Callable[[Region, int, Tensor], object], slot: Slot | Tensor) -> Tensor:
-    """Return the tensor of a slot after telling somebody of it."""
+    """Return the tensor of a slot after passing it to `note`."""
     if isinstance(slot, Tensor):
         return slot
     region, index, tensor = slot.region, slot.index, unpack(slot)
@@ -225,7 +225,7 @@ def told(note: Callable[[Region, int, Tensor], object], slot: Slot | Tensor) -> 
 
 
 class Unpin:
-    """Drops what a node has unpacked when the node has run in the backward that asked."""
+    """Drops the tensors that a node has unpacked when the node has run in the backward that asked."""
 
     def __init__(self, slot: Slot, key: Key) -> None:
         self.slot = ref(slot)
@@ -238,7 +238,7 @@ class Unpin:
         self.handle = node.register_hook(self)
 
     def __call__(self, *_: object) -> None:
-        """Drop it: the hook of the node."""
+        """Drop the tensors: the hook of the node."""
         if current_graph_task() != self.task:
             return  # another thread runs the same node for a backward of its own
         slot = self.slot()
@@ -249,7 +249,7 @@ class Unpin:
 
 
 def pin(slot: Slot, key: Key) -> bool:
-    """Let a tensor wait until the node that runs has run; return whether the node is one that may ask again."""
+    """Let a tensor wait until the running node has run; return whether that node may ask again."""
     node = current_node()
     if node is None or not isinstance(node, python_node):
         return False

@@ -1,16 +1,16 @@
-"""What a graph has saved already, moved into a store.
+"""Tensors that a graph has saved already, moved into a store.
 
-A graph is searched for its slots and for what its regions hold; what lies in one storage is one candidate, which is
-freed if all of it is moved and nobody else holds it. Candidates are moved in the order in which backward asks for them
-latest first.
+A search of the graph finds its slots and the inputs that its regions hold; all of these in one storage are one
+candidate, which is freed if all of it is moved and nothing else holds it. Candidates move in the order in which
+backward asks for them, latest first.
 
 NOTE [ Nothing is lost on the way ]
-Autograd empties a slot whose pack hook raises. So the store has a candidate as a whole before any of its slots is
-touched, and a pack hook hands over what is there already. And autograd checks no version where hooks are registered, so
-each tensor is unpacked before, with the check, and one that has been written stays: backward then says so as ever.
+Autograd empties a slot whose pack hook raises. So the store has the whole candidate before any of its slots is touched,
+and a pack hook only hands over the finished record. And autograd checks no version if hooks are registered, so each
+tensor is unpacked before, with the check, and a written tensor stays: backward then raises as usual.
 
-Missing on purpose: what regions have recomputed, what custom Functions keep as attributes, tensors of subclasses, and
-slots that have hooks already.
+Missing on purpose: recomputed tensors of regions, attributes of custom Functions, tensors of subclasses, and slots that
+have hooks already.
 """
 
 from __future__ import annotations
@@ -41,31 +41,31 @@ if TYPE_CHECKING:
 
     from torchremat.tensors.handles import Handle, Store
 
-_LEAST_BYTES = 1024  # what is smaller stays: a claim on it costs about as much
+_LEAST_BYTES = 1024  # smaller tensors stay: a handle costs about as much
 
 
 def spill(loss: Tensor | Sequence[Tensor], bytes: int | str | None, store: Store | None = None) -> int:
     """Free memory of a graph that exists already; return how many bytes were freed.
 
-    Saved tensors go into a store, those first that backward asks for last, and come back when it asks. Gradients stay
-    what they are, bit for bit, unless the store is one that loses bits. It may be called any number of times: after the
+    Saved tensors go into a store, in reverse order of their use in backward, and come back when backward asks for them.
+    Gradients stay the same, bit for bit, unless the store is lossy. It may be called any number of times: after the
     forward, between two backward calls of a retained graph, and while a backward runs, from a hook in its thread.
 
-    Parameters, leaves, and whatever else somebody holds beside the graph are left where they are, as copying them frees
-    nothing; so are storages below 1 KiB, subclasses of `Tensor`, and what has saved-tensor hooks already: what regions
-    recompute, what `offload` has stored. The inputs that regions hold are moved as well.
+    Parameters, leaves, and other tensors that have an owner outside the graph stay where they are, as copying them
+    frees nothing; so do storages below 1 KiB, subclasses of `Tensor`, and saved tensors with hooks already: those that
+    regions recompute or that `offload` has stored. The inputs that regions hold are moved as well.
 
     Args:
-        loss: What `backward` will be called on: a tensor, or several.
-        bytes: How much to free at least: bytes, or a size such as `"64MiB"`. None is all that can be freed.
-        store: Where the bytes go. None is `Host()` for tensors of a device, and `Disk()` for those of the host. A store
-            that writes behind, as `Disk` does, frees a tensor when it is written.
+        loss: The tensor or tensors that `backward` will be called on.
+        bytes: How much to free at least: bytes, or a size such as `"64MiB"`. None frees as much as possible.
+        store: Where the bytes go. None is `Host()` for tensors of a device, and `Disk()` for tensors of the host. A
+            store that writes behind, like `Disk`, frees a tensor when it is written.
 
     Raises:
-        BudgetError: Less can be freed, the message says how much; or `bytes` is no size. Nothing has been moved.
-        StoreError: The store has no room or failed; the message says what was freed before. The graph is as usable as
-            before.
-        UnsupportedError: `loss` is no tensor with a graph.
+        BudgetError: Less can be freed, the message says how much; or `bytes` is not a size. Nothing has been moved.
+        StoreError: The store has no room or failed; the message says how much was freed before. The graph is as usable
+            as before.
+        UnsupportedError: `loss` is not a tensor with a graph.
     """
     wanted = None if bytes is None else parse_bytes(bytes)
     roots = [loss] if isinstance(loss, Tensor) else list(loss)
@@ -96,13 +96,13 @@ def _catalog_for(device: torch.device, store: Store | None, catalogs: dict[str, 
     key = device.type if store is None else ""
     if key not in catalogs:
         target = store if store is not None else Disk() if device.type == "cpu" else Host()
-        # Sequence numbers say nothing of the order in which these will be asked for, so nothing is brought back ahead.
+        # Sequence numbers do not give the order in which backward asks for these, so nothing is prefetched.
         catalogs[key] = Catalog(_WholeStore(target), min_bytes=1, window_bytes=0)
     return catalogs[key]
 
 
 class _WholeStore:
-    """A store that takes what it is given, or raises: what it leaves where it is would not be freed."""
+    """A store that takes each tensor or raises: a tensor left in place would not be freed."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -126,12 +126,12 @@ class _InGraph:
         self.use = sequence_of(slot.node)
 
     def kept(self) -> Tensor | None:
-        """Return what is held in memory; None if that cannot be moved."""
+        """Return the tensor held in memory; None if it cannot be moved."""
         raw = self._slot.raw
         return None if raw.unpack_hook is not None else cast("Tensor | None", raw.data)
 
     def is_unwritten(self) -> bool:
-        """Return whether what is held is still what was saved. See NOTE [ Nothing is lost on the way ]."""
+        """Return whether the tensor is unchanged since it was saved. See NOTE [ Nothing is lost on the way ]."""
         tensor = self.kept()
         if tensor is None:
             return False
@@ -155,11 +155,11 @@ class _InRegion:
         self.use = -1
 
     def kept(self) -> Tensor | None:
-        """Return the alias that is held; None if that cannot be moved."""
+        """Return the held alias; None if it cannot be moved."""
         return self._held.alias()
 
     def is_unwritten(self) -> bool:
-        """Return whether it is still what the region was called with."""
+        """Return whether the input is unchanged since the region's call."""
         return self._held.alias() is not None
 
     def hand_over(self, packed: InCatalog) -> None:
@@ -168,7 +168,7 @@ class _InRegion:
 
 @dataclass
 class _Candidate:
-    """All that a graph has saved of one storage."""
+    """Everything that a graph has saved of one storage."""
 
     storage_bytes: int
     device: torch.device
@@ -179,7 +179,7 @@ class _Candidate:
 
     @property
     def use(self) -> int:
-        """When a backward asks for it first: the number of the node."""
+        """The number of the node that asks for it first in a backward."""
         return max(place.use for place in self.places)
 
     @property
@@ -206,7 +206,7 @@ class _Candidate:
 
 
 def _candidates(roots: list[Tensor]) -> list[_Candidate]:
-    """Return what is in memory, that first which a backward asks for last."""
+    """Return the candidates in memory, in reverse order of their use in a backward."""
     nodes = nodes_of(roots)
     found: dict[int, _Candidate] = {}
     for place in (*_in_graph(nodes), *_in_regions(nodes)):
@@ -239,7 +239,7 @@ def _in_graph(nodes: Iterable[Node]) -> Iterator[_InGraph]:
 
 
 def _in_regions(nodes: Iterable[Node]) -> Iterator[_InRegion]:
-    """Yield what regions hold that a graph, or a region found so, belongs to."""
+    """Yield the inputs held by the regions of a graph, and by regions found through these inputs."""
     places: dict[int, _InRegion] = {}
     for node in nodes:
         use = sequence_of(node)
@@ -257,7 +257,7 @@ def _in_regions(nodes: Iterable[Node]) -> Iterator[_InRegion]:
 
 
 def _is_held_by_others(candidate: _Candidate) -> bool:
-    """Return whether anybody but the graph and its regions holds the storage."""
+    """Return whether anything but the graph and its regions holds the storage."""
     # See NOTE [ Who else holds a tensor ]
     tensors: dict[int, tuple[list[Tensor], list[int]]] = {}
     storage: list[UntypedStorage] = []

@@ -1,4 +1,4 @@
-"""What each thread does with regions right now."""
+"""The current state of each thread around regions."""
 
 from __future__ import annotations
 
@@ -30,30 +30,30 @@ if TYPE_CHECKING:
 
 # NOTE [ In which thread a backward runs ]
 #
-# A backward that is called in a region runs the nodes of a device in a thread of autograd's own, and so does any
-# backward that is nested deeply enough. What goes on around the code that runs has to be there as well: the operators
-# of that backward are the region's, and what is a region there is one in a region. torch hands its own state of a
-# thread, such as grad mode and dispatch modes, from the thread that calls a backward to those in which it runs, and
-# with it what is stashed there under a key. So `Now` is stashed while there is something in it. Such a thread serves
-# many backwards in turn, also one in the middle of another, so what it has of its own would be that of the wrong one:
-# it looks there each time. Others have theirs at hand.
+# A backward that is called in a region runs the nodes of a device in a thread of autograd, and so does any backward
+# that is nested deeply enough. The state around the running code has to be visible there as well: the operators of that
+# backward belong to the region, and a region there is an inner region. torch copies its own thread-local state, such as
+# grad mode and dispatch modes, from the thread that calls a backward to the threads in which it runs, together with
+# objects stashed there under a key. So `Now` is stashed while it is not empty. An autograd thread serves many backwards
+# in turn, also one in the middle of another, so state of its own would belong to the wrong backward: it reads the stash
+# each time. Other threads keep their own `Now`.
 
 
 class Now:
-    """What goes on around the code that runs. A recompute begins with nothing of it. See Rule 3.
+    """The state around the running code. A recompute begins with an empty one. See Rule 3.
 
     Attributes:
-        recomputing: How many recomputes run, one inside the other.
-        calls: The calls that run for the first time, outermost first; of those that run in a recompute, the ones that
-            were made in it.
-        scopes: The scopes that are open, innermost last. Kept by `runs`.
-        carried: What is on its way in the recompute that runs, by carrier and key; None outside of recomputes.
-        selecting: Who sees the operators that run, for a policy.
-        inner: What regions that are met in a recompute take over, see NOTE [ Selective recompute ]; None for nothing.
-        plain: Whether what would become a region is called plainly. Kept by `plainly`.
-        frozen: What the call that runs again has frozen in its forward, by name.
-        moved: The generators that kept draws have moved in the recompute that runs, and the states they had before.
-        is_shared: Whether backwards that are called now have it. See NOTE [ In which thread a backward runs ].
+        recomputing: How many nested recomputes run.
+        calls: The calls in their first run, outermost first; in a recompute, only calls that were made in it.
+        scopes: The open scopes, innermost last. Kept by `runs`.
+        carried: Values in transit in the running recompute, by carrier and key; None outside of recomputes.
+        selecting: The watcher of the running operators, for a policy.
+        inner: The selections that inner regions of a recompute take over, see NOTE [ Selective recompute ]; None for
+            nothing.
+        plain: Whether calls that would become regions are plain calls. Kept by `plainly`.
+        frozen: The values that the rerunning call froze in its forward, by name.
+        moved: The generators that kept draws have moved in the running recompute, with their earlier states.
+        is_shared: Whether backwards that are called now see it. See NOTE [ In which thread a backward runs ].
     """
 
     __slots__ = (
@@ -82,7 +82,7 @@ class Now:
         self.is_shared = False
 
     def share(self) -> bool:
-        """Let backwards that are called from now on have it; return whether they had not."""
+        """Let backwards that are called from now on see it; return whether they did not see it before."""
         if self.is_shared:
             return False
         stash_in_tls(_KEY, self)
@@ -90,7 +90,7 @@ class Now:
         return True
 
     def unshare(self) -> None:
-        """Let backwards that are called from now on not have it."""
+        """Hide it from backwards that are called from now on."""
         remove_from_tls(_KEY)
         self.is_shared = False
 
@@ -103,7 +103,7 @@ class Thread(threading.local):
     """One thread.
 
     Attributes:
-        now: What goes on around the code that runs. See NOTE [ In which thread a backward runs ].
+        now: The state around the running code. See NOTE [ In which thread a backward runs ].
         on_carried: Told of each value that is put into a carrier, and when it is taken out.
     """
 
@@ -114,7 +114,7 @@ class Thread(threading.local):
             self.now = self._own
 
     def __getattr__(self, name: str) -> Now:
-        """Return what goes on in a thread of autograd's."""
+        """Return the state in a thread of autograd."""
         if name != "now":
             raise AttributeError(name)
         there = get_from_tls(_KEY) if is_in_tls(_KEY) else None
@@ -125,7 +125,7 @@ class Thread(threading.local):
         return self._own
 
     def begin(self, now: Now) -> Now:
-        """Let something else go on from here; return what went on, for `end`."""
+        """Replace the state; return the earlier one, for `end`."""
         had = self.now
         if "now" in self.__dict__:
             self.now = now
@@ -134,7 +134,7 @@ class Thread(threading.local):
         return had
 
     def end(self, had: Now) -> None:
-        """Let go on what went on before `begin`."""
+        """Restore the state from before `begin`."""
         self.now.is_shared = False
         if "now" in self.__dict__:
             self.now = had
@@ -154,9 +154,9 @@ def makes_regions() -> bool:
 
 @contextmanager
 def plainly() -> Generator[None]:
-    """Let calls that would become regions in the block be plain calls; autograd keeps what they save.
+    """Let calls that would become regions in the block be plain calls; autograd keeps their saved tensors.
 
-    For a forward whose backward follows at once. Recomputes are as ever, and compiled code keeps its regions.
+    For a forward whose backward follows at once. Recomputes are not affected, and compiled code keeps its regions.
     """
     now = thread.now
     had, now.plain = now.plain, True

@@ -1,10 +1,10 @@
 """Regions under torch.func and under forward-mode differentiation.
 
-A transform of torch.func wraps tensors for its level, and differentiates them with autograd at that level. Where a
-region runs in `grad`, `vjp` or `jacrev`, the backward that asks for its saved tensors runs before the transform ends:
-inputs, closures and parameters are wrapped as in the forward, and the region can be recomputed at that level.
+A transform of torch.func wraps tensors for its level, and differentiates them with autograd at that level. If a region
+runs in `grad`, `vjp` or `jacrev`, the backward that asks for its saved tensors runs before the transform ends: inputs,
+closures and parameters are wrapped as in the forward, and the region can be recomputed at that level.
 
-    transforms when the region ran      when it is asked        what happens
+    transforms when the region ran      in backward             result
     grad                                grad                    recomputed
     grad                                none (vjp)              recomputed in a `grad` of its own
     grad                                vmap (jacrev)           the same, with the vmap set aside
@@ -17,16 +17,16 @@ inputs, closures and parameters are wrapped as in the forward, and the region ca
     none, in a dual_level               none                    recomputed, tangents included
 
 Torch disables saved-tensor hooks in reverse-mode transforms, as hooks that compute would be called in the middle of an
-operation. Those of a region only count, so they are set there all the same, for the time of the call.
+operation. The hooks of a region only count, so they are still set there, for the time of the call.
 
 NOTE [ One level loses its graph ]
-`Tensor.detach` detaches at every level: a tangent, or what a transform further out differentiates, would be lost. So a
-tensor is detached by wrapping its inner tensor afresh, which keeps the graphs of the levels further out. These are not
-the graphs of the forward, though, so a gradient that reaches them would be summed in another order, if at all: a hook
-on each refuses it.
+`Tensor.detach` detaches at every level: a tangent, or the graph of a transform further out, would be lost. So a tensor
+is detached by wrapping its inner tensor afresh, which keeps the graphs of the levels further out. These are not the
+graphs of the forward, though, so a gradient that reaches them would be summed in another order, if at all: a hook on
+each refuses it.
 
-Missing on purpose: entering `vmap` and `jvp` again when they are over, and tensors in the closure of a function that
-is asked when its transform is over (those of modules are found).
+Missing on purpose: entering `vmap` and `jvp` again after they end, and tensors in the closure of a function whose
+backward runs after its transform has ended (tensors of modules are found).
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class _HeldAtLevel(HeldTensor):
             self._tangent = HeldTensor(tangent) if tangent is not None and tangent.requires_grad else tangent
 
     def detached(self, tensor: Tensor, requires_grad: bool) -> Tensor:
-        """Return an alias of the tensor without its graph at the level that the region is differentiated at."""
+        """Return an alias of the tensor without its graph at the region's level of differentiation."""
         if self._level < 0 and innermost_transform() is None:
             return super().detached(tensor, requires_grad)
         if self._level < 0:
@@ -94,7 +94,7 @@ class _HeldAtLevel(HeldTensor):
         return require_grad(alias) if requires_grad else alias
 
     def version_in(self, alias: Tensor) -> int:
-        """Return the version of the tensor that an alias stands for: a wrapper counts for itself alone."""
+        """Return the version of the tensor behind an alias: a wrapper counts only its own writes."""
         return version_of(_inner(alias)) if self._level >= 0 else version_of(alias)
 
     def unpack(self) -> Tensor:
@@ -111,7 +111,7 @@ class _TransformedRegion(Region):
 
     __slots__ = ("_is_dual", "_lower", "_transforms")
 
-    serves = False  # what is kept is the inside of what autograd saves at a level
+    serves = False  # kept outputs are the inner tensors of the wrappers that autograd saves at a level
 
     held_tensor = _HeldAtLevel
 
@@ -167,7 +167,7 @@ class _TransformedRegion(Region):
         return found
 
     def _recompute_again(self, key: Key | None, only: int | None, *, explains: bool) -> RegionRecompute:
-        """Recompute in a `grad` of its own, in the place of the one that is over."""
+        """Recompute in a `grad` of its own, which replaces the one that has ended."""
         level = push_grad()
         try:
             for call in self.made:
@@ -188,7 +188,7 @@ class _TransformedRegion(Region):
         if innermost_transform() is None:
             return tensor.detach()
         if _level_to_detach(tensor) < 0:
-            return tensor  # not for us: a slot of a level further out
+            return tensor  # not ours: a slot of a level further out
         return _detached(tensor, refuses=True)
 
 
@@ -202,12 +202,12 @@ def _is_reverse(transform: tuple[str, int]) -> bool:
 
 
 def _inner(tensor: Tensor) -> Tensor:
-    """Return what a wrapper wraps, whether or not its transform is over; what is no wrapper is returned."""
+    """Return the tensor in a wrapper, also after its transform has ended; return other tensors unchanged."""
     return unwrapped(tensor) if is_dead(tensor) or transform_level_of(tensor) >= 0 else tensor
 
 
 def _revived(tensor: Tensor, level: int) -> Tensor:
-    """Return a wrapper whose transform is over as one of this level."""
+    """Return a wrapper whose transform has ended as a wrapper of this level."""
     if not is_dead(tensor):
         return tensor
     alias = wrap_for_grad(_inner(tensor), level)
@@ -238,7 +238,7 @@ def _detached(tensor: Tensor, *, refuses: bool = False) -> Tensor:
 
 @contextmanager
 def _set_aside(count: int) -> Generator[None]:
-    """Let the innermost transforms not run in the block."""
+    """Suspend the innermost transforms in the block."""
     popped = [pop_transform() for _ in range(count)]
     try:
         yield

@@ -1,7 +1,7 @@
-"""The check of values: what a recompute saves must have the bits that the forward saved.
+"""The check of values: a recompute must save the same bits as the forward.
 
-On the CPU a difference is found in the recompute, before any gradient comes of it. On other devices nobody waits for
-fingerprints: they are compared when the backward has ended, and by then the gradients are written.
+On the CPU a difference is found in the recompute, before any gradient is computed from it. On other devices the host
+does not wait for fingerprints: they are compared when the backward has ended, and by then the gradients are written.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _TORCHS = str(Path(torch.__file__).parent)
 
 
 class Fingerprints:
-    """The fingerprints of what one run saves, by number of the saved tensor.
+    """The fingerprints of one run's saved tensors, by number of the tensor.
 
-    What may be written without a new version after it was saved has its fingerprint when two more tensors are saved, or
-    the run has ended: see NOTE [ What is written after it was saved ].
+    A tensor that may be written without a new version after it was saved gets its fingerprint when two more tensors are
+    saved, or the run has ended: see NOTE [ What is written after it was saved ].
     """
 
     __slots__ = ("_waiting", "count", "found")
@@ -38,7 +38,7 @@ class Fingerprints:
         self._waiting: list[tuple[int, Tensor]] = []
 
     def add(self, tensor: Tensor, *, is_fresh: bool) -> list[int]:
-        """Take the next saved tensor; return the numbers of those whose fingerprints are there now."""
+        """Take the next saved tensor; return the numbers of the tensors whose fingerprints are now known."""
         index, self.count = self.count, self.count + 1
         done = self.settle(before=index - 1)
         if _is_workspace(tensor):
@@ -50,7 +50,7 @@ class Fingerprints:
         return [*done, index]
 
     def settle(self, before: int | None = None) -> list[int]:
-        """Do the same for those that wait, all or those before a number."""
+        """Do the same for waiting tensors, all or those before a number."""
         due = [one for one in self._waiting if before is None or one[0] < before]
         if due:
             self._waiting = self._waiting[len(due) :]
@@ -67,14 +67,14 @@ class Fingerprints:
 def _is_workspace(tensor: Tensor) -> bool:
     """Return whether a kernel keeps a tensor for its own backward: a row of bytes, some of which it never writes.
 
-    Those of recurrent layers do so, of oneDNN and of cuDNN, and those of batch norm on CUDA.
+    Kernels of recurrent layers do so, in oneDNN and in cuDNN, and kernels of batch norm on CUDA.
     """
     return tensor.dtype is torch.uint8 and tensor.dim() == 1
 
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """A saved tensor whose fingerprints are still to be compared."""
+    """A saved tensor whose fingerprints have not been compared yet."""
 
     index: int
     metadata: Metadata
@@ -88,8 +88,8 @@ class ValueCheck:
 
     Args:
         name: The words for the region in messages.
-        then: Those of the forward.
-        metadata: What else is known of the saved tensors, by number.
+        then: The fingerprints of the forward.
+        metadata: The metadata of the saved tensors, by number.
     """
 
     __slots__ = ("_lines", "_metadata", "_name", "_now", "_pending", "_then")
@@ -103,12 +103,12 @@ class ValueCheck:
         self._pending: list[_Pending] = []
 
     def differs(self, tensor: Tensor, *, is_fresh: bool) -> int | None:
-        """Take the next saved tensor; return the number of one that is known to differ now, it or one before."""
+        """Take the next saved tensor; return the number of a tensor, this or earlier, now found to differ."""
         self._lines.append(_user_line() if waits(tensor) else "")
         return self._first_of(self._now.add(tensor, is_fresh=is_fresh))
 
     def differs_at_end(self) -> int | None:
-        """Return the number of one that is known to differ now that the run has ended."""
+        """Return the number of a tensor that is found to differ at the end of the run."""
         return self._first_of(self._now.settle())
 
     def _first_of(self, indices: list[int]) -> int | None:
@@ -123,7 +123,7 @@ class ValueCheck:
         return None
 
     def ended(self) -> None:
-        """Compare what is pending when the backward that runs now has ended; outside of any, at once."""
+        """Compare the pending tensors when the running backward has ended; outside of any backward, at once."""
         if not self._pending:
             return
         if current_graph_task() == -1:
@@ -132,10 +132,10 @@ class ValueCheck:
             at_end_of_backward(self.judge)
 
     def judge(self) -> None:
-        """Compare what is pending, and wait for it.
+        """Compare the pending tensors, and wait for the result.
 
         Raises:
-            CheckpointError: Something differs.
+            CheckpointError: A tensor differs.
         """
         pending, self._pending = self._pending, []
         differ = differing([one.then for one in pending], [one.now for one in pending])
@@ -159,7 +159,7 @@ def waits(tensor: Tensor) -> bool:
 
 
 def _user_line() -> str:
-    """Return where the innermost code runs that is neither torch's nor ours."""
+    """Return the position of the innermost frame that is neither torch's nor ours."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith((_OURS, _TORCHS)):
         frame = frame.f_back

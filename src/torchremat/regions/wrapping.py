@@ -37,15 +37,16 @@ def wrap(
     debug: bool = False,
     policy: Policy | None = None,
 ) -> M:
-    """Make calls of some modules of a model regions, or with `store` offloaded, and return the model.
+    """Make the calls of some modules of a model regions, or offload them with `store`, and return the model.
 
     Args:
         model: The model; only attributes of the instances named below change, see `unwrap`.
         modules: A glob over names as `named_modules()` has them (`"layers.*"` means the children of `layers`, not
             theirs: a `*` does not match a dot), a type, or a predicate of name and module.
-        every: Wrap the first of each `every` matches, in the order of `named_modules()`.
-        store: Where what autograd saves in these calls goes, instead of being recomputed; see `offload`. They share a
-            catalog: what several of them save is stored once. A compiled function is broken by such a call.
+        every: Wrap the first of every `every` matches, in the order of `named_modules()`.
+        store: The store for the saved tensors of these calls, instead of recomputing them; see `offload`. The calls
+            share a catalog: a tensor that several of them save is stored once. Such a call breaks the graph of a
+            compiled function.
         check: See `checkpointed`.
         check_every: See `checkpointed`; every module counts its own calls.
         preserve_rng: See `checkpointed`.
@@ -79,15 +80,15 @@ def wrap(
             "`guard`, `debug` and `policy` mean nothing; leave them out."
         )
     for name, module in found:
-        set_forward(module, name, offloads or replace(settings))  # each takes turns of its own
+        set_forward(module, name, offloads or replace(settings))  # each counts its own calls
     return model
 
 
 def unwrap(model: M) -> M:
-    """Give every module of a model back the forward that it had, and return the model.
+    """Restore the original forward of every module of a model, and return the model.
 
     Raises:
-        WrapError: Another library has put something around the forward of one since; nothing has changed.
+        WrapError: Another library has wrapped the forward of a module since; nothing has changed.
     """
     check_uncovered(model)
     for module in model.modules():

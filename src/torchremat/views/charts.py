@@ -1,10 +1,10 @@
-"""What the figures of plotly.js have in common. They are plain data, which the page draws.
+"""The common part of the plotly.js figures. Figures are plain data, which the page draws.
 
-Why plotly: it zooms, hovers, links and draws trees by data alone; its JavaScript is one file that works without a
+Why plotly: it zooms, hovers, links and draws trees from data alone; its JavaScript is one file that works without a
 network, and is in its Python package, which needs two small ones. Bokeh's file is smaller, but its package brings a web
-server; Altair's needs a compiler to be written into a page.
+server; Altair needs a compiler to write a chart into a page.
 
-Colours are names of the page's palette, "@forward", since a page is light or dark when it is looked at.
+Colours are names of the page's palette, "@forward", since the viewer makes a page light or dark.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def unit_of(highest: int) -> tuple[str, int]:
 
 
 def layout_of(**more: object) -> Figure:
-    """Return what all figures have in common, with `more`; a dict of it is added to what there is."""
+    """Return the common layout of all figures, with `more`; a dict in `more` is merged into an existing one."""
     axis: Figure = {
         "gridcolor": "@grid",
         "linecolor": "@faint",

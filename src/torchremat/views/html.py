@@ -13,11 +13,11 @@ from torchremat.errors import UnsupportedError
 from torchremat.views.page import Fact, Page, Table, TableCell, TableRow
 
 _MOST_ROWS = 40  # in a notebook
-_LONGEST_VALUE = 32  # what is longer is no number but a sentence
+_LONGEST_VALUE = 32  # a longer value is a sentence, not a number
 
 
 def write_page(page: Page, path: str | Path) -> None:
-    """Write a page into one file, with all that it needs: opened in a browser, it asks no network.
+    """Write a page into one self-contained file: a browser opens it without network requests.
 
     Raises:
         UnsupportedError: plotly is not installed.
@@ -38,7 +38,7 @@ def write_page(page: Page, path: str | Path) -> None:
             for place, one in enumerate(page.charts)
         ),
         "tables": "\n".join(map(_table, page.tables)),
-        # In a script "</" would end it, and "<!--" hide what follows.
+        # "</" would end the script, and "<!--" would hide the rest.
         "data": json.dumps(charts, allow_nan=False).replace("<", "\\u003c"),
         "library": library(),
         "script": _resource("page.js"),
@@ -48,12 +48,12 @@ def write_page(page: Page, path: str | Path) -> None:
 
 
 def check_pages() -> None:
-    """Raise an UnsupportedError where no page could be written, before there is anything to write."""
+    """Raise an UnsupportedError if no page could be written, before any content exists."""
     _library()
 
 
 def _library() -> Callable[[], str]:
-    """Return what returns the code of plotly.js."""
+    """Return the function that returns the code of plotly.js."""
     try:
         from plotly.offline import get_plotlyjs
     except ImportError as error:
@@ -115,7 +115,7 @@ def _cell(cell: TableCell, is_number: bool, share: float | None) -> str:
 
 
 def _numbers(table: Table) -> list[bool]:
-    """Return of each column whether it has numbers."""
+    """Return for each column whether it has numbers."""
     return [any(row.cells[place].order is not None for row in table.rows) for place in range(len(table.columns))]
 
 

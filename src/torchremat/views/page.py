@@ -10,7 +10,7 @@ from torchremat.tensors.sizes import format_bytes
 
 @dataclass(frozen=True, kw_only=True)
 class Fact:
-    """One line of the summary: what it is, the number, and a note."""
+    """One line of the summary: a label, a number, and a note."""
 
     name: str
     value: str
@@ -19,7 +19,7 @@ class Fact:
 
 @dataclass(frozen=True)
 class TableCell:
-    """What a cell shows, and what it is sorted by; text is sorted by itself, and has no `order`."""
+    """The text and the sort key of a cell; text is sorted by itself, and has no `order`."""
 
     text: str
     order: float | None = None
@@ -40,8 +40,8 @@ class Table:
 
     Attributes:
         title: Its heading.
-        columns: Their headings.
-        rows: As long as `columns` each.
+        columns: The headings of the columns.
+        rows: The rows, each as long as `columns`.
         note: A sentence below the heading.
     """
 
@@ -58,7 +58,7 @@ class Chart:
     Attributes:
         title: Its heading.
         figure: `data` and `layout`. Text like "@forward" stands for a colour of the page's palette.
-        spans: Where in it each row of the tables is, as pairs of x.
+        spans: The position of each table row in the figure, as pairs of x.
         note: A sentence below the heading.
         height: In pixels.
     """
@@ -72,10 +72,10 @@ class Chart:
 
 @dataclass(frozen=True, kw_only=True)
 class Page:
-    """What there is to see of one thing.
+    """The view of one object.
 
     Attributes:
-        title: What it is.
+        title: The name of the object.
         facts: The summary.
         charts: The charts.
         tables: The tables.

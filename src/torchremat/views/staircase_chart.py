@@ -21,10 +21,10 @@ def staircase_chart(
     """Return peak against time; the key of each point is its number.
 
     Args:
-        peak_bytes: Of the points.
-        slowdowns: Of the points.
-        says: What is told of each.
-        marks: What is written beside some of them.
+        peak_bytes: The peak of each point.
+        slowdowns: The slowdown of each point.
+        says: The hover text of each point.
+        marks: Labels next to some of the points.
         title: Of the chart.
         note: Of the chart.
     """

@@ -1,4 +1,4 @@
-"""A step as a figure: the curve of its bytes in the colours of what runs, and rows of slices below."""
+"""A step as a figure: the curve of its bytes in the colours of the running phases, and rows of slices below."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torchremat.views.page import Chart
 from torchremat.views.steps import CurvePoint, Kind, Slice, Step
 
 _PHASES = ("forward", "recompute", "backward")
-_MOST_OUTLINED, _MOST_NAMED = 120, 400  # slices of a row: of more, outlines would be all there is to see
+_MOST_OUTLINED, _MOST_NAMED = 120, 400  # slices of a row: with more, only outlines would be visible
 _ROW_PIXELS, _CURVE_PIXELS, _MARGIN_PIXELS = 26, 360, 120
 
-# A browser draws so many points without a pause. Of more, the page keeps each one that is to be seen: of equal
-# stretches of the curve the first, the lowest, the highest and the last.
+# A browser draws this many points without a pause. Of more, the page keeps every visible one: the first, the lowest,
+# the highest and the last of equal stretches of the curve.
 MOST_POINTS = 24_000
 
 
@@ -25,7 +25,7 @@ def step_chart(step: Step, *, beside: Sequence[Step] = (), title: str, note: str
 
     Args:
         step: The step.
-        beside: Others, on the same axes.
+        beside: Other steps, on the same axes.
         title: Of the chart.
         note: Of the chart.
     """
@@ -74,15 +74,15 @@ def step_chart(step: Step, *, beside: Sequence[Step] = (), title: str, note: str
     )
     spans: dict[str, list[tuple[float, float]]] = {}
     for one in step.slices:
-        if one.key and one.kind == "module":  # a region is more than the row that it is found by
+        if one.key and one.kind == "module":  # a region is more than the row with its key
             spans.setdefault(one.key, []).append((one.starts_s * scale, one.ends_s * scale))
     return Chart(title=title, figure={"data": data, "layout": layout}, spans=spans, note=note, height=height)
 
 
 def thinned(moments: Sequence[CurvePoint], most: int = MOST_POINTS) -> list[CurvePoint]:
-    """Return about so many of the moments: of equal stretches the first, the lowest, the highest and the last.
+    """Return about `most` points: the first, the lowest, the highest and the last of equal stretches.
 
-    Where the phase changes nothing is left out, so there may be a few more.
+    No point at a change of phase is left out, so the result may have a few more.
     """
     if len(moments) <= most:
         return [*moments]
@@ -231,7 +231,7 @@ def _peak_notes(step: Step, scale: float, size: int) -> list[Figure]:
 
 
 def _bars(row: str, slices: Sequence[Slice], scale: float) -> Figure:
-    """Return one row of slices below the curve; of neighbours that would have one colour, each second is paler."""
+    """Return one row of slices below the curve; every second of neighbours with the same colour is paler."""
     return {
         "type": "bar",
         "orientation": "h",

@@ -1,4 +1,4 @@
-"""A step over time, as charts and traces show it: the bytes at each moment, and slices of what runs."""
+"""A step over time, as charts and traces show it: the bytes at each point in time, and slices of running code."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class CurvePoint:
 
     Attributes:
         seconds: Since the start of the step.
-        live_bytes: What lay there before the step included.
-        phase: What runs from here on.
-        says: What is told of it, in lines.
+        live_bytes: Live bytes, including those from before the step.
+        phase: The phase from here on.
+        says: The hover text of it, in lines.
         key: The row of the table that it belongs to.
     """
 
@@ -31,11 +31,11 @@ class CurvePoint:
 
 @dataclass(frozen=True, kw_only=True)
 class Slice:
-    """A stretch of time in which something runs, or waits.
+    """A time span in which something runs, or waits.
 
     Attributes:
         row: The row that it is drawn in.
-        name: What it is.
+        name: The name of the slice.
         starts_s: Since the start of the step.
         ends_s: The same.
         kind: Which colour it has.
@@ -57,12 +57,12 @@ class Step:
     """A step, measured or predicted.
 
     Attributes:
-        name: What it is called.
-        moments: In order of time.
-        slices: Those of one row do not overlap.
-        jumps: Whether the bytes stay until the next moment, as they do where each change was seen.
-        before_bytes: What lay there before the step.
-        budget_bytes: None if there is none.
+        name: The name of the step.
+        moments: The points of the curve, in order of time.
+        slices: The slices; slices of one row do not overlap.
+        jumps: Whether the bytes are constant until the next point, which is so if every change was recorded.
+        before_bytes: The bytes that were live before the step.
+        budget_bytes: The budget, None without one.
     """
 
     name: str
@@ -74,12 +74,12 @@ class Step:
 
     @property
     def peak(self) -> CurvePoint | None:
-        """The first of the highest moments."""
+        """The first of the highest points."""
         return max(self.moments, key=lambda one: one.live_bytes, default=None)
 
     @property
     def ends_s(self) -> float:
-        """When the last moment is."""
+        """The time of the last point."""
         return self.moments[-1].seconds if self.moments else 0.0
 
 
@@ -89,10 +89,10 @@ def phases_of(moments: Sequence[CurvePoint]) -> tuple[Slice, ...]:
 
 
 def runs(told: Iterable[tuple[float, str, Kind, str]], *, row: str = "phase") -> tuple[Slice, ...]:
-    """Return a slice for each stretch of moments with the same name and kind.
+    """Return a slice for each run of points with the same name and kind.
 
     Args:
-        told: Of each moment its seconds, name, kind and key; what has no name makes no slice.
+        told: The seconds, name, kind and key of each point; points without a name make no slice.
         row: The row of the slices.
     """
     found: list[Slice] = []

@@ -16,7 +16,7 @@ def tree_chart(sizes: Mapping[str, int], *, root: str, title: str, note: str = "
     """Return bytes by dotted name as a tree of boxes: the box of a name lies in those of its parents.
 
     Args:
-        sizes: Of each name itself, without what lies below it.
+        sizes: The bytes of each name itself, without the names below it.
         root: The name of the outermost box.
         title: Of the chart.
         note: Of the chart.
@@ -31,7 +31,7 @@ def tree_chart(sizes: Mapping[str, int], *, root: str, title: str, note: str = "
         for end in range(len(parts) + 1):
             totals[".".join(parts[:end])] += size
     leaves = names.keys() - {name.rpartition(".")[0] for name in names}
-    # Bytes of a name itself, beside those below it, would be an empty place in its box: they are one as well.
+    # Bytes of a name itself, in addition to the names below it, would be an empty space in its box: they get a box too.
     own = {f"{name or root}\n": name for name, size in sizes.items() if size and name not in leaves}
     shown = [(escape(name or root), totals[name], name) for name in names]
     shown += [(f"{escape(name or root)}, {_REST}", sizes[name], name) for name in own.values()]

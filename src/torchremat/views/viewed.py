@@ -1,4 +1,4 @@
-"""What objects have that can be looked at outside of Python: a page, and for those over time a trace."""
+"""The methods of objects with views outside of Python: a page, and for steps over time a trace."""
 
 from __future__ import annotations
 

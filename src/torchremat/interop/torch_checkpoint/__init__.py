@@ -3,12 +3,12 @@
     - from torch.utils.checkpoint import checkpoint
     + from torchremat.interop.torch_checkpoint import checkpoint
 
-Signatures, warnings and messages are torch's; what raises is torch's `CheckpointError` or one of its subclasses.
-Whatever has nothing to do with how a region runs is torch's own object, so that `is` and `isinstance` agree on both
-sides and the context managers switch both. PyTorch 1.0's form works as well: the module-wide switch
-`preserve_rng_state`, and `checkpoint_sequential` with several inputs.
+Signatures, warnings and messages are torch's; errors are torch's `CheckpointError` or one of its subclasses. Every
+object that does not affect how a region runs is torch's own, so that `is` and `isinstance` agree on both sides and the
+context managers switch both. PyTorch 1.0's form works as well: the module-wide switch `preserve_rng_state`, and
+`checkpoint_sequential` with several inputs.
 
-What is different on purpose: docs/migration.md.
+Intended differences: docs/migration.md.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ __all__ = [
     "GraphExecGroup",
 ]
 
-# PyTorch 1.0's switch for the whole module: what `checkpoint` does that is not told `preserve_rng_state=`.
+# PyTorch 1.0's switch for the whole module: the default of `preserve_rng_state=` in `checkpoint`.
 preserve_rng_state = True
 
 _CHECKS: dict[str, Check] = {"default": "metadata", "none": "none"}
@@ -96,25 +96,26 @@ def checkpoint(
 ) -> Any:
     """Return `function(*args, **kwargs)`, recomputed in backward: `torch.utils.checkpoint.checkpoint`.
 
-    It takes what that of torch 2.14 takes, under older versions as well.
+    It takes the arguments of torch 2.14, under older versions as well.
 
     Args:
         function: Any callable. Without it a decorator is returned.
         args: Its positional arguments.
-        use_reentrant: True for a reentrant region, see `torchremat.regions.reentrant`; False for one of
-            `torchremat.checkpoint`'s. Without it, a warning and True.
+        use_reentrant: True for a reentrant region, see `torchremat.regions.reentrant`; False for a region of
+            `torchremat.checkpoint`. If not given, a warning and True.
         preserve_rng_state: Whether a recompute draws the random numbers of its forward. None for PyTorch 1.0's switch
             of the module, which is on.
         context_fn: Returns two context managers, for the forward and for each recompute.
         determinism_check: `"default"` or `"none"`: `check="metadata"` or `check="none"` of `checkpointed`.
         debug: Whether messages about a difference have the logs of both runs.
         early_stop: Whether a recompute ends at the last tensor that is needed.
-        respect_saved_tensors_hooks: Whether what a policy keeps goes through the saved-tensor hooks around the region,
-            as through `save_on_cpu`. None for no, and a `FutureWarning` if there are any.
+        respect_saved_tensors_hooks: Whether outputs kept by a policy go through the saved-tensor hooks around the
+            region, for example `save_on_cpu`. None for no, and a `FutureWarning` if any are active.
         kwargs: Keyword arguments of `function`.
 
     Raises:
-        ValueError: An option has another value, or `use_reentrant=True` is asked for what it cannot do.
+        ValueError: An option has an invalid value, or `use_reentrant=True` is combined with an option that it does not
+            support.
         UnsupportedError: `respect_saved_tensors_hooks=True`, and the policy is one of torch's own contexts.
     """
     if function is None and not args:
@@ -155,7 +156,7 @@ def checkpoint(
             )
         return _run_reentrant(function, preserve, args)
     if context_fn is not noop_context_fn and is_recording():
-        # The contexts mark what is recorded, for torch's own partitioner.
+        # The contexts mark the recorded operators, for torch's own partitioner.
         return _torch_checkpoint(
             function,
             *args,
@@ -216,7 +217,7 @@ _TORCH_RESPECTS = "respect_saved_tensors_hooks" in inspect.signature(_torch_chec
 
 
 def _in_graph() -> Callable[..., Any]:
-    """Return what dynamo takes for torch's own operator, or, where nobody traces bytecode, torch's function."""
+    """Return the function that dynamo takes for torch's own operator, or torch's function if no bytecode is traced."""
     return torch_checkpoint.checkpoint if torch.compiler.is_dynamo_compiling() else _torch_checkpoint
 
 
@@ -250,7 +251,7 @@ def _run(
         return function(*args, **kwargs)
     roots = (function,)
     while type(function) is partial and not _has_placeholders(held := cast("partial[object]", function)):
-        # What a partial holds is given to the function as much as what comes with the call: its tensors are inputs.
+        # The arguments that a partial holds reach the function like arguments of the call: their tensors are inputs.
         args, kwargs, function = (*held.args, *args), {**held.keywords, **kwargs}, held.func
     body = function if contexts is None else partial(run_in_contexts, function, contexts)
     return new_region(settings).call(continued(body), args, kwargs, roots)
@@ -268,11 +269,11 @@ def checkpoint_sequential(
     use_reentrant: bool | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Return what `functions`, called one after the other, make of `inputs`; all but the last segment recomputed.
+    """Return the result of `functions`, called in sequence on `inputs`; all but the last segment are recomputed.
 
-    `torch.utils.checkpoint.checkpoint_sequential`, and that of PyTorch 1.0 for several inputs. Segments are as even as
-    they can be. A tuple that one function returns goes to the next one as it is, as in `nn.Sequential`, if that one
-    takes a single argument; else, or if several inputs were given, as its arguments.
+    `torch.utils.checkpoint.checkpoint_sequential`, and the PyTorch 1.0 version for several inputs. Segments are as even
+    as possible. A tuple that one function returns goes to the next one as it is, like in `nn.Sequential`, if the next
+    one takes a single argument; else, or if several inputs were given, as its arguments.
 
     Args:
         functions: An `nn.Sequential`, or a sequence of modules and functions.
@@ -282,7 +283,7 @@ def checkpoint_sequential(
         kwargs: `preserve_rng_state`.
 
     Raises:
-        ValueError: `segments` is out of its range, or there are other keyword arguments.
+        ValueError: `segments` is out of range, or other keyword arguments are given.
     """
     if "input" in kwargs:
         if inputs:
@@ -313,7 +314,8 @@ def checkpoint_sequential(
     start = 0
     for segment in range(segments):
         end = start + size + (segment < larger)
-        # The functions one by one and the values of a tuple one by one: both are looked for among a call's arguments.
+        # Functions one by one and tuple values one by one: modules and tensors are searched for among a call's
+        # arguments.
         is_tuple = isinstance(values, tuple)
         run = partial(_run_segment, is_tuple, spread, end - start, *functions[start:end])
         arguments = cast("tuple[object, ...]", values) if is_tuple else (values,)

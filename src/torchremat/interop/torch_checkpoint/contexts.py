@@ -15,7 +15,7 @@ from torchremat.regions.decisions import Policy
 ContextFn = Callable[[], tuple[AbstractContextManager[object], AbstractContextManager[object]]]
 
 
-# What the context that torch makes of a policy is told by torch's own `checkpoint`, from 2.14 on.
+# The attribute that torch's own `checkpoint` sets on the context that torch makes of a policy, from 2.14 on.
 _RESPECTS = "respect_saved_tensors_hooks"
 _PASSED_BY = (
     "A saved_tensors_hooks context (e.g. save_on_cpu) is active around a selective activation checkpoint region. "
@@ -41,14 +41,13 @@ class Contexts:
         self._recompute = pair[1]
 
     def policy_within_hooks(self, respects: bool | None) -> Policy | None:
-        """Return the policy that they stand for, which is the region's business; None if they are any contexts.
+        """Return the policy that the contexts stand for, which the region handles; None for any other contexts.
 
         Args:
-            respects: Whether what it keeps goes through the saved-tensor hooks around the region; None if nobody has
-                said.
+            respects: Whether kept outputs go through the saved-tensor hooks around the region; None if not given.
 
         Raises:
-            UnsupportedError: It is to, and the contexts are torch's own.
+            UnsupportedError: `respects` is True, and the contexts are torch's own.
         """
         forward = cast("Any", self._forward)
         if isinstance(forward, SelectiveForward):
@@ -72,7 +71,7 @@ class Contexts:
     def run(self, body: Body, /, *args: object, **kwargs: object) -> object:
         """Run `body` in the context of the forward, the first time, or of a recompute."""
         if self._forward is None:
-            # What ends a recompute early passes through as an exception; a context that swallows it is welcome to.
+            # The early stop of a recompute passes through as an exception; a context may swallow it.
             with self._recompute:
                 return body(*args, **kwargs)
             return None
@@ -88,5 +87,5 @@ class Contexts:
 
 
 def run_in_contexts(function: Callable[..., object], contexts: Contexts, /, *args: object, **kwargs: object) -> object:
-    """Run `function` in its contexts. It comes first, for whoever looks for its name."""
+    """Run `function` in its contexts. `function` comes first, for code that looks up its name."""
     return contexts.run(function, *args, **kwargs)

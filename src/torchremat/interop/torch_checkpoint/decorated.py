@@ -14,8 +14,8 @@ class Decorated:
     """A function that is recomputed in backward wherever it is called; a method too, if it is an attribute of a class.
 
     Args:
-        checkpoint: What calls it.
-        options: The keyword arguments of that.
+        checkpoint: The function that calls it.
+        options: The keyword arguments of `checkpoint`.
         function: The function.
     """
 
@@ -28,10 +28,10 @@ class Decorated:
         functools.update_wrapper(self, function, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the function returns."""
+        """Return the function's result."""
         function = self.function
         if not kwargs.keys().isdisjoint(self.options):
-            # Here they are the function's own, whatever they are called.
+            # Here all keyword arguments belong to the function, whatever their names.
             function, kwargs = partial(function, **kwargs), {}
         return self._checkpoint(function, *args, **self.options, **kwargs)
 

@@ -14,10 +14,10 @@ class GraphExecGroup(torch_checkpoint.GraphExecGroup):
     """A region that several backward calls reach inside of one group is recomputed once.
 
     The contract is torch's: each saved tensor can be unpacked in one backward call of a group, a group that is entered
-    again goes on where it was left, and groups do not nest. `torchremat.session` asks for less. What was recomputed and
-    never unpacked goes with the group.
+    again continues, and groups do not nest. `torchremat.session` requires less. Recomputed tensors that are never
+    unpacked are dropped with the group.
 
-    Both sides see the group: regions of torch's own, in the same model, as well.
+    Both sides see the group: torch's own regions in the same model see it too.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,8 @@
-"""`respect_saved_tensors_hooks`: what a policy keeps goes through the saved-tensor hooks around the region.
+"""`respect_saved_tensors_hooks`: outputs kept by a policy go through the saved-tensor hooks around the region.
 
-Hooks are told of what autograd saves, and what a policy keeps is not that: `save_on_cpu` around a selective region
-leaves it where it is. With this option a pair of hooks is a store, and the policy keeps in it.
+Hooks see the tensors that autograd saves, and outputs kept by a policy are not among them: `save_on_cpu` around a
+selective region leaves them where they are. With this option a pair of hooks is a store, and the policy keeps outputs
+in it.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ class Hooks:
     """A pair of saved-tensor hooks, as a store.
 
     Attributes:
-        pack: Makes something of a tensor.
-        unpack: Makes the tensor of that again.
+        pack: Packs a tensor into an object.
+        unpack: Makes the tensor from that object again.
     """
 
     pack: Pack
@@ -43,13 +44,13 @@ class Hooks:
 
 @dataclass(frozen=True, slots=True)
 class _Packed:
-    """What hooks have made of a tensor.
+    """A tensor as packed by hooks.
 
     Attributes:
-        packed: That.
-        unpack: The hook that makes the tensor of it.
-        stored_bytes: The tensor's bytes; what hooks make of them nobody knows.
-        given: The tensor that they were given, as long as anybody has it.
+        packed: The packed object.
+        unpack: The hook that makes the tensor from it.
+        stored_bytes: The tensor's bytes; the size of the packed object is unknown.
+        given: The tensor that the hooks were given, as long as it is alive.
         version: Its version then.
     """
 
@@ -63,7 +64,7 @@ class _Packed:
         """Return the tensor.
 
         Raises:
-            MutationError: The hooks kept the very memory that they were given, and it was written in place since.
+            MutationError: The hooks kept the same memory that they were given, and it was written in place since.
         """
         with torch.no_grad():
             tensor = self.unpack(self.packed)
@@ -80,11 +81,11 @@ class _Packed:
         return tensor
 
     def prefetch(self) -> None:
-        """Do nothing: hooks are asked once, and answer at once."""
+        """No-op: hooks are asked once, and answer at once."""
 
 
 class IntoHooks:
-    """A policy that keeps in hooks what another one keeps; what that one puts into a store goes there.
+    """A policy that keeps in hooks the outputs that another policy keeps; outputs for a store still go to the store.
 
     Args:
         policy: The other one.
@@ -96,21 +97,21 @@ class IntoHooks:
         self._kept = stored_in(hooks)
 
     def __call__(self, ctx: OperatorContext, op: object, /, *args: Any, **kwargs: Any) -> Decision:
-        """Return what becomes of the output of `op`."""
+        """Return the decision on the output of `op`."""
         decision = decision_of(self._policy(ctx, op, *args, **kwargs), self._policy)
         return self._kept if decision is SAVE else decision
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        return getattr(self._policy, name)  # what it says of how it wants to be asked
+        return getattr(self._policy, name)  # the attributes that say how it wants to be asked
 
     def __repr__(self) -> str:
         return describe(self._policy)
 
 
 def hooks_around() -> Hooks | None:
-    """Return the saved-tensor hooks of a user that are on in this thread; those of regions are passed by."""
+    """Return the user's saved-tensor hooks that are active in this thread; hooks of regions are skipped."""
     passed: list[tuple[Pack, Unpack]] = []
     try:
         while (top := top_saved_tensor_hooks(True)) is not None:

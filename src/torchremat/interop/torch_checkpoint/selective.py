@@ -1,8 +1,8 @@
 """`create_selective_checkpoint_contexts`: a policy in the form of two context managers.
 
 `checkpoint` takes the policy out of the pair and gives it to the region. Elsewhere, in `torch.utils.checkpoint` itself
-or inside of contexts of a user's own, the pair does the same with what two contexts can know: it keeps outputs to the
-end, and what autograd saves is recomputed from them.
+or inside a user's own contexts, the pair does the same with the knowledge of two contexts: it keeps outputs to the end,
+and saved tensors are recomputed from them.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ def create_selective_checkpoint_contexts(
     Args:
         policy_fn_or_list: A function of a `SelectiveCheckpointContext`, an operator and its arguments that returns a
             `CheckpointPolicy`; or a list of `OpOverload`s to save; or one of `torchremat.policies`.
-        allow_cache_entry_mutation: Allowed anyway: what is kept and then written in place is copied before.
+        allow_cache_entry_mutation: Allowed anyway: a kept output is copied before it is written in place.
 
     Raises:
-        ValueError: The list has something else in it.
-        TypeError: It is neither a function nor a list.
+        ValueError: The list contains another object.
+        TypeError: `policy_fn_or_list` is neither a function nor a list.
     """
     if is_recording() or is_traced_with_fakes():
         # A compiler's partitioner wants torch's own marks.
@@ -79,7 +79,7 @@ class _Listed:
 
 
 class _NoModules:
-    """The modules of a block of code, which are not known."""
+    """The modules of a block of code, which are unknown."""
 
     def running(self) -> str:
         return ""
@@ -95,7 +95,7 @@ class SelectiveForward(AbstractContextManager[None]):
     """The context of the forward.
 
     Attributes:
-        policy: What it asks.
+        policy: The policy that it asks.
     """
 
     def __init__(self, policy: Policy, selection: Selection) -> None:

@@ -9,8 +9,8 @@
 
 fairscale's `Pipe` and `torch.distributed.pipeline.sync.Pipe`, which torch had until 2.3, are made of the same parts.
 
-Missing on purpose: names that torchgpipe does not document, such as its trackers, portals, workers and microbatches.
-What is different on purpose: docs/from-torchgpipe.md.
+Missing on purpose: undocumented names of torchgpipe: its trackers, portals, workers and microbatches, for example.
+Intended differences: docs/from-torchgpipe.md.
 """
 
 from torchremat.interop.torchgpipe import balance, skip

@@ -18,17 +18,17 @@ def balance_by_time(
     timeout: float = 1.0,
     device: torch.device | str | None = None,
 ) -> list[int]:
-    """Return how many layers each partition has, such that the slowest is as fast as it can be.
+    """Return how many layers each partition has, such that the slowest is as fast as possible.
 
     Args:
         partitions: 1 to the number of layers.
         module: The layers.
-        sample: What the first layer gets: a microbatch.
+        sample: The input of the first layer: a microbatch.
         timeout: Seconds for all runs together.
-        device: Where the layers run; that of the first parameter if not given.
+        device: Where the layers run; by default the device of the first parameter.
 
     Raises:
-        ValueError: There are too many partitions, or a parameter has a gradient.
+        ValueError: Too many partitions are given, or a parameter has a gradient.
     """
     _verify(partitions, module)
     return list(balances.balance_by_time(partitions, module, sample, timeout=timeout, device=device).counts)
@@ -43,7 +43,7 @@ def balance_by_size(
     param_scale: float = 2.0,
     device: torch.device | str | None = None,
 ) -> list[int]:
-    """Return how many layers each partition has, such that the largest needs as few bytes as it can.
+    """Return how many layers each partition has, such that the largest needs as few bytes as possible.
 
     Args:
         partitions: 1 to the number of layers.
@@ -51,10 +51,10 @@ def balance_by_size(
         input: A batch.
         chunks: The microbatches that it is cut into.
         param_scale: How often the bytes of parameters count: 2 to 3 for SGD, 4 to 5 for Adam.
-        device: Where the layers run, a CPU too; that of the first parameter if not given.
+        device: Where the layers run, a CPU too; by default the device of the first parameter.
 
     Raises:
-        ValueError: There are too many partitions, or a parameter has a gradient.
+        ValueError: Too many partitions are given, or a parameter has a gradient.
     """
     _verify(partitions, module)
     found = balances.balance_by_size(partitions, module, input, chunks=chunks, param_scale=param_scale, device=device)

@@ -1,4 +1,4 @@
-"""`GPipe`: a `Pipe` that takes what torchgpipe's takes, and refuses what it refuses."""
+"""`GPipe`: a `Pipe` that accepts and refuses the same arguments as torchgpipe's."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class GPipe(Pipe):
         deferred_batch_norm: Whether batch normalisation tracks the statistics of the batch, not of its microbatches.
 
     Raises:
-        TypeError: `module` is no `nn.Sequential`, or its stashes and pops do not match.
-        ValueError: A layer or parameter occurs twice, or the balance or an option is none.
-        IndexError: There are fewer devices than partitions.
+        TypeError: `module` is not an `nn.Sequential`, or its stashes and pops do not match.
+        ValueError: A layer or parameter occurs twice, or the balance or an option is invalid.
+        IndexError: Fewer devices than partitions are given.
     """
 
     def __init__(
@@ -74,8 +74,8 @@ class GPipe(Pipe):
             input: A tensor or a tuple of tensors on the first device, with the same size in their first dimension.
 
         Raises:
-            TypeError: The input, or the output of a partition, is something else.
-            PipelineError: The input cannot be cut, or the outputs of the microbatches not put together.
+            TypeError: The input, or the output of a partition, has another type.
+            PipelineError: The input cannot be cut, or the outputs of the microbatches cannot be joined.
         """
         check(input)
         return super().forward(input) if len(self.partitions) else input
@@ -102,7 +102,7 @@ class GPipe(Pipe):
 
 
 class Checkpoint(torch.autograd.Function):
-    """Marks what is recomputed with the name that torchgpipe's nodes have, which programs look for in a graph."""
+    """Marks recomputed outputs with the name of torchgpipe's nodes, which programs look for in a graph."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -120,7 +120,7 @@ def verify_module(module: nn.Sequential) -> None:
     """Check that every layer and every parameter has one partition.
 
     Raises:
-        TypeError: `module` is no `nn.Sequential`.
+        TypeError: `module` is not an `nn.Sequential`.
         ValueError: A layer occurs twice, or layers share a parameter.
     """
     if not isinstance(module, nn.Sequential):  # pyright: ignore[reportUnnecessaryIsInstance]: users are not type-checked
@@ -145,7 +145,7 @@ def check(value: object) -> None:
     """Check that a value is a tensor, or a tuple of such values.
 
     Raises:
-        TypeError: It is something else.
+        TypeError: It has another type.
     """
     if isinstance(value, tuple):
         for one in cast("tuple[object, ...]", value):

@@ -6,8 +6,8 @@
     `_step_microbatches`, `get_bwd_recv_ops`, ...    GPipe, 1F1B     Waits                    `lookahead`, `record`
     `bwd_recv_ops`, `fwd_recv_ops`                   the others      Waits                    `lookahead`, `record`
 
-All are attributes of instances. The schedule has what is attached, by them; what is attached has neither schedule nor
-stages, so that dropping a schedule drops all.
+All are attributes of instances. Through them the schedule keeps the attached objects; the attached objects keep neither
+schedule nor stages, so that dropping a schedule drops all.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ Choice = Literal["all", "in_flight"]
 
 
 class Attached:
-    """What is attached to a schedule. `attach` makes it; as a context manager it detaches at the end of the block.
+    """The attachment to a schedule. `attach` makes it; as a context manager it detaches at the end of the block.
 
     Args:
         schedule: The schedule.
         lookahead: Whether to recompute ahead of a gradient.
-        lookahead_bytes: What may be recomputed ahead at once, None for no bound.
+        lookahead_bytes: The most bytes recomputed ahead at once, None for no bound.
         checkpoint: Which microbatches run with regions.
-        record: Whether to record what runs when.
+        record: Whether to record which code runs when.
     """
 
     def __init__(
@@ -70,14 +70,14 @@ class Attached:
 
     @property
     def events(self) -> tuple[PipelineEvent, ...]:
-        """What this process has done in the last step, in the order in which it ended; empty without `record`."""
+        """The events of this process in the last step, in the order in which they ended; empty without `record`."""
         return self._recorder.events()
 
     def timeline(self) -> Timeline:
-        """Return what every stage did in the last step, and when; beside it a prediction from the times of the parts.
+        """Return the events of every stage in the last step, with a prediction from the times of the parts.
 
-        To be called by all processes of the schedule, whose clocks are compared at a barrier. Transfers are not seen,
-        only the time that a stage waits for them; the prediction takes them for free.
+        All processes of the schedule must call it; their clocks are compared at a barrier. Transfers are not seen, only
+        the time that a stage waits for them; the prediction assumes that they are free.
 
         Raises:
             UnsupportedError: `record` was not asked for.
@@ -102,16 +102,16 @@ class Attached:
         self._recorder.start()
 
     def close(self) -> None:
-        """Close all sessions, whose microbatches then recompute as if nothing were attached."""
+        """Close all sessions; their microbatches then recompute as if nothing were attached."""
         self._waits.forget()
         for stage in self._stages.values():
             stage.close()
 
     def detach(self) -> None:
-        """Leave the schedule as it was before `attach`. Detaching twice does nothing.
+        """Restore the schedule from before `attach`. Detaching twice is a no-op.
 
         Raises:
-            UnsupportedError: Somebody has replaced something of the schedule since; nothing is undone then.
+            UnsupportedError: Other code has replaced an attribute of the schedule since; nothing is undone then.
         """
         undo_all(self._patches)
         self.close()
@@ -151,23 +151,23 @@ def attach(
 ) -> Attached:
     """Give each microbatch of each stage a session of its own, and recompute ahead of gradients.
 
-    A region in a stage (`wrap`, `checkpoint`) is then recomputed once per microbatch, also where a schedule splits the
-    backward into an input and a weight part. Gradients are those without `attach`, bit for bit.
+    A region in a stage (`wrap`, `checkpoint`) is then recomputed once per microbatch, also if a schedule splits the
+    backward into an input and a weight part. Gradients are the same as without `attach`, bit for bit.
 
     Args:
         schedule: A ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B, ScheduleLoopedBFS,
             ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble or ScheduleDualPipeV.
-        lookahead: Whether to recompute while a gradient is on its way: after its receive was posted, before it is
-            waited for, last region first, until it has come.
-        lookahead_bytes: What may be recomputed ahead at once, None for no bound. Needs `lookahead`.
-        checkpoint: `"all"`: regions recompute in every microbatch. `"in_flight"`: not in those whose backward follows
-            at once, as on the last stage of 1F1B; their forward makes no regions. Not with a plan on a stage.
-        record: Whether to record what runs when, for `Attached.timeline` and `Attached.events`.
+        lookahead: Whether to recompute during the transfer of a gradient: after its receive is posted, before the wait,
+            last region first, until the gradient has arrived.
+        lookahead_bytes: The most bytes recomputed ahead at once, None for no bound. Needs `lookahead`.
+        checkpoint: `"all"`: regions recompute in every microbatch. `"in_flight"`: except in microbatches whose backward
+            follows at once, as on the last stage of 1F1B; their forward makes no regions. Not with a plan on a stage.
+        record: Whether to record which code runs when, for `Attached.timeline` and `Attached.events`.
 
     Raises:
-        UnsupportedError: A schedule of another class, or one that is attached already; an option of another value; a
-            look-ahead that would meet sharded parameters.
-        VersionError: This torch lacks a name that is reached for.
+        UnsupportedError: A schedule of another class, or one that is attached already; an invalid option; a look-ahead
+            that would meet sharded parameters.
+        VersionError: This torch lacks a name that `attach` uses.
     """
     check_flags(lookahead=lookahead, record=record)
     name = name_of(schedule)
@@ -192,10 +192,10 @@ def attach(
 
 
 def detach(schedule: object) -> None:
-    """Leave a schedule as it was before `attach`.
+    """Restore a schedule from before `attach`.
 
     Raises:
-        UnsupportedError: Nothing is attached, or somebody has replaced something since.
+        UnsupportedError: Nothing is attached, or other code has replaced an attribute since.
     """
     step = getattr(schedule, "__dict__", {}).get(STEP)
     if not isinstance(step, _Step):
@@ -204,7 +204,7 @@ def detach(schedule: object) -> None:
 
 
 def _planned(schedule: object) -> list[str]:
-    """Return what keeps microbatches from running without regions: a plan counts on all of its own."""
+    """Return the reasons why microbatches cannot run without regions: a plan needs all of its regions."""
     return [
         f"checkpoint='in_flight' with a plan on stage {stage.stage_index}: microbatches whose backward follows at once "
         "would keep more than the plan has counted; use checkpoint='all', plans of `plan_stages` leave out what a "
@@ -215,7 +215,7 @@ def _planned(schedule: object) -> list[str]:
 
 
 def _sharded(schedule: object, name: str) -> list[str]:
-    """Return what keeps a look-ahead from finding parameters gathered: the schedule has to have unsharded the stage."""
+    """Return why a look-ahead would not find parameters gathered: the schedule must have unsharded the stage."""
     problems: list[str] = []
     for stage in stages_of(schedule):
         if not any(is_managed(module) for module in stage.submod.modules()):

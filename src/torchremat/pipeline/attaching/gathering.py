@@ -1,4 +1,4 @@
-"""What all processes of a schedule have recorded, on one clock."""
+"""The records of all processes of a schedule, on one clock."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torchremat.schedules.pipelines import Order
 
 
 def gathered(recorder: Recorder, order: Order, group: object) -> Timeline:
-    """Return what all processes of a group have recorded, on one clock; each of them gets it.
+    """Return the records of all processes of a group, on one clock; each process gets them.
 
     Args:
-        recorder: What this process has taken down.
-        order: What each process runs.
+        recorder: The record of this process.
+        order: The actions of each process.
         group: The process group, None for all processes.
     """
     events = recorder.events()

@@ -1,14 +1,15 @@
-"""What is recomputed while a gradient is on its way.
+"""Recomputes during the transfer of a gradient.
 
     receive posted ── recompute region 3 ── recompute region 2 ── ... ── wait ── backward of regions 3, 2, 1, 0
                                           │
-                    stops here when the gradient has come, or when the next region would not fit in the budget
+                    stops here when the gradient has arrived, or when the next region would not fit in the budget
 
-The last region first: backward asks for it first. A region that was not reached is recomputed by the backward itself,
-so nothing is recomputed that would not have been. On CUDA a recompute is only enqueued, before the stream is told to
-wait, and the transfer is asked whether it has completed there.
+The last region comes first: backward asks for it first. The backward itself recomputes a region that was not reached,
+so no recompute is extra. On CUDA a recompute is only enqueued, before the stream is told to wait, and the check for the
+transfer's completion happens there.
 
-Missing on purpose: recomputing for the microbatch after the next one; a budget large enough for that keeps instead.
+Missing on purpose: recomputing for the microbatch after the next one; a budget large enough for that keeps tensors
+instead.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ class Lookahead:
     """Recomputes ahead, within a budget.
 
     Args:
-        budget_bytes: What may be recomputed ahead at once; None for no bound. With a bound, a region is recomputed
-            ahead once it is known what that adds, that is, after the first time it was recomputed in a backward.
+        budget_bytes: The most bytes recomputed ahead at once; None for no bound. With a bound, a region is recomputed
+            ahead once its bytes are known, that is, after its first recompute in a backward.
     """
 
     def __init__(self, budget_bytes: int | None) -> None:
         self._budget_bytes = budget_bytes
 
     def run(self, stage: SessionsOfStage, microbatch: int, works: Sequence[Work]) -> None:
-        """Recompute for the microbatch whose gradient the works bring, until it is there."""
+        """Recompute for the microbatch whose gradient the works transfer, until the gradient has arrived."""
         session = stage.get(microbatch)
         left_bytes = self._budget_bytes
         while session is not None and not all(work.is_completed() for work in works):

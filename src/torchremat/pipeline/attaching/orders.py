@@ -1,6 +1,6 @@
-"""What follows what in a schedule, and how many microbatches a stage holds.
+"""The order of a schedule's actions, and how many microbatches a stage holds.
 
-The order of a stage is a text as `F0 F1 B0 F2 B1 B2`: forward, backward (B), or its input pass (I) and weight passes
+The order of a stage is a text like `F0 F1 B0 F2 B1 B2`: forward, backward (B), or its input pass (I) and weight passes
 (W), each with its microbatch.
 """
 
@@ -20,13 +20,13 @@ _KINDS: dict[str, Kind] = {"F": "forward", "B": "backward", "I": "input", "W": "
 def in_flight(schedule: object) -> dict[int, int]:
     """Return how many microbatches each stage holds at most, from the forward to the end of the backward.
 
-    `torchremat.plan` plans one microbatch; `microbatch_budget` says what budget is left for each.
+    `torchremat.plan` plans one microbatch; `microbatch_budget` says how much budget is left for each.
 
     Args:
         schedule: One of torch.distributed.pipelining; see `attach`.
 
     Raises:
-        UnsupportedError: It is of a class that is not known.
+        UnsupportedError: Its class is unknown.
     """
     found: dict[int, int] = {}
     for order in _orders(schedule):
@@ -38,20 +38,20 @@ def in_flight(schedule: object) -> dict[int, int]:
 
 
 def microbatch_budget(budget: int | str, *, before_bytes: int, in_flight: int) -> int:
-    """Return the budget to plan one microbatch with, such that a stage which holds several stays within its own.
+    """Return the budget to plan one microbatch with, such that a stage that holds several stays within its own.
 
-    What a microbatch adds to what is there before is at most the same share for each, so that all fit together:
+    Each microbatch may add at most the same share to the bytes from before the step, so that all fit together:
 
     >>> microbatch_budget(1000, before_bytes=400, in_flight=3)
     600
 
     Args:
         budget: Peak bytes of the stage in a step: an int, or like `"6GiB"`.
-        before_bytes: What is there before the step: parameters, gradients, the optimizer's state.
-        in_flight: How many microbatches it holds at most, see the function of that name.
+        before_bytes: The live bytes before the step: parameters, gradients, the optimizer's state.
+        in_flight: How many microbatches the stage holds at most, see the function of that name.
 
     Raises:
-        BudgetError: The budget is no size, or not above what is there before.
+        BudgetError: The budget is not a size, or not above `before_bytes`.
     """
     size = parse_bytes(budget)
     if size <= before_bytes:
@@ -63,7 +63,7 @@ def microbatch_budget(budget: int | str, *, before_bytes: int, in_flight: int) -
 
 
 def order_of(schedule: object) -> Order:
-    """Return what each process runs, without recomputes."""
+    """Return the actions of each process, without recomputes."""
     return tuple(
         tuple(Action(kind=_KINDS[piece], stage=stage, microbatch=microbatch) for piece, stage, microbatch in order)
         for order in _orders(schedule)
@@ -71,7 +71,7 @@ def order_of(schedule: object) -> Order:
 
 
 def followed_at_once(schedule: object) -> set[tuple[int, int]]:
-    """Return the stages and microbatches whose backward is what the process does next after the forward.
+    """Return the stages and microbatches whose backward is the process's next action after the forward.
 
     A recompute would save nothing there: nothing else runs while the saved tensors wait.
     """
@@ -92,8 +92,8 @@ def _orders(schedule: object) -> Iterator[list[Step]]:
     if name in SINGLE:
         stages, microbatches = stages_of(schedule)[0].num_stages, microbatches_of(schedule)
         for stage in range(stages):
-            # Torch has these orders as data too, but nothing runs by them, and one is wrong: that of 1F1B's last stage
-            # has no forward of microbatch 0.
+            # Torch has these orders as data too, but nothing runs by them, and one is wrong: the order of 1F1B's last
+            # stage has no forward of microbatch 0.
             ahead = microbatches if name == "ScheduleGPipe" else min(microbatches, stages - stage)
             yield list(_single(stage, microbatches, ahead))
         return
@@ -102,7 +102,7 @@ def _orders(schedule: object) -> Iterator[list[Step]]:
 
 
 def _single(stage: int, microbatches: int, ahead: int) -> Iterator[Step]:
-    """Yield `ahead` forwards, then a backward and a forward in turn, then the backwards that are left."""
+    """Yield `ahead` forwards, then a backward and a forward in turn, then the remaining backwards."""
     for microbatch in range(ahead):
         yield "F", stage, microbatch
     for microbatch in range(microbatches):

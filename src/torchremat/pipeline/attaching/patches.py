@@ -11,12 +11,12 @@ _NOTHING = object()
 
 
 class Patch:
-    """An attribute of an instance that is replaced. The owner has the patch's value, and nobody has the owner for it.
+    """A replaced attribute of an instance. The owner keeps the patch's value; the patch keeps the owner only weakly.
 
     Args:
         owner: The object.
         name: The attribute.
-        value: What it is until `undo`.
+        value: Its value until `undo`.
         undone: Is called by `undo`.
     """
 
@@ -36,7 +36,7 @@ class Patch:
         return f"`{self._name}` of the {type(owner).__name__} was replaced since"
 
     def undo(self) -> None:
-        """Give the owner back what it had, an attribute of its own or none."""
+        """Restore the owner's earlier state: an attribute of its own or none."""
         owner = self._owner()
         if owner is None:
             return
@@ -52,7 +52,7 @@ def undo_all(patches: list[Patch]) -> None:
     """Undo patches, the last one first.
 
     Raises:
-        UnsupportedError: Somebody has replaced an attribute since; nothing is undone then.
+        UnsupportedError: Other code has replaced an attribute since; nothing is undone then.
     """
     problems = [problem for patch in patches if (problem := patch.problem()) is not None]
     if problems:

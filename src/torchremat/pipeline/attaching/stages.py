@@ -1,15 +1,15 @@
 """A session for each microbatch of a stage.
 
-    piece of a microbatch         what torch calls                             the session
+    piece of a microbatch         torch's method                               the session
     F   forward                   `forward_one_chunk`                          made
     B   whole backward            `backward_one_chunk`                         drops all as it goes; closed after it
-    I   input pass                `backward_one_chunk(full_backward=False)`    drops what no weight pass needs
+    I   input pass                `backward_one_chunk(full_backward=False)`    drops tensors that no weight pass needs
     W   weight passes             `backward_weight_one_chunk`                  closed after it
         the step ends, or raises  `step` of the schedule                       closed
 
-Some stages run all of it in one of both parts, which is a whole backward then: see `whole_part_of`.
+Some stages run everything in one of the two parts, which is then a whole backward: see `whole_part_of`.
 
-The stage has what is here, by the attributes that are replaced; nothing here has the stage.
+The stage keeps these objects, through its replaced attributes; nothing here keeps the stage.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class SessionsOfStage:
 
     Attributes:
         index: The number of the stage.
-        costs: What a recompute adds to memory, in bytes, by region in the order of the forward, once it is known.
+        costs: The bytes that a recompute adds to memory, by region in the order of the forward, once known.
 
     Args:
         stage: The stage, which is not kept.
-        recorder: Gets what runs when.
+        recorder: Records which code runs when.
         plain: The microbatches that run without regions.
         weighs: Whether `costs` are measured.
     """
@@ -53,12 +53,12 @@ class SessionsOfStage:
         self._own = {name: vars(stage).get(name) for name in (FORWARD, BACKWARD, WEIGHT)}
         self._whole = whole_part_of(stage)
         self._open: dict[int, Session] = {}
-        self._drops = True  # until a weight pass was found to need what an input pass had dropped
+        self._drops = True  # until a weight pass needs a tensor that an input pass has dropped
         self.index = stage.stage_index
         self.costs: dict[int, int] = {}
 
     def patches(self) -> list[Patch]:
-        """Replace what torch calls, for as long as the patches last."""
+        """Replace the methods that torch calls, for as long as the patches last."""
         stage = self._stage()
         pieces = {FORWARD: self._forward, BACKWARD: self._backward, WEIGHT: self._weight}
         return [Patch(stage, name, piece) for name, piece in pieces.items()]
@@ -106,7 +106,7 @@ class SessionsOfStage:
             return call(microbatch, *args, **kwargs)
         with self._recorder.event(self.index, microbatch, kind), session.active(), ExitStack() as stack:
             if kind in ("backward", self._whole):
-                session.passes = 1  # so what is recomputed, or held by a policy, goes as it is used
+                session.passes = 1  # so tensors that are recomputed, or held by a policy, are dropped at their use
             elif kind == "input" and self._drops:
                 stack.enter_context(session.input_pass())
             return call(microbatch, *args, **kwargs)
@@ -140,7 +140,7 @@ class _RecomputeWatch:
         self._running.__enter__()
 
     def recomputed(self, number: int, region: Region) -> None:
-        """Record the recompute, and what it has added to memory if it is the first of that region."""
+        """Record the recompute, and the memory that it has added if it is the first of that region."""
         sessions = self.sessions
         running, self._running = self._running, None
         if running is not None:
@@ -151,5 +151,5 @@ class _RecomputeWatch:
                 sessions.costs[number] = footprint_bytes(region, session)
 
     def dropped_too_early(self) -> None:
-        """Drop nothing early in the microbatches to come."""
+        """Drop nothing early in later microbatches."""
         self.sessions._drops = False

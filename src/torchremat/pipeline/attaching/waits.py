@@ -1,7 +1,7 @@
-"""Where a schedule waits for a transfer, and for which microbatch.
+"""The waits of a schedule for transfers, and their microbatches.
 
 GPipe and 1F1B ask the stage which receives a microbatch needs, post them, perhaps with sends, and wait in the next
-line. The other schedules keep what they have posted in a dictionary until the microbatch's turn has come.
+line. The other schedules keep posted receives in a dictionary until the microbatch's turn has come.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Waits:
 
     Args:
         stages: The sessions of each stage of this process, by number.
-        lookahead: What runs before a wait for a gradient, None for nothing.
+        lookahead: Runs before a wait for a gradient, None for nothing.
         recorder: Gets the waits.
     """
 
@@ -42,10 +42,10 @@ class Waits:
         self._stages = stages
         self._lookahead = lookahead
         self._recorder = recorder
-        self._next: tuple[Direction, int, int] | None = None  # what the next wait of a single-stage schedule is for
+        self._next: tuple[Direction, int, int] | None = None  # the target of a single-stage schedule's next wait
 
     def patches(self, schedule: object) -> list[Patch]:
-        """Replace where the schedule waits, for as long as the patches last."""
+        """Replace the code in which the schedule waits, for as long as the patches last."""
         patches: list[Patch] = []
         if name_of(schedule) in SINGLE:
             for direction, name in RECEIVES_OF_STAGE.items():
@@ -60,11 +60,11 @@ class Waits:
         return patches
 
     def forget(self) -> None:
-        """Expect nothing: a step that has raised may have posted what it did not wait for."""
+        """Expect nothing: a step that has raised may have posted receives without waiting for them."""
         self._next = None
 
     def expect(self, direction: Direction, stage: int, microbatch: int) -> None:
-        """Remember what the next wait is for."""
+        """Remember the target of the next wait."""
         self._next = direction, stage, microbatch
 
     def _wait_for_next(self, works: list[Work], wait: Callable[[list[Work]], None]) -> None:
@@ -75,7 +75,7 @@ class Waits:
             self.wait(expected, works, lambda: wait(works))
 
     def wait(self, waits_for: tuple[Direction, int, int], works: list[Work], wait: Callable[[], object]) -> None:
-        """Wait for a receive, and do meanwhile what there is to do."""
+        """Wait for a receive; before a wait for a gradient, run the look-ahead."""
         direction, stage, microbatch = waits_for
         if direction == "backward" and self._lookahead is not None:
             self._lookahead.run(self._stages[stage], microbatch, works)
@@ -84,7 +84,7 @@ class Waits:
 
 
 class _Loop:
-    """In the place of `_step_microbatches`."""
+    """Replaces `_step_microbatches`."""
 
     def __init__(self, schedule: object, loop: Callable[..., object]) -> None:
         self._schedule = ref(schedule)
@@ -96,7 +96,7 @@ class _Loop:
 
 
 class _Receives:
-    """In the place of `get_bwd_recv_ops` or `get_fwd_recv_ops`: what is asked for is waited for next."""
+    """Replaces `get_bwd_recv_ops` or `get_fwd_recv_ops`: the schedule waits next for the receives that it asks for."""
 
     def __init__(self, stage: TorchStage, name: str, direction: Direction, waits: Waits) -> None:
         self._stage = ref(stage)
@@ -116,7 +116,7 @@ class _Receives:
 
 
 class _Posted(dict[tuple[int, int], "list[Work]"]):
-    """In the place of `bwd_recv_ops` or `fwd_recv_ops`: what is taken out is about to be waited for."""
+    """Replaces `bwd_recv_ops` or `fwd_recv_ops`: the schedule is about to wait for the receives that it takes out."""
 
     def __init__(self, posted: dict[tuple[int, int], list[Work]], direction: Direction, waits: Waits) -> None:
         super().__init__(posted)
@@ -125,18 +125,18 @@ class _Posted(dict[tuple[int, int], "list[Work]"]):
         self._waits = waits
 
     def pop(self, key: tuple[int, int], *default: Any) -> Any:
-        """Return transfers that let a look-ahead in before they wait."""
+        """Return transfers that run a look-ahead before they wait."""
         found = super().pop(key, *default)
         return [_Awaited((self._direction, *key), found, self._waits)] if found else found
 
     def give_back(self) -> None:
-        """Put what is here, which is nothing unless a step has raised, where it was before."""
+        """Put the remaining receives, none unless a step has raised, back into the original dictionary."""
         self._own.clear()
         self._own.update(self)
 
 
 class _Awaited:
-    """Transfers as one, with what is to be done before they are waited for."""
+    """Several transfers as one, with the actions before the wait."""
 
     def __init__(self, waits_for: tuple[Direction, int, int], works: list[Work], waits: Waits) -> None:
         self._waits_for = waits_for

@@ -1,4 +1,4 @@
-"""How many layers each stage of a pipeline gets, from costs that are given, timed or measured in bytes."""
+"""How many layers each stage of a pipeline gets, from given, timed or measured costs."""
 
 from torchremat.pipeline.balance.division import Balance
 from torchremat.pipeline.balance.profiles import balance, balance_by_size, balance_by_time

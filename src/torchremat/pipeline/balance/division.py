@@ -1,4 +1,4 @@
-"""The result of balancing: how many layers each stage has, and what they cost. Pure data."""
+"""The result of balancing: how many layers each stage has, and their costs. Pure data."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Balance(Sequence[int]):
     Attributes:
         counts: Layers of each stage, each at least 1.
         costs: Of each layer.
-        unit: What the costs are: seconds, bytes, or numbers of the caller's.
+        unit: The unit of the costs: seconds, bytes, or the caller's own numbers.
         names: Of the layers.
     """
 
@@ -36,7 +36,7 @@ class Balance(Sequence[int]):
 
     @property
     def stage_costs(self) -> tuple[float, ...]:
-        """What each stage costs."""
+        """The cost of each stage."""
         return tuple(sum(self.costs[place] for place in stage) for stage in self.stages)
 
     @property
@@ -47,7 +47,7 @@ class Balance(Sequence[int]):
 
     @property
     def bottleneck(self) -> int:
-        """The number of the stage that costs most; the first of several."""
+        """The number of the stage with the highest cost; the first of several."""
         costs = self.stage_costs
         return costs.index(max(costs))
 

@@ -1,10 +1,10 @@
 """The layers of a model, run one by one on copies: one layer's parameters and graph are in memory at a time.
 
-A layer gets what the one before it has returned, and the skips that it pops, all cut off from the graphs they come
-from. So a model is profiled on a device which it does not fit on. For skips each layer is a stage of its own:
+A layer gets the output of the layer before it, and the skips that it pops, all detached from their graphs. So a model
+can be profiled on a device that it does not fit on. For skips each layer is a stage of its own:
 
     before ──► entered ──► ran ──► after        before, after: without a graph; skips that wait are passed on
-                                                entered: tensors that are no leaves, for one run
+                                                entered: non-leaf tensors, for one run
                                                 ran: output and stashed skips, with the layer's graph
 """
 
@@ -32,7 +32,7 @@ class _Context(Protocol):
 
 
 class Enter(torch.autograd.Function):
-    """Gives a layer its input: a tensor that is no leaf, since a layer may write to it in place, without a graph."""
+    """Gives a layer its input: a non-leaf tensor, since a layer may write to it in place, without a graph."""
 
     @staticmethod
     def forward(ctx: _Context, phony: Tensor, holder: list[Tensor]) -> Tensor:
@@ -41,7 +41,7 @@ class Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: _Context, *grads: Tensor) -> tuple[None, None]:
-        """Drop the gradient; to compute it was the layer's part."""
+        """Drop the gradient; computing it was the layer's part."""
         return None, None
 
 
@@ -50,7 +50,7 @@ _enter = cast("Callable[[Tensor, list[Tensor]], Tensor]", Enter.apply)
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Boundary:
-    """What passes from one layer to others: the value that the next one gets, and skips."""
+    """The values that pass from one layer to others: the input of the next one, and skips."""
 
     value: object
     skips: Mapping[Key, object]
@@ -58,13 +58,13 @@ class Boundary:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LayerCopy:
-    """A copy of a layer, and what it gets.
+    """A copy of a layer, and its inputs.
 
     Attributes:
         layer: The copy.
         place: The layer's place in the model.
-        layout: Where skips go.
-        before: What passes from the layers before to this one, and those after it.
+        layout: The routes of the skips.
+        before: The values that pass from earlier layers to this one, and to those after it.
     """
 
     layer: nn.Module
@@ -89,14 +89,14 @@ class LayerCopy:
         return cast("Boundary", mapped(enter, Boundary(value=self.before.value, skips=skips)))
 
     def run(self, entered: Boundary) -> Boundary:
-        """Run the layer's forward; return what comes of it, with its graph."""
+        """Run the layer's forward; return its results, with their graph."""
         tracker = CellTracker(self.layout, self.place, entered.skips)
         with use_skip_tracker(tracker):
             output = self.layer(entered.value)
         return Boundary(value=output, skips=tracker.outgoing)
 
     def after(self, ran: Boundary) -> Boundary:
-        """Return what passes to the layers after this one."""
+        """Return the values that pass to the layers after this one."""
         waiting = {key: skip for key, skip in self.before.skips.items() if not self._is_popped(key)}
         cut = cast("Boundary", mapped(_cut_off, ran))
         return Boundary(value=cut.value, skips={**waiting, **cut.skips})
@@ -108,13 +108,13 @@ class LayerCopy:
 def run_each(
     module: nn.Sequential, value: object, device: torch.device, run: Callable[[LayerCopy], tuple[T, Boundary]]
 ) -> Iterator[T]:
-    """Yield what a function says of each layer, in order.
+    """Yield a function's result for each layer, in order.
 
     Args:
         module: The layers; copies of them run, in training mode.
-        value: What the first layer gets; a copy of it.
+        value: The input of the first layer, which gets a copy of it.
         device: Where they run.
-        run: Runs a cell. Returns what is yielded, and what passes to the layers after it.
+        run: Runs a cell. Returns the value to yield, and the values that pass to the layers after it.
 
     Raises:
         SkippableError: Stashes and pops do not fit together.
@@ -127,7 +127,7 @@ def run_each(
 
     boundary = Boundary(value=mapped(move, value), skips={})
     for place, layer in enumerate(layers):
-        # Only the cell holds the copy, and nobody the cell when the next one is made.
+        # Only the cell holds the copy, and nothing holds the cell when the next one is made.
         copied = copy.deepcopy(layer).to(device).train()
         found, boundary = run(LayerCopy(layer=copied, place=place, layout=layout, before=boundary))
         del copied

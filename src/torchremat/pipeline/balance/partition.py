@@ -1,4 +1,4 @@
-"""A row of costs, cut into blocks whose most costly one costs as little as it can.
+"""A row of costs, cut into blocks so that the most costly block costs as little as possible.
 
 Missing on purpose: blocks without layers, and layers in another order.
 """
@@ -18,21 +18,21 @@ from numpy.typing import NDArray
 #
 # Costs are c_0..c_n-1, all at least 0, and p blocks are wanted, none of them empty.
 #
-#   1. The limit L is the least cost of the most costly block. Blocks that are filled from the left up to some limit are
-#      the fewest that it allows; if these are at most p, then p are possible as well, since cutting a block makes none
-#      more costly and there are at least p layers. So L is found by bisection.
-#   2. Of all partitions within L that with the least sum of squared counts is taken: equal costs get equal counts.
+#   1. The limit L is the least cost of the most costly block. Filling blocks from the left up to some limit gives the
+#      fewest blocks that it allows; if these are at most p, then p blocks are possible as well, since cutting a block
+#      makes none more costly and the row has at least p layers. So L is found by bisection.
+#   2. Of all partitions within L the one with the least sum of squared counts is taken: equal costs get equal counts.
 #   3. Of those left, the one whose first block is longest, then whose second is, and so on.
 #
-# Costs are made integers first. In floats three times 0.1 is more than 0.3, and which of two equal partitions is taken
-# would hang on where they lie in the row.
+# Costs are made integers first. In floats three times 0.1 is more than 0.3, and the choice between two equal partitions
+# would depend on their position in the row.
 #
 #   h(k, i)  the least sum of squares of k blocks over i..n-1 = min over ends j: (j - i)^2 + h(k - 1, j)
 #
-# where j reaches as far as i..j-1 costs at most L. Only those i count where enough layers are left on either side, and
-# which blocks within L can reach from both ends. And j goes no further than a block can be long: some
-# partition within L is known, with the sum of squares s. The n - d layers beside a block of d add at least
-# (n - d)^2 / (p - 1) to its d^2; if that is more than s, no better partition has such a block.
+# where j reaches as far as i..j-1 costs at most L. Only i with enough layers left on either side, and that blocks
+# within L can reach from both ends, count. And j goes no further than the longest possible block: some partition within
+# L is known, with the sum of squares s. The n - d layers outside a block of d add at least (n - d)^2 / (p - 1) to its
+# d^2; if that is more than s, no better partition has such a block.
 
 _UNREACHABLE = np.iinfo(np.int64).max // 2
 
@@ -113,7 +113,7 @@ def _starts(reach: Sequence[int], blocks: int) -> tuple[list[int], list[int]]:
 
 
 def _shared_out(reach: Sequence[int], blocks: int) -> list[int]:
-    """Return the counts of some partition within the limit: each block takes its share of what is left, if it may."""
+    """Return the counts of some partition within the limit: each block takes its share of the rest, if allowed."""
     layers = len(reach) - 1
     first, _ = _starts(reach, blocks)
     counts: list[int] = []

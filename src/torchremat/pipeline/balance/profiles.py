@@ -1,4 +1,4 @@
-"""`balance`, `balance_by_time`, `balance_by_size`: costs that are given, timed or measured, and cut into stages."""
+"""`balance`, `balance_by_time`, `balance_by_size`: given, timed or measured costs, cut into stages."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from torchremat.tensors.structure import tensors_in
 def balance(costs: Iterable[float], partitions: int) -> Balance:
     """Return how many layers each of the partitions has, so that the most costly one costs as little as it can.
 
-    No other way to cut the row does better. Of several that do as well, it is the one with the most even counts, with
+    No other way to cut the row does better. Of several equally good ones, it is the one with the most even counts, with
     more layers in the first partitions.
 
     Args:
-        costs: What each layer costs, in any unit; finite, none negative.
+        costs: The cost of each layer, in any unit; finite, none negative.
         partitions: 1 to the number of layers.
 
     Raises:
-        ScheduleError: There are fewer layers than partitions, or a cost is none.
+        ScheduleError: Fewer layers than partitions are given, or a cost is invalid.
 
     >>> print(balance([1, 2, 3, 4, 5, 6], 2))
     stage  layers  count  cost  share
@@ -67,13 +67,13 @@ def balance_by_time(
     Args:
         partitions: 1 to the number of layers.
         module: The layers, all of them without gradients.
-        sample: What the first layer gets: a microbatch, as the pipeline will cut it.
+        sample: The input of the first layer: a microbatch, as the pipeline will cut it.
         timeout: Seconds for all runs together. Each layer runs at least twice, however long that takes.
-        device: Where the copies run; that of the first parameter if not given.
+        device: Where the copies run; by default the device of the first parameter.
 
     Raises:
         StepError: One of the arguments cannot be used, or a parameter has a gradient; all problems are listed.
-        UnsupportedError: There is no such device.
+        UnsupportedError: The device does not exist.
     """
     problems = _problems_of_module(partitions, module)
     if not timeout >= 0:
@@ -94,24 +94,24 @@ def balance_by_size(
     param_scale: float = 2.0,
     device: torch.device | str | None = None,
 ) -> Balance:
-    """Return a balance of the bytes that each layer needs: what autograd keeps of a microbatch, and its parameters.
+    """Return a balance of the bytes that each layer needs: its saved tensors of a microbatch, and its parameters.
 
-    Bytes are those of storages, each once, counted where a forward of each layer has ended; what a layer shares with
-    the one before it counts there. The layers run one after the other on copies in training mode; module, input and
-    generators stay as they are.
+    Bytes are those of storages, each counted once, at the end of each layer's forward; a storage that a layer shares
+    with the one before it counts for the earlier layer. The layers run one after the other on copies in training mode;
+    module, input and generators stay as they are.
 
     Args:
         partitions: 1 to the number of layers.
         module: The layers, all of them without gradients.
-        input: What the pipeline will get: a batch.
+        input: The input of the pipeline: a batch.
         chunks: How many microbatches it will be cut into; the first one runs.
-        param_scale: How often the bytes of parameters count: themselves, their gradients, and what the optimizer has
-            for them. 2 to 3 for SGD, 4 for Adam.
-        device: Where the copies run; that of the first parameter if not given.
+        param_scale: How often the bytes of parameters count: for themselves, their gradients, and their optimizer
+            state. 2 to 3 for SGD, 4 for Adam.
+        device: Where the copies run; by default the device of the first parameter.
 
     Raises:
         StepError: One of the arguments cannot be used, or a parameter has a gradient; all problems are listed.
-        UnsupportedError: There is no such device.
+        UnsupportedError: The device does not exist.
     """
     problems = [*_problems_of_module(partitions, module), *_problems_of_chunks(chunks, input)]
     if not _is_cost(param_scale):

@@ -1,4 +1,4 @@
-"""The bytes of each layer: what autograd keeps of its forward, and its parameters."""
+"""The bytes of each layer: the saved tensors of its forward, and its parameters."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from torchremat.tensors.structure import tensors_in
 
 # NOTE [ Whose a saved storage is ]
 #
-# A storage is that of the first layer that saves it: the output of a ReLU, which the ReLU saves and the linear layer
-# behind it as well, counts for the ReLU. What the linear layer alone saves of its input is the linear layer's. So the
-# bytes of neighbours add up to those of the stage that they are in; where a stage begins with a layer whose input
-# counts for the layer before, the stage holds that much more.
+# A storage belongs to the first layer that saves it: the output of a ReLU, which the ReLU and the linear layer behind
+# it save, counts for the ReLU. An input that only the linear layer saves counts for the linear layer. So the bytes of
+# neighbours add up to the bytes of their stage; if a stage begins with a layer whose input counts for the layer before,
+# the stage holds that much more.
 
 
 def layer_bytes(module: nn.Sequential, microbatch: object, *, param_scale: float, device: torch.device) -> list[int]:
-    """Return the bytes of each layer: what autograd keeps of its forward, and its parameters times a factor.
+    """Return the bytes of each layer: the saved tensors of its forward, and its parameters times a factor.
 
-    See NOTE [ Whose a saved storage is ]. What stores have taken, and what is recomputed, takes no bytes.
+    See NOTE [ Whose a saved storage is ]. Tensors in stores, and recomputed tensors, take no bytes.
 
     Args:
         module: The layers; copies of them run, once each.
-        microbatch: What the first layer gets.
+        microbatch: The input of the first layer.
         param_scale: The factor.
         device: Where the copies run.
     """
@@ -45,7 +45,7 @@ def layer_bytes(module: nn.Sequential, microbatch: object, *, param_scale: float
 
 
 def first_microbatch(batch: object, chunks: int) -> object:
-    """Return the first of so many microbatches, which is the largest; tensors without dimensions stay whole."""
+    """Return the first of `chunks` microbatches, which is the largest; tensors without dimensions stay whole."""
 
     def cut(tensor: Tensor) -> Tensor:
         # A copy, since a view would keep the bytes of the batch.
@@ -62,14 +62,14 @@ class _Counter:
         self.counted: set[int] = set()
 
     def add(self, tensor: Tensor) -> int:
-        """Count a tensor's storages; return the bytes of those that were not counted before."""
+        """Count a tensor's storages; return the bytes of storages that were not counted before."""
         new = set(self.numbers.of(tensor)) - self.counted
         self.counted |= new
         return sum(self.numbers.sizes[number] for number in new)
 
 
 def _run(cell: LayerCopy, counter: _Counter) -> tuple[int, Boundary]:
-    """Run a layer's forward; return the bytes that autograd keeps of it, and what passes on."""
+    """Run a layer's forward; return the bytes that autograd keeps of it, and the values that pass on."""
     entered = cell.entered(copied=False)
     subject = Subject(
         step=lambda: cell.run(entered),

@@ -19,18 +19,18 @@ _IDLE_RUNS = 25
 
 
 def layer_seconds(module: nn.Sequential, sample: object, *, timeout: float, device: torch.device) -> list[float]:
-    """Return the seconds of a forward and a backward of each layer: the median of the runs that there is time for.
+    """Return the seconds of a forward and a backward of each layer: the median of the runs that time allows.
 
-    The first run of a layer is not timed, since it loads and tunes kernels; at least one other is. What it takes to
-    begin a backward does not count.
+    The first run of a layer is not timed, since it loads and tunes kernels; at least one other is. The overhead of
+    starting a backward does not count.
 
     Args:
         module: The layers; copies of them run.
-        sample: What the first layer gets.
-        timeout: Seconds for all runs together. What fast layers leave is given to those after them.
+        sample: The input of the first layer.
+        timeout: Seconds for all runs together. Time that fast layers leave goes to the layers after them.
         device: Where the copies run.
     """
-    # The generators alone are looked after: a copy has its own parameters and buffers.
+    # Only the generators are restored: a copy has its own parameters and buffers.
     with untouched(None), heap_set_aside(), torch.inference_mode(False), torch.enable_grad():
         idle_s = _idle_seconds(device)
         until = time.perf_counter() + timeout
@@ -43,14 +43,14 @@ def layer_seconds(module: nn.Sequential, sample: object, *, timeout: float, devi
 
 
 def _idle_seconds(device: torch.device) -> float:
-    """Return the seconds of a backward with nothing to do: one begins for each layer here, and for a model only one."""
+    """Return the seconds of an empty backward: here one starts for each layer, and for a model only one."""
     value = torch.ones(1, device=device, requires_grad=True)
     cell = LayerCopy(layer=nn.Identity(), place=0, layout=SkipLayout(1, {}), before=Boundary(value=value, skips={}))
     return median(_run(cell, device)[0] for _ in range(_IDLE_RUNS))
 
 
 def _timed(cell: LayerCopy, device: torch.device, timeout: float, idle_s: float) -> tuple[float, Boundary]:
-    """Run a layer until the time is up; return the median of its seconds, and what passes on."""
+    """Run a layer until the time is up; return the median of its seconds, and the values that pass on."""
     stop = time.perf_counter() + timeout
     _, after = _run(cell, device, idle_s)
     runs = [_run(cell, device, idle_s)[0]]
@@ -60,12 +60,12 @@ def _timed(cell: LayerCopy, device: torch.device, timeout: float, idle_s: float)
 
 
 def _run(cell: LayerCopy, device: torch.device, idle_s: float = 0.0) -> tuple[float, Boundary]:
-    """Run a layer forward and backward; return its seconds, and what passes on."""
+    """Run a layer forward and backward; return its seconds, and the values that pass on."""
     entered = cell.entered(copied=True)
     start = _now(device)
     ran = cell.run(entered)
     seconds = _now(device) - start
-    # What it stashes has a gradient as well.
+    # Skips that it stashes have a gradient as well.
     roots = [tensor for tensor in tensors_in(ran) if tensor.requires_grad]
     grads = [torch.ones_like(root) for root in roots]
     start = _now(device)

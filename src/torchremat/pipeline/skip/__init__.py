@@ -1,13 +1,13 @@
-"""Skips: tensors that jump over the modules between, from the one that stashes them to the one that pops them.
+"""Skips: tensors that bypass the modules between the one that stashes them and the one that pops them.
 
 In reading order:
 
-namespaces.py   rooms for names
-layouts.py      which skip goes from which stage to which
+namespaces.py   namespaces for names
+layouts.py      source and target stage of each skip
 trackers.py     where skips wait between their stash and their pop
 skippables.py   modules that stash and pop
-inspection.py   whether the stashes and pops of a model fit together, and where they go
-portals.py      how a skip gets from one stage to another, and who holds it when
+inspection.py   whether the stashes and pops of a model match, and the routes of the skips
+portals.py      how a skip gets from one stage to another, and which object holds it when
 """
 
 from torchremat.pipeline.skip.inspection import inspect_skip_layout, verify_skippables

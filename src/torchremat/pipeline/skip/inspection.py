@@ -1,4 +1,4 @@
-"""What is known of the skips in a model before it runs: whether they fit together, and where they go."""
+"""Checks of the skips in a model before it runs: whether they match, and their routes."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ class FoundSkippable:
         return repr(self.path or type(self.module).__name__)
 
 
-# Skippables that run in an order which is not known. Groups are in the order in which they run.
+# Skippables that run in an unknown order. Groups are in the order in which they run.
 Group = list[FoundSkippable]
 
 
 def groups_of(module: nn.Module, path: str = "") -> list[Group]:
     """Return the skippable modules in a module, itself included, in groups.
 
-    The children of a sequence run one after the other. In which order the children of another module run is its
-    forward's matter, so what is in such a module is one group.
+    The children of a sequence run one after the other. The forward of any other module decides the order of its
+    children, so all skippables in such a module are one group.
     """
     if isinstance(module, nn.Sequential):
         names = {id(child): name for name, child in module.named_children()}
@@ -53,16 +53,16 @@ def verify_skippables(module: nn.Module) -> None:
     """Check that each skip in a model is stashed once and then popped once.
 
     Raises:
-        SkippableError: One or more are not; the message lists all of them.
+        SkippableError: One or more skips are not; the message lists all of them.
     """
     check(groups_of(module))
 
 
 def inspect_skip_layout(partitions: Iterable[nn.Module]) -> SkipLayout:
-    """Return the routes of the skips in a model, of which each module is a stage.
+    """Return the routes of the skips in a model; each module is a stage.
 
     Raises:
-        SkippableError: Stashes and pops do not fit together.
+        SkippableError: Stashes and pops do not match.
     """
     stages = list(partitions)
     groups = [groups_of(module, str(stage)) for stage, module in enumerate(stages)]
@@ -80,7 +80,7 @@ def check(groups: Sequence[Group]) -> None:
     """Check the skippable modules of a model.
 
     Raises:
-        SkippableError: They do not fit together.
+        SkippableError: They do not match.
     """
     stashed: set[Key] = set()
     popped: set[Key] = set()

@@ -1,4 +1,4 @@
-"""Which skip goes from which stage to which, as data."""
+"""The source and target stage of each skip, as data."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ class SkipLayout:
     routes: Mapping[Key, tuple[int, int]]
 
     def copies_to(self, stage: int) -> Iterator[tuple[int, Key]]:
-        """Yield what is copied to a stage, in order: the stage it comes from, and its key."""
+        """Yield the skips that are copied to a stage, in order: source stage and key."""
         found = [(source, key) for key, (source, target) in self.routes.items() if source != target == stage]
         yield from sorted(found, key=lambda one: (one[0], order_of(one[1])))
 
     def copies_from(self, stage: int) -> Iterator[tuple[int, Key]]:
-        """Yield what is copied from a stage, in order: the stage it goes to, and its key."""
+        """Yield the skips that are copied from a stage, in order: target stage and key."""
         found = [(target, key) for key, (source, target) in self.routes.items() if stage == source != target]
         yield from sorted(found, key=lambda one: (one[0], order_of(one[1])))
 
     def requires_copy(self, namespace: Namespace | None, name: str) -> bool:
-        """Return whether a skip goes to another stage; not if it is unknown."""
+        """Return whether a skip goes to another stage; False if it is unknown."""
         source, target = self.routes.get((namespace, name), (0, 0))
         return source != target

@@ -1,4 +1,4 @@
-"""Rooms for the names of skips, so that a module can occur several times in a model."""
+"""Namespaces for the names of skips, so that a module can occur several times in a model."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from functools import total_ordering
 
 @total_ordering
 class Namespace:
-    """A room for names: skips of one name in two namespaces have nothing to do with each other.
+    """A namespace for names: skips of the same name in two namespaces are independent.
 
-    Copies, those of a pickle too, are equal. `None` stands for the namespace of those that have none, and comes first.
+    Copies, also unpickled ones, are equal. `None` is the namespace of names without one, and comes first.
     """
 
     __slots__ = ("id",)
@@ -33,12 +33,12 @@ class Namespace:
         return self.id < other.id if isinstance(other, Namespace) else NotImplemented
 
 
-# What a skip is known by: the namespace, and the name in it.
+# The key of a skip: the namespace, and the name in it.
 Key = tuple[Namespace | None, str]
 
 
 def order_of(key: Key) -> tuple[bool, str, str]:
-    """Return what to sort keys by: the namespace, None first, then the name."""
+    """Return the sort key of a key: the namespace, None first, then the name."""
     namespace, name = key
     return namespace is not None, "" if namespace is None else namespace.id.hex, name
 

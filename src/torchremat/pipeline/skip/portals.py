@@ -1,19 +1,21 @@
-"""The carriers of skips between stages: a skip goes from the stage that stashes it to the one that pops it, at once.
+"""The carriers of skips between stages: a skip goes directly from the stage that stashes it to the one that pops it.
 
-Who holds the skip of one microbatch that stage S stashes and stage T pops, each with a device of its own, and stage M
-between them. "S" and "T" mean what autograd saves in the cells, which holds the skip if their backward needs it:
+The holders of one microbatch's skip that stage S stashes and stage T pops, each with a device of its own, with stage M
+between them. "S" and "T" mean the tensors that autograd saves in the cells, which hold the skip if their backward needs
+it:
 
     event                 portal has   bytes at the source are held by   bytes at the target are held by
-    forward of S          source       portal; S, unless recomputed      nobody
-    forward of M          source       portal; S, unless recomputed      nobody
+    forward of S          source       portal; S, unless recomputed      nothing
+    forward of M          source       portal; S, unless recomputed      nothing
     copy                  copy         S, unless recomputed              portal
     forward of T          nothing      S, unless recomputed              T; its inputs, if recomputed
     recompute of T        nothing      S, unless recomputed              T; its inputs
-    backward of T, M      nothing      S, unless recomputed              nobody
-    recompute of S        nothing      S                                 nobody
-    backward of S         nothing      nobody                            nobody
+    backward of T, M      nothing      S, unless recomputed              nothing
+    recompute of S        nothing      S                                 nothing
+    backward of S         nothing      nothing                           nothing
 
-A stage between holds nothing at any time. What a recompute of S stashes goes with the recompute: it meets no portal.
+A stage between never holds anything. Skips that a recompute of S stashes are dropped with the recompute: no portal sees
+them.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ _EMPTY = object()
 
 
 class Portal:
-    """Carries one skip of one microbatch. See the table above for what it holds, and when.
+    """Carries one skip of one microbatch. The table above shows what it holds, and when.
 
     Args:
         value: The skip: any structure of tensors and other objects.
@@ -53,8 +55,8 @@ class Portal:
     def copy(self, source_stream: Stream, target_stream: Stream) -> None:
         """Copy the skip to the device of `target_stream`, as a part of the graph.
 
-        What computes on the two devices does so on their current streams: the copy waits for the one, and the other
-        for the copy. What does not require grad is copied outside of the graph.
+        The two devices compute on their current streams: the copy waits for the source's stream, and the target's
+        stream waits for the copy. Tensors that do not require grad are copied outside the graph.
 
         Raises:
             MutationError: It was written in place since.
@@ -69,7 +71,7 @@ class Portal:
         self._value = join(template, tensors)
 
     def _check(self, tensors: list[Tensor]) -> None:
-        # On one device the stages between may have what shares its memory, and their write is not in its graph.
+        # On one device the stages between may have aliases of it, and their writes are not in its graph.
         for then, tensor in zip(self._versions, tensors, strict=True):
             if version_of(tensor) != then:
                 raise MutationError(
@@ -80,7 +82,7 @@ class Portal:
                 )
 
     def take(self) -> object:
-        """Return the skip, which the portal does not hold any longer.
+        """Return the skip, and release it from the portal.
 
         Raises:
             SkipError: It has been taken before.
@@ -98,7 +100,7 @@ class PortalTracker:
     """The portals of one microbatch.
 
     Args:
-        layout: Which skip goes from where to where.
+        layout: Source and target stage of each skip.
     """
 
     def __init__(self, layout: SkipLayout) -> None:
@@ -127,7 +129,7 @@ class PortalTracker:
             self._portal(source, key).copy(*streams_of(source))
 
     def incoming(self, stage: int) -> dict[Key, object]:
-        """Return the skips that a stage pops and another one has stashed; they are no longer here.
+        """Return the skips that a stage pops and another one has stashed, and release them.
 
         Raises:
             SkipError: One has not been stashed, or has been taken.

@@ -1,7 +1,7 @@
-"""Modules that stash and pop skips: tensors, or structures of tensors, that jump over the modules between.
+"""Modules that stash and pop skips: tensors, or structures of tensors, that bypass the modules between.
 
-What is stashed is declared, and so is what is popped: only thus is known, before a model runs, which skip goes from
-which stage to which.
+A module declares the skips that it stashes and pops: only so is the route of each skip between stages known before a
+model runs.
 """
 
 from __future__ import annotations
@@ -78,11 +78,11 @@ class Skippable(nn.Module):
         return f"@skippable({self.module})"
 
     def __reduce_ex__(self, protocol: Any) -> str | tuple[Any, ...]:
-        """Return what makes the module again when it is copied or read from a pickle."""
+        """Return the recipe that makes the module again when it is copied or unpickled."""
         cls = type(self)
         if _named(cls) is cls:
             return super().__reduce_ex__(protocol)
-        # `skippable(...)(Cls)`, which is bound to a name that nobody here knows.
+        # `skippable(...)(Cls)`, which is bound to an unknown name.
         made_by = cls.module_cls, sorted(cls.stashable_names), sorted(cls.poppable_names)
         return _remake, made_by, self.__getstate__()
 
@@ -98,11 +98,11 @@ class Skippable(nn.Module):
         """Move names into a namespace, so that they meet no others of the same name, and return the module itself.
 
         Args:
-            namespace: The namespace; None for that of names which have none.
+            namespace: The namespace; None for the namespace of names without one.
             only: The names; all if None.
 
         Raises:
-            SkippableError: A name is not declared, or `namespace` is none.
+            SkippableError: A name is not declared, or `namespace` is not a namespace.
         """
         if not (namespace is None or isinstance(namespace, Namespace)):  # pyright: ignore[reportUnnecessaryIsInstance]: users are not type-checked
             raise SkippableError(f"isolate({namespace!r}): a Namespace or None is needed.")
@@ -117,11 +117,11 @@ class Skippable(nn.Module):
         return self
 
     def forward(self, *args: object, **kwargs: object) -> object:
-        """Run the module, with the skips that it pops from the current tracker, and hand over those that it stashes.
+        """Run the module, with the skips that it pops from the current tracker, and hand over the ones it stashes.
 
         Raises:
             SkipError: It stashes or pops otherwise than declared.
-            SkippableError: It yields something that is no command.
+            SkippableError: It yields something that is not a command.
         """
         tracker = current_skip_tracker()
         popped = {key[1]: tracker.load(*key) for key in self.poppable()}
@@ -149,7 +149,7 @@ class _Exchange:
         self.stashed: dict[str, object] = {}
 
     def run(self, commands: Generator[object, object, object]) -> object:
-        """Run a forward and obey its commands; what is wrong with one is raised where it was yielded."""
+        """Run a forward and obey its commands; an error of a command is raised at its yield."""
         answer: object = None
         error: Exception | None = None
         while True:
@@ -189,10 +189,10 @@ class _Exchange:
         )
 
     def check(self) -> None:
-        """Check that what was declared has been done.
+        """Check that every declared stash and pop has run.
 
         Raises:
-            SkipError: Something has not.
+            SkipError: One has not.
         """
         missing = self._module.stashable_names - self.stashed.keys()
         faults = [f"{words_of(missing)} must be stashed but have not"] if missing else []
@@ -230,10 +230,10 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
 
     Args:
         stash: The names of the skips that the module stashes.
-        pop: The names of those that it pops.
+        pop: The names of the skips that it pops.
 
     Raises:
-        SkippableError: These are no names, or what is decorated is no class of modules.
+        SkippableError: The names are invalid, or the decorated object is not a module class.
     """
     stashable, poppable = _names("stash", stash), _names("pop", pop)
 
@@ -250,7 +250,7 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
         }
         made = cast("type[Skippable]", type(module_cls.__name__, (Skippable,), attributes))
         if _named(module_cls) is not module_cls:
-            # A decorator is about to take its name; this is where a pickle finds it then.
+            # A decorator is about to take its name; a pickle finds it here then.
             module_cls.__qualname__ += ".module_cls"
         return made
 
@@ -267,7 +267,7 @@ def _names(argument: str, names: object) -> frozenset[str]:
 
 
 def _named(cls: type) -> object:
-    """Return what the name of a class stands for."""
+    """Return the object that the name of a class refers to."""
     found: object = sys.modules.get(cls.__module__)
     for name in cls.__qualname__.split("."):
         found = getattr(found, name, None)

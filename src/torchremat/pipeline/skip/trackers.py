@@ -1,13 +1,13 @@
-"""Where skips wait between their stash and their pop.
+"""Trackers, in which skips wait between their stash and their pop.
 
-Each thread has a current tracker, to which the skippable modules turn. Outside of a pipe it is a plain one. In a pipe,
-each run of a microbatch on a stage, a cell, has one of its own, so that nothing is left from one run to the next:
+Each thread has a current tracker, which the skippable modules use. Outside of a pipe it is a plain one. In a pipe, each
+run of a microbatch on a stage, a cell, has a tracker of its own, so that nothing is left from one run to the next:
 
     cell(value, incoming) ──► output, outgoing        incoming: the skips that are popped here and come from elsewhere
                                                       outgoing: those that are stashed here and popped elsewhere
 
 So skips enter and leave the cell's region as its inputs and outputs: the graph has an edge from the stage that stashes
-to the one that pops, the stages between have nothing to do with it, and a recompute finds its skips among its inputs.
+to the one that pops, the stages between are not involved, and a recompute finds its skips among its inputs.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from torchremat.regions.carriers import Carrier, carried, has_left_reentrant, re
 class SkipTracker:
     """Keeps the skips of one microbatch until they are popped.
 
-    In a region that holds one end of a skip alone, a recompute neither puts anything here nor takes it: what it pops
-    is what its forward has popped.
+    In a region that holds only one end of a skip, a recompute neither puts anything here nor takes it: it pops the
+    value that its forward has popped.
 
     Args:
-        is_lasting: Whether the tracker was there before any recompute that runs now.
+        is_lasting: Whether the tracker existed before any running recompute.
     """
 
     def __init__(self, *, is_lasting: bool = False) -> None:
@@ -55,9 +55,9 @@ class CellTracker(SkipTracker):
     """Keeps the skips of one run of a microbatch on a stage.
 
     Args:
-        layout: Which skip goes from where to where.
+        layout: Source and target stage of each skip.
         stage: The stage.
-        incoming: The skips that are popped here and were stashed by another stage.
+        incoming: The skips that this stage pops and another stage has stashed.
     """
 
     def __init__(self, layout: SkipLayout, stage: int, incoming: Mapping[Key, object]) -> None:
@@ -68,12 +68,12 @@ class CellTracker(SkipTracker):
 
     @property
     def waiting(self) -> dict[Key, object]:
-        """The skips that are here now: before the stage runs, those that came from elsewhere."""
+        """The skips that wait now: before the stage runs, the incoming ones."""
         return {key: one.value for key, one in self._carrier.left().items()}
 
     @property
     def outgoing(self) -> dict[Key, object]:
-        """The skips that have been stashed here so far and are popped by another stage.
+        """The skips that this stage has stashed so far and another stage pops.
 
         Raises:
             UnsupportedError: One was stashed in a reentrant region.
@@ -104,7 +104,7 @@ _current = _Current()
 
 
 def current_skip_tracker() -> SkipTracker:
-    """Return the tracker that skippable modules turn to in this thread."""
+    """Return the tracker that skippable modules use in this thread."""
     return _current.tracker
 
 

@@ -1,10 +1,10 @@
-"""The message for a recompute that is not its forward.
+"""The message for a recompute that differs from its forward.
 
-differences.py  what a check finds, as bare facts
+differences.py  the findings of a check, as bare facts
 paths.py        the paths of the modules that are running
-operators.py    the operators that a region ran, where, and what they saved
-captures.py     what calls reach, described by name
+operators.py    the operators that a region ran, where, and the tensors that they saved
+captures.py     objects that calls reach, described by name
 reruns.py       a region run once more, leaving no trace
-causes.py       why, probably
+causes.py       likely causes
 message.py      the whole message
 """

@@ -1,4 +1,4 @@
-"""What calls can be seen to reach, described by name, so that a message can say what each run of them changes."""
+"""Objects that calls visibly reach, described by name, so that a message can say what each run changes."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from torchremat.state.naming import walk
 if TYPE_CHECKING:
     from torchremat.regions.calls import Call
 
-_MOST = 2_000  # values that are described; more would say nothing to a reader
+_MOST = 2_000  # described values; more would not help a reader
 _PLAIN = (bool, int, float, str, type(None))
 
 
 @dataclass(frozen=True, slots=True)
 class StateChange:
-    """Something that was one thing before a call ran and another after it."""
+    """A value that differs before and after a call."""
 
     name: str
     before: str
@@ -31,7 +31,7 @@ class StateChange:
 
 
 class Reach:
-    """What calls reach.
+    """The objects that calls reach.
 
     Attributes:
         modules: The modules that a region sees.
@@ -58,11 +58,11 @@ class Reach:
                     self._generators[name] = value
 
     def look(self) -> None:
-        """Remember what everything is now."""
+        """Record the current state of everything."""
         self._state = self._described()
 
     def generators(self) -> dict[str, torch.Generator]:
-        """Return the random generators that are reached, by name."""
+        """Return the reachable random generators, by name."""
         return self._generators
 
     def parameters(self) -> list[tuple[str, Tensor]]:
@@ -75,7 +75,7 @@ class Reach:
         return found
 
     def changes(self) -> list[StateChange]:
-        """Return what is different now, containers first, the outer ones before what is in them."""
+        """Return what differs now; containers come first, and outer ones before their contents."""
         before, now = self._state, self._described()
         names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
         names.sort(key=lambda name: ("items" not in before.get(name, ""), len(name)))

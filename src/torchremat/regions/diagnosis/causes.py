@@ -1,4 +1,4 @@
-"""Why a recompute was not its forward: causes that a run once more gives evidence of, the likeliest first."""
+"""Why a recompute differed from its forward: causes that a rerun gives evidence of, the likeliest first."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LOW = (torch.float16, torch.bfloat16)
 
 
 class Cause(NamedTuple):
-    """Why a recompute was not its forward, a sentence without a full stop, and what to do."""
+    """Why a recompute differed from its forward, as a sentence without a full stop, and what to do."""
 
     fact: str
     remedy: str
@@ -42,20 +42,20 @@ def likely_causes(
     Args:
         region: The region.
         call: The number of the call that differs.
-        difference: What was found.
-        found: What the region did when it was run once more.
-        operator: The operator of the recompute that saved the first tensor that differs, None if there is none.
+        difference: The difference that was found.
+        found: The rerun of the region.
+        operator: The operator of the recompute that saved the first differing tensor, None if no operator did.
     """
     causes = [*_changes(found), *_draws(region, found)]
     for search in (_training, _precision, _differs_each_time, _written, _branch, _compiled):
         if search is _written and causes:
-            continue  # it names whatever is read there; with a better reason at hand it would accuse the innocent
+            continue  # it names everything read there; given a better cause it would blame innocent code
         causes += search(region, call, difference, found, operator)
     return causes[:_MOST]
 
 
 def seen_cause(region: Region) -> Cause | None:
-    """Return what a region can be seen to do that no recompute puts back; None if there is nothing of the kind."""
+    """Return a visible side effect of a region that no recompute puts back; None if it has none."""
     found = rerun(region)
     return next(iter([*_changes(found), *_draws(region, found)]), None)
 
@@ -175,13 +175,13 @@ def _written(
     if saved in where:
         yield Cause(f"{where[saved]} {past}", "Write to it after backward.")
     else:
-        # What was read since the last saved tensor that agrees, and has not been seen to agree itself.
+        # Tensors read since the last saved tensor that agrees, and not known to agree themselves.
         ran = log.operators
         last = log.savers.get(index - 1)
         start = ran.index(last) if last in ran else 0
         end = ran.index(operator) if operator in ran else len(ran)
         if operator is not None and saved not in operator.reads:
-            end += 1  # what it made was saved
+            end += 1  # its output was saved
         read = dict.fromkeys(address for one in ran[start:end] for address in one.reads)
         names = [where[address] for address in read if address in where and address not in log.storages[:index]]
         if names:

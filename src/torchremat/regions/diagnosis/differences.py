@@ -1,4 +1,4 @@
-"""What a check finds when a recompute is not its forward: bare facts, without words."""
+"""The findings of a check when a recompute differs from its forward: bare facts, without words."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Difference:
     """How a recompute differs from its forward.
 
     Attributes:
-        kind: What was compared.
+        kind: The property that was compared.
         index: The first saved tensor that differs, None if only their numbers do.
         then: Its metadata in the forward.
         now: Its metadata in the recompute.
@@ -32,7 +32,7 @@ class Difference:
 
 
 class DivergedError(Exception):
-    """A recompute is not its forward; whoever asked for it finds the words."""
+    """A recompute differs from its forward; the caller finds the words."""
 
     def __init__(self, call: int, difference: Difference) -> None:
         super().__init__(call, difference)

@@ -1,7 +1,7 @@
-"""The message for a recompute that is not its forward: what differs, in which operator, why probably, what to do.
+"""The message for a recompute that differs from its forward: what differs, in which operator, why, and what to do.
 
-The forward has left the metadata of what it saved, and with `debug=True` its operator log. What the recompute does is
-found by running the region once more: see `reruns`. Nothing of this runs while all is well.
+The forward has left the metadata of its saved tensors, and with `debug=True` its operator log. The operators of the
+recompute are found by running the region once more: see `reruns`. None of this runs unless a check fails.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _HEADER = (
 
 
 class Divergence(NamedTuple):
-    """Where two lists of saved tensors part: those from `first` on, up to `then` and `now`, stand for each other."""
+    """Where two lists of saved tensors part: those from `first` up to `then` and `now` correspond to each other."""
 
     first: int
     then: int
@@ -60,8 +60,8 @@ def explain(region: Region, call: int, difference: Difference, log: OperatorLog 
     Args:
         region: The region.
         call: The number of the call that differs.
-        difference: What was found.
-        log: The operators of the recompute up to there, if they were logged.
+        difference: The difference that was found.
+        log: The operators of the recompute up to the difference, if they were logged.
     """
     lines = _facts(region, call, difference)
     if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -130,7 +130,7 @@ def _facts(region: Region, call: int, difference: Difference) -> list[str]:
 
 
 def _saver(region: Region, difference: Difference, log: OperatorLog) -> tuple[Divergence | None, LoggedOperator | None]:
-    """Return where the saved tensors part, and the operator of the recompute that saved the first that differs."""
+    """Return where the saved tensors part, and the recompute's operator that saved the first differing one."""
     if difference.kind == "values":
         index = difference.index if difference.index is not None else -1
         return Divergence(index, index + 1, index + 1), log.savers.get(index)
@@ -162,7 +162,7 @@ def diverged(then: Sequence[Metadata], now: Sequence[Metadata]) -> Divergence | 
     first = next((i for i, (a, b) in enumerate(pairs) if not agree(a, b)), min(len(then), len(now)))
     if first == len(then) == len(now):
         return None
-    # Strides may differ a little and agree still; they do not decide what stands for what.
+    # Strides may differ a little and still agree; they do not decide which tensors correspond.
     rest = [[one[:3] for one in side[first : first + _COMPARED]] for side in (then, now)]
     if rest[0][:1] == rest[1][:1]:
         return Divergence(first, first + 1, first + 1)
@@ -237,7 +237,8 @@ def _logs_of(region: Region, recompute: OperatorLog | None) -> _Logs | None:
     then = [one for log in logs for one in log.operators]
     now = [] if recompute is None else recompute.operators
     if any(call.is_under_autocast for call in region.made):
-        # What is cast depends on what the cache of casts holds, which is nobody's fault; the casted say it as well.
+        # Which casts run depends on the contents of autocast's cache, which is no error; the cast tensors show it as
+        # well.
         then, now = ([one for one in side if one.name != _CAST] for side in (then, now))
     pairs = zip(then, now, strict=False)
     first = next((i for i, (a, b) in enumerate(pairs) if a.key != b.key), min(len(then), len(now)))

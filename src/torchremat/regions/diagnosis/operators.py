@@ -1,9 +1,9 @@
-"""The operator log: which operators a region ran, in which module, at which line, and what autograd saved in each.
+"""The operator log: the operators that a region ran, their modules and lines, and the tensors that each one saved.
 
-A dispatch mode sees the operators below autograd. Where they come from is read from the Python stack, between the frame
-that ran the region's body and the operator: so nothing is hooked, and there is nothing to undo.
+A dispatch mode sees the operators below autograd. Their origin is read from the Python stack, between the frame that
+ran the region's body and the operator: so nothing is hooked, and nothing needs undoing.
 
-Missing on purpose: what compiled code runs. It runs eagerly under a mode, as `is_compiled` says.
+Missing on purpose: the operators of compiled code. It runs eagerly under a mode, as `is_compiled` says.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ _MACHINERY = tuple(
 )
 _CHECKPOINT = str(Path(_TORCH, "utils", "checkpoint.py"))
 
-# `detach` is what hooks and regions do themselves, once or twice; it computes nothing.
+# Hooks and regions call `detach` themselves, once or twice; it computes nothing.
 _SILENT = ("aten.detach", "aten.alias")
 
 # NOTE [ Which operator saves a tensor ]
-# The hook is told of a tensor and not of the operator. An operator's node is made before what it saves of its inputs,
-# and thus before the mode sees it; what it saves of its outputs comes after. So what is saved while no node has been
-# made since the last operator is that operator's, and what is saved after a new one is the next operator's. Nodes are
-# numbered in the order in which they are made.
+# The hook gets a tensor and not the operator. An operator's node is made before it saves its inputs, and thus before
+# the mode sees the operator; it saves its outputs afterwards. So a tensor that is saved while no node has been made
+# since the last operator belongs to that operator, and a tensor saved after a new node belongs to the next operator.
+# Nodes are numbered in the order in which they are made.
 
 
 @dataclass(slots=True, eq=False)
@@ -63,9 +63,9 @@ class LoggedOperator:
         function: The function of `torch.nn.functional` that called it, or "".
         module: The path of the innermost module that ran it, or "".
         source: File, line and function of the code that called it.
-        inputs: Words for the tensors that it got.
-        outputs: Words for the tensors that it made.
-        reads: The addresses of the bytes of the tensors that it got.
+        inputs: Words for its input tensors.
+        outputs: Words for its output tensors.
+        reads: The data addresses of its input tensors.
         saves: The numbers of the tensors that autograd saved for it.
     """
 
@@ -80,7 +80,7 @@ class LoggedOperator:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What two runs must have in common."""
+        """The part that two runs must have in common."""
         return (self.name, self.module, self.inputs, self.outputs)
 
     def __str__(self) -> str:
@@ -111,7 +111,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class SourcePlace:
-    """Where Python is.
+    """The position of Python in the user's code.
 
     Attributes:
         source: The line of the user's code.
@@ -137,17 +137,17 @@ class OperatorLog(EagerMode):
     Args:
         names: The paths of modules, by id.
         digests: Whether to note a digest of each saved tensor's bytes, which waits for the device.
-        restores: Whether to remember tensors from before that are written, for `undo`.
+        restores: Whether to remember earlier tensors that are written, for `undo`.
 
     Attributes:
         operators: In the order in which they ran.
         metadata: Of the saved tensors, in order.
-        savers: The operator that saved each of them; None while it is not known.
-        digests: Of the saved tensors, None where there is none.
+        savers: The operator that saved each of them; None while unknown.
+        digests: Of the saved tensors, None for tensors without one.
         is_compiled: Whether compiled code ran, eagerly.
-        storages: The address of the bytes of each saved tensor.
+        storages: The storage address of each saved tensor.
         arguments: The addresses of the tensors that each body got.
-        ends: How many tensors had been saved when each body had run.
+        ends: How many tensors had been saved by the end of each body.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class OperatorLog(EagerMode):
         self._beside_fsdp = shards_anything()
 
     def run(self, run: Body, body: Body, /, *args: object, **kwargs: object) -> object:
-        """Return what `run` returns, which is `body` or runs it, and log what it does.
+        """Return the result of `run`, which is `body` or runs it, and log its operators.
 
         Args:
             run: Called with the arguments.
@@ -209,7 +209,7 @@ class OperatorLog(EagerMode):
         if self._is_paused or name.startswith(_SILENT):
             return func(*args, **kwargs)
         if self._beside_fsdp and is_run_by_fsdp(OperatorLog.run.__code__):
-            return func(*args, **kwargs)  # it runs now in the forward and now in the recompute
+            return func(*args, **kwargs)  # it runs sometimes in the forward and sometimes in the recompute
         self._sequence = sequence_number()  # See NOTE [ Which operator saves a tensor ]
         place = self._place()
         operator = LoggedOperator(
@@ -236,13 +236,13 @@ class OperatorLog(EagerMode):
         kwargs: Mapping[str, object],
         result: object,
     ) -> None:
-        """Take note of an operator that has run; for logs that note more than this one."""
+        """Record an operator that has run; for logs that record more than this one."""
 
     def saved(self, index: int, tensor: Tensor, place: SourcePlace) -> None:
-        """Take note of where a tensor is saved; for logs that note more than this one."""
+        """Record where a tensor is saved; for logs that record more than this one."""
 
     def save(self, tensor: Tensor) -> None:
-        """Note that autograd saves a tensor, the next one."""
+        """Record the next tensor that autograd saves."""
         index = len(self.metadata)
         metadata = metadata_of(tensor)
         self.metadata.append(metadata)
@@ -267,7 +267,7 @@ class OperatorLog(EagerMode):
         return self._sequence - 1
 
     def undo(self) -> None:
-        """Give the tensors that were written, and were there before, the values and versions that they had."""
+        """Restore the values and versions of earlier tensors that were written."""
         for storage, before in reversed(self._overwritten):
             storage.copy_(before)
         for tensor, version in reversed(self._versions):
@@ -317,7 +317,7 @@ class OperatorLog(EagerMode):
             if code.co_filename.startswith(_OWN):
                 continue
             if code.co_name == "save_inputs" and code.co_filename == _CHECKPOINT and source is None:
-                custom = "checkpoint"  # which packs its inputs by itself; there is no node
+                custom = "checkpoint"  # which packs its inputs by itself, without a node
             if not code.co_filename.startswith(_TORCH):
                 source = source or _source(frame)
             elif source is None:
@@ -334,7 +334,7 @@ class OperatorLog(EagerMode):
             frame = frame.f_back
 
     def path(self, module: nn.Module | None) -> str:
-        """Return the name of a module, or of that whose forward is the body."""
+        """Return the name of a module, or of the module whose forward is the body."""
         if module is None:
             return self._root
         return self.names.get(id(module), type(module).__name__)
@@ -379,7 +379,7 @@ def _shapes(value: object) -> tuple[str, ...]:
 
 
 def _digest(tensor: Tensor) -> bytes | None:
-    """Return a digest of a tensor's bytes, None where it has none that could be read."""
+    """Return a digest of a tensor's bytes, None if its bytes cannot be read."""
     try:
         with torch.no_grad():
             data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()

@@ -18,7 +18,7 @@ _CALL = nn.Module._call_impl.__code__  # the frame that every call of a module h
 
 
 class ModulePaths:
-    """The modules that a call reaches, by path; they are looked for when somebody asks.
+    """The modules that a call reaches, by path; they are searched for on the first query.
 
     Args:
         call: The call.
@@ -35,11 +35,11 @@ class ModulePaths:
         return list(self._found().values())
 
     def running(self) -> str:
-        """Return the path of the innermost module that is running, "" if there is none."""
+        """Return the path of the innermost module that is running, "" if none is."""
         return next(self._running(), "")
 
     def all_running(self) -> list[str]:
-        """Return the paths of those that are running, innermost first."""
+        """Return the paths of the modules that are running, innermost first."""
         return list(self._running())
 
     def _running(self) -> Iterator[str]:

@@ -1,8 +1,8 @@
-"""A region run once more, only to see what it does, leaving no trace.
+"""A rerun of a region, only to observe it, without a lasting side effect.
 
-What is put back afterwards: the states of all generators of torch, of Python's `random` and of NumPy, tensors that were
-written with their versions, gradients, module attributes, training flags, and the objects, closures and global names
-that `reach` sees. Missing on purpose: what the code does to the world outside, as printing, and iterators.
+Restored afterwards: the states of all generators of torch, of Python's `random` and of NumPy, written tensors with
+their versions, gradients, module attributes, training flags, and the objects, closures and global names that `reach`
+sees. Missing on purpose: effects on the outside world, such as printing, and iterators.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class Rerun:
-    """What a region did when it ran once more.
+    """The findings of a region's rerun.
 
     Attributes:
         log: Its operators, up to an error if there was one.
-        reach: What its calls can be seen to reach.
-        changes: What was another thing afterwards.
-        draws: The sources of random numbers that were drawn from and that a recompute does not restore.
-        unseen: The outermost modules that ran though the region does not see them.
-        error: The words for what user code raised, or None.
+        reach: The objects that its calls visibly reach.
+        changes: State that differed afterwards.
+        draws: Sources of random numbers that the rerun drew from and that a recompute does not restore.
+        unseen: The outermost modules that ran and that the region does not see.
+        error: The words for an error of user code, or None.
     """
 
     log: OperatorLog
@@ -58,8 +58,8 @@ class _RerunThread(threading.local):
     is_running = False
 
 
-# A difference that is found while a region runs again is not looked into: with a backward inside of a region inside of
-# a region there would be no end of it.
+# A difference that is found during a rerun is not investigated: with a backward inside a region inside a region this
+# would never end.
 _here = _RerunThread()
 
 
@@ -77,14 +77,14 @@ DEFAULT = "torch's default generator of "
 
 
 def rerun(region: Region, *, flipped: Iterable[nn.Module] = ()) -> Rerun:
-    """Return what a region does when it is run once more.
+    """Run a region once more and return the findings.
 
     Args:
-        region: The region, none of whose checks is made.
-        flipped: Modules to run with the other training flag, those inside of them too.
+        region: The region; none of its checks runs.
+        flipped: Modules to run with the other training flag, their submodules included.
 
     Raises:
-        UnsupportedError: Another region is run once more in this thread already.
+        UnsupportedError: A rerun of another region is in progress in this thread.
     """
     if _here.is_running:
         raise UnsupportedError("it was found while another region ran again for its message")
@@ -105,13 +105,13 @@ def rerun(region: Region, *, flipped: Iterable[nn.Module] = ()) -> Rerun:
         stack.callback(recompute.end)
         try:
             recompute.run()
-        except Exception as error:  # noqa: BLE001  user code may raise what it likes; it is part of what is found
+        except Exception as error:  # noqa: BLE001 user code may raise anything; the error is part of the findings
             found.error = f"{type(error).__name__}: {error}".partition("\n")[0][:160]
     return found
 
 
 class _Log(OperatorLog):
-    """The operators of a rerun; notes the modules that run as well, with a hook of its own."""
+    """The operators of a rerun; also records the modules that run, with a hook of its own."""
 
     found: Rerun
 
@@ -119,10 +119,10 @@ class _Log(OperatorLog):
         super().__init__(names, digests=True, restores=True)
 
     def run(self, run: Body, body: Body, /, *args: object, **kwargs: object) -> object:
-        """Return what `run` returns. See `OperatorLog.run`."""
+        """Return the result of `run`. See `OperatorLog.run`."""
 
         def noted(*args: object, **kwargs: object) -> object:
-            # Hooks of all modules are given back with the rest, so this one comes when that has been done.
+            # Global module hooks are restored with the rest, so this one is added after that.
             with _called(self.found):
                 return run(*args, **kwargs)
 
@@ -150,7 +150,7 @@ def _put_back(found: Rerun) -> Generator[None]:
 
 @contextmanager
 def _called(found: Rerun) -> Generator[None]:
-    """Note the outermost modules that run in this thread and that the region does not see."""
+    """Record the outermost modules that run in this thread and that the region does not see."""
     here = threading.get_ident()
     seen = set(found.reach.names)
 

@@ -1,9 +1,9 @@
-"""What a policy chooses in a region: what its operators make is kept, stored, or computed again.
+"""A policy's choices in a region: each operator output is kept, stored, or computed again.
 
-op_info.py  what matters of an operator to the cache
+op_info.py  the facts about an operator that the cache needs
 kept.py     one output that is kept
-cache.py    what one call keeps of its operators' outputs
+cache.py    the operator outputs that one call keeps
 mode.py     the dispatch mode that sees the operators
 forward.py  a call under a policy: its forward, and its part in a recompute
-draws.py    where generators are while kept random outputs are returned
+draws.py    generator states while kept random outputs are returned
 """

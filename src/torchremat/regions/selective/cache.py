@@ -1,31 +1,32 @@
-"""What one call of a region keeps of its operators' outputs, by a policy.
+"""The operator outputs that one call of a region keeps, by a policy.
 
 NOTE [ Selective recompute ]
 
-1. In the forward a policy is asked for the output of each operator. What it wants kept is kept as an alias with its
-   version, or in a store.
-2. A recompute runs the same operators in the same order. For those whose output is kept it gets a new alias of that,
-   and the operator does not run. If the order is another one, that is an error: the wrong output would be worse.
-3. A tensor that autograd saves, and whose memory is kept anyway, is not recomputed for autograd: its slot has it. A
-   recompute ends at the last save whose slot has nothing, and a region whose slots have all does not run again at all.
-   Operators after that end are not reached by any recompute, so what was kept of them goes with the forward, unless
-   its slot has it.
-4. What is kept and about to be written in place, by the region itself or by a recompute that was given it, is copied
-   first, or its store is told (see NOTE [ Who may write to what was put ]). What was written later, by somebody else,
-   is known by its version: the operator runs again. An operator may return the memory of an argument and not say so,
-   as `unsafe_chunk` does: that is a view, and never kept, and since writes to it count apart, its version is looked at
-   too.
-5. A recompute for a graph that is not retained takes what it gets: nobody comes a second time. Nor does anybody after
-   the only pass of a session, or after its input pass, which also drops what slots have and no weight pass needs. If
-   somebody does come, for another part of the graph, the operator runs again.
-6. A kept operator that draws random numbers leaves the generator as it would have left it, for the draws after it in
-   the same recompute. Afterwards the generator is where it was, even if nobody else looks after it.
-7. An operator in a nested region belongs to the innermost region alone, as a saved tensor does. A region without a
-   policy has that of the region around it. A recompute of the outer region meets the inner one again, as a new region,
-   which takes over what the first one has kept.
-8. An operator that is seen takes several times as long as one of few elements does. So where a policy says that it has
-   been asked about all that it may keep, and about all that writes in place as well, nobody looks any more: from the
-   next save on the mode is off, in the forward and in the recompute, and what runs then is as in a region without a
+1. In the forward a policy is asked about the output of each operator. An output that it wants kept is kept as an alias
+   with its version, or in a store.
+2. A recompute runs the same operators in the same order. For an operator whose output is kept it gets a new alias of
+   the output, and the operator does not run. Another order is an error: the wrong output would be worse.
+3. A tensor that autograd saves, and whose memory is kept anyway, is not recomputed for autograd: its slot holds it. A
+   recompute ends at the last save with an empty slot, and a region without empty slots does not run again at all. No
+   recompute reaches operators after that end, so their kept outputs are dropped at the end of the forward, unless a
+   slot holds them.
+4. A kept output that is about to be written in place, by the region itself or by a recompute that was given it, is
+   copied first, or its store is told (see NOTE [ Who may write to what was put ]). A later write by other code shows in
+   the version: the operator runs again. An operator may return the memory of an argument without declaring it, like
+   `unsafe_chunk`: the result is a view, and never kept, and since writes to it have a version counter of their own, its
+   version is checked too.
+5. A recompute for a graph that is not retained removes the kept outputs that it gets: no second recompute follows. Nor
+   does one follow after the only pass of a session, or after its input pass, which also drops the contents of slots
+   that no weight pass needs. If a recompute does follow, for another part of the graph, the operator runs again.
+6. A kept operator that draws random numbers leaves the generator in the state that a run of it would leave, for the
+   draws after it in the same recompute. Afterwards the generator has its earlier state, even if nothing else restores
+   it.
+7. An operator in a nested region belongs only to the innermost region, like a saved tensor. A region without a policy
+   uses the policy of the region around it. A recompute of the outer region meets the inner one again, as a new region,
+   which takes over the kept outputs of the first one.
+8. Dispatching an operator through the mode takes several times as long as an operator on few elements. So once a policy
+   says that it has been asked about everything that it may keep, and about every in-place write as well, the mode is
+   switched off: from the next save on, in the forward and in the recompute, operators run as in a region without a
    policy.
 """
 
@@ -71,16 +72,16 @@ def _again(selection: Selection, value: object) -> object:
 
 
 class Selection:
-    """What one call keeps.
+    """The outputs that one call keeps.
 
     Attributes:
-        policy: Chooses; None if there is none, and only regions inside have one.
-        operators: The traits of those that ran, in order.
+        policy: Makes the choices; None if only inner regions have a policy.
+        operators: The op infos of the operators that ran, in order.
         kept: The outputs that are kept for recomputes, by number of the operator.
-        inner: What regions inside keep, in the order in which they ran.
-        end: How many operators had run at the last save whose slot has nothing.
+        inner: The selections of inner regions, in the order in which they ran.
+        end: How many operators had run at the last save with an empty slot.
         is_cut: Whether more operators ran than are in `operators`: the policy was not asked about them.
-        looks_on: Whether these are watched all the same, since they may write to what is kept.
+        looks_on: Whether these are watched all the same, since they may write to kept memory.
     """
 
     __slots__ = (
@@ -104,9 +105,9 @@ class Selection:
         self.end = 0
         self.is_cut = False
         self.looks_on = True
-        # What is kept as aliases, by its memory; None after the forward, until something is written.
+        # Outputs kept as aliases, by their memory; None after the forward, until a write.
         self._memories: dict[UntypedStorage, list[KeptValue]] | None = {}
-        # What is in a store, by the memory that it was in, and in a recompute by that which it is in; mostly nothing.
+        # Outputs in a store, by their memory in the forward, and in a recompute by their current memory; mostly empty.
         self._offloaded: WeakKeyDictionary[UntypedStorage, Offloaded] | None = None
 
     # --------------------------------------------------------------------------------------------------- forward
@@ -118,9 +119,9 @@ class Selection:
 
         Args:
             index: The number.
-            output: What it returned.
-            decision: To save it, or to store it.
-            draws: The generator that it drew with.
+            output: The operator's output.
+            decision: Whether to save it or to store it.
+            draws: The generator that the operator drew from.
         """
         if type(output) is Tensor and decision is SAVE:
             values: object = self._saved(output)
@@ -133,7 +134,7 @@ class Selection:
             kept.draws = draws, get_generator(draws)
 
     def keep_memory(self, tensor: Tensor, decision: Decision) -> None:
-        """Let slots have what shares the memory of `tensor`, as decided."""
+        """Let slots hold tensors that share the memory of `tensor`, as decided."""
         memory = memory_of(tensor)
         if memory is None:
             return
@@ -157,7 +158,7 @@ class Selection:
         return self._saved(value)
 
     def hands_out(self, tensor: Tensor, decision: Decision) -> None:
-        """Note that a recompute is given what a store has, and may write to it."""
+        """Record that a recompute gets a tensor of a store, and may write to it."""
         memory = memory_of(tensor)
         if memory is not None:
             self._offloaded_in(memory, decision)
@@ -193,11 +194,11 @@ class Selection:
             self._memories.setdefault(memory, []).append(cast("KeptValue", value))
 
     def has(self, memory: UntypedStorage) -> bool:
-        """Return whether some memory is kept."""
+        """Return whether this memory is kept."""
         return memory in self._known_memories() or (self._offloaded is not None and memory in self._offloaded)
 
     def value_of(self, tensor: Tensor) -> KeptValue | StoredOutput | None:
-        """Return what the slot of a tensor that autograd saves may have, if its memory is kept; else None."""
+        """Return the value that the slot of a saved tensor may hold, if the tensor's memory is kept; else None."""
         memory = memory_of(tensor)
         if memory is None:
             return None
@@ -206,14 +207,14 @@ class Selection:
         found = None if self._offloaded is None else self._offloaded.get(memory)
         if found is None:
             return None
-        # Its own writes may count apart from those that the store knows of.
+        # Its own writes may have another version counter than the one that the store watches.
         others = [Counter(tensor), *found.others] if found.others else None
         decision = found.decisions[-1]
         assert decision.catalog is not None
         return StoredOutput(decision.catalog.put(tensor), decision, others)
 
     def watch(self, output: object) -> None:
-        """Look at what an operator has returned: memory that is kept, though it says that it returns none of others."""
+        """Watch an operator's output for kept memory, although the operator declares that it returns no aliases."""
         if not self._memories and self._offloaded is None:
             return
         for tensor in tensors_in(output):
@@ -234,7 +235,7 @@ class Selection:
                     stored.watch(counter)
 
     def protect(self, written: list[Tensor]) -> None:
-        """Copy what is kept of the memory that is about to be written, or have its store do so."""
+        """Copy the kept outputs whose memory is about to be written, or let their store do so."""
         for tensor in written:
             memory = memory_of(tensor)
             if memory is None:
@@ -248,13 +249,13 @@ class Selection:
             if offloaded is not None:
                 for stored in offloaded.outputs:
                     if not stored.has_moved:
-                        stored.others = None  # what it has is about to be its own
+                        stored.others = None  # it is about to get memory of its own
                 for decision in offloaded.decisions:
                     assert decision.catalog is not None
                     decision.catalog.before_write(memory)
 
     def settle(self, *, everything: bool) -> None:
-        """Drop what no recompute gets to; `everything` if one may run to the end."""
+        """Drop the outputs that no recompute reaches; with `everything`, a recompute may run to the end."""
         self._offloaded = None
         if not everything:
             for index in [one for one in self.kept if one >= self.end]:
@@ -264,7 +265,7 @@ class Selection:
     # -------------------------------------------------------------------------------------------------- recompute
 
     def drop(self, index: int) -> None:
-        """Drop what is kept of an operator, if anything is."""
+        """Drop the kept outputs of an operator, if any."""
         kept = self.kept.pop(index, None)
         if kept is not None and self._memories is not None:
             mapped(kept.values, self._release)
@@ -280,7 +281,7 @@ class Selection:
             self._memories.pop(memory, None)
 
     def difference(self, index: int, operator: Operator) -> str:
-        """Return the words for an operator that is not the one which ran there in the forward."""
+        """Return the words for an operator other than the one that ran at this index in the forward."""
         then = self.operators[index].operator if index < len(self.operators) else "none any more"
         return f"operator {index} of the recompute is {operator}, and in the forward it was {then}"
 
@@ -303,8 +304,8 @@ class KeptOutputs:
     """The outputs of one operator.
 
     Attributes:
-        values: In the place of each tensor a `KeptValue` or `StoredOutput`; the structure is the operator's.
-        draws: With what generator the operator drew, and how it left it.
+        values: The operator's output structure, with a `KeptValue` or `StoredOutput` in place of each tensor.
+        draws: The generator that the operator drew from, and its state afterwards.
     """
 
     __slots__ = ("draws", "values")
@@ -314,10 +315,10 @@ class KeptOutputs:
         self.draws: tuple[torch.Generator | torch.device, Tensor] | None = None
 
     def again(self, selection: Selection) -> object | None:
-        """Return the outputs for a recompute, None if they cannot be had any more.
+        """Return the outputs for a recompute, None if they are no longer available.
 
         Args:
-            selection: Whose they are; it is told what is handed out of a store.
+            selection: The owner of the outputs; it is told of tensors handed out of a store.
         """
         values = self.values
         if type(values) is KeptValue:

@@ -1,4 +1,4 @@
-"""Where random generators are while a recompute is given outputs that operators have drawn.
+"""Generator states while a recompute gets kept outputs of operators that drew random numbers.
 
 See NOTE [ Selective recompute ], 6.
 """
@@ -16,7 +16,7 @@ from torchremat.regions.threads import thread
 
 
 def move(generator: torch.Generator | torch.device, state: Tensor) -> None:
-    """Let a generator, or a device's, be where an operator that does not run again has left it."""
+    """Set a generator, or a device's generator, to the state after an operator that does not run again."""
     moved = thread.now.moved
     if moved is not None and generator not in moved:
         moved[generator] = get_generator(generator)
@@ -24,7 +24,7 @@ def move(generator: torch.Generator | torch.device, state: Tensor) -> None:
 
 
 class PutBack(AbstractContextManager[None]):
-    """A recompute, after which the generators that were moved in it are where they were."""
+    """A block for a recompute that restores the generators moved in it."""
 
     __slots__ = ("_had",)
 

@@ -1,4 +1,4 @@
-"""A call whose outputs a policy chooses from: its forward, and its part in a recompute.
+"""A call under a policy: its forward, and its part in a recompute.
 
 See NOTE [ Selective recompute ].
 """
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 
 class Choosing:
-    """The forward of a call under a policy, its own or that of the region around it.
+    """The forward of a call under a policy, its own or the policy of the region around it.
 
     Args:
         region: The region.
-        around: Who sees the operators around the call.
+        around: The watcher of the operators around the call.
         call: The call, which gets the selection.
         tensors: The tensors among its arguments.
     """
@@ -58,7 +58,7 @@ class Choosing:
             assert policy is not None
             selection = Selection(policy)
             paths = ModulePaths(call, region.label)
-            # A region around it may draw after it. See NOTE [ Selective recompute ], 6
+            # An outer region may draw after it. See NOTE [ Selective recompute ], 6
             preserve_rng = settings.preserve_rng or self._is_nested
             self._run = Collecting(selection, policy, settings.decisions, paths, preserve_rng)
             if now.calls and not isinstance(around, Replaying):
@@ -71,18 +71,18 @@ class Choosing:
                 self._held[memory] = region.inputs.held[source]
 
     def run(self, run: Body, /, *args: object, **kwargs: object) -> object:
-        """Run the call and let its operators be seen."""
+        """Run the call and watch its operators."""
         if isinstance(self._run, Replaying):
-            thread.now.inner = iter(self.selection.inner)  # the call puts back what was there
+            thread.now.inner = iter(self.selection.inner)  # the call restores the old value
         with SeenBy(self._run, Choosing.run.__code__):
             return run(*args, **kwargs)
 
     def hook(self, pack: Callable[[Tensor], object], *, computes: bool) -> Callable[[Tensor], object]:
-        """Return the hook for what autograd saves: its slot has the tensor if that is kept anyway.
+        """Return the hook for saved tensors: the slot of a tensor holds the tensor if it is kept anyway.
 
         Args:
             pack: The region's own hook, which makes the slot.
-            computes: Whether it runs operators, which nobody is to see.
+            computes: Whether it runs operators, which must stay unseen.
         """
         pack = partial(unseen, pack) if computes else pack
         return partial(self._pack, pack) if isinstance(self._run, Collecting) else pack
@@ -108,14 +108,14 @@ class Choosing:
                 return unseen(partial(_value_in, held), tensor)
         base = tensor._base
         leaf = tensor if base is None else base
-        # A parameter, or a view of it. The memory of a sharded one is given back after the forward. What a region
-        # inside holds of its inputs is a leaf as well, and no parameter.
+        # A parameter, or a view of it. The memory of a sharded parameter is freed after the forward. Inputs that an
+        # inner region holds are leaves as well, and no parameters.
         if leaf.is_leaf and leaf.requires_grad and not (holding.now or self._call.world.has_shards):
             return KeptValue(tensor) if base is None else unseen(_detached, tensor)
         return None
 
     def settle(self) -> None:
-        """Drop what no recompute needs."""
+        """Drop kept outputs that no recompute needs."""
         self._held.clear()
         if isinstance(self._run, Replaying):
             self._run.check(self._region.name(0))
@@ -127,8 +127,8 @@ class ChosenRecompute:
     """The part of a call in a recompute.
 
     Args:
-        selection: What its forward kept.
-        takes: Whether nobody comes a second time.
+        selection: The outputs that its forward kept.
+        takes: Whether this is the last recompute, so that kept outputs are removed.
         is_running: Whether its forward still runs.
     """
 
@@ -139,13 +139,13 @@ class ChosenRecompute:
             self._run = Replaying(selection, takes=takes, is_running=is_running)
 
     def run(self, run: Body, /, *args: object, **kwargs: object) -> object:
-        """Run the call again; regions that it meets take over what theirs have kept."""
+        """Run the call again; inner regions take over the kept outputs of their forwards."""
         thread.now.inner = iter(self._selection.inner)
         with PutBack(), SeenBy(self._run, ChosenRecompute.run.__code__):
             return run(*args, **kwargs)
 
     def hook(self, pack: Callable[[Tensor], object]) -> Callable[[Tensor], object]:
-        """Return the hook for what autograd saves."""
+        """Return the hook for saved tensors."""
         return partial(self._pack, pack)
 
     def _pack(self, pack: Callable[[Tensor], object], tensor: Tensor) -> object:
@@ -164,8 +164,8 @@ class ChosenRecompute:
 
 
 def served(value: Served) -> Tensor | None:
-    """Return the tensor that a slot has, None if it was written in place since."""
-    # All but these may run operators to have it, which nobody is to see.
+    """Return the tensor that a slot holds, None if it was written in place since."""
+    # All others may run operators to get it, which must stay unseen.
     return value.get() if type(value) is KeptValue else unseen(_got, value)
 
 
@@ -184,11 +184,11 @@ def _detached(tensor: Tensor) -> KeptValue:
 
 
 def _value_in(held: HeldTensor, tensor: Tensor) -> KeptValue | None:
-    """Return what the slot of a tensor may have that shares its memory with an input which the region holds."""
+    """Return the value that a slot may hold for a tensor that shares its memory with an input held by the region."""
     if version_of(tensor) != held.version:
         return None  # the region has written to it, which is an error that the recompute finds
     if held.is_hooked:
-        # Hooks around the region have it. What they do to give it back may be dear (a region recomputes, a store
-        # copies) or possible once alone, so the recompute asks once, for all slots.
+        # Hooks around the region have it. To unpack it may be expensive for them (a region recomputes, a store copies)
+        # or possible only once, so the recompute asks once, for all slots.
         return None
     return _detached(tensor)

@@ -1,4 +1,4 @@
-"""One output of an operator that is kept: in place, in a store, or as autograd's own."""
+"""One kept output of an operator: in place, in a store, or as autograd's own."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from torchremat.tensors.copies import apart
 
 
 class WatchedMemory:
-    """What is kept of some memory, and has to know whether that was written.
+    """A kept output that has to know whether its memory was written.
 
     Attributes:
-        others: What counts the writes to aliases of the memory that count apart. See NOTE [ Selective recompute ], 4
+        others: The counters of aliases with a version counter of their own. See NOTE [ Selective recompute ], 4
     """
 
     __slots__ = ("others",)
@@ -29,7 +29,7 @@ class WatchedMemory:
         self.others = others
 
     def watch(self, counter: Counter) -> None:
-        """Look at one more alias."""
+        """Watch one more alias."""
         self.others = [counter] if self.others is None else [*self.others, counter]
 
     @property
@@ -39,7 +39,7 @@ class WatchedMemory:
 
 
 class KeptValue(WatchedMemory):
-    """A tensor that is kept as an alias, at a version: an operator's output, or what a slot has."""
+    """A tensor that is kept as an alias, at a version: an operator's output, or the content of a slot."""
 
     __slots__ = ("is_plain", "tensor", "version")
 
@@ -61,7 +61,7 @@ class KeptValue(WatchedMemory):
             return None
         if self.is_plain:
             return self.tensor.detach()
-        # Its memory is not known, so nobody copies it before the recompute writes to a view of it.
+        # Its memory is unknown, so no code would copy it before the recompute writes to a view of it.
         return alias_that_counts(self.tensor)
 
     def copy_for_write(self) -> None:
@@ -75,8 +75,8 @@ class StoredOutput(WatchedMemory):
     """A tensor that waits in a store.
 
     Attributes:
-        packed: What the catalog has of it.
-        decision: That to put it there. While it lives, the store has this one catalog.
+        packed: The catalog's record of it.
+        decision: The decision to put it there. While it lives, the store has this one catalog.
     """
 
     __slots__ = ("decision", "packed")
@@ -87,7 +87,7 @@ class StoredOutput(WatchedMemory):
         self.decision = decision
 
     def get(self) -> Tensor | None:
-        """Return the tensor, None if it was written in place since and the store has not had it before."""
+        """Return the tensor, None if it was written in place since and before the store had it."""
         if self.has_moved:
             return None
         try:
@@ -97,11 +97,11 @@ class StoredOutput(WatchedMemory):
 
 
 class Offloaded:
-    """What is kept in stores of some memory.
+    """The kept outputs in stores that share some memory.
 
     Attributes:
-        decisions: Those to put it there; the last one is for what autograd saves of it.
-        outputs: What operators have returned of it.
+        decisions: The decisions to put the memory there; the last one is for tensors that autograd saves of it.
+        outputs: Operator outputs in that memory.
         others: See `WatchedMemory`.
     """
 
@@ -123,14 +123,14 @@ def mapped(value: object, function: Callable[[object], object]) -> object:
 
 
 def has_tensors(output: object) -> bool:
-    """Return whether there are tensors in what an operator has returned."""
+    """Return whether an operator's output contains tensors."""
     if isinstance(output, tuple | list):
         return any(map(has_tensors, cast("list[object]", output)))
     return isinstance(output, Tensor)
 
 
 def tensors_in(output: object) -> list[Tensor]:
-    """Return the tensors that an operator has returned, or was given as one argument."""
+    """Return the tensors in an operator's output, or in one of its arguments."""
     if isinstance(output, Tensor):
         return [output]
     if isinstance(output, list | tuple):
@@ -139,8 +139,8 @@ def tensors_in(output: object) -> list[Tensor]:
 
 
 def memory_of(tensor: Tensor) -> UntypedStorage | None:
-    """Return the memory of a tensor; None if it is of a kind that has none to show."""
-    if tensor._is_zerotensor():  # the tangents of forward mode that are zero: a storage with a size and no memory
+    """Return the memory of a tensor; None if its kind exposes no storage."""
+    if tensor._is_zerotensor():  # zero tangents of forward mode: a storage with a size and no memory
         return None
     try:
         return tensor.untyped_storage()

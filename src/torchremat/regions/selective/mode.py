@@ -1,4 +1,4 @@
-"""What sees the operators of a region: it asks the policy in the forward, and gives what was kept in a recompute.
+"""The mode that sees a region's operators: it asks the policy in the forward, and returns kept outputs in a recompute.
 
 See NOTE [ Selective recompute ].
 """
@@ -41,16 +41,16 @@ Kwargs = Mapping[str, Any]
 
 
 class Watching:
-    """Whoever sees the operators of a call.
+    """A watcher of the operators of a call.
 
     Attributes:
-        selection: What is kept of them.
-        mode: The one that shows them.
-        block: The block in which they are seen, if the mode is there for that block alone.
-        is_done: Whether those that still come need not be seen.
-        is_away: Whether nothing shows them any more.
-        beside_fsdp: Whether some that come may be FSDP2's own. See NOTE [ Operators of FSDP2 ].
-        began_in: The code in whose frame the block lies, if it lies in one.
+        selection: The outputs that are kept.
+        mode: The mode that shows the operators.
+        block: The block in which they are seen, if the mode exists only for that block.
+        is_done: Whether later operators need not be seen.
+        is_away: Whether the mode is off.
+        beside_fsdp: Whether some of the operators may be FSDP2's own. See NOTE [ Operators of FSDP2 ].
+        began_in: The code object of the frame that contains the block, if one does.
     """
 
     def __init__(self, selection: Selection) -> None:
@@ -63,9 +63,9 @@ class Watching:
         self.began_in: CodeType | None = None
 
     def rest(self) -> bool:
-        """Look away for the rest of the block if all has been seen, and return whether that is so.
+        """Switch the mode off for the rest of the block if everything has been seen, and return whether that is so.
 
-        Not to be called from inside of an operator.
+        Must not be called inside an operator.
         """
         if self.is_done and not self.selection.looks_on and self.block is not None and self.block.ended():
             self.block = None
@@ -73,7 +73,7 @@ class Watching:
         return self.is_away
 
     def unasked(self, operator: Operator, args: Args, kwargs: Kwargs) -> object:
-        """Run an operator that nobody is asked about any more: it may write to what is kept."""
+        """Run an operator that the policy is not asked about: it may write to kept memory."""
         op_info = known_traits.get(id(operator)) or traits_of(operator)
         if op_info.writes:
             self.selection.protect(written_by(op_info.writes, args, kwargs))
@@ -87,10 +87,10 @@ class Collecting(Watching):
     """The forward of a call: a policy is asked about every operator.
 
     Args:
-        selection: Gets what is kept.
-        decisions: What a policy that goes by the operator alone has said before.
+        selection: Gets the kept outputs.
+        decisions: Earlier answers of a policy that depends only on the operator.
         names: The modules of the region.
-        preserve_rng: Whether a recompute has to draw what the forward drew.
+        preserve_rng: Whether a recompute has to draw the same numbers as the forward.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class Collecting(Watching):
             if decisions is not None:
                 decisions[op_info] = decision
         if decision is not RECOMPUTE:
-            # What is made in inference mode has no versions.
+            # Tensors made in inference mode have no versions.
             if op_info.is_kept and not torch.is_inference_mode_enabled() and not _is_view(output, args, kwargs):
                 draws = self._generator(output, kwargs) if op_info.is_random and self._preserve_rng else None
                 selection.keep(index, output, decision, draws)
@@ -179,7 +179,7 @@ class Collecting(Watching):
     # ------------------------------------------------------------------------------------------------------- names
 
     def named(self, operator: object, tensor: Tensor, name: str) -> None:
-        """Ask about a tensor that was given a name."""
+        """Ask about a named tensor."""
         if self._produced is None:
             return
         decision = self._ask(operator, tensor, tensor, name)
@@ -191,7 +191,7 @@ class Collecting(Watching):
         if found is None or found.number in selection.kept or tensor._version != found.version:
             selection.keep_memory(tensor, decision)
             return
-        # What the operator returned, of which the tensor is a view.
+        # The operator's output, of which the tensor is a view.
         output = tensor.detach()
         if output.dtype != found.dtype:
             output = output.view(found.dtype)
@@ -202,7 +202,7 @@ class Collecting(Watching):
         for tensor in tensors_in(output):
             memory = memory_of(tensor)
             if memory is None or (not op_info.is_kept and not written and memory in self._produced):
-                continue  # a view of what another operator made
+                continue  # a view of another operator's output
             if op_info.is_kept and not op_info.is_random and isinstance(output, Tensor):
                 self._produced[memory] = _Produced(
                     index, tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.dtype, tensor._version
@@ -212,13 +212,13 @@ class Collecting(Watching):
 
 
 def _is_view(output: object, args: Args, kwargs: Kwargs) -> bool:
-    """Return whether an operator has returned memory of its arguments, though it does not say so."""
+    """Return whether an operator has returned memory of its arguments without declaring it."""
     given = {memory_of(tensor) for value in (*args, *kwargs.values()) for tensor in tensors_in(value)}
     return any(memory in given for tensor in tensors_in(output) if (memory := memory_of(tensor)) is not None)
 
 
 class _Produced(NamedTuple):
-    """An operator's only output, for whoever gives it a name later."""
+    """An operator's only output, which may get a name later."""
 
     number: int
     shape: torch.Size
@@ -229,11 +229,12 @@ class _Produced(NamedTuple):
 
 
 class Replaying(Watching):
-    """A recompute of a call: what was kept takes the place of what would be computed.
+    """A recompute of a call: kept outputs take the place of running their operators.
 
     Args:
-        selection: What was kept.
-        takes: Whether nobody comes a second time. See NOTE [ Selective recompute ], 5.
+        selection: The kept outputs.
+        takes: Whether this is the last recompute, so that kept outputs are removed. See NOTE [ Selective recompute ],
+            5.
         is_running: Whether the forward still runs, so that the recompute may get further than it.
     """
 
@@ -247,7 +248,7 @@ class Replaying(Watching):
         self.difference: str | None = None
 
     def operator(self, operator: Operator, args: Args, kwargs: Kwargs) -> object:
-        """Run an operator, or return what was kept of it."""
+        """Run an operator, or return its kept output."""
         index = self._count
         selection = self.selection
         operators = self._operators
@@ -280,7 +281,7 @@ class Replaying(Watching):
         return op_info.run(*args, **kwargs)
 
     def named(self, operator: object, tensor: Tensor, name: str) -> None:
-        """Do nothing: it was decided in the forward."""
+        """No-op: the forward has decided."""
 
     def check(self, region: str) -> None:
         """Raise if the recompute has run other operators than the forward."""
@@ -295,16 +296,16 @@ class Replaying(Watching):
 
 # NOTE [ Modes and policies ]
 #
-# A mode of the user's may run other operators in place of one, as torch's counter of flops does. Around the forward
-# alone, or in a region and around one inside of it, it would let the forward of a region see others than its recompute,
-# which has the modes that act and not those that watch. So the mode of a region sees operators first: it is the
-# innermost where the region begins, and those of regions around it look away meanwhile. What the user enters in the
-# region itself comes before it, in a recompute as in the forward.
+# A mode of the user may run other operators in place of one, like torch's flop counter. Such a mode around the forward
+# alone, or in a region and around an inner one, would let the forward of a region see other operators than its
+# recompute, which restores the modes that act and not the modes that watch. So the mode of a region sees operators
+# first: it is the innermost mode where the region begins, and the modes of outer regions are off meanwhile. Modes that
+# the user enters inside the region come before it, in a recompute as in the forward.
 
 
 @only_watches
 class _Mode(EagerMode):
-    """The mode that shows each operator to whoever collects or replays now. See NOTE [ Modes and policies ]."""
+    """The mode that shows each operator to the active watcher. See NOTE [ Modes and policies ]."""
 
     def __torch_dispatch__(
         self,
@@ -321,7 +322,8 @@ class _Mode(EagerMode):
         see = run.operator if is_seen and run is not None else _run
         if not has_torch_function(args):
             return see(func, args, kwargs)
-        # It came from C++, as in a backward, where neither subclasses nor function modes are asked; nor are they now.
+        # The call came from C++, as in a backward, which bypasses subclasses and function modes; they are bypassed here
+        # too.
         with past_torch_function():
             return see(func, args, kwargs)
 
@@ -331,11 +333,11 @@ def _run(operator: Operator, args: Args, kwargs: Kwargs) -> object:
 
 
 class SeenBy(AbstractContextManager[None]):
-    """A block whose operators are seen by `run`; None hides them from everybody.
+    """A block whose operators are seen by `run`; None hides them from all watchers.
 
     Args:
-        run: Who sees them.
-        began_in: The code of the function that the block lies in; None if it may be left in another one.
+        run: The watcher that sees them.
+        began_in: The code of the function that contains the block; None if another function may leave the block.
     """
 
     __slots__ = ("_began_in", "_had", "_is_off", "_mode", "_now", "_run", "_thread")
@@ -351,7 +353,7 @@ class SeenBy(AbstractContextManager[None]):
         self._had = self._now.selecting
         self._thread = get_ident()
         if self._run is not None:
-            # A backward in a region runs with the region's modes, in whatever thread.
+            # A backward in a region runs with the region's modes, in any thread.
             mode = innermost_dispatch_mode()
             if type(mode) is not _Mode:
                 mode = self._mode = _Mode()
@@ -362,8 +364,8 @@ class SeenBy(AbstractContextManager[None]):
         thread.now.selecting = self._run
 
     def ended(self) -> bool:
-        """Take the mode off before the block is over, if that can be done here; return whether it was."""
-        # In another thread, and inside of a mode of the user's, it is left where it is.
+        """Take the mode off before the block ends, if possible here; return whether it was taken off."""
+        # In another thread, and inside a mode of the user, it stays in place.
         if self._thread != get_ident() or self._now is not thread.now or innermost_dispatch_mode() is not self._mode:
             return False
         take_dispatch_mode(_Mode)
@@ -374,15 +376,15 @@ class SeenBy(AbstractContextManager[None]):
         thread.now.selecting = self._had
         if self._mode is not None:
             if self._run is not None:
-                self._run.block = None  # else both, and all that is kept, would wait for the cycle collector
+                self._run.block = None  # else both, and all kept outputs, would wait for the cycle collector
             if self._is_off:
                 push_dispatch_mode(self._mode)  # it takes itself off
             self._mode.__exit__(*error)
 
 
 def unseen(function: Callable[[A], T], argument: A) -> T:
-    """Return `function(argument)`, whose operators nobody sees."""
-    # An operator that passes through a mode takes longer than all else that a hook does.
+    """Return `function(argument)`, and hide its operators."""
+    # Dispatching an operator through a mode takes longer than the rest of a hook.
     mode = take_dispatch_mode(_Mode)
     run, thread.now.selecting = thread.now.selecting, None
     try:

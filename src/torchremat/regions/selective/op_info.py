@@ -1,4 +1,4 @@
-"""What matters of an operator to whoever keeps its outputs."""
+"""The facts about an operator that the cache of outputs needs."""
 
 from __future__ import annotations
 
@@ -13,50 +13,51 @@ from torchremat._compat.operators import entry_of
 
 # NOTE [ What is never kept ]
 #
-# A recompute runs the same operators in the same order as the forward, and for those whose outputs are kept it gets
-# these instead. Four kinds of operators run again whatever a policy says, since that is exact and costs little:
+# A recompute runs the same operators in the same order as the forward, and gets kept outputs instead of running their
+# operators. Four kinds of operators always run again, whatever a policy says, since that is exact and costs little:
 #
-#   views             an alias that came from elsewhere would not see what is written to its base, nor the base what is
-#                     written to it
-#   in-place          they write to a tensor of the recompute; batch normalisation does so without saying it
-#   without values    `empty`, `zeros` and the like: what is written into them is what counts, and a kernel that torch
-#                     does not see would write once more into what is kept
-#   casts             autocast keeps those of leaves, and an input is a leaf to a recompute alone
+#   views             an alias from elsewhere would not see writes to its base, and the base would not see writes to the
+#                     alias
+#   in-place          they write to a tensor of the recompute; batch normalisation does so without declaring it
+#   without values    `empty`, `zeros` and the like: only later writes into them matter, and a kernel that torch does
+#                     not see would write once more into the kept output
+#   casts             autocast keeps casts of leaves, and an input is a leaf only in a recompute
 #
-# What a policy says of these is still of use: a tensor with that memory which autograd saves stays where it is, and is
-# not recomputed for autograd's sake.
+# A policy's answer for these still has an effect: a tensor with that memory that autograd saves stays where it is, and
+# is not recomputed for autograd.
 
 # NOTE [ What is not counted ]
 #
-# To a recompute the inputs of its region are leaves, and its gradients are its own. So there are operators that run in
-# one of forward and recompute alone, though the function does the same twice:
+# In a recompute the inputs of the region are leaves, and gradients are separate. So some operators run only in the
+# forward or only in the recompute, although the function does the same twice:
 #
 #   casts             a forward may find one that autocast kept where its recompute has to cast, and the other way round
-#   views             whoever asks a leaf for its node, to be told of its gradient, gets it through a view. The hooks of
-#                     `FlopCounterMode` ask so for the inputs of every module, wherever the counter is on
-#   additions         what a backward inside adds to gradients of leaves
+#   views             code that asks a leaf for its node, to hook its gradient, gets the node through a view. The hooks
+#                     of `FlopCounterMode` do so for the inputs of every module, wherever the counter is on
+#   additions         a backward inside the region adds to gradients of leaves
 #
-# None of them is ever kept, so they have no number and no place in the order that a recompute is held to. A view that
-# is another one is found all the same where autograd saves what comes of it: by its shape and strides.
+# None of them is ever kept, so they have no number and no place in the order that is checked in a recompute. A
+# different view is still detected where autograd saves a result of it: by its shape and strides.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OpInfo:
-    """What matters of an operator.
+    """The facts about one operator.
 
     Attributes:
         operator: An `OpOverload`, or a higher-order operator.
         name: Its name, as torch has it.
-        is_ignored: Whether it computes nothing and runs now and then, so that nobody is asked about it.
+        is_ignored: Whether it computes nothing and runs only sometimes, so that no policy is asked about it.
         is_cast: Whether it is a cast.
         is_counted: Whether it has a number, and a place in the order. See NOTE [ What is not counted ].
-        is_kept: Whether its outputs can be. See NOTE [ What is never kept ].
+        is_kept: Whether its outputs can be kept. See NOTE [ What is never kept ].
         is_random: Whether it draws random numbers.
-        accumulates: Whether it is one of those that add a gradient to what is there.
-        is_sized_by_values: Whether the sizes of its outputs may depend on values of its inputs.
+        accumulates: Whether it may be an operator that accumulates a gradient.
+        is_sized_by_values: Whether its output sizes may depend on input values.
         writes: The places and names of the arguments that it writes.
-        says_fresh: Whether it says that it returns no memory of its arguments, which need not be so (`unsafe_split`).
-        is_plain: Whether none of this calls for more than to ask about it.
+        says_fresh: Whether it declares that its outputs do not alias its arguments, which may be false
+            (`unsafe_split`).
+        is_plain: Whether asking the policy is enough, as none of the facts above needs special handling.
         run: Runs it.
     """
 
@@ -70,7 +71,7 @@ class OpInfo:
     is_sized_by_values: bool = False
     writes: tuple[tuple[int, str], ...] = ()
     says_fresh: bool = False
-    name: str = field(init=False)  # torch puts it together anew each time
+    name: str = field(init=False)  # torch builds it anew each time
     is_plain: bool = field(init=False)
     run: Callable[..., object] = field(init=False)
 
@@ -81,15 +82,15 @@ class OpInfo:
         object.__setattr__(self, "run", entry_of(self.operator))
 
 
-# Where there is no gradient yet, as in a recompute, one is not added but taken, or copied.
+# Without an earlier gradient, as in a recompute, the first one is not added but taken, or copied.
 _ACCUMULATING = ("aten.add.", "aten.add_.", "aten.clone.", "aten.new_empty_strided.", "aten.copy_.")
 
-# By identity, as operators take their time to be hashed.
+# By identity, as hashing an operator is slow.
 known_traits: dict[int, OpInfo] = {}
 
 
 def traits_of(operator: Any) -> OpInfo:
-    """Return the traits of an operator, always the same object."""
+    """Return the op info of an operator, always the same object."""
     found = known_traits.get(id(operator))
     if found is None:
         found = known_traits[id(operator)] = _traits_of(operator)
@@ -128,11 +129,11 @@ def _traits_of(operator: Any) -> OpInfo:
 
 
 def _has_tensors(schema: Any) -> bool:
-    # Marks for a profiler have none, and are there where somebody profiles.
+    # Marks for a profiler have none, and run only under a profiler.
     return any("Tensor" in str(one.type) for one in (*schema.arguments, *schema.returns))
 
 
-# What operators of batch normalisation write in training, and do not declare.
+# Arguments that operators of batch normalisation write in training without declaring it.
 _STATISTICS = ("running_mean", "running_var")
 _WITHOUT_VALUES = (
     *(f"aten.{kind}{name}" for name in ("empty", "zeros", "ones", "full") for kind in ("", "new_")),
