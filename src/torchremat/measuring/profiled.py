@@ -58,14 +58,14 @@ _CALL = "torchremat.call"  # before a collective, and after it
 
 
 class ProfilerRecorder(RecordedBlock):
-    """See `Recorder`."""
+    """See `AllocationRecorder`."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._marked: dict[int, tuple[str, int]] = {}
 
     def mark(self, label: str) -> int:
-        """See `Recorder`. About 3 microseconds; from any thread.
+        """See `AllocationRecorder`. About 3 microseconds; from any thread.
 
         The position is exact in the thread of the block and in autograd's. Other threads are not watched: there it is
         found by the wall clock, and may be off by the events of a few microseconds.
