@@ -30,7 +30,7 @@ from torchremat.measuring.traces import AllocationTrace, RecordedBlock, TraceMar
 #
 # A device's `torch.cuda.memory_allocated` is the sum of three parts.
 #
-#   step      requested bytes, each block rounded up to 512 bytes: the subject of traces and plans, the same in every run
+#   step      requested bytes, each block rounded up to 512 bytes: traces and plans count these, the same in every run
 #   resident  memory that stays in a warm process and holds no tensor: workspaces of cuBLAS, for each thread and stream.
 #             It is counted before a step, see `BytesBefore`
 #   slack     bytes that the allocator gives beyond that: a large block whose rest is below 1 MiB is not split. It
