@@ -21,7 +21,7 @@ class BytesBefore:
 
     `communication` holds the buffers that data parallelism communicates from. `resident` holds the memory that a
     device's libraries and others keep there, and `slack` the bytes that its allocator may give during the step beyond
-    those requested: see NOTE [ What a device holds ].
+    the requested ones: see NOTE [ What a device holds ].
     """
 
     parameter_bytes: int

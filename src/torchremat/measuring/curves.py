@@ -45,7 +45,7 @@ class Curve:
         live_bytes: Of each point.
         phases: Of each point: the phase that starts there.
         before_bytes: Live bytes before the step.
-        budget_bytes: Drawn as a line; None if there is none.
+        budget_bytes: Drawn as a line; None without a budget.
         peak: The peak to print below the heading; the highest of the points if not given.
     """
 

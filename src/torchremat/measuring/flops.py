@@ -4,8 +4,8 @@ The formulas come from torch's own registry, so totals equal `torch.utils.flop_c
 adds the ones that the registry lacks. The counter keeps a running `total` that a hook can read at any time, separates
 recomputed flops, and costs a dictionary lookup per operator.
 
-Missing on purpose: elementwise operators, and the inside of higher-order operators that have no formula of their own
-(`cond`). Compiled code runs eagerly under the counter, so its flops are those of the eager code.
+Missing on purpose: elementwise operators, and the inside of higher-order operators without their own formula (`cond`).
+Compiled code runs eagerly under the counter, so its flops describe the eager code.
 """
 
 from __future__ import annotations

@@ -139,7 +139,7 @@ def _check(log: StepLog, policy: Callable[..., object]) -> None:
 
 
 def _regions(log: StepLog, blocks: Sequence[str]) -> set[int]:
-    """Return the calls that would be regions, without those inside another one."""
+    """Return the calls that would be regions, without calls inside another one."""
     regions = {index for index, call in enumerate(log.calls) if call.name in blocks and call.has_grad}
     missing = set(blocks) - {log.calls[index].name for index in regions}
     if missing:

@@ -21,7 +21,7 @@ def used_up(step: object, error: Exception, runs: int) -> StepError:
 
     Args:
         step: The step.
-        error: What it raised.
+        error: The error that it raised.
         runs: How often it has run before.
     """
     ran = {0: "", 1: "ran once, and then "}.get(runs, f"ran {runs} times, and then ")

@@ -1,9 +1,9 @@
 """The saved tensors that remain at the end of a forward, as a report.
 
 of a save       where it was saved, and by which operator        the log of the forward
-                whether it is still there                        what autograd holds of what the log has packed
+                whether it is still alive                        the packed objects that autograd still holds
                 node and slot                                    the graph below the loss
-of all others   what hooks of others hold, and which storages    the graph, and the regions that its slots lead to
+of all others   tensors held by foreign hooks, their storages    the graph, and the regions that its slots lead to
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The optimizer of a step: the optimizers that it wraps, its step run alone, and no steps while we run the user's step.
 
-An optimizer may wrap another (accelerate's, Lightning's, Lookahead) and have no state of its own. Wrapping does not
-depend on attribute names: an optimizer wraps each optimizer that is reachable from it, by the traversal of
-`state.world`, and that steps on some of the same parameters.
+An optimizer may wrap another (accelerate's, Lightning's, Lookahead) and have no own state. Wrapping does not depend on
+attribute names: an optimizer wraps each optimizer that is reachable from it, by the traversal of `state.world`, and
+that steps on some of the same parameters.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Optimizer = torch.optim.Optimizer
 
 
 def with_wrapped(optimizer: Optimizer | None) -> tuple[Optimizer, ...]:
-    """Return an optimizer, and those that it wraps; none if it is None."""
+    """Return an optimizer and the optimizers that it wraps; none if it is None."""
     if optimizer is None:
         return ()
     own = {id(one) for one in parameters_of([optimizer])}
@@ -53,7 +53,7 @@ def parameters_of(optimizers: Iterable[Optimizer]) -> list[Tensor]:
 
 
 def words_for_wrapped(optimizers: Sequence[Optimizer]) -> str:
-    """Return the words for the innermost of an optimizer and those that it wraps; "" if it is alone."""
+    """Return the words for the innermost optimizer that an optimizer wraps; "" if it wraps none."""
     if len(optimizers) < 2:
         return ""
     outer, inner = optimizers[0], optimizers[-1]

@@ -14,9 +14,9 @@ torch's messages about it on stderr are suppressed, see `_compat.profiler_lines`
 # A free counts only if the block has seen the allocation. Torch knows a pointer's size only from a table that is
 # written while a profiler runs. So for memory that was allocated before the block
 #
-#   1. usually there is no event at all;
+#   1. usually no event exists at all;
 #   2. if an earlier profiler saw this address allocated, but not freed, and the address was given out again since,
-#      there is an event, with the size of the dead allocation.
+#      an event exists, with the size of the dead allocation.
 #
 # Nothing in the event tells 2 from an honest free, so all of them are dropped.
 #

@@ -99,7 +99,7 @@ class Subject:
                 yield device, max(0, accelerator.counters(device).allocated_bytes - known)
 
     def run(self) -> object:
-        """Run the step and return what it returns.
+        """Run the step and return its result.
 
         Raises:
             StepError: It has used up its inputs.
@@ -155,7 +155,7 @@ def _existing(wanted: torch.device | str) -> torch.device:
     count = len(accelerator.devices())
     if not accelerator.is_host and (place.index or 0) >= count:
         raise UnsupportedError(f"device={wanted!r}: torch finds {count} {place.type.upper()} devices here.")
-    # Tensors on "cuda" have the index of the current device, and those on "cpu:0" have none.
+    # Tensors on "cuda" have the index of the current device, and tensors on "cpu:0" have none.
     return torch.empty(0, device=place).device
 
 

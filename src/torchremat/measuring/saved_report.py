@@ -43,7 +43,7 @@ class Saved:
             step holds) are alive anyway. `stored`: moved into a store.
         node: The node of the graph that holds it, `MulBackward0` or the class of a custom Function; "" if the loss does
             not reach it, or if it is the input of a region.
-        slot: The place in the node: `self`, `indices[0]`, `tensors[1]` for what a custom Function saved.
+        slot: The place in the node: `self`, `indices[0]`, `tensors[1]` for tensors saved by a custom Function.
         operator: The operator that saved it, `aten.mul.Tensor`; a custom Function's name; "" if it is not known.
         function: The function of `torch.nn.functional` that called the operator, or "".
         module: The name of the innermost module that ran; for the model itself the name of its class; or "".

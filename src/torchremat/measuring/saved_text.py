@@ -135,7 +135,7 @@ def _copy_rows(report: SavedReport) -> list[list[str]]:
 
 
 def _block_rows(report: SavedReport) -> list[list[str]]:
-    """Return a row for each block: what it frees as a region, and what the region keeps."""
+    """Return a row for each block: the bytes that it frees as a region, and the bytes that the region keeps."""
     rows: list[list[str]] = []
     for name in report.blocks:
         one = report.freed_by(blocks=[name])
@@ -147,7 +147,7 @@ def _block_rows(report: SavedReport) -> list[list[str]]:
 
 
 def _policy_rows(report: SavedReport) -> list[list[str]]:
-    """Return a row for each policy that the library has: what it frees in the blocks, and what these keep."""
+    """Return a row for each policy of the library: the bytes that it frees in the blocks, and that these keep."""
     return [
         [format_bytes(one.freed_bytes), format_bytes(one.kept_bytes), name]
         for name, one in report.freed_by_policies().items()

@@ -3,7 +3,7 @@
     run         under                                  gives
     1. logged   hooks, module calls, the operator log  everything, unless compiled code ran: then it ran eagerly
     2. warm     nothing                                nothing: compiles         (only after compiled code in 1)
-    3. plain    hooks and module calls                 what is saved and where   (only after compiled code in 1)
+    3. plain    hooks and module calls                 saves and their places    (only after compiled code in 1)
 
 The hooks pack a small object that autograd alone owns. So the objects alive at the end of the forward are the tensors
 that autograd keeps, without tensors that it saved and dropped on the way.

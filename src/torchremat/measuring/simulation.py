@@ -6,7 +6,7 @@ cannot show the inside of kernels: temporaries and seconds. Both come from a `Ke
     of a real step                      of a simulated one
     allocation by an operator           a storage that an operator returns and did not get
     free                                its weak reference dies
-    temporary of a kernel               `KernelCost.workspace_bytes`, over what the operator returns
+    temporary of a kernel               `KernelCost.workspace_bytes`, above the operator's results
     state of a generator (CPU)          the same; it is real, and an operator with random numbers moves it
     sum of two gradients in place       one storage goes on as another: see NOTE [ Gradients that are added in place ]
     time                                sum of `KernelCost.seconds`

@@ -72,7 +72,7 @@ def run_backward(loss: Tensor) -> None:
         UnsupportedError: The model is Lightning Fabric's, which has its own backward, and this is no rehearsal.
     """
     try:
-        # A rehearsal's gradients are dropped. A training step's gradients have to be of the loss as Fabric scales it.
+        # A rehearsal's gradients are dropped. A training step's gradients must be of the loss as Fabric scales it.
         with as_fabrics_backward() if is_rehearsing() else nullcontext():
             loss.backward()  # pyright: ignore[reportUnknownMemberType]
     except RuntimeError as error:

@@ -20,7 +20,7 @@ from torchremat.errors import UnsupportedError
 class TraceMark:
     """A point between two events of a trace.
 
-    `position` is the index of the first event after it, or the number of events if there is none. `time_ns` is on the
+    `position` is the index of the first event after it, or the number of events if none follows. `time_ns` is on the
     clock of the trace (nanoseconds since 1970).
     """
 

@@ -130,7 +130,7 @@ def address_of(storage: UntypedStorage) -> int:
 
 
 def tensors_in(value: object, *, sparse: bool = False) -> Iterator[Tensor]:
-    """Yield the tensors with a storage of their own in `value`: wrapper subclasses are opened.
+    """Yield the tensors in `value` that have their own storage: wrapper subclasses are opened.
 
     Args:
         value: Tensors, and lists, tuples and dicts of them.

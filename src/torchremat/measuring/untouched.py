@@ -2,20 +2,20 @@
 
 Restored, whether the block ends or raises (KeyboardInterrupt included; one that comes during the restore waits):
 
-    gradients        the same `.grad` objects with the same values; during the block there are zeros in their place;
-                     likewise what FSDP2 has added up and not reduced
-    buffers          the same objects, values and versions; those assigned or registered in the block are dropped
+    gradients        the same `.grad` objects with the same values; during the block zeros take their place;
+                     likewise sums that FSDP2 has not reduced yet
+    buffers          the same objects, values and versions; buffers assigned or registered in the block are dropped
     RNG              torch on the CPU and on every CUDA device, generators that the modules reach, Python's `random`,
                      NumPy's global generator
-    modules          training flags, attributes, children, hooks, and what can be reached from them: the same objects
-    optimizer        the same: what it wraps, options, state; so its learning rates, and a scheduler that a hook runs
+    modules          training flags, attributes, children, hooks, and objects reachable from them: the same objects
+    optimizer        the same: wrapped optimizers, options, state; so learning rates, and a scheduler that a hook runs
     the step         lists, dicts and attributes that it reaches, where a tensor was taken out of them: its batch
-    parameters       `requires_grad`, hooks; values as far as `writes` has it, and else there is an error
-    shards           what FSDP2 has gathered is given back, so that each run begins as the first step did
+    parameters       `requires_grad`, hooks; values as `writes` describes, else an error is raised
+    shards           parameters gathered by FSDP2 are freed, so that each run begins as the first step did
 
 An optimizer that steps in the block is refused before it has written anything.
 
-Not restored: the parameters that a lazy module makes in its first forward, a tensor with a graph that an attribute held
+Not restored: the tensors that a lazy module makes in its first forward, a tensor with a graph that an attribute held
 and no longer holds, generators that the step made itself, an iterator that has advanced.
 """
 

@@ -1,11 +1,11 @@
-"""The tensors that a step writes besides gradients and buffers: a teacher's weights, a queue in a list, its own batch.
+"""The tensors that a step writes, except gradients and buffers: a teacher's weights, a queue in a list, its own batch.
 
-    what is written                                how it is seen                     what becomes of it
-    anything, in the run that is looked at         an operator is about to write      it is copied first, and put back
-    the same, in later runs                        it was written before              copied before the run, put back
-    small tensors that are no parameters           it is small                        likewise
-    leaves with hooks of the user's in backward,   they are there                     likewise
-    and what such a hook reaches of their shapes
+    written tensors                                how the write is seen              how it is undone
+    any, in the intercepted run                    an operator is about to write      it is copied first, and restored
+    the same, in later runs                        it was written before              copied before the run, restored
+    small tensors that are not parameters          it is small                        likewise
+    leaves with user hooks in backward, and        they exist                         likewise
+    tensors of their shapes that hooks reach
     `.data`, set to other memory                   the storage is another one         the leaf has its own again
     anything else                                  its version has moved              an error that names it
 

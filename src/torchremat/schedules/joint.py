@@ -125,7 +125,7 @@ class Split:
     """A forward and a backward that a joint list was split into.
 
     Attributes:
-        saved: The values between them that have bytes of their own.
+        saved: The values between them that have their own bytes.
         forward: The operators of the forward.
         backward: The operators of the backward, in the order in which they run.
         peak_bytes: The most that is live at once.

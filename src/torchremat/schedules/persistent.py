@@ -63,7 +63,7 @@ class Persistent:
         self._chosen: dict[tuple[int, int, int, bool], _Choice | None] = {}
 
     def solve(self, limit_bytes: int) -> Tree | None:
-        """Return the cheapest tree whose peak is at most the limit, or None if there is none.
+        """Return the cheapest tree whose peak is at most the limit, or None if none exists.
 
         Raises:
             BudgetError: If the limit is above that of the tables.

@@ -1,8 +1,8 @@
 """Stretches of a joint list that the backward can recompute by themselves, and the live bytes that each adds.
 
-Time is one axis: the operators of the forward, then those of the backward. The `base` has the bytes live under any
-saving; a stretch under one way to save adds its *curve*. Where the backward recomputes a stretch before an operator,
-the curve has the peak of that recompute.
+Time is one axis: the operators of the forward, then of the backward. The `base` has the bytes live under any saving; a
+stretch under one way to save adds its *curve*. Where the backward recomputes a stretch before an operator, the curve
+has the peak of that recompute.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ _GAP = 5e-3
 
 
 class Saver:
-    """Chooses what to save for one joint list, for any number of limits.
+    """Chooses the values to save for one joint list, for any number of limits.
 
     Args:
         joint: The list.

@@ -59,7 +59,7 @@ def writing_wait_s(forward_s: Sequence[float], writes: Iterable[Write]) -> float
 
     Args:
         forward_s: Seconds of each position.
-        writes: In the order in which they are asked for; those of one position in the order of the queue.
+        writes: In the order of their requests; within one position in the order of the queue.
     """
     asked, due = _by(writes, lambda one: one.made), _by(writes, lambda one: one.due)
     now_s, free_s, waited_s = 0.0, 0.0, 0.0
@@ -79,7 +79,7 @@ def reading_wait_s(backward_s: Sequence[float], reads: Iterable[Read]) -> float:
 
     Args:
         backward_s: Seconds of each position.
-        reads: In the order in which they are asked for; those of one position in the order of the queue.
+        reads: In the order of their requests; within one position in the order of the queue.
     """
     asked, due = _by(reads, lambda one: one.begun), _by(reads, lambda one: one.due)
     now_s, free_s, waited_s = 0.0, 0.0, 0.0

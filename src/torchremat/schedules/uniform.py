@@ -17,7 +17,7 @@ def keep_all(chain: Chain) -> Tree:
 
 
 def every(chain: Chain, step: int) -> Tree:
-    """Return the tree in which the first of every `step` recomputable stages is a region of its own; with 1, all are.
+    """Return the tree in which the first of every `step` recomputable stages is its own region; with 1, all are.
 
     Args:
         chain: What to schedule.

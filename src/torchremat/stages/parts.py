@@ -4,8 +4,8 @@ As in a profile every unit is a region, in a session, so the run holds no more t
 for the weights are read out of the session; gradients that wait for the weight part are live in addition.
 
     marks    forward     input part of each unit               weight part
-    read                 recomputed: what its recompute made   highest bytes over those at its beginning
-                         next one: what of that is gone
+    read                 recomputed: tensors it created        peak above the bytes at its beginning
+                         next one: which of them are freed
 """
 
 from __future__ import annotations

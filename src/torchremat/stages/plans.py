@@ -49,7 +49,7 @@ class DevicePlan:
         budget_bytes: Its budget.
         peak_bytes: Predicted peak of a step.
         plain_peak_bytes: The same without any recompute.
-        floor_bytes: The smallest budget for which there are plans.
+        floor_bytes: The smallest budget for which plans exist.
         optimizer_peak_bytes: Peak of the optimizer's step, which the peaks above count; None if no optimizer was given.
         before_bytes: Bytes on the device under any plans: parameters, gradients, buffers, state of the optimizer.
         boundary_bytes: Likewise between the stages: inputs, outputs, gradients in transit.

@@ -3,7 +3,7 @@
 One backward runs all microbatches, and autograd sums the gradients of a weight before it adds the sum to `.grad`. A new
 gradient has this fate:
 
-    microbatch     it                                                            of its weight there is
+    microbatch     the new gradient                                              live for its weight
     first          stays                                                         this one, from then on
     second         is added, out of place if the first one is a view, and goes   a sum, all the time
     others         is added and goes                                             a sum, all the time

@@ -115,7 +115,7 @@ class Claim:
         unit: The unit of the costs.
         cost: Cost of the plan's recomputes.
         step_cost: Cost of a plain step.
-        limit_bytes: The budget without what lies there before a step.
+        limit_bytes: The budget minus the bytes live before a step.
         step: The plain step.
         regions: The overhead of regions; None if it does not count.
         nested: The calls that the plan chooses among; None if they make no chain.
@@ -201,7 +201,7 @@ def claim_of(
         prediction: The prediction for the tree.
         unit: The unit of the costs.
         step: The plain step.
-        limit_bytes: The budget without what lies there before a step.
+        limit_bytes: The budget minus the bytes live before a step.
         stores: Whether tensors wait in stores.
     """
     cost = prediction.seconds + prediction.moving_s if unit == "seconds" else float(prediction.flops)

@@ -126,7 +126,7 @@ def _costs(trace: OperatorTrace, cost: Cost, profile: Profile) -> list[float]:
 
 
 class _BackwardOperator(NamedTuple):
-    """An operator of the backward: what it reads, the bytes of gradients before and after it, and its marks."""
+    """An operator of the backward: its reads, the bytes of gradients before and after it, and its marks."""
 
     reads: tuple[int, ...]
     before_bytes: int

@@ -31,7 +31,7 @@ class Compiled(Generic[P, R]):
 
     Attributes:
         original: The model or function.
-        reason: Why there is no budget, or "" if there is one.
+        reason: Why the budget does not apply, or "" if it applies.
     """
 
     def __init__(

@@ -101,12 +101,12 @@ class PeakPartitioner:
         budget: Peak bytes of forward and backward, parameters, inputs and gradients included: an int, `"6GiB"`, or
             `"60%"` of their peak without any recompute. Each graph is held to it by itself.
         margin: Bytes of the budget to leave free for memory outside of any graph, for example an optimizer's state.
-        cost: What is made again as little as possible: estimated `"seconds"`, or `"flops"`.
+        cost: The recompute cost to minimise: estimated `"seconds"`, or `"flops"`.
 
     Attributes:
         budget: The budget, as given.
         margin_bytes: The part of the budget that stays free.
-        cost: What is made again as little as possible.
+        cost: The recompute cost to minimise.
         partitions: The result for each graph that was split, in order.
 
     Raises:

@@ -102,7 +102,7 @@ def _description(node: Node) -> Any:
 
 
 def _is_view(node: Node) -> bool:
-    """Whether a call makes no storage of its own and writes to none."""
+    """Whether a call makes no new storage and writes to none."""
     if getattr(getattr(node.target, "_schema", None), "is_mutable", False):
         return False
     given = {address_of(one.untyped_storage()) for other in node.all_input_nodes for one in _strided(other)}

@@ -315,8 +315,8 @@ def guard(
 
     An attempt that runs out of memory, of the device or of the host, is undone: its tensors are freed, and generators,
     buffers, flags and objects are restored. Then the step is planned for fewer bytes than the failed attempt, and run
-    again. Its result and gradients equal, bit for bit, those of a step that never failed; gradients accumulate as
-    usual. The smaller plan stays for the following batches, until the block ends.
+    again. Its result and gradients equal a never-failed step's bit for bit; gradients accumulate as usual. The smaller
+    plan stays for the following batches, until the block ends.
 
     Any other error propagates, and nothing is repeated for it. Side effects of the step, prints or sends, happen again.
 
