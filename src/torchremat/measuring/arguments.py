@@ -6,7 +6,7 @@ new order.
 
 # NOTE [ The old order of arguments ]
 #
-# `(step, model)` works in 0.2 and goes in 0.3: `model_first` and `DeprecatedWarning`'s only use go with it.
+# `(step, model)` works in 0.2 and is removed in 0.3, with `model_first` and `DeprecatedWarning`'s only use.
 
 from __future__ import annotations
 

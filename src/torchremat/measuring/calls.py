@@ -72,7 +72,7 @@ class ModuleCalls:
 
 @contextmanager
 def module_calls(models: Iterable[nn.Module], numbers: StorageNumbers) -> Generator[ModuleCalls]:
-    """Follow the calls of the modules of `models` during the block, through hooks that are gone afterwards."""
+    """Follow the calls of the modules of `models` during the block, through hooks that are removed afterwards."""
     found = ModuleCalls(numbers)
     with ExitStack() as hooks:
         for module, name in names_of(models).items():

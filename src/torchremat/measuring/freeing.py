@@ -19,7 +19,7 @@ from torchremat.tensors.structure import join
 
 # NOTE [ What a policy would keep ]
 # A region keeps its inputs. Of the operator results that its policy saves, it keeps the ones that a recompute asks for:
-# all up to the last saved tensor that has to be recomputed. Such a result may alias other tensors, as a view or written
+# all up to the last saved tensor that must be recomputed. Such a result may alias other tensors, as a view or written
 # in place; of these the region keeps the tensors that autograd saves. The same holds for its inputs and for parameters.
 
 

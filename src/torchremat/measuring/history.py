@@ -4,8 +4,8 @@ torch's profiler reports a device's allocations only below operators, and omits 
 allocator's own history has all of them, from every thread, and frees of memory allocated before the block.
 
 Marks are positions in it: the allocator counts the blocks that it gives out and takes back, and the history has one
-entry for each, so no two clocks have to agree. It has requested sizes; the allocator rounds each up. See NOTE [ What a
-device holds ].
+entry for each, so no two clocks have to agree. Its sizes are the requested ones; the allocator rounds each one
+up. See NOTE [ What a device holds ].
 
 Seconds are the device's own: a mark is an event on the caller's stream, which is read when the block is over.
 """

@@ -69,7 +69,7 @@ class OperatorLines(EagerMode):
         args: tuple[object, ...] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
-        # The operators of `backward` before its first node are no recompute.
+        # The operators of `backward` before its first node are not a recompute.
         recomputes = self._is_recomputing() and current_node() is not None
         self.ran.append(OperatorStart(self._position(), OperatorLine(str(func), self._line(recomputes), recomputes)))
         return func(*args, **(kwargs or {}))

@@ -173,7 +173,7 @@ def subject_of(
         step: The step.
         model: Its model.
         optimizer: The optimizer, if it counts.
-        needs_model: Whether None is no model.
+        needs_model: Whether None as the model is an error.
         needs_values: Whether parameters on the meta device are an error.
 
     Raises:

@@ -254,7 +254,7 @@ class Simulation(EagerMode):
         return result
 
     def _with_fakes(self, value: object) -> object:
-        """Return a value with fakes in the place of real tensors."""
+        """Return a value with fakes in place of real tensors."""
         if isinstance(value, Tensor):
             return value if is_fake(value) else self._faked(value)
         if isinstance(value, list | tuple):

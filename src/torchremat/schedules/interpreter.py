@@ -252,7 +252,7 @@ class _Machine:
         self.running = None
 
     def dropping(self) -> _Region | None:
-        """Return the region whose stages have to run once without saving before anything else can."""
+        """Return the region whose stages must run once without saving before any other action can."""
         top = self.stack[-1] if self.stack else None
         return top if isinstance(top, _Region) and top.ran < top.last else None
 

@@ -72,7 +72,7 @@ class Persistent:
         return None if found is None else found.tree
 
     def cost(self, limit_bytes: int) -> float:
-        """Return the extra cost of `solve(limit_bytes)`, in the unit of the chain; infinite if there is no tree.
+        """Return the extra cost of `solve(limit_bytes)`, in the unit of the chain; infinite if no tree exists.
 
         Raises:
             BudgetError: If the limit is above that of the tables.
@@ -256,7 +256,7 @@ class _RegionRun:
 
 
 def least_cost(chain: Chain, limit_bytes: int, slot_bytes: int | None = None) -> float:
-    """Return a lower bound on the cost of every tree whose peak is at most the limit; infinite if there is none.
+    """Return a lower bound on the cost of every tree whose peak is at most the limit; infinite if none exists.
 
     The same tables with all sizes rounded down, and the limit up.
 

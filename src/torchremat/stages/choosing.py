@@ -63,7 +63,7 @@ class Choices:
         return self._solved(None)
 
     def cheapest(self, limit_bytes: int) -> Chosen | None:
-        """Return the cheapest choice with a peak of at most the limit; None if there is none."""
+        """Return the cheapest choice with a peak of at most the limit; None if none exists."""
         if self.plain.peak_bytes <= limit_bytes:
             return self.plain
         if self.floor.peak_bytes > limit_bytes:

@@ -3,9 +3,9 @@
 action    runs                                       afterwards
 F         the forward of a microbatch                it is held, with the tensors that its tree keeps
 R         its recompute, ahead of its gradient       it is held, and its backward comes next
-B         its backward                               it is gone
+B         its backward                               it is freed
 I         the input part of its backward             it is held, with the tensors that stay between the parts
-W         the weight part                            it is gone
+W         the weight part                            it is freed
 """
 
 from __future__ import annotations

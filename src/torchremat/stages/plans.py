@@ -111,7 +111,7 @@ class StagePlans(Sequence[StagePlan]):
         Raises:
             PipelineError: The numbers of stages differ.
             PlanError: A stage differs; the message has all differences.
-            UnsupportedError: It is no pipe, and no schedule that is known.
+            UnsupportedError: It is neither a pipe nor a known schedule.
         """
         for number, module in self._stages_of(pipeline):
             plan = self.stages[number].plan
@@ -172,7 +172,7 @@ def stages_in(pipeline: object) -> tuple[Sequence[tuple[int, nn.Module]], int]:
     """Return the stages that this process runs, each with its number, and the number of all stages.
 
     Raises:
-        UnsupportedError: It is no pipe, and no schedule that is known.
+        UnsupportedError: It is neither a pipe nor a known schedule.
     """
     if isinstance(pipeline, nn.Module) and hasattr(pipeline, "partitions"):
         partitions = list(cast("Sequence[nn.Module]", pipeline.partitions))

@@ -5,9 +5,9 @@ gradient has this fate:
 
     microbatch     the new gradient                                              live for its weight
     first          stays                                                         this one, from then on
-    second         is added, out of place if the first one is a view, and goes   a sum, all the time
-    others         is added and goes                                             a sum, all the time
-    last           is added to the sum and this to `.grad`, and both go          a sum, until then
+    second         is added, out of place if the first one is a view, and freed  a sum, all the time
+    others         is added and freed                                            a sum, all the time
+    last           is added to the sum and this to `.grad`, and both are freed   a sum, until then
 
 A microbatch by itself adds it to `.grad` and frees it. So the events of a single microbatch equal the events of each of
 these except for the rows above, and a profile of the changed events has the peaks of these.

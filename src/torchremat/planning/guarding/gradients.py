@@ -10,7 +10,7 @@
 #     no gradient           made one                       it is dropped; made again
 #     a gradient            did not get to it              added to it
 #     a gradient            added to it n times            the first n additions are left out
-#     a gradient            another object in its place    the object from before is put back
+#     a gradient            another object in its place    the object from before is restored
 #
 # Autograd adds in one operator that writes nothing if its result does not fit, so an addition is done or not. A hook
 # after each addition counts it, only on leaves that have a gradient: after `zero_grad()` none has. To skip an addition,

@@ -2,9 +2,9 @@
 
 # State that one attempt changes and the next must not see:
 #
-#     random numbers        all generators of torch, Python's, NumPy's global one          state put back
-#     buffers               of the model and of the modules that the step holds            values and versions put back
-#     training flags        of the same modules                                            put back
+#     random numbers        all generators of torch, Python's, NumPy's global one          state restored
+#     buffers               of the model and of the modules that the step holds            values and versions restored
+#     training flags        of the same modules                                            restored
 #     attributes, hooks     of the same modules, and all objects reachable from them       the same objects in them
 #     arguments, `guard`    lists, dicts, attributes inside, to any depth                  the same objects in them
 #     registered state      `extend.register`                                              restored
