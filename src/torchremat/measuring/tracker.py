@@ -65,7 +65,7 @@ class StorageTracker(EagerMode):
         return len(self._deltas)
 
     def refresh(self) -> None:
-        """Read all sizes again: `UntypedStorage.resize_` is not an operator and goes unseen until the storage's next use."""
+        """Read all sizes again: `UntypedStorage.resize_` is not an operator and goes unseen until the next use."""
         for reference, _ in [*self._tracked.values()]:
             storage = reference()
             if storage is not None:

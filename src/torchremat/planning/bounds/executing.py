@@ -4,7 +4,7 @@ In any schedule, an operator runs again in a region, of one call or of many, and
 
     saved    each tensor that is saved in a region takes a while to put away, in the forward and in the recompute
     begun    where an operator runs again and the one before it does not, a region begins, or a policy is active that
-             saw the one before, in the forward and in the recompute, and later saves take longer
+             saw the one before, in the forward and in the recompute, and the saves there take longer
 
 The number of regions depends on the schedule, so their other overhead is left out.
 """
