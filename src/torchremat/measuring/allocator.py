@@ -1,4 +1,4 @@
-"""Recording what the allocator of a device does, whatever the device."""
+"""Recording a device's allocations and frees: one door for all devices."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from torchremat.measuring.traces import AllocationRecorder
 
 
 def record_allocations(device: torch.device) -> AbstractContextManager[AllocationRecorder]:
-    """Record what the allocator of `device` does during the block.
+    """Record the allocations and frees on `device` during the block.
 
-    The recorder that it gives takes marks; its `trace` is there after the block. An error in the block goes through,
-    and what records is closed.
+    It yields a recorder, which takes marks and has the `trace` after the block. An error in the block propagates, and
+    the recording is closed.
 
     Args:
         device: A CPU or CUDA device; one without an index is the current one.
 
     Raises:
-        UnsupportedError: The device has no such events; or somebody else records there: on the CPU a profiler, on CUDA
+        UnsupportedError: The device has no such events; or something else records there: on the CPU a profiler, on CUDA
             a history of the allocator; or the block itself starts one.
     """
     accelerator = accelerator_of(device)
@@ -35,10 +35,10 @@ def record_allocations(device: torch.device) -> AbstractContextManager[Allocatio
 
 
 def check_free_to_record(device: torch.device) -> None:
-    """Raise an error if somebody else records a device's allocations.
+    """Raise an error if something else records a device's allocations.
 
     Raises:
-        UnsupportedError: Somebody does.
+        UnsupportedError: Something else does.
     """
     accelerator = accelerator_of(device)
     if accelerator.records == "profiler":

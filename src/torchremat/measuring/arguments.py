@@ -1,11 +1,12 @@
 """Which of two arguments is the model, and which the step: `(model, step)`, as everywhere in the library.
 
-`measure` and `saved` had them the other way round up to 0.1. What calls them so is told the new order, and works.
+`measure` and `saved` took them the other way round up to 0.1. A call in the old order still works and warns with the
+new order.
 """
 
 # NOTE [ The old order of arguments ]
 #
-# `(step, model)` works in 0.2 and goes in 0.3: then `model_first` and `DeprecatedWarning`'s only use go with it.
+# `(step, model)` works in 0.2 and is removed in 0.3, with `model_first` and `DeprecatedWarning`'s only use.
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ def model_first(function: Callable[P, R]) -> Callable[P, R]:
     def called(*args: P.args, **kwargs: P.kwargs) -> R:
         first, second = (*args, None, None)[:2]
         second = kwargs.get("model", second)
-        # See NOTE [ The old order of arguments ]. What is no model where one has to be is for the function to say.
+        # See NOTE [ The old order of arguments ]. The function itself rejects an argument that should be a model and is
+        # not.
         if not args or isinstance(first, nn.Module) or not isinstance(second, nn.Module):
             return function(*args, **kwargs)
         warn(

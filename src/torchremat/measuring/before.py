@@ -1,4 +1,4 @@
-"""What lies in memory before a training step, by storage."""
+"""Live storages before a training step, in bytes."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from torchremat.measuring.tracker import address_of, tensors_in
 
 @dataclass(frozen=True, kw_only=True)
 class BytesBefore:
-    """Bytes on one device before a step. A storage that is reachable in two ways counts under the first of them.
+    """Bytes on one device before a step. A storage that two parts reach counts under the first.
 
-    What data parallelism communicates from is in `communication`. In `resident` is what libraries of a device and
-    others keep there, and in `slack` what its allocator may give beyond what is asked for during the step: see NOTE
-    [ What a device holds ].
+    `communication` holds the buffers that data parallelism communicates from. `resident` holds the memory that a
+    device's libraries and others keep there, and `slack` the bytes that its allocator may give during the step beyond
+    the requested ones: see NOTE [ What a device holds ].
     """
 
     parameter_bytes: int
@@ -35,7 +35,7 @@ class BytesBefore:
 
     @property
     def parts(self) -> dict[str, int]:
-        """The bytes by what they are for; those that few have are left out where there are none."""
+        """The bytes by purpose; purposes that few steps have are left out where they are zero."""
         few = {
             "communication": self.communication_bytes,
             "resident": self.resident_bytes,
@@ -68,8 +68,8 @@ def bytes_before(
 
     Args:
         models: Their parameters and buffers count.
-        leaves: Their gradients count, and those that are no inputs count as parameters.
-        optimizers: The tensors of their state count, as far as they have any before their first step.
+        leaves: Their gradients count, and leaves that are not inputs count as parameters.
+        optimizers: The tensors of their state count, if they have any before their first step.
         inputs: The tensors that the step holds.
         device: One without an index stands for all of its type.
     """

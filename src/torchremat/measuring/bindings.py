@@ -1,6 +1,6 @@
 """The private names of torch that measuring needs, bound once and typed.
 
-They are looked up when this file is imported, so that a torch that lacks one says so by name.
+The lookup happens when this file is imported, so that a torch without one of them raises an error with its name.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class ProfilerEvent(Protocol):
 
 
 class Allocation(Protocol):
-    """What the allocator said: `alloc_size` bytes at `ptr`, negative for a free."""
+    """An allocator's record: `alloc_size` bytes at `ptr`, negative for a free."""
 
     @property
     def ptr(self) -> int: ...  # noqa: D102  as torch's
@@ -104,13 +104,13 @@ def stop_profiler() -> Iterable[ProfilerEvent]:
 
 
 def allocation_of(event: ProfilerEvent) -> Allocation | None:
-    """Return what an event says of an allocator; None for one that only has the name of those that do."""
+    """Return an event's allocator record; None for an event that only shares the name of such events."""
     fields = event.extra_fields
     return cast(Allocation, fields) if isinstance(fields, _ALLOCATION) else None
 
 
 def emit(name: str) -> None:
-    """Put an event with this name into the profiler of the thread; nothing where none runs."""
+    """Put an event with this name into the profiler of the thread; a no-op where none runs."""
     _exit_record(_enter_record(name))
 
 
@@ -121,5 +121,5 @@ def a_profiler_runs() -> bool:
 
 
 def set_version(tensor: Tensor, version: int) -> None:
-    """Set the counter of in-place changes of `tensor`; there is no public way to lower it."""
+    """Set the counter of in-place changes of `tensor`; no public API lowers it."""
     _set_versions((tensor,), (version,))

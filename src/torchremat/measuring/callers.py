@@ -1,4 +1,4 @@
-"""Who runs an operator: which line of the user's, for messages about steps that need values and have none."""
+"""The line of user code that runs an operator, for messages about steps that need values and have none."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SIMULATION = os.path.join(os.path.dirname(os.path.abspath(__file__)), "simulati
 
 
 def _callers() -> Generator[FrameType]:
-    """Yield the frames around an operator from the innermost, without torch's and those of modes."""
+    """Yield the frames around an operator from the innermost, without frames of torch and of modes."""
     frame = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
@@ -33,17 +33,17 @@ _OF_MODES = ("__torch_dispatch__", "__torch_function__")
 
 
 def asked_by_us() -> bool:
-    """Return whether the operator that is being run was called by a file of this package, not by a user's."""
+    """Return whether a file of this package, not user code, called the running operator."""
     return next((frame.f_code.co_filename.startswith(_OURS) for frame in _callers()), False)
 
 
 def _user_frame() -> FrameType | None:
-    """Return the innermost frame that is neither torch's nor ours."""
+    """Return the innermost frame of user code, neither torch's nor ours."""
     return next((frame for frame in _callers() if not frame.f_code.co_filename.startswith(_OURS)), None)
 
 
 def line_of_user(within: CodeType) -> tuple[str, int] | None:
-    """Return file and line of the innermost frame that is neither torch's nor ours, of those that some code called."""
+    """Return file and line of the innermost user frame called from `within`; None if it called none."""
     for frame in _callers():
         if frame.f_code is within:
             return None
@@ -53,7 +53,7 @@ def line_of_user(within: CodeType) -> tuple[str, int] | None:
 
 
 def shown_line(file: str, line: int) -> str:
-    """Return a line of code in short: from the folder that Python runs in, or by the end of its path."""
+    """Return a line of code in short: relative to the folder that Python runs in, or by the end of its path."""
     path, here = Path(file), Path.cwd()
     short = path.relative_to(here) if path.is_relative_to(here) else Path(*path.parts[-_SHOWN_PARTS:])
     return f"{short}:{line}"
@@ -83,7 +83,7 @@ def depends_on_data(func: Callable[..., object]) -> str:
 
 
 def reads_data(place: str, what: str) -> str:
-    """Return the message for a step that does `what`, which needs values, at a place."""
+    """Return the message for a step that does `what`, an act that needs values, at a place."""
     return (
         f"{place}: the step {what}, and without running it there are none. Take it out of the step for "
         "planning, or plan where the step can run, without on='meta'."

@@ -1,6 +1,6 @@
-"""`module_calls`: which modules a step calls, one inside another, and with which storages.
+"""`module_calls`: the module calls of a step, how they nest, and their storages.
 
-Missing on purpose: what `module_stack` cannot see either, and calls in other threads than that of the block.
+Missing on purpose: calls that `module_stack` cannot see either, and calls in threads other than the block's.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class ModuleCall:
     """One call of a module.
 
     Attributes:
-        name: The module's name; that of its class if it is the model itself.
+        name: The module's name; for the model itself the name of its class.
         parent: The number of the call that made it; None if the step did.
-        inputs: The storages of its arguments, and those of keyword arguments.
+        inputs: The storages of its positional and keyword arguments.
         has_grad: Whether grad mode was on.
     """
 
@@ -40,7 +40,7 @@ class ModuleCalls:
     """The calls so far. Made by `module_calls`.
 
     Attributes:
-        calls: In the order of their beginnings.
+        calls: In the order in which they began.
     """
 
     def __init__(self, numbers: StorageNumbers) -> None:
@@ -65,14 +65,14 @@ class ModuleCalls:
     def _leave(self, name: str) -> None:
         if threading.get_ident() != self._thread:
             return
-        # Not just the last: torch runs no hook of a module that is left by a BaseException, and early stop is one.
+        # Not just the last: torch runs no hook of a module that a BaseException leaves, and early stop is one.
         while self._open and self.calls[self._open.pop()].name != name:
             pass
 
 
 @contextmanager
 def module_calls(models: Iterable[nn.Module], numbers: StorageNumbers) -> Generator[ModuleCalls]:
-    """Follow the calls of the modules of `models` during the block, through hooks that are gone afterwards."""
+    """Follow the calls of the modules of `models` during the block, through hooks that are removed afterwards."""
     found = ModuleCalls(numbers)
     with ExitStack() as hooks:
         for module, name in names_of(models).items():
@@ -86,7 +86,7 @@ def module_calls(models: Iterable[nn.Module], numbers: StorageNumbers) -> Genera
 
 
 def names_of(models: Iterable[nn.Module]) -> dict[nn.Module, str]:
-    """Return the modules that can be seen with the first name of each; a model itself is called like its class."""
+    """Return the visible modules, each with its first name; the model itself is named after its class."""
     names: dict[nn.Module, str] = {}
     for model in models:
         for name, module in visible_modules(model):

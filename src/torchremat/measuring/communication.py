@@ -1,10 +1,10 @@
-"""What data parallelism keeps on a device beside parameters and gradients.
+"""Memory of data parallelism on a device, in addition to parameters and gradients.
 
 DistributedDataParallel    buckets, as large as all gradients; none if the gradients are views of them
 FSDP2 (`fully_shard`)      gathered parameters, gradients on their way to being reduced, and copies of both. On the
                            CPU a profiled step shows them, see NOTE [ Who frees what gloo has worked on ]. On other
-                           devices nobody has found out when gradients that were sent are freed: while one sharded
-                           module runs, the largest one's may lie there beside what the step showed
+                           devices it is not known when sent gradients are freed: while one sharded module runs, the
+                           largest one's may be live on top of the profiled step
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from torchremat._compat.sharding import is_sharded
 
 
 def communication_bytes(models: Iterable[nn.Module], device: torch.device) -> int:
-    """Return the bytes of the buckets of DistributedDataParallel, which are there before a step.
+    """Return the bytes of DistributedDataParallel's buckets, which exist before a step.
 
     Args:
-        models: With the modules inside of them.
+        models: Modules inside them count too.
         device: One without an index stands for all of its type.
     """
     modules = {id(module): module for model in models for module in model.modules()}.values()
@@ -34,7 +34,7 @@ def communication_bytes(models: Iterable[nn.Module], device: torch.device) -> in
 
 
 def reduced_bytes(model: nn.Module, device: torch.device) -> int:
-    """Return the most bytes of gradients of FSDP2 that may lie there beside what a profile shows; an upper bound."""
+    """Return an upper bound on the bytes of FSDP2's gradients that a profile does not show."""
     if device.type == "cpu":
         return 0
     found = (_trained_bytes(_own(module), device) for module in model.modules() if is_sharded(module))
@@ -48,7 +48,7 @@ def is_data_parallel(module: nn.Module) -> bool:
 
 
 def _own(module: nn.Module) -> Iterable[nn.Parameter]:
-    """Return the parameters of a sharded module but those of sharded modules inside."""
+    """Return a sharded module's parameters without the ones that sharded modules inside it own."""
     others = {
         id(one) for inner in module.modules() if inner is not module and is_sharded(inner) for one in inner.parameters()
     }
@@ -56,7 +56,7 @@ def _own(module: nn.Module) -> Iterable[nn.Parameter]:
 
 
 def _trained_bytes(parameters: Iterable[nn.Parameter], device: torch.device) -> int:
-    # Of a sharded parameter, the sizes are those of the whole.
+    # A sharded parameter reports the size of the whole.
     return sum(
         one.numel() * one.element_size()
         for one in parameters

@@ -1,6 +1,6 @@
 """Live bytes over a step as a picture: one panel for each curve, side by side on the same scales.
 
-This is the drawing alone, below everything that has a curve to draw: `Measurement.plot`, `Plan.plot`, `reports.plots`.
+This file only draws. All that have a curve to draw import it: `Measurement.plot`, `Plan.plot`, `reports.plots`.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ _INK = "#333333"
 _LEGEND = ("there before the step", "forward", "recompute", "backward", "budget")
 
 _HEIGHT_INCHES = 3.9
-_WIDTH_INCHES = (6.4, 12.0)  # of a picture with one panel, and of one with many
+_WIDTH_INCHES = (6.4, 12.0)  # a picture with one panel, and one with many
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Curve:
-    """A line through points, and what runs from each of them to the next.
+    """A line through points, and the phase that runs from each point to the next.
 
     Attributes:
         name: The heading of its panel.
         seconds: Of each point, since the start of the step.
         live_bytes: Of each point.
-        phases: Of each point: what runs from it on.
-        before_bytes: What lay in memory before the step.
-        budget_bytes: Drawn as a line; None if there is none.
-        peak: What is said of the peak below the heading; the highest of the points if nothing is.
+        phases: Of each point: the phase that starts there.
+        before_bytes: Live bytes before the step.
+        budget_bytes: Drawn as a line; None without a budget.
+        peak: The peak to print below the heading; the highest of the points if not given.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Curve:
 
 
 def phase_at(timeline: MemoryTimeline, event: int) -> Phase:
-    """Return what runs at an event, a recompute told from the backward that it is for."""
+    """Return the phase at an event; a recompute is distinct from the backward that it serves."""
     if not timeline.in_backward[event]:
         return "forward"
     return "recompute" if timeline.operator_at(event).recomputes else "backward"
@@ -68,7 +68,7 @@ def phase_at(timeline: MemoryTimeline, event: int) -> Phase:
 def curve_of(timeline: MemoryTimeline, *, name: str, before_bytes: int, budget_bytes: int | None = None) -> Curve:
     """Return a measured timeline as a curve: the bytes jump at each event and stay until the next.
 
-    A recompute is told from the backward that it is for where the operators are known.
+    A recompute is distinct from the backward that it serves where the operators are known.
     """
     phases: list[Phase] = [phase_at(timeline, event) for event in range(len(timeline))]
     return Curve(
@@ -82,14 +82,14 @@ def curve_of(timeline: MemoryTimeline, *, name: str, before_bytes: int, budget_b
 
 
 def draw(curves: Sequence[Curve], path: str | Path) -> None:
-    """Draw the curves side by side into an image file; its ending says which kind.
+    """Draw the curves side by side into an image file; its suffix sets the format.
 
     Raises:
-        UnsupportedError: matplotlib is not installed, or knows no pictures with such an ending.
+        UnsupportedError: matplotlib is not installed, or does not support this suffix.
     """
     spans_s = [max(float(curve.seconds.max(initial=0.0)), 1e-9) for curve in curves]
     time_unit, time_scale = ("s", 1.0) if max(spans_s) >= 2 else ("ms", 1e3)
-    # One scale for all panels. One too narrow for its heading would run into the next, so it ends after its curve.
+    # One scale for all panels. A panel too narrow for its heading would run into the next, so it ends after its curve.
     widths = [time_scale * max(span_s, 0.5 * max(spans_s)) for span_s in spans_s]
     highest = max(max(int(curve.live_bytes.max(initial=1)), curve.budget_bytes or 0) for curve in curves)
     unit, size = next((name, size) for name, size in _UNITS if highest >= 2 * size or size == 1)
@@ -117,13 +117,13 @@ def draw(curves: Sequence[Curve], path: str | Path) -> None:
 
 
 def _tick(longest: float) -> float:
-    """Return a round distance of marks, of which the longest panel has about five."""
+    """Return a round distance between tick marks, so that the longest panel has about five."""
     power = 10.0 ** np.floor(np.log10(longest / 5))
     return float(next(power * digit for digit in (1, 2, 5, 10) if power * digit >= longest / 5))
 
 
 def _draw_panel(panel: Axes, curve: Curve, size: int, time_scale: float) -> None:
-    """Draw one curve; `size` is the unit of the bytes, and there are `time_scale` units of time in a second."""
+    """Draw one curve; `size` is the unit of the bytes, and a second has `time_scale` units of time."""
     live, times = curve.live_bytes / size, curve.seconds * time_scale
     panel.axhspan(0, curve.before_bytes / size, color=_BEFORE, linewidth=0, label="there before the step")
     for phase, first, last in _runs(curve.phases):

@@ -1,6 +1,7 @@
-"""Memory that ran out: how the errors for it are known, what they say, and how they let go of what they hold.
+"""Out-of-memory errors: how to detect them, read their numbers, and release the tensors that they hold.
 
-torch has a class for devices alone. On the host its allocator raises a plain RuntimeError, and Python a MemoryError.
+torch has a class for device errors only. On the host its allocator raises a plain RuntimeError, and Python a
+MemoryError.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ import torch
 
 from torchremat.tensors.sizes import parse_bytes
 
-# What torch and its libraries say in a RuntimeError: the host's allocator, a driver that was asked past the caching
-# allocator, C++'s own error, a library without room for its workspace, or for its handle, of which cuBLAS says that it
-# is not initialized, NCCL, which gives the driver's number 2, and a file that cannot be mapped.
+# Messages of RuntimeErrors from torch and its libraries: the host's allocator; a driver call past the caching
+# allocator; C++'s own error; a library without room for its workspace, or for its handle (cuBLAS then says "not
+# initialized"); NCCL, which gives the driver's number 2; and a file that cannot be mapped.
 _WORDS = re.compile(
     r"DefaultCPUAllocator: (can't allocate|not enough) memory"
     r"|(CUDA|HIP|XPU|MPS|NPU)\b.{0,40}\bout of memory"
@@ -38,12 +39,12 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def asked_bytes(error: BaseException) -> int | None:
-    """Return how many bytes were asked for in vain, to the digits of the message; None if it does not say."""
+    """Return the bytes of the failed request, to the digits of the message; None if the message has no number."""
     return _bytes_in(_ASKED, error)
 
 
 def held_bytes(error: BaseException) -> int | None:
-    """Return how many bytes of the device torch's allocator had given away by then; None if the error does not say."""
+    """Return the bytes of the device that torch's allocator had in use at the error; None if the error does not say."""
     return _bytes_in(_HELD, error)
 
 
@@ -53,7 +54,7 @@ def _bytes_in(pattern: re.Pattern[str], error: BaseException) -> int | None:
 
 
 def chain_of(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error, and those that it came from or arose in the handling of, each once."""
+    """Yield an error with all its causes and contexts, each once."""
     pending: list[BaseException | None] = [error]
     seen: set[int] = set()
     while pending:
@@ -65,7 +66,7 @@ def chain_of(error: BaseException) -> Iterator[BaseException]:
 
 
 def let_go(error: BaseException) -> None:
-    """Empty the frames of an error's traceback, which hold all that the code had in its variables when it failed.
+    """Clear the frames of an error's traceback, which hold the local variables of the failed code.
 
     Lines and names stay readable. Frames that still run are left alone.
     """
@@ -74,7 +75,7 @@ def let_go(error: BaseException) -> None:
             try:
                 frame.clear()
             except RuntimeError:
-                continue  # it still runs; a dict of its variables would have the error, which has the frame
-            # Before Python 3.13 a frame that was asked for its variables, by whoever logs errors, has a dict of them
-            # that is not cleared. To ask again brings it up to date.
+                continue  # it still runs; a dict of its variables would hold the error, which holds the frame
+            # Before Python 3.13, a frame whose `f_locals` an error logger has read keeps a dict of its variables that
+            # is not cleared. Reading it again brings it up to date.
             _ = frame.f_locals

@@ -1,11 +1,11 @@
 """`FlopCounter`: the flops of matrix products, convolutions, attention and recurrent layers, as they run.
 
-The formulas are those of torch's own registry, so totals equal `torch.utils.flop_counter.FlopCounterMode`'s, and ours
-of what it lacks: see `formulas`. The counter keeps a running `total` that a hook can read at any moment, knows
-recomputed flops, and is a dictionary lookup per operator.
+The formulas come from torch's own registry, so totals equal `torch.utils.flop_counter.FlopCounterMode`'s; `formulas`
+adds the ones that the registry lacks. The counter keeps a running `total` that a hook can read at any time, separates
+recomputed flops, and costs a dictionary lookup per operator.
 
-Missing on purpose: elementwise operators, and the inside of higher-order operators that have no formula of their own
-(`cond`). Compiled code runs eagerly under the counter, so its flops are those of the eager code.
+Missing on purpose: elementwise operators, and the inside of higher-order operators without their own formula (`cond`).
+Compiled code runs eagerly under the counter, so its flops describe the eager code.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ _Operator = Callable[..., object]
 
 
 def never() -> bool:
-    """Return False: the `is_recomputing` of a counter that need not know."""
+    """Return False: the `is_recomputing` of a counter that does not separate recomputes."""
     return False
 
 
 class FlopCounter(EagerMode):
-    """Counts flops while it is entered; `total` and `recomputed` are right at every moment.
+    """Counts flops while it is entered; `total` and `recomputed` are right at any time.
 
     Args:
-        is_recomputing: Asked at each operator with flops whether it belongs to a recompute.
+        is_recomputing: Called at each operator with flops; returns whether it belongs to a recompute.
     """
 
     def __init__(self, is_recomputing: Callable[[], bool] = never) -> None:
@@ -42,7 +42,7 @@ class FlopCounter(EagerMode):
         self.recomputed = 0
         self._is_recomputing = is_recomputing
         self._by_operator: dict[str, int] = {}
-        # Operator to formula; None where nothing is counted. An operator's first call decides.
+        # Operator to formula; None for operators that do not count. An operator's first call decides.
         self._formulas: dict[_Operator, Formula | None] = {}
         # Backward of two devices runs in two threads.
         self._adding = threading.Lock()
@@ -65,7 +65,7 @@ class FlopCounter(EagerMode):
         except KeyError:
             formula = formula_of(func)
             if formula is None:
-                # Under inference mode `linear` arrives whole. Its parts are counted, as they are elsewhere.
+                # Under inference mode `linear` arrives whole. Its parts are counted, as in other modes.
                 with self:
                     result = _decomposed(func, args, named)
                 if result is not NotImplemented:
@@ -86,7 +86,7 @@ class FlopCounter(EagerMode):
 
 
 def formula_of(func: _Operator) -> Formula | None:
-    """Return what tells the flops of an operator from its arguments and `out_val`; None if it counts for nothing."""
+    """Return the formula from an operator's arguments and `out_val` to its flops; None for one that does not count."""
     # A higher-order operator has no overloads and is registered itself.
     packet: object = getattr(func, "_overloadpacket", func)
     return OURS.get(packet) or OF_TORCH.get(packet)
@@ -97,7 +97,7 @@ def _decomposed(func: _Operator, args: tuple[object, ...], kwargs: Mapping[str, 
     decompose = cast("_Operator | None", getattr(func, "decompose", None))
     if decompose is None or func is torch.ops.prim.device.default:
         return NotImplemented
-    # The backward of `silu` has parts and a kernel. Without a counter the kernel runs, which takes other memory.
+    # The backward of `silu` has both parts and a kernel. Without a counter the kernel runs, and takes different memory.
     tensor = next(iter(tensors_in((args, dict(kwargs)))), None)
     if tensor is not None and has_kernel(func, tensor.device):
         return NotImplemented

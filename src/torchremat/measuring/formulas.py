@@ -1,11 +1,11 @@
 """The flops of operators that torch's registry lacks, from their arguments.
 
-Each formula takes what the operator takes, and `out_val`, what it returned. A matrix product of (m, k) and (k, n) is
-2*m*k*n flops, as in the registry.
+Each formula takes the operator's arguments and `out_val`, the operator's result. A matrix product of (m, k) and (k, n)
+is 2*m*k*n flops, as in the registry.
 
-Missing on purpose: what is no matrix product at heart (solvers and decompositions of `torch.linalg`, FFTs, dot and
-outer products), products with sparse or packed matrices, and what `nn.MultiheadAttention` and
-`nn.TransformerEncoderLayer` run as one operator without grad.
+Missing on purpose: operators that are not matrix products at heart (solvers and decompositions of `torch.linalg`, FFTs,
+dot and outer products), products with sparse or packed matrices, and the fused operators that `nn.MultiheadAttention`
+and `nn.TransformerEncoderLayer` run without grad.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torchremat._compat.attention import grouped_formulas
 Formula = Callable[..., int]
 
 OF_TORCH = cast("dict[object, Formula]", flop_registry)
-# Those of attention that this torch has for as many heads of keys as of queries alone.
+# Attention formulas that this torch has only for equally many heads of keys and queries.
 _GROUPS_OF_HEADS = grouped_formulas(OF_TORCH)
 _ATTENTION = OF_TORCH | _GROUPS_OF_HEADS
 _FLASH = "_scaled_dot_product_flash_attention"
@@ -39,7 +39,7 @@ def _matmul(one: Tensor, other: Tensor, *_: object, **rest: object) -> int:
 
 
 def _grouped(one: Tensor, other: Tensor, *_: object, **rest: object) -> int:
-    """Offsets divide one side of a matrix among the groups, so each of its entries is of one group.
+    """Offsets divide one side of a matrix among the groups, so each of its entries belongs to one group.
 
     one           other         groups are parts of
     (m, k)        (g, k, n)     m
@@ -58,17 +58,17 @@ def _layer(inputs: Tensor, w_ih: Tensor, w_hh: Tensor, *_: object, **rest: objec
 
 
 def _layer_backward(inputs: Tensor, w_ih: Tensor, w_hh: Tensor, *_: object, **rest: object) -> int:
-    """Gradients of inputs and weights, whoever asks for them: the kernel makes them all."""
+    """Gradients of inputs and weights, requested or not: the kernel computes them all."""
     return 2 * _layer(inputs, w_ih, w_hh)
 
 
 def _recurrent(inputs: Tensor, weights: Sequence[Tensor], *_: object, **rest: object) -> int:
-    """All layers and directions; the weights that are no matrices are biases."""
+    """All layers and directions; weights that are not matrices are biases."""
     return 2 * math.prod(inputs.shape[:-1]) * sum(weight.numel() for weight in weights if weight.ndim > 1)
 
 
 def _recurrent_backward(inputs: Tensor, weights: Sequence[Tensor], *others: object, **rest: object) -> int:
-    """Gradients of inputs are made in any case; the operator's last argument says whether those of weights are."""
+    """The kernel always computes gradients of inputs; the operator's last argument enables gradients of weights."""
     mask = cast("Sequence[bool]", others[-1])
     return (1 + mask[3]) * _recurrent(inputs, weights)
 
@@ -77,7 +77,7 @@ def _trilinear(
     one: Tensor, two: Tensor, three: Tensor, new1: Sequence[int], new2: Sequence[int], new3: Sequence[int], *_: object,
     **rest: object,
 ) -> int:  # fmt: skip
-    """The sum of a product of three over some dimensions; `new1` and so on are those to be inserted."""
+    """The sum of a product of three over some dimensions; `new1` and so on are dimensions to insert."""
     shapes: list[list[int]] = []
     for tensor, new in ((one, new1), (two, new2), (three, new3)):
         shape = list(tensor.shape)
@@ -88,7 +88,7 @@ def _trilinear(
 
 
 def _distances(one: Tensor, other: Tensor, **rest: object) -> int:
-    """A product of rows that have got two columns more, for the squares of their lengths."""
+    """A product of rows with two extra columns for the squares of their lengths."""
     return 2 * math.prod(one.shape[:-1]) * (one.shape[-1] + 2) * other.shape[-2]
 
 
@@ -99,10 +99,11 @@ def _over_time(_: Tensor, weight: Tensor, *__: object, out_val: Tensor, **rest: 
 
 
 _BY_NAME: dict[str, Formula] = {
-    # The same mathematics as the kernels that torch counts, under the name of another backend.
+    # The same math as the kernels that torch counts, under another backend's name.
     f"{_FLASH}_for_cpu": _ATTENTION[getattr(torch.ops.aten, _FLASH)],
     f"{_FLASH}_for_cpu_backward": _ATTENTION[getattr(torch.ops.aten, f"{_FLASH}_backward")],
-    # `nn.LSTM` on the CPU, and all kinds of `nn.RNNBase` on CUDA and ROCm. What else those run is `addmm` and `mm`.
+    # `nn.LSTM` on the CPU, and all kinds of `nn.RNNBase` on CUDA and ROCm. The rest of those modules runs as `addmm`
+    # and `mm`.
     "mkldnn_rnn_layer": _layer,
     "mkldnn_rnn_layer_backward": _layer_backward,
     "_cudnn_rnn": _recurrent,
@@ -113,7 +114,7 @@ _BY_NAME: dict[str, Formula] = {
     "_grouped_mm": _grouped,
     "_scaled_grouped_mm": _grouped,
     "_scaled_grouped_mm_v2": _grouped,
-    # Other products, and those into memory that is there.
+    # Other products, and products into existing memory.
     "_int_mm": _matmul,
     "_scaled_mm_v2": _matmul,
     "mv": _matmul,
@@ -129,7 +130,7 @@ _BY_NAME: dict[str, Formula] = {
     "conv_tbc": _over_time,
 }
 
-# To be removed one by one as torch's registry gets them. What this torch does not have is left out.
+# Remove each once torch's registry has it. Operators that this torch does not have are left out.
 OURS: dict[object, Formula] = _GROUPS_OF_HEADS | {
     getattr(torch.ops.aten, name): formula for name, formula in _BY_NAME.items() if hasattr(torch.ops.aten, name)
 }

@@ -1,4 +1,4 @@
-"""What regions, with a policy or without, would free of what autograd keeps; decided from a log, nothing runs again."""
+"""The saved bytes that regions would free, with or without a policy; decided from a log, nothing runs again."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from torchremat.tensors.metadata import Metadata
 from torchremat.tensors.structure import join
 
 # NOTE [ What a policy would keep ]
-# A region keeps its inputs. Of the results of the operators that its policy saves it keeps those which a recompute asks
-# for: all up to the last saved tensor that has to be recomputed. Of what such a result shares its memory with, be it a
-# view or written in place, it keeps what autograd saves; so it does with its inputs and with parameters.
+# A region keeps its inputs. Of the operator results that its policy saves, it keeps the ones that a recompute asks for:
+# all up to the last saved tensor that must be recomputed. Such a result may alias other tensors, as a view or written
+# in place; of these the region keeps the tensors that autograd saves. The same holds for its inputs and for parameters.
 
 
-# A call is taken apart into the calls that it makes if its own code saves at most this share of what is saved in it,
+# A call is split into its inner calls if its own code saves at most this share of the bytes saved in it,
 _MOST_GLUE = 0.1
-# and if it holds more than this share of what the whole forward saves.
+# and if it holds more than this share of the bytes that the whole forward saves.
 _LEAST_SHARE = 0.5
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepLog:
-    """What a step has done, without any tensor.
+    """The record of a step, without any tensor.
 
     Attributes:
-        operators: Those that ran, in order; none if compiled code did.
-        saves: What autograd saved, in order, be it kept to the end or not.
-        calls: The calls of modules, in the order of their beginnings.
-        roots: The names of models, of which a policy is not told.
-        kept: For each entry of the report its storages, and the innermost call of a module that it was made in.
+        operators: Operators that ran, in order; none if compiled code ran.
+        saves: The tensors that autograd saved, in order, kept to the end or not.
+        calls: The calls of modules, in the order in which they began.
+        roots: The names of models, which policies do not see.
+        kept: For each entry of the report its storages, and the innermost module call that created it.
         sizes: The bytes of storages, by number.
-        before: The storages that were there before.
-        parameters: Those of them that are parameters'.
+        before: The storages that existed before the step.
+        parameters: The storages of parameters among `before`.
         is_compiled: Whether compiled code ran.
     """
 
@@ -56,27 +56,27 @@ class StepLog:
     is_compiled: bool
 
     def around(self, call: int | None) -> Iterable[int]:
-        """Yield a call, the one that made it, and so on."""
+        """Yield a call, its caller, and so on outward."""
         while call is not None:
             yield call
             call = self.calls[call].parent
 
     def bytes_of(self, storages: Iterable[int]) -> int:
-        """Return the bytes of storages that the step made; those of a store have negative numbers."""
+        """Return the bytes of storages that the step made; storages in a store have negative numbers."""
         return sum(self.sizes[one] for one in storages if one >= 0 and one not in self.before)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Freed:
-    """What regions would free of the bytes that are kept for autograd's sake.
+    """The bytes kept for autograd that regions would free.
 
     Attributes:
-        before_bytes: Kept as it is.
-        kept_bytes: Kept with the regions; what they store elsewhere does not count.
+        before_bytes: Kept without the regions.
+        kept_bytes: Kept with the regions; bytes that they store elsewhere do not count.
         input_bytes: The part of it that is inputs of regions.
-        stored_bytes: What the policy would store elsewhere.
+        stored_bytes: Bytes that the policy would store elsewhere.
         operators: How many operators the policy was asked about.
-        chosen: How many of them it would save, or store, the results of.
+        chosen: How many of these operators' results it would save or store.
     """
 
     before_bytes: int
@@ -88,16 +88,16 @@ class Freed:
 
     @property
     def freed_bytes(self) -> int:
-        """What would no longer be kept where it is; negative if a policy keeps more than autograd does."""
+        """Bytes that would no longer be kept in place; negative if a policy keeps more than autograd does."""
         return self.before_bytes - self.kept_bytes
 
 
 def freed(log: StepLog, policy: Callable[..., object] | None, blocks: Sequence[str]) -> Freed:
-    """Return what would be freed; see `SavedReport.freed_by`.
+    """Return the freed bytes; see `SavedReport.freed_by`.
 
     Args:
-        log: Of the step.
-        policy: Asked about each operator in a region.
+        log: The log of the step.
+        policy: Called for each operator in a region.
         blocks: Names of the modules whose calls are regions.
     """
     if policy is not None:
@@ -139,7 +139,7 @@ def _check(log: StepLog, policy: Callable[..., object]) -> None:
 
 
 def _regions(log: StepLog, blocks: Sequence[str]) -> set[int]:
-    """Return the calls that would be regions, without those inside another one."""
+    """Return the calls that would be regions, without calls inside another one."""
     regions = {index for index, call in enumerate(log.calls) if call.name in blocks and call.has_grad}
     missing = set(blocks) - {log.calls[index].name for index in regions}
     if missing:
@@ -152,7 +152,7 @@ def _regions(log: StepLog, blocks: Sequence[str]) -> set[int]:
 
 
 def blocks_of(log: StepLog) -> tuple[str, ...]:
-    """Return the names of the modules that a model calls one after the other, as far as regions of them free bytes."""
+    """Return the names of the modules that a model calls one after the other and that free bytes as regions."""
     inside: list[set[int]] = [set() for _ in log.calls]  # saved in a call, at any depth
     own: list[set[int]] = [set() for _ in log.calls]
     for storages, call in log.kept:
@@ -184,7 +184,7 @@ class _Choosing:
 
     Attributes:
         kept: The storages that the policy keeps.
-        stored: Those that it stores elsewhere.
+        stored: The storages that it stores elsewhere.
     """
 
     def __init__(self, log: StepLog, region: int, saved: set[int], policy: Callable[..., object]) -> None:
@@ -196,7 +196,7 @@ class _Choosing:
         self._region = region
         self._saved = saved
         self._policy = cast("Policy", policy)
-        self._served = set(log.calls[region].inputs) | log.parameters  # storages that no recompute is needed for
+        self._served = set(log.calls[region].inputs) | log.parameters  # storages that need no recompute
         self._results: list[tuple[int, tuple[int, ...], Decision]] = []
         self._end = 0
 
@@ -253,7 +253,7 @@ class _ModulesByName:
         return next(iter(self.all_running()), "")
 
     def all_running(self) -> list[str]:
-        """Return the paths of those that were running, innermost first."""
+        """Return the paths of all running modules, innermost first."""
         return [self._path(one) for one in self._log.around(self._ran.call)]
 
     def known(self) -> list[str]:

@@ -1,7 +1,7 @@
-"""A recording of the CPU's allocator that is begun in one place and ended in another, and gives way to any other.
+"""A recording of the CPU's allocator that begins in one place, ends in another, and yields to any other recording.
 
-Steps of the user's own are recorded by it. They are run by somebody who knows nothing of it, and who may start a
-profiler at any moment, or measure something: then it ends and tells nothing.
+It records the user's own steps. The code that runs them does not know of it and may start a profiler or a measurement
+at any time: then the recording ends without a result.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torchremat.errors import UnsupportedError
 from torchremat.measuring.profiled import ProfilerRecorder, in_passing, recorded_by_profiler
 from torchremat.measuring.traces import AllocationTrace
 
-# So long another thread waits until a recording is over before it starts its own: torch crashes where two do so.
+# Another thread waits this long for a recording to end before it starts its own: torch crashes if two threads record.
 _PATIENCE_S = 10.0
 
 
@@ -28,12 +28,12 @@ class Glance:
 
     Args:
         device: The CPU.
-        is_free: Whether it is known that no profiler is active: another glance has just ended.
+        is_free: Whether the caller knows that no profiler is active: another glance has just ended.
 
     Attributes:
         recorder: Takes marks.
-        trace: What was recorded, when it has ended; None before, or if that is not known.
-        is_wanted: Whether somebody has asked for its end, and records now.
+        trace: The recorded trace, once it has ended; None before, or if it is not known.
+        is_wanted: Whether another recording has asked for its end, and records now.
 
     Raises:
         UnsupportedError: A profiler is active, or another recording.
@@ -42,7 +42,7 @@ class Glance:
     def __init__(self, device: torch.device, *, is_free: bool = False) -> None:
         self._thread = get_ident()
         self._is_over = False
-        self._over = Event()  # the same, when nothing is left of it
+        self._over = Event()  # set once the recording is closed
         self.trace: AllocationTrace | None = None
         self.is_wanted = False
         self._stack = ExitStack()
@@ -60,13 +60,13 @@ class Glance:
         return self._is_over
 
     def end(self) -> None:
-        """End it. It goes on in another thread that is alive, and in a backward, which would take its end back."""
+        """End it. A no-op while it runs in another live thread, and in a backward, which would undo the end."""
         if not self._is_over and not self.is_elsewhere and current_graph_task() == -1:
             self._close()
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether it goes on in another thread."""
+        """Whether it runs in another thread."""
         if self._is_over or get_ident() == self._thread:
             return False
         return any(one.ident == self._thread for one in threading.enumerate())

@@ -1,4 +1,4 @@
-"""The garbage collector, kept from what is not ours; and memory that nobody uses, given back."""
+"""Keep the garbage collector off objects that are not ours, and return unused memory."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from contextlib import contextmanager
 
 import torch
 
-# Whether a block of ours is open. The collector can tell how much is frozen, but walks through all of it to do so.
+# Whether a block of ours is open. The collector can count the frozen objects, but only by a pass over all of them.
 _is_set_aside = False
 
 
 @contextmanager
 def heap_set_aside() -> Generator[None]:
-    """Keep the garbage collector from all that lies on the heap already, for the block.
+    """Exclude all objects on the heap from garbage collection, for the block.
 
-    Garbage of the caller's that died in the middle of a step would be taken for the step's. And to look through
-    everything that a process has imported takes longer than the step of a small model, or than a plan.
+    Otherwise garbage of the caller's that dies in the middle of a step would count as the step's. And a pass over
+    everything that a process has imported takes longer than a step of a small model, or than a plan.
 
-    `profiler_is_active` finds none of what is set aside either: ask before. Inside another such block, or if the caller
-    has set the heap aside, it is collected instead, since what is thawed is thawed at once.
+    `profiler_is_active` does not find objects that are set aside either: call it before. Inside another such block, or
+    if the caller has frozen the heap, this collects instead, since a thaw thaws everything at once.
     """
     global _is_set_aside
     if _is_set_aside or gc.get_freeze_count():
@@ -38,12 +38,12 @@ def heap_set_aside() -> Generator[None]:
 
 
 def free_unused() -> None:
-    """Give back what nobody uses: cycles, autocast's copies of weights, what allocators keep for later."""
+    """Free unused memory: cycles, autocast's copies of weights, blocks that allocators cache."""
     gc.collect()
     torch.clear_autocast_cache()
     if torch.accelerator.is_available() and torch.get_device_module().is_initialized():
         torch.get_device_module().empty_cache()
-    trim = getattr(_C, "malloc_trim", None)  # the GNU allocator alone has it
+    trim = getattr(_C, "malloc_trim", None)  # only the GNU allocator has it
     if trim is not None:
         trim(0)
 

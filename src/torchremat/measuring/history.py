@@ -1,11 +1,11 @@
 """Allocations of a device whose allocator keeps a history: CUDA's.
 
-torch's profiler tells of a device's allocations only below operators, and leaves out those that have none above them.
-The allocator's own history has all of them, of every thread, with frees of what was allocated before the block.
+torch's profiler reports a device's allocations only below operators, and omits allocations outside of any operator. The
+allocator's own history has all of them, from every thread, and frees of memory allocated before the block.
 
 Marks are positions in it: the allocator counts the blocks that it gives out and takes back, and the history has one
-entry for each, so that no clock has to agree with another. Sizes in it are those that were asked for; the allocator
-rounds each up. See NOTE [ What a device holds ].
+entry for each, so no two clocks have to agree. Its sizes are the requested ones; the allocator rounds each one
+up. See NOTE [ What a device holds ].
 
 Seconds are the device's own: a mark is an event on the caller's stream, which is read when the block is over.
 """
@@ -28,21 +28,20 @@ from torchremat.measuring.traces import AllocationTrace, RecordedBlock, TraceMar
 
 # NOTE [ What a device holds ]
 #
-# What torch calls `memory_allocated` of a device is the sum of three parts.
+# A device's `torch.cuda.memory_allocated` is the sum of three parts.
 #
-#   step      what was asked for, each block rounded up to 512 bytes: what traces and plans are about, and the same in
-#             every run
-#   resident  what stays in a warm process and no tensor is in: workspaces of cuBLAS, for each thread and stream. It is
-#             counted before a step, see `BytesBefore`
-#   slack     what the allocator gives beyond that: a large block whose rest is below 1 MiB is not split. It depends on
-#             what is cached, so it is measured where it was seen, and no plan can lower it
+#   step      requested bytes, each block rounded up to 512 bytes: traces and plans count these, the same in every run
+#   resident  memory that stays in a warm process and holds no tensor: workspaces of cuBLAS, for each thread and stream.
+#             It is counted before a step, see `BytesBefore`
+#   slack     bytes that the allocator gives beyond that: a large block whose rest is below 1 MiB is not split. It
+#             depends on what is cached, so it is measured where it was seen, and no plan can lower it
 #
-# On the CPU the last two are nothing.
+# On the CPU the last two are zero.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Moment:
-    """When a mark was taken: for the host and for the device, and what the allocator had counted by then."""
+    """When a mark was taken: on the host and on the device, and the allocator's count by then."""
 
     label: str
     wall_ns: int
@@ -52,7 +51,7 @@ class _Moment:
 
 
 class HistoryRecorder(RecordedBlock):
-    """See `Recorder`."""
+    """See `AllocationRecorder`."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -61,9 +60,9 @@ class HistoryRecorder(RecordedBlock):
         self._start = self._moment("")
 
     def mark(self, label: str) -> int:
-        """See `Recorder`."""
+        """See `AllocationRecorder`."""
         mark = next(self._ids)
-        # What an error keeps alive may mark its end late, when the history is over.
+        # An object that an error keeps alive may mark its end late, when the history is over.
         if not self._has_ended:
             self._moments[mark] = self._moment(label)
         return mark
@@ -74,7 +73,7 @@ class HistoryRecorder(RecordedBlock):
         return _Moment(label, time.time_ns(), event, counted.position, counted.allocated_bytes)
 
     def _finish(self, history: Sequence[Happened], end: _Moment) -> None:
-        """Make the trace of the allocator's history."""
+        """Build the trace from the allocator's history."""
         start = self._start
         counted = end.position - start.position
         if len(history) < counted:
@@ -83,7 +82,7 @@ class HistoryRecorder(RecordedBlock):
                 f"has {len(history)}: the block has begun or ended a history of its own "
                 "(torch.cuda.memory._record_memory_history). Take that out of the step."
             )
-        history = history[:counted]  # autograd's thread may let go of something when the block is over
+        history = history[:counted]  # autograd's thread may free something after the block
         self._accelerator.synchronize(self.device)
         moments = [self._moments.get(mark, end) for mark in range(next(self._ids))]
         clock = _DeviceClock(start, [*moments, end])
@@ -105,7 +104,7 @@ class HistoryRecorder(RecordedBlock):
 
 
 class _DeviceClock:
-    """When something happened on the device, in nanoseconds of the host's clock at the beginning and its own since."""
+    """Device times, in nanoseconds: the host's clock at the start plus the device's own time since."""
 
     def __init__(self, start: _Moment, moments: Sequence[_Moment]) -> None:
         self._start = start
@@ -117,12 +116,12 @@ class _DeviceClock:
         return self._start.wall_ns + round(1e6 * self._start.event.elapsed_time(moment.event))
 
     def times_ns(self, wall_ns: Sequence[int]) -> NDArray[np.int64]:
-        """Return when the device was where the host was at some times: between the marks before and after."""
+        """Map host times to device times, interpolated between the marks before and after."""
         return np.interp(wall_ns, self._wall_ns, self._device_ns).astype(np.int64)
 
 
 def _deltas(history: Sequence[Happened], block_bytes: int) -> tuple[NDArray[np.int64], int]:
-    """Return the bytes of each event, rounded up, and those freed of what was there before."""
+    """Return the bytes of each event, rounded up, and the freed bytes that were allocated before the block."""
     deltas = np.array([one.delta_bytes for one in history], dtype=np.int64)
     deltas = np.sign(deltas) * (-(-np.abs(deltas) // block_bytes) * block_bytes)
     live: set[int] = set()
@@ -138,7 +137,7 @@ def _deltas(history: Sequence[Happened], block_bytes: int) -> tuple[NDArray[np.i
 
 
 def _slack_bytes(deltas: NDArray[np.int64], start: _Moment, moments: Sequence[_Moment]) -> int:
-    """Return the most that the allocator has given at a mark beyond what was asked for."""
+    """Return the largest excess, at any mark, of allocated over requested bytes."""
     live = np.concatenate([np.zeros(1, np.int64), np.cumsum(deltas, dtype=np.int64)])
     over = [one.allocated_bytes - start.allocated_bytes - live[one.position - start.position] for one in moments]
     return max(0, *map(int, over))
@@ -146,10 +145,10 @@ def _slack_bytes(deltas: NDArray[np.int64], start: _Moment, moments: Sequence[_M
 
 @contextmanager
 def recorded_by_history(device: torch.device) -> Generator[HistoryRecorder]:
-    """Record what a device's allocator does during the block.
+    """Record a device's allocations and frees during the block.
 
     Raises:
-        UnsupportedError: Somebody else records its history, or the block itself does; or this allocator keeps none.
+        UnsupportedError: Something else records its history, or the block itself does; or this allocator keeps none.
     """
     accelerator = accelerator_of(device)
     with uninterrupted():

@@ -1,7 +1,7 @@
-"""What a callable holds in plain sight, by the names that its code has for it; and steps that use it up.
+"""The objects that a callable holds in plain sight, by their names in its code; and steps that use them up.
 
-To plan and to measure, a step is run several times. Lists and dicts that it takes from are given back each time, see
-`untouched`, and an iterator cannot be.
+To plan and to measure, a step is run several times. Lists and dicts that it takes from are restored each time, see
+`untouched`; an iterator cannot be.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def used_up(step: object, error: Exception, runs: int) -> StepError:
 
     Args:
         step: The step.
-        error: What it raised.
+        error: The error that it raised.
         runs: How often it has run before.
     """
     ran = {0: "", 1: "ran once, and then "}.get(runs, f"ran {runs} times, and then ")
@@ -36,7 +36,7 @@ def used_up(step: object, error: Exception, runs: int) -> StepError:
 
 
 def _held_within(function: object) -> Iterator[tuple[str, object]]:
-    """Yield what a callable and the functions that it holds have in plain sight."""
+    """Yield the objects that a callable and the functions that it holds have in plain sight."""
     waiting, seen = [function], set[int]()
     while waiting:
         one = waiting.pop()
@@ -48,7 +48,7 @@ def _held_within(function: object) -> Iterator[tuple[str, object]]:
 
 
 def held_by(function: object) -> Iterator[tuple[str, object]]:
-    """Yield what a callable holds in plain sight, with the names that its code has for it."""
+    """Yield the objects that a callable holds in plain sight, with their names in its code."""
     if isinstance(function, functools.partial):
         partial = cast("functools.partial[object]", function)
         yield from ((f"argument {place}", one) for place, one in enumerate(partial.args))
@@ -86,6 +86,6 @@ def _names_in(code: CodeType) -> set[str]:
 
 
 def is_iterator(value: object) -> bool:
-    """Return whether a value gives something else each time that it is asked."""
+    """Return whether a value is used up by iteration."""
     # A file is one too; steps write to theirs.
     return hasattr(type(value), "__next__") and not isinstance(value, io.IOBase)

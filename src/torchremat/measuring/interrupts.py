@@ -1,4 +1,4 @@
-"""Ctrl-C, while things are put back."""
+"""Hold back Ctrl-C while state is restored."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from types import FrameType
 
 @contextmanager
 def uninterrupted() -> Generator[None]:
-    """Let Ctrl-C wait for the end of the block: what is put back by half would be neither the user's state nor ours."""
+    """Delay Ctrl-C to the end of the block: half-restored state would be neither the user's nor ours."""
     usual = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(usual):
-        yield  # signals arrive in the main thread alone, and only it may say what becomes of them
+        yield  # signals arrive only in the main thread, and only it may set their handlers
         return
     came: list[FrameType | None] = []
     signal.signal(signal.SIGINT, lambda _, frame: came.append(frame))

@@ -1,9 +1,9 @@
-"""What is left of the saved tensors of a forward at its end, made into a report.
+"""The saved tensors that remain at the end of a forward, as a report.
 
 of a save       where it was saved, and by which operator        the log of the forward
-                whether it is still there                        what autograd holds of what the log has packed
+                whether it is still alive                        the packed objects that autograd still holds
                 node and slot                                    the graph below the loss
-of all others   what hooks of others hold, and which storages    the graph, and the regions that its slots lead to
+of all others   tensors held by foreign hooks, their storages    the graph, and the regions that its slots lead to
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _CHOSEN = "kept by a policy"
 
 @dataclass(slots=True)
 class _FoundSave:
-    """A save, before it is known who shares its storages."""
+    """A save before the search for other saves that share its storages."""
 
     storages: tuple[int, ...]
     metadata: Metadata
@@ -46,7 +46,7 @@ class _FoundSave:
 
 
 class Inventory:
-    """Makes a report of a forward that has been watched, and is still there.
+    """Makes a report of a watched forward whose graph is still alive.
 
     Args:
         run: The forward.
@@ -58,7 +58,7 @@ class Inventory:
         self.log: SaveLog = run.log
         self.savers = savers
         self.kinds: dict[int, Kind] = {number: one.kind for number, one in run.before.items()}
-        self.stored: dict[int, int] = {}  # bytes by number; what is in a store has a negative one
+        self.stored: dict[int, int] = {}  # bytes by number; numbers of a store are negative
         self.stores: dict[int, int] = {}
         self.found: list[_FoundSave] = []
         self.regions: set[int] = set()
@@ -71,9 +71,9 @@ class Inventory:
         """Return the report.
 
         Args:
-            alive: What autograd still holds of what was packed, by the number of the save.
+            alive: The packed objects that autograd still holds, by the number of the save.
             slots: The places of the graph.
-            requires_grad: Whether the loss does.
+            requires_grad: Whether the loss requires grad.
         """
         inside = [(slot, slot.raw.data) for slot in sorted(slots, key=lambda slot: slot.sequence)]
         held = {packed.index: slot for slot, packed in inside if isinstance(packed, SavedPlaceholder)}
@@ -133,12 +133,12 @@ class Inventory:
         )
 
     def _add_foreign(self, packed: object, slot: GraphSlot | None, words: str = "") -> None:
-        """Add what hooks of others hold, or no hook does: what is from before the step, or from another thread.
+        """Add a tensor packed by a foreign hook or by none: saved before the step, or in another thread.
 
         Args:
-            packed: What they hold.
-            slot: Where; None if it is in no node.
-            words: What it is, if it is no operator's.
+            packed: The packed object.
+            slot: Its place; None if it is in no node.
+            words: A description, if no operator saved it.
         """
         if isinstance(packed, SavedPlaceholder):
             return
@@ -177,7 +177,7 @@ class Inventory:
         self, slot: GraphSlot | None, words: str, storages: tuple[int, ...], metadata: Metadata, version: int = -1
     ) -> None:
         found = _FoundSave(storages, metadata, slot, custom=words, version=version, version_now=version)
-        # Without a hook it is from before the step or from another thread, which has numbers of its own.
+        # Without a hook it was saved before the step or in another thread, which has its own numbers.
         is_known = slot is not None and slot.raw.unpack_hook is not None
         ran = self.log.by_node.get(slot.sequence) if slot is not None and is_known else None
         if ran is not None:
@@ -232,7 +232,7 @@ class Inventory:
             if copied is None or self._kind(number) != "saved" or not self._is_at(number, copied.version, sharing):
                 continue
             source = copied
-            # What was copied may be a copy that nobody keeps, of something that is kept.
+            # The source may itself be an unkept copy of a tensor that is kept.
             while not self._is_at(source.source, source.source_version, sharing):
                 further = self.log.copied.get(source.source)
                 if further is None or further.version != source.source_version:
@@ -249,7 +249,7 @@ class Inventory:
                 )
 
     def _is_at(self, number: int, version: int, sharing: Mapping[int, list[int]]) -> bool:
-        """Return whether a storage is kept, and holds now what it held at a version."""
+        """Return whether a storage is kept and unchanged since a version."""
         before = self.run.before.get(number)
         if before is not None:
             return version_of(before.tensor) == version

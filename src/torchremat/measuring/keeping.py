@@ -1,4 +1,4 @@
-"""`saved`: one forward of a step, and a list of what autograd keeps at its end."""
+"""`saved`: one forward of a step, and a list of the tensors that autograd keeps at its end."""
 
 from __future__ import annotations
 
@@ -24,20 +24,21 @@ from torchremat.tensors.metadata import Metadata
 @without_our_frames
 @model_first
 def saved(model: nn.Module | Step, step: Step | None = None) -> SavedReport:
-    """Run the forward of a training step and return what autograd keeps at its end.
+    """Run the forward of a training step and return the tensors that autograd keeps at its end.
 
-    The forward runs once, or three times if compiled code is in it; backward does not run. Gradients, buffers,
-    generators, training flags and hooks are put back as by `measure`, also if the step raises, and nothing of the step
+    The forward runs once, or three times if it has compiled code; backward does not run. Gradients, buffers,
+    generators, training flags and hooks are restored as by `measure`, also if the step raises, and nothing of the step
     stays in memory.
 
     Args:
-        model: The model. Modules that the step itself holds count as well. Where those are all, give the step alone.
+        model: The model. Modules that the step itself holds count as well. If it holds all of them, pass the step
+            alone.
         step: Called as `step(model)`, or as `step()` if no model is given. Returns the loss: a scalar tensor, an
             object with a `.loss`, or a dict with a `"loss"`. If it does not require grad, the report is empty and
             says so.
 
     Raises:
-        StepError: The step returns no loss, runs backward itself, saves other tensors when compiled code of it runs
+        StepError: The step returns no loss, runs backward itself, saves other tensors when its compiled code runs
             again, or the model has parameters without values.
         UnsupportedError: The step runs a transform of `torch.func` that refuses saved-tensor hooks.
     """
@@ -51,7 +52,7 @@ def saved(model: nn.Module | Step, step: Step | None = None) -> SavedReport:
             if not save.is_compiled
         ]
     with subject.untouched():
-        # Before any hook is set: code that dynamo compiles with hooks in place may be other code.
+        # Before any hook is set: dynamo may compile different code with hooks in place.
         root = _root(subject.run())
         abandon([] if root is None else [root])
         del root
@@ -59,7 +60,7 @@ def saved(model: nn.Module | Step, step: Step | None = None) -> SavedReport:
 
 
 def _compiled_report(subject: Subject, eager: list[tuple[Metadata, LoggedOperator | None]]) -> SavedReport:
-    """Return the report of a run with compiled code; the operators outside of that are those of another run."""
+    """Return the report of a run with compiled code; operators outside of compiled code come from another run."""
     with watched(subject, operators=False) as run:
         outside = [index for index, save in enumerate(run.log.saves) if not save.is_compiled]
         if [run.log.metadata[index] for index in outside] != [metadata for metadata, _ in eager]:
@@ -72,7 +73,7 @@ def _compiled_report(subject: Subject, eager: list[tuple[Metadata, LoggedOperato
 
 
 def _root(result: object) -> Tensor | None:
-    """Return the loss, or None if it is one that does not require grad."""
+    """Return the loss, or None if it does not require grad."""
     loss = result
     if isinstance(result, Mapping):
         loss = cast("Mapping[object, object]", result).get("loss")
@@ -94,12 +95,12 @@ def _report(run: WatchedForward, savers: Mapping[int, LoggedOperator]) -> SavedR
 
 
 def report_of(run: WatchedForward, savers: Mapping[int, LoggedOperator], roots: Sequence[Tensor]) -> SavedReport:
-    """Return the report of a forward that has been watched; no backward can go through its regions afterwards.
+    """Return the report of a watched forward; no backward can go through its regions afterwards.
 
     Args:
-        run: The forward; nobody may hold more of what it returned than in a training step.
-        savers: The operators that have saved something, by the number of the save, as far as they are known.
-        roots: The tensors that backward will begin with.
+        run: The forward; the caller must hold no more of its result than a training step does.
+        savers: The operators that have saved something, by the number of the save, where known.
+        roots: The tensors that backward starts from.
     """
     alive = {one.index: one for packed in run.log.packed if (one := packed()) is not None}
     slots = [slot for node in nodes_of(roots) for slot in slots_of(node)]

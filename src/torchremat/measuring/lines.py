@@ -1,9 +1,9 @@
-"""Which operator runs at each moment of a step, and at which line of the user's: beside the bytes, for people to read.
+"""The running operator and its line of user code at each event of a step, to read next to the bytes.
 
-`OperatorLines` notes them in the counted run, whose events are those of storages. The bytes that people look at are
-the allocator's, from another run, in which nobody may look at operators. `matched` brings both together: between two
-changes of the running module the same operators run, so allocations of the same size in the same order are the same
-ones. What the allocator has beside them (temporaries inside kernels) belongs to the operator before.
+`OperatorLines` notes them in the counted run, whose events are storages. The bytes that users see are the allocator's,
+from another run that must not intercept operators. `matched` joins both: between two changes of the running module the
+same operators run, so allocations of the same size in the same order are the same ones. The allocator's other events
+(temporaries inside kernels) belong to the operator before.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from torchremat.measuring.timeline import UNKNOWN, MemoryTimeline, ModuleChange,
 # An allocator of a device rounds sizes up to this.
 _ROUNDED_BYTES = 512
 
-# Between two changes of the module there are a handful of events, which are compared each with each. A step without
-# modules has all of them in one stretch: of more than so many, each is sought among the next few alone.
+# Between two changes of the module are a handful of events, and each is compared with each. A step without modules has
+# all events in one stretch: in a longer stretch than this, each is sought only among the next few.
 _MOST_EVENTS = 1000
 _NEXT_FEW = 8
 
@@ -45,12 +45,12 @@ class OperatorLines(EagerMode):
     """Notes the operators that run while it is entered; enter it last, so that its events are counted in it.
 
     Args:
-        position: Returns how many events there have been.
+        position: Returns the number of events so far.
         is_recomputing: Returns whether backward runs a piece of forward.
 
     Attributes:
         ran: The operators in order.
-        is_compiled: Whether compiled code was met, which runs eagerly here: its operators are not those of other runs.
+        is_compiled: Whether compiled code ran, eagerly here: its operators differ from other runs'.
     """
 
     def __init__(self, position: Callable[[], int], is_recomputing: Callable[[], bool]) -> None:
@@ -69,7 +69,7 @@ class OperatorLines(EagerMode):
         args: tuple[object, ...] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
-        # What `backward` does before its first node, to begin with, is no recompute.
+        # The operators of `backward` before its first node are not a recompute.
         recomputes = self._is_recomputing() and current_node() is not None
         self.ran.append(OperatorStart(self._position(), OperatorLine(str(func), self._line(recomputes), recomputes)))
         return func(*args, **(kwargs or {}))
@@ -80,7 +80,7 @@ class OperatorLines(EagerMode):
         if node is not None and not recomputes:
             return of_node
         found = line_of_user(run_backward.__code__)
-        if found is None:  # a recompute of torch's own modules has nobody's lines in it
+        if found is None:  # a recompute of torch's own modules has no lines of user code
             return of_node
         if found not in self._shown:
             self._shown[found] = shown_line(*found)
@@ -93,7 +93,7 @@ class OperatorLines(EagerMode):
 
 
 def noted(timeline: MemoryTimeline, ran: Sequence[OperatorStart]) -> MemoryTimeline:
-    """Return the timeline that the operators were noted beside, with them."""
+    """Return the timeline of the same run with the noted operators."""
     if not ran:
         return timeline
     starts = [one.position for one in ran]
@@ -107,9 +107,9 @@ def matched(
     other_changes: Sequence[ModuleChange],
     ran: Sequence[OperatorStart],
 ) -> MemoryTimeline:
-    """Return a timeline with the operators that were noted beside that of another run of the same step.
+    """Return a timeline with the operators noted in another run of the same step.
 
-    Where modules were called otherwise in the two, as where compiled code ran, there are none.
+    Without operators where the two runs call modules differently, as where compiled code ran.
     """
     if not ran or [one.module for one in changes] != [one.module for one in other_changes]:
         return timeline
@@ -129,13 +129,13 @@ def _stretches(changes: Sequence[ModuleChange], events: int) -> list[tuple[int, 
 
 
 def _deltas(timeline: MemoryTimeline) -> list[int]:
-    # What was there before makes no difference: the first event is compared with nothing.
+    # Bytes from before the step do not matter: the first event is compared with nothing.
     deltas = np.diff(timeline.live_bytes, prepend=timeline.live_bytes[:1]).tolist()
     return [delta if delta <= 0 else -(-delta // _ROUNDED_BYTES) * _ROUNDED_BYTES for delta in deltas]
 
 
 def _matched(sizes: list[int], other_sizes: list[int], operators: list[int]) -> list[int]:
-    """Return an operator for each event of a stretch, -1 where there is none before it."""
+    """Return an operator for each event of a stretch, -1 before the first operator."""
     mine = [place for place, size in enumerate(sizes) if size > 0]
     theirs = [place for place, size in enumerate(other_sizes) if size > 0]
     pairs = _pairs([sizes[place] for place in mine], [other_sizes[place] for place in theirs])
@@ -149,7 +149,7 @@ def _matched(sizes: list[int], other_sizes: list[int], operators: list[int]) -> 
 
 
 def _pairs(sizes: list[int], others: list[int]) -> Iterator[tuple[int, int]]:
-    """Yield places of equal sizes in two lists, both in order."""
+    """Yield index pairs of equal sizes in two lists, both increasing."""
     if max(len(sizes), len(others)) <= _MOST_EVENTS:
         for own, other, length in SequenceMatcher(None, sizes, others, autojunk=False).get_matching_blocks():
             yield from zip(range(own, own + length), range(other, other + length), strict=True)

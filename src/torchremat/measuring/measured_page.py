@@ -1,4 +1,4 @@
-"""A measured step as a page, and as a trace: the curve, what ran, and what each module took."""
+"""A measured step as a page and as a trace: the curve, the operators, and the totals of each module."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _HEADINGS = ("module", "highest", "left by forward", "forward", "recompute", "ba
 
 
 def step_of(measurement: Measurement) -> Step:
-    """Return a measured step as there is to see of it."""
+    """Return the viewable form of a measured step."""
     timeline = measurement.timeline
     start = CurvePoint(seconds=0.0, live_bytes=measurement.before_bytes, phase="forward", says=("before the step",))
     moments = (start, *(_moment(timeline, event) for event in range(len(timeline))))
@@ -72,7 +72,7 @@ def _modules(timeline: MemoryTimeline, *, row: str) -> tuple[Slice, ...]:
 
 @dataclass
 class _ModuleTotals:
-    """What a module took, added up."""
+    """The totals of a module."""
 
     highest_bytes: int
     left_bytes: int

@@ -1,4 +1,4 @@
-"""`measure`: one training step, its bytes, seconds, flops and timeline, and no sign of it afterwards.
+"""`measure`: one training step, its bytes, seconds, flops and timeline, without side effects.
 
 The step runs four times, each time from the same gradients, buffers and generators:
 
@@ -8,8 +8,8 @@ The step runs four times, each time from the same gradients, buffers and generat
     3. traced   record_allocations                    bytes and timeline (not if a profiler of the user's is active)
     4. plain    nothing                               seconds; on CUDA also the peak, from torch's own counters
 
-So a step that draws its batch from a loader draws four. Compiled code runs eagerly in 2 alone: its flops and the
-tracker's bytes are those of the eager code, all else is its own.
+So a step that draws its batch from a loader draws four. Compiled code runs eagerly in run 2 only: its flops and the
+tracker's bytes describe the eager code, all other numbers the compiled code.
 """
 
 from __future__ import annotations
@@ -42,29 +42,29 @@ Source = Literal["allocator", "tracker", "cuda"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Measurement(ViewedOverTime):
-    """What one training step (forward and backward) took on `device`.
+    """The bytes, seconds and flops of one training step (forward and backward) on `device`.
 
     Attributes:
         source: Where `peak_bytes` and `kept_bytes` come from: the allocator's events; CUDA's own counters; or, if a
             profiler was active on the CPU, the tracker, which misses temporaries inside kernels and compiled code.
         peak_bytes: The most bytes live at once, `before_bytes` included.
-        kept_bytes: What forward left behind: live at its end, without `before_bytes`; the loss is part of it.
-        tracker_peak_bytes: As `peak_bytes`, by the storages of tensors alone.
-        tracker_kept_bytes: As `kept_bytes`, by the storages of tensors alone.
+        kept_bytes: Bytes live at the end of forward, without `before_bytes`; the loss is part of them.
+        tracker_peak_bytes: As `peak_bytes`, by tensor storages alone.
+        tracker_kept_bytes: As `kept_bytes`, by tensor storages alone.
         parameter_bytes: Parameters; this and the next four are from before the step, each storage once.
         gradient_bytes: Gradients: one for each parameter that requires grad, as when gradients accumulate.
         buffer_bytes: Buffers of the model.
-        optimizer_bytes: State of the optimizer, as far as it has any before its first step.
+        optimizer_bytes: State of the optimizer, if it has any before its first step.
         input_bytes: Tensors that the step holds: see `measuring.step`.
-        seconds: Of forward and backward, in a run that nothing watched.
+        seconds: Of forward and backward, in a run without instrumentation.
         flops: Of matrix products, convolutions, attention and recurrent layers, in forward and backward, recomputes
             included.
-        recomputed_flops: Those of `flops` that ran a piece of forward again during backward.
+        recomputed_flops: The part of `flops` that ran a piece of forward again during backward.
         timeline: Live bytes after each event.
-        resident_bytes: What stays on the device and is none of these: workspaces of libraries, tensors of others.
-        slack_bytes: What of `peak_bytes` the allocator gave beyond what was asked for; 0 on the CPU.
-        reserved_bytes: CUDA alone: the most that the caching allocator held of the device.
-        context_bytes: CUDA alone: used on the device at the end, but held by no allocator of this process: the CUDA
+        resident_bytes: Other bytes that stay on the device: workspaces of libraries, foreign tensors.
+        slack_bytes: The part of `peak_bytes` that the allocator gave beyond the requested bytes; 0 on the CPU.
+        reserved_bytes: CUDA only: the most device memory that the caching allocator held.
+        context_bytes: CUDA only: device memory in use at the end that no allocator of this process holds: the CUDA
             context, NCCL, and other processes.
     """
 
@@ -90,7 +90,7 @@ class Measurement(ViewedOverTime):
 
     @property
     def before_bytes(self) -> int:
-        """What lay in memory before the step."""
+        """Live bytes before the step."""
         return sum(self._parts().values())
 
     def _parts(self) -> dict[str, int]:
@@ -104,7 +104,7 @@ class Measurement(ViewedOverTime):
         }
 
     def plot(self, path: str | Path) -> None:
-        """Draw the live bytes over the step into an image file; its ending says which kind.
+        """Draw the live bytes over the step into an image file; its suffix sets the format.
 
         Raises:
             UnsupportedError: matplotlib is not installed.
@@ -128,7 +128,7 @@ class Measurement(ViewedOverTime):
 
     @property
     def rows(self) -> tuple[tuple[str, str, str], ...]:
-        """What `print` shows: names, numbers and notes."""
+        """The rows that `print` shows: names, numbers and notes."""
         rows = [
             ("peak", format_bytes(self.peak_bytes), self._peak_note()),
             ("  before the step", format_bytes(self.before_bytes), self._before_note()),
@@ -162,18 +162,19 @@ def measure(
     optimizer: torch.optim.Optimizer | None = None,
     device: torch.device | str | None = None,
 ) -> Measurement:
-    """Run a training step four times and return what it takes.
+    """Run a training step four times and return its bytes, seconds and flops.
 
     The step computes the loss; backward is run here, and no optimizer is stepped. Gradients, buffers, generators,
-    training flags and hooks are put back, also if the step raises; what cannot be is listed in `measuring.untouched`.
-    On CUDA the peak counters of torch are reset.
+    training flags and hooks are restored, also if the step raises; `measuring.untouched` lists the exceptions. On CUDA
+    the peak counters of torch are reset.
 
     Args:
-        model: The model. Modules that the step itself holds count as well. Where those are all, give the step alone.
+        model: The model. Modules that the step itself holds count as well. If it holds all of them, pass the step
+            alone.
         step: Called as `step(model)`, or as `step()` if no model is given. Returns the loss: a scalar tensor, an
             object with a `.loss`, or a dict with a `"loss"`.
-        optimizer: Its state is counted, and its parameters are.
-        device: Whose bytes are measured; that of the first parameter or tensor found, if not given.
+        optimizer: Its state and its parameters count.
+        device: The device to measure; by default the device of the first parameter or tensor found.
 
     Raises:
         StepError: The step returns no loss, runs backward itself, or the model has parameters without values.
@@ -187,8 +188,8 @@ def measure(
     foreign_profiler = profiler_is_active()
     with heap_set_aside():
         # Before any hook is set: code that dynamo compiles with our hooks in place would keep their graph breaks.
-        # It goes backward as well: a forward without leaves its graph, and where a cache or a context variable that a
-        # region holds has one of its outputs, as those of `transformers` do, that stays for ever.
+        # Backward runs as well: a forward alone leaves its graph, and if a cache or a context variable that a region
+        # holds has one of its outputs, as in `transformers`, the graph stays forever.
         with subject.untouched(looks=True):
             run_backward(subject.forward())
         counted = run_counted(subject, place, lines=True)

@@ -1,7 +1,8 @@
-"""`module_stack`: which module is running, at any moment of a step.
+"""`module_stack`: the running module at any time of a step.
 
 In forward (and in a recompute) it is the module whose call is innermost. In backward no module runs; there it is the
-module whose output received its gradient last, which is where the nodes come from that run until the next one's does.
+module whose output received its gradient last: the running nodes are its own until the next module's output receives
+one.
 
 Missing on purpose: modules called by `.forward(...)` instead of `model(...)`, since hooks do not run for them, the
 inside of scripted and compiled modules, and modules compiled in place (`module.compile()`), whose hooks would be
@@ -36,7 +37,7 @@ class ModuleStack:
 
     @property
     def current(self) -> str:
-        """The name of the running module; the root's is its class's, and outside all modules it is empty."""
+        """The name of the running module; the root has its class name, and outside all modules the name is empty."""
         return self._thread.running[-1] if self._thread.running else self._thread.backward
 
     def _enter(self, name: str) -> None:
@@ -45,7 +46,7 @@ class ModuleStack:
 
     def _leave(self, name: str) -> None:
         running = self._thread.running
-        # Not just the last: torch runs no hook of a module that is left by a BaseException, and early stop is one.
+        # Not just the last: torch runs no hook of a module that a BaseException leaves, and early stop is one.
         if name in running:
             while running.pop() != name:
                 pass
@@ -64,17 +65,17 @@ class _Thread(threading.local):
 
 
 def _ignored(name: str) -> None:
-    """Take a change of the running module and do nothing."""
+    """Ignore a change of the running module."""
 
 
 @contextmanager
 def module_stack(
     models: nn.Module | Iterable[nn.Module], on_change: Callable[[str], object] = _ignored
 ) -> Generator[ModuleStack]:
-    """Follow which module of `models` runs during the block, through hooks that are gone afterwards.
+    """Track the running module of `models` during the block, through hooks that are removed afterwards.
 
     Args:
-        models: The model, or several. A module that is reachable by two names has the first.
+        models: The model, or several. A module with two names has the first.
         on_change: Called with the name of the module that runs from now on.
     """
     roots = [models] if isinstance(models, nn.Module) else list(models)
@@ -94,9 +95,9 @@ def module_stack(
 
 
 def visible_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the modules whose calls can be seen, with their names.
+    """Return the modules whose calls hooks can see, with their names.
 
-    Those inside compiled or scripted ones cannot, nor those whose code runs when the call is over.
+    Not modules inside compiled or scripted ones, nor modules whose code runs after the call.
     """
     result: list[tuple[str, nn.Module]] = []
     hidden: set[int] = set()
@@ -129,7 +130,7 @@ def _hooks(
             if node is None:
                 continue
             metadata = cast(dict[str, object], node.metadata)  # a property; torch's types say a method
-            # The innermost module that returned this tensor has hooked its node first, and keeps it. A hook of a node,
+            # The innermost module that returned this tensor hooks its node first, and keeps it. A hook of a node,
             # unlike a full backward hook of the module, puts nothing into the graph.
             if _NODE_KEY not in metadata:
                 metadata[_NODE_KEY] = name

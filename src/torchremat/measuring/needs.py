@@ -1,4 +1,4 @@
-"""What backward needs of a saved tensor, if it is less than its values."""
+"""Saved tensors of which backward needs less than the values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Need = Literal["shape", "mask"]
 
 
 def need_of(node: str, slot: str, dtype: torch.dtype) -> Need | None:
-    """Return what would do in the place of a saved tensor; None if its values are needed."""
+    """Return the lesser need that suffices for a saved tensor; None if backward needs its values."""
     need = NEEDS.get(node, {}).get(slot)
     if isinstance(need, Shape):
         return "shape"

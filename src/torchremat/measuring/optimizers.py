@@ -1,8 +1,8 @@
-"""The optimizer of a step: what it wraps, how it runs alone, and that it does not step while we run the step.
+"""The optimizer of a step: the optimizers that it wraps, its step run alone, and no steps while we run the user's step.
 
-An optimizer may be one around another (accelerate's, Lightning's, Lookahead) and have no state of its own. What one
-wraps is no matter of names: it is each optimizer that can be reached from it, by the walk of `state.world`, and that
-steps on some of the same parameters.
+An optimizer may wrap another (accelerate's, Lightning's, Lookahead) and have no own state. Wrapping does not depend on
+attribute names: an optimizer wraps each optimizer that is reachable from it, by the traversal of `state.world`, and
+that steps on some of the same parameters.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Optimizer = torch.optim.Optimizer
 
 
 def with_wrapped(optimizer: Optimizer | None) -> tuple[Optimizer, ...]:
-    """Return an optimizer, and those that it wraps; none if it is None."""
+    """Return an optimizer and the optimizers that it wraps; none if it is None."""
     if optimizer is None:
         return ()
     own = {id(one) for one in parameters_of([optimizer])}
@@ -39,21 +39,21 @@ def with_wrapped(optimizer: Optimizer | None) -> tuple[Optimizer, ...]:
 
 
 def optimizers_in(item: object) -> list[Optimizer]:
-    """Return the optimizers that can be reached from an object, without itself."""
+    """Return the optimizers reachable from an object, without itself."""
     world = World()
     reach(world, [item], are_whole=True)
     return [one for one in world.optimizers if one is not item]
 
 
 def parameters_of(optimizers: Iterable[Optimizer]) -> list[Tensor]:
-    """Return what optimizers step on, each once."""
+    """Return the parameters that optimizers step on, each once."""
     groups = (cast("list[dict[str, list[Tensor]]]", getattr(one, "param_groups", ())) for one in optimizers)
     found = [parameter for own in groups for group in own for parameter in group["params"]]
     return list({id(one): one for one in found}.values())
 
 
 def words_for_wrapped(optimizers: Sequence[Optimizer]) -> str:
-    """Return the words for the innermost of an optimizer and those that it wraps; "" if it is alone."""
+    """Return the words for the innermost optimizer that an optimizer wraps; "" if it wraps none."""
     if len(optimizers) < 2:
         return ""
     outer, inner = optimizers[0], optimizers[-1]
@@ -62,22 +62,22 @@ def words_for_wrapped(optimizers: Sequence[Optimizer]) -> str:
 
 
 def bare_step(optimizer: Optimizer) -> Callable[..., object]:
-    """Return the step that the class of an optimizer has, without what runs hooks and counts.
+    """Return the step of an optimizer's class, without the wrapper that runs hooks and counts.
 
-    What others have put in its place on the instance, as schedulers do, is left out with these.
+    This also leaves out replacements on the instance, as by schedulers.
     """
     step = type(optimizer).step
-    # `Optimizer` wraps the step of each subclass whose `__init__` calls its own, and marks it. What else is around a
-    # step, like `no_grad`, belongs to it.
+    # `Optimizer` wraps the step of each subclass whose `__init__` calls its own, and marks it. Other wrappers of a
+    # step, like `no_grad`, belong to it.
     is_hooked = getattr(step, "hooked", False) and hasattr(step, "__wrapped__")
     return MethodType(cast("Any", step).__wrapped__ if is_hooked else step, optimizer)
 
 
 @contextmanager
 def without_hooks(optimizers: Sequence[Optimizer]) -> Generator[Callable[[], None]]:
-    """Give the step of the first of some optimizers, for which the others run no hooks: they have another in the block.
+    """Yield the step of the first optimizer; inside the block the others have a step that runs no hooks.
 
-    The step raises a RuntimeError if none of the others steps in it, as where gradients are still being accumulated.
+    The step raises a RuntimeError if none of the others steps in it, as while gradients still accumulate.
     """
     had = [(one, vars(one).get("step")) for one in optimizers[1:]]
     outer, ran = bare_step(optimizers[0]), list[Optimizer]()
@@ -86,7 +86,7 @@ def without_hooks(optimizers: Sequence[Optimizer]) -> Generator[Callable[[], Non
         parameters = parameters_of(optimizers)
         before = list(map(version_of, parameters))
         outer()
-        # Whoever has kept the step of one from before calls it past the attribute.
+        # Code that kept a reference to the old step calls it past the attribute.
         if had and not ran and list(map(version_of, parameters)) == before:
             raise RuntimeError("now it steps nothing, as where gradients are accumulated over several steps")
 
@@ -111,20 +111,20 @@ def _noted(
 # NOTE [ Nobody steps while we run the step ]
 #
 # To plan and to measure, a step is run several times. An optimizer that steps in it, in the forward or by a hook in the
-# backward, would train each time. torch asks hooks before any optimizer steps, and before anything is written, so one
-# of ours refuses there. It need not know who calls: a hook after a gradient, one of a node, the step itself.
+# backward, would train each time. torch runs hooks before any optimizer steps, and before anything is written, so a
+# hook of ours refuses there. It need not know the caller: a hook after a gradient, a hook of a node, the step itself.
 
 
 @contextmanager
 def refusing_steps(tensors: Iterable[Tensor], but: Sequence[Optimizer] = ()) -> Generator[None]:
-    """Refuse, for the block, each step of an optimizer in this thread, and in others those on some tensors.
+    """Refuse, for the block, all optimizer steps in this thread, and in other threads steps on the given tensors.
 
     Args:
-        tensors: What nobody else may step on.
+        tensors: Tensors that no other optimizer may step on.
         but: The optimizers that may step.
 
     Raises:
-        UnsupportedError: In the optimizer's step. See NOTE [ Nobody steps while we run the step ]
+        UnsupportedError: Raised in the optimizer's step. See NOTE [ Nobody steps while we run the step ]
     """
     own, thread = {id(one) for one in tensors}, get_ident()
 
@@ -132,7 +132,7 @@ def refusing_steps(tensors: Iterable[Tensor], but: Sequence[Optimizer] = ()) -> 
         if any(optimizer is one for one in but):
             return
         steps_on = parameters_of([optimizer])
-        # Of CUDA's, the backward runs in threads of autograd's. Other threads may train other models meanwhile.
+        # On CUDA, backward runs in threads of autograd. Other threads may train other models meanwhile.
         if get_ident() != thread and own.isdisjoint(map(id, steps_on)):
             return
         phase = "backward" if current_graph_task() != -1 else "forward"

@@ -1,4 +1,4 @@
-"""What is behind the objects that autograd holds in the place of saved tensors."""
+"""The tensors and stored bytes behind the packed objects that autograd holds for saved tensors."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from torchremat.tensors.metadata import Metadata
 
 @dataclass(frozen=True, slots=True)
 class InStore:
-    """A saved tensor, or an image of it, that a store has.
+    """A saved tensor, or its surrogate, in a store.
 
     Attributes:
-        claim: What the store has it for; saved tensors that share it are stored once.
-        stored_bytes: What the store holds for that.
+        claim: The claim that the store holds it for; saved tensors that share the claim are stored once.
+        stored_bytes: The bytes that the store holds for that claim.
         metadata: Of the tensor.
     """
 
@@ -33,9 +33,9 @@ class InStore:
 
 
 def behind(packed: object) -> Iterator[Tensor | InStore]:
-    """Yield the tensors that a packed object keeps in memory, and what it has in a store; nothing is loaded.
+    """Yield the tensors that a packed object keeps in memory or in a store; nothing is loaded.
 
-    Objects of others are opened if they are tuples, lists or dicts; what else they may be keeps nothing that is known.
+    Foreign objects are opened if they are tuples, lists or dicts; any others count as keeping nothing.
     """
     match packed:
         case Tensor():
@@ -72,7 +72,7 @@ def behind(packed: object) -> Iterator[Tensor | InStore]:
 
 
 def kept_by(region: Region) -> Iterator[Tensor | InStore]:
-    """Yield what a region keeps of its operators' results by a policy."""
+    """Yield the operator results that a region keeps by a policy."""
     for call in region.made:
         if call.selection is not None:
             for kept in call.selection.kept.values():

@@ -1,4 +1,4 @@
-"""Files with pictures in them: matplotlib is asked for when one is, and its global state is left alone."""
+"""Picture files: matplotlib is imported on demand, and its global state is not touched."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 
 def check_picture(path: str | Path) -> None:
-    """Raise where no picture could be drawn into a file, before there is anything to draw.
+    """Raise if no picture can be drawn into a file, before any work for it.
 
     Raises:
-        UnsupportedError: matplotlib is not installed, or knows no pictures with such an ending.
+        UnsupportedError: matplotlib is not installed, or does not support this suffix.
     """
     try:
         from matplotlib.figure import Figure
@@ -24,12 +24,12 @@ def check_picture(path: str | Path) -> None:
             "a plot needs matplotlib, which is not installed. Install it with: pip install 'torchremat[plot]'"
         ) from error
     kinds = Figure().canvas.get_supported_filetypes()
-    if Path(path).suffix.removeprefix(".").lower() not in kinds:  # without one, a file of another name would be written
+    if Path(path).suffix.removeprefix(".").lower() not in kinds:  # without one, matplotlib would choose the name
         raise UnsupportedError(f"{path}: the ending says which kind of picture, one of {', '.join(sorted(kinds))}.")
 
 
 def new_figure(path: str | Path, *, width_inches: float, height_inches: float) -> Figure:
-    """Return an empty figure that can be saved at `path`, whose ending says which kind of picture.
+    """Return an empty figure that can be saved at `path`; the suffix sets the format.
 
     Raises:
         UnsupportedError: See `check_picture`.

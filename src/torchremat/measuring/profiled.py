@@ -1,27 +1,27 @@
 """Allocations of the CPU, recorded by torch's own profiler.
 
-It is the only door to the CPU's allocator: it sees temporaries inside kernels and what compiled code allocates, which
+It is the only access to the CPU's allocator: it sees temporaries inside kernels and allocations of compiled code, which
 no dispatch mode does. Only memory events and marks are recorded, no operators.
 
-Missing on purpose, since torch does not report it: what threads of the user's own allocate (autograd's threads are
-seen), and frees of memory that was allocated before the block.
+Missing on purpose, since torch does not report it: allocations in the user's own threads (autograd's threads are seen),
+and frees of memory that was allocated before the block.
 
-What torch writes to stderr about it does not get there, see `_compat.profiler_lines`; errors do.
+torch's messages about it on stderr are suppressed, see `_compat.profiler_lines`; errors are not.
 """
 
 # NOTE [ Frees of foreign memory ]
 #
-# A free counts only if the block has seen the allocation. Torch knows a pointer's size from a table that is written
-# while a profiler runs, and by nothing else. So for memory that was allocated before the block
+# A free counts only if the block has seen the allocation. Torch knows a pointer's size only from a table that is
+# written while a profiler runs. So for memory that was allocated before the block
 #
-#   1. usually there is no event at all;
+#   1. usually no event exists at all;
 #   2. if an earlier profiler saw this address allocated, but not freed, and the address was given out again since,
-#      there is an event, and its size is that of the dead allocation.
+#      an event exists, with the size of the dead allocation.
 #
 # Nothing in the event tells 2 from an honest free, so all of them are dropped.
 #
-# The mirror image is an allocation at an address that is still taken: its free went unseen (in a thread of the
-# user's), so the old one ends where the new one starts.
+# The mirror image is an allocation at an address that is still in use: its free went unseen (in a user's thread), so
+# the old one ends where the new one starts.
 
 from __future__ import annotations
 
@@ -53,33 +53,33 @@ from torchremat.measuring.interrupts import uninterrupted
 from torchremat.measuring.traces import AllocationTrace, RecordedBlock, TraceMark
 
 _MARK = "torchremat.mark:"
-_BLOCK = -1  # the id of the mark that tells whether the profiler was ours to the end
+_BLOCK = -1  # the id of the mark that shows whether the profiler was ours to the end
 _CALL = "torchremat.call"  # before a collective, and after it
 
 
 class ProfilerRecorder(RecordedBlock):
-    """See `Recorder`."""
+    """See `AllocationRecorder`."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._marked: dict[int, tuple[str, int]] = {}
 
     def mark(self, label: str) -> int:
-        """See `Recorder`. About 3 microseconds; from any thread.
+        """See `AllocationRecorder`. About 3 microseconds; from any thread.
 
-        The position is exact in the thread of the block and in autograd's. Other threads are not watched: there it is
-        found by the wall clock, and may be off by the events of a few microseconds.
+        The position is exact in the thread of the block and in autograd's. Other threads are not watched: there the
+        wall clock gives the position, which may be off by the events of a few microseconds.
         """
         mark = next(self._ids)
         self._marked[mark] = (label, time.time_ns())
-        # What an error keeps alive may mark its end late, in the block of another recorder with ids of its own.
+        # An object that an error keeps alive may mark its end late, in the block of another recorder with its own ids.
         if not self._has_ended:
             _emit(mark)
         return mark
 
     def _finish(self, nodes: Iterable[ProfilerEvent], start_ns: int) -> None:
-        """Make the trace of the profiler's events."""
-        # Each attribute of an event is a call of C++, and events are many: read once.
+        """Build the trace from the profiler's events."""
+        # Each attribute of an event is a C++ call, and events are many: read once.
         seen = sorted(((node.start_time_ns, node.name, node) for node in nodes), key=lambda one: one[0])
         marked_ns = {int(name.removeprefix(_MARK)): time_ns for time_ns, name, _ in seen if name.startswith(_MARK)}
         if _BLOCK not in marked_ns:
@@ -108,21 +108,21 @@ class ProfilerRecorder(RecordedBlock):
         )
 
 
-# Held while a block is recorded. torch crashes where a second thread starts a profiler, and tells of the first one only
-# in the thread that has started it.
+# Held while a block is recorded. torch crashes if a second thread starts a profiler, and reports the first one only in
+# the thread that started it.
 _recording = Lock()
 
-# What ends a recording that is made in passing, before anybody else records. See `glances`.
+# Callbacks that end a recording in passing before another recording starts. See `glances`.
 in_passing: list[WeakMethod[Callable[[], None]]] = []
 
 
 @contextmanager
 def recorded_by_profiler(device: torch.device, *, is_free: bool = False) -> Generator[ProfilerRecorder]:
-    """Record what the CPU's allocator does during the block.
+    """Record the CPU's allocations and frees during the block.
 
     Args:
         device: The CPU.
-        is_free: Whether it is known that no profiler is active, which takes long to find out.
+        is_free: Whether the caller knows that no profiler is active; the check is slow.
 
     Raises:
         UnsupportedError: A profiler is active, and a second one would empty it; or the block itself started one; or
@@ -130,7 +130,7 @@ def recorded_by_profiler(device: torch.device, *, is_free: bool = False) -> Gene
     """
     if not is_free:
         check_no_profiler()
-    if not _recording.acquire(blocking=False):  # another thread was faster
+    if not _recording.acquire(blocking=False):  # another thread records
         raise _active()
     try:
         yield from _recorded(device)
@@ -142,7 +142,7 @@ def _recorded(device: torch.device) -> Generator[ProfilerRecorder]:
     recorder = ProfilerRecorder(device)
     start_ns = time.time_ns()
     try:
-        with uninterrupted():  # in the midst of it, nobody could say whether there is one to stop
+        with uninterrupted():  # an interrupt in the middle would leave it unknown whether a profiler has to be stopped
             start_profiler()
         _emit(_BLOCK)
         with errors_alone(), settled_collectives(_call):
@@ -165,8 +165,8 @@ def profiler_is_active() -> bool:
             end()
     if _recording.locked() or a_profiler_runs():
         return True
-    # torch keeps no flag for the warm-up, only the profiler object itself knows. It has entered, and has no results.
-    # An object refers to its type, so this finds all of them; the whole heap is searched, in tens of milliseconds.
+    # torch keeps no flag for the warm-up; only the profiler object shows it: entered, and without results. An object
+    # refers to its type, so this finds all of them; the whole heap is searched, in tens of milliseconds.
     kind = torch.autograd.profiler.profile
     profilers = (thing for thing in gc.get_referrers(kind) if type(thing) is kind)
     return any(getattr(thing, "entered", False) and thing.kineto_results is None for thing in profilers)
@@ -203,7 +203,8 @@ def _call() -> Generator[None]:
 
 
 def _walk(roots: Iterable[ProfilerEvent]) -> Iterator[ProfilerEvent]:
-    # A stack and no recursion, for trees are as deep as the calls. Parents first, so that equal times keep their order.
+    # A stack instead of recursion, since trees are as deep as the calls. Parents first, so that equal times keep their
+    # order.
     waiting = [*roots][::-1]
     while waiting:
         node = waiting.pop()
@@ -223,7 +224,7 @@ def _matched(events: Iterable[tuple[int, int, int]], *, calls: Sequence[int] = (
 
     Args:
         events: Time, address and bytes of each.
-        calls: When collectives began and ended, in turn. See NOTE [ Who frees what gloo has worked on ].
+        calls: Start and end times of collectives, alternating. See NOTE [ Who frees what gloo has worked on ].
     """
     live: dict[int, tuple[int, int]] = {}
     kept: list[tuple[int, int, int]] = []
@@ -244,6 +245,6 @@ def _matched(events: Iterable[tuple[int, int, int]], *, calls: Sequence[int] = (
 
 
 def _end_of_call(calls: Sequence[int], time_ns: int) -> int | None:
-    """Return when the call ended in which a moment lies, or None for one in no call."""
+    """Return the end of the call that was running at a time, or None if none was."""
     place = bisect_right(calls, time_ns)
     return calls[place] if place % 2 else None

@@ -1,6 +1,6 @@
-"""The runs of a step that a measurement is made of, and what each of them tells.
+"""The runs of a step that make up a measurement, and the results of each.
 
-Every run begins with the same gradients (zeros), buffers and generators, and ends with those of the user.
+Every run begins with the same gradients (zeros), buffers and generators, and ends with the user's.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from torchremat.regions.rehearsals import rehearsing
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Subject:
-    """A step with all that it touches. Made by `subject_of`."""
+    """A step with all the state that it touches. Made by `subject_of`."""
 
     step: Callable[..., object]
     model: nn.Module | None
@@ -55,24 +55,24 @@ class Subject:
 
     @cached_property
     def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
-        """The optimizer, and those that it wraps."""
+        """The optimizer, and the optimizers that it wraps."""
         return with_wrapped(self.optimizer)
 
     @property
     def runs(self) -> int:
-        """How often the step has run for us."""
+        """How often we have run the step."""
         return self._known.runs
 
     @contextmanager
     def untouched(self, *, looks: bool = False, steps: bool = False) -> Generator[None]:
-        """Keep what the step touches, for one run.
+        """Protect the state that the step touches, for one run.
 
         Args:
-            looks: Whether its operators may be looked at, once, to learn what the step writes; the sooner the better.
-                Not for a run whose bytes or seconds count.
+            looks: Whether its operators may be intercepted, once, to learn which tensors the step writes; the sooner
+                the better. Not for a run whose bytes or seconds count.
             steps: Whether the optimizer may step.
         """
-        # Before anything is set aside: that is on the device as well, and not in a step of the user's.
+        # Before anything is set aside: copies are on the device as well, and not in the user's own step.
         self._resident.update(self._resident_now())
         with (
             rehearsing(),
@@ -89,36 +89,36 @@ class Subject:
             yield
 
     def _resident_now(self) -> Iterator[tuple[torch.device, int]]:
-        """Yield what each device has given out, and no tensor of the step is in. See NOTE [ What a device holds ]."""
+        """Yield each device's allocated bytes that hold no tensor of the step. See NOTE [ What a device holds ]."""
         counting = [accelerator for accelerator in accelerators() if accelerator.counts]
         if counting:
-            gc.collect()  # what waits for that stays in no step
+            gc.collect()  # a step does not keep garbage that only waits for collection
         for accelerator in counting:
             for device in accelerator.in_use():
                 known = self._bytes_before(device).total_bytes
                 yield device, max(0, accelerator.counters(device).allocated_bytes - known)
 
     def run(self) -> object:
-        """Run the step and return what it returns.
+        """Run the step and return its result.
 
         Raises:
-            StepError: It has used up what it was given.
+            StepError: It has used up its inputs.
         """
         try:
             result = self.step() if self.model is None else self.step(self.model)
         except (StopIteration, LookupError) as error:
             if not self._known.runs and isinstance(error, LookupError):
-                raise  # an error of the user's as any other
+                raise  # an ordinary error of the user's code
             raise used_up(self.step, error, self._known.runs) from error
         self._known.runs += 1
         return result
 
     def forward(self) -> Tensor:
-        """Run the step and return the loss. All else that it returned is dropped, as in `loss = step(model).loss`."""
+        """Run the step and return the loss. The rest of its result is dropped, as in `loss = step(model).loss`."""
         return loss_of(self.run())
 
     def before(self, device: torch.device) -> BytesBefore:
-        """Return what lies on `device` now; inside `untouched`, with all gradients."""
+        """Return the bytes on `device` now; inside `untouched`, with all gradients."""
         if device not in self._resident:
             self._resident.update(self._resident_now())
         return replace(self._bytes_before(device), resident_bytes=self._resident.get(device, 0))
@@ -133,10 +133,10 @@ class Subject:
         )
 
     def device(self, wanted: torch.device | str | None = None) -> torch.device:
-        """Return the device wanted, as its tensors name it, or that of the first parameter or input, else the CPU.
+        """Return the wanted device, as its tensors name it, else the first parameter's or input's, else the CPU.
 
         Raises:
-            UnsupportedError: There is no such device.
+            UnsupportedError: The device does not exist.
         """
         if wanted is not None:
             return _existing(wanted)
@@ -155,7 +155,7 @@ def _existing(wanted: torch.device | str) -> torch.device:
     count = len(accelerator.devices())
     if not accelerator.is_host and (place.index or 0) >= count:
         raise UnsupportedError(f"device={wanted!r}: torch finds {count} {place.type.upper()} devices here.")
-    # Tensors on "cuda" have the index of the current device, and those on "cpu:0" have none.
+    # Tensors on "cuda" have the index of the current device, and tensors on "cpu:0" have none.
     return torch.empty(0, device=place).device
 
 
@@ -173,11 +173,11 @@ def subject_of(
         step: The step.
         model: Its model.
         optimizer: The optimizer, if it counts.
-        needs_model: Whether None is no model.
+        needs_model: Whether None as the model is an error.
         needs_values: Whether parameters on the meta device are an error.
 
     Raises:
-        StepError: One of the arguments is no model, step or optimizer, or a parameter has no values to run with.
+        StepError: An argument is not a model, step or optimizer, or a parameter has no values to run with.
     """
     check_arguments(step, model, optimizer, needs_model=needs_model)
     holdings = holdings_of(step)
@@ -197,7 +197,7 @@ def subject_of(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Counted:
-    """What the counted run tells; bytes are those of storages, without what lay there before."""
+    """Results of the counted run; bytes count storages, without the bytes before the step."""
 
     before: BytesBefore
     peak_bytes: int
@@ -211,7 +211,7 @@ class Counted:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Traced:
-    """What the traced run tells; bytes are the allocator's, without what lay there before and without its slack."""
+    """Results of the traced run; bytes are the allocator's, without the bytes before the step and without its slack."""
 
     peak_bytes: int
     kept_bytes: int
@@ -220,13 +220,13 @@ class Traced:
     changes: tuple[ModuleChange, ...]
 
     def peak_beyond(self, before: BytesBefore) -> int:
-        """Return the peak with what of the slack is not in `before`."""
+        """Return the peak with the part of the slack that is not in `before`."""
         return self.peak_bytes + max(0, self.slack_bytes - before.slack_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plain:
-    """What the plain run tells. Bytes are those of the device's counters; None where it has none."""
+    """Results of the plain run. Bytes come from the device's counters; None where it has none."""
 
     seconds: float
     peak_bytes: int | None = None
@@ -238,9 +238,9 @@ class Plain:
 # NOTE [ What a recompute looks like ]
 #
 # Backward without `create_graph` runs its own operators with grad mode off. A recompute builds a graph, so it runs with
-# grad mode on, torch's reentrant and non-reentrant checkpoints and our regions alike. One case is missed by that: the
-# forward of a custom autograd Function runs with grad mode off, in a recompute too. All recomputes but reentrant ones
-# have saved-tensor hooks on top then that backward itself did not begin with.
+# grad mode on, torch's reentrant and non-reentrant checkpoints and our regions alike. That misses one case: the forward
+# of a custom autograd Function runs with grad mode off, in a recompute too. All non-reentrant recomputes then have
+# saved-tensor hooks on top that backward itself did not begin with.
 #
 # The backward of a graph that a recompute has built (reentrant) runs with grad mode off again, and counts as backward.
 
@@ -282,7 +282,7 @@ def run_counted(subject: Subject, device: torch.device, *, lines: bool = False) 
             phase.begin_backward()
             run_backward(loss)
             tracker.refresh()
-            # Before the gradients of the run go: those are not the step's events.
+            # Before the gradients of the run are freed: those frees are not the step's events.
             timeline = timeline_of(
                 time_ns=tracker.times_ns(),
                 live_bytes=tracker.timeline() + before.total_bytes,
@@ -304,7 +304,7 @@ def run_counted(subject: Subject, device: torch.device, *, lines: bool = False) 
 
 
 def run_traced(subject: Subject, device: torch.device, *, before_bytes: int) -> Traced:
-    """Run the step under the allocator's events; `before_bytes` are added to those of the timeline."""
+    """Run the step under the allocator's events; `before_bytes` are added to the timeline's bytes."""
     own = OwnThread()
 
     def changed(module: str) -> None:
@@ -341,7 +341,7 @@ def run_traced(subject: Subject, device: torch.device, *, before_bytes: int) -> 
 
 
 def run_plain(subject: Subject, device: torch.device) -> Plain:
-    """Run the step with nothing around it but a clock; a device's counters run anyway, and are read."""
+    """Run the step under a clock only; a device's counters run anyway, and are read."""
     accelerator = accelerator_of(device)
     with subject.untouched():
         if not accelerator.counts:
@@ -350,7 +350,7 @@ def run_plain(subject: Subject, device: torch.device) -> Plain:
             return Plain(seconds=accelerator.seconds(device) - start_s)
         start_s = accelerator.seconds(device)
         accelerator.reset_peak(device)
-        # Gradients set aside for this run lie there as well, so only the difference to the start is the step's.
+        # Gradients set aside for this run are live as well, so only the difference to the start is the step's.
         start_bytes = accelerator.counters(device).allocated_bytes
         loss = subject.forward()
         kept_bytes = accelerator.counters(device).allocated_bytes - start_bytes

@@ -1,4 +1,4 @@
-"""What autograd keeps, as a page: a tree of the modules that save it, and the tables of the report."""
+"""Saved tensors as a page: a tree of the modules that save them, and the tables of the report."""
 
 from __future__ import annotations
 

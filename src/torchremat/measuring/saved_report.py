@@ -1,7 +1,7 @@
-"""What autograd keeps at the end of a forward, as data.
+"""The tensors that autograd keeps at the end of a forward, as data.
 
-Bytes are those of storages, each once: that is what goes if nobody saves it any more. A save is one place in one node;
-several saves may share a storage.
+Bytes count storages, each once: a storage is freed once no save holds it. A save is one slot in one node; several saves
+may share a storage.
 """
 
 from __future__ import annotations
@@ -33,28 +33,28 @@ Kind = Literal["saved", "parameter", "buffer", "input", "stored"]
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """One save: a tensor in one place of one node.
+    """One save: a tensor in one slot of one node.
 
     Attributes:
-        storages: Its storages, by number; several only for tensors that consist of others.
-        storage_bytes: Bytes of those.
-        tensor_bytes: Bytes of its elements, as if they lay alone.
-        kind: `saved`: made by the step, so that it is there for autograd's sake. `parameter`, `buffer` and `input`
-            (a tensor that the step holds) are there anyway. `stored`: what a store has taken.
-        node: The node of the graph that holds it, `MulBackward0` or the class of a custom Function; "" if it is not in
-            reach of the loss, or is the input of a region.
-        slot: The place in the node: `self`, `indices[0]`, `tensors[1]` for what a custom Function saved.
+        storages: Its storages, by number; several only for tensors that consist of other tensors.
+        storage_bytes: Bytes of these storages.
+        tensor_bytes: Bytes of its elements alone.
+        kind: `saved`: made by the step and kept alive by autograd. `parameter`, `buffer` and `input` (a tensor that the
+            step holds) are alive anyway. `stored`: moved into a store.
+        node: The node of the graph that holds it, `MulBackward0` or the class of a custom Function; "" if the loss does
+            not reach it, or if it is the input of a region.
+        slot: The place in the node: `self`, `indices[0]`, `tensors[1]` for tensors saved by a custom Function.
         operator: The operator that saved it, `aten.mul.Tensor`; a custom Function's name; "" if it is not known.
         function: The function of `torch.nn.functional` that called the operator, or "".
-        module: The name of the innermost module that ran; that of the model's class for the model itself; or "".
+        module: The name of the innermost module that ran; for the model itself the name of its class; or "".
         source: File, line and function of the code that called it.
         shape: Its shape.
         dtype: Its dtype.
         strides: In elements; empty for a layout without strides.
         device: Its device.
-        is_first: Whether no save before shares its storages: totals by operator, module, line and dtype count it here.
+        is_first: Whether no earlier save shares its storages: totals by operator, module, line and dtype count it here.
         others: The numbers of the other saves that share a storage with it.
-        need: What would do in its place, by the rules of its node: its shape, or one bit for each element.
+        need: The lesser need that suffices, by the rules of its node: its shape, or one bit for each element.
     """
 
     storages: tuple[int, ...]
@@ -102,15 +102,16 @@ class KeptStorage:
 
 @dataclass(frozen=True, kw_only=True)
 class DerivedStorage:
-    """A saved storage that could be made again from another one that is there anyway.
+    """A saved storage that could be recomputed from another storage that is alive anyway.
 
     Attributes:
         storage: The number of the copy.
-        source: The number of the storage that it was copied from, neither of them written since.
-        source_kind: Why the source is there; see `Saved`.
-        operator: What made the copy: `aten._to_copy.default` for a cast, `aten.clone.default` for `contiguous()`.
+        source: The number of the storage that it was copied from; neither has been written since.
+        source_kind: Why the source is alive; see `Saved`.
+        operator: The operator that made the copy: `aten._to_copy.default` for a cast, `aten.clone.default` for
+            `contiguous()`.
         where: The line of code that made it.
-        freed_bytes: What going without the copy would free.
+        freed_bytes: Bytes freed without the copy.
     """
 
     storage: int
@@ -123,18 +124,18 @@ class DerivedStorage:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SavedReport(Viewed):
-    """What autograd keeps of a step at the end of its forward.
+    """The tensors of a step that autograd keeps at the end of its forward.
 
     Attributes:
-        entries: The saves, in order; those that were found in the graph alone come last.
-        storages: What they keep, by number.
-        copies: Storages of the step's that repeat others.
+        entries: The saves, in order; saves that were found only in the graph come last.
+        storages: The storages that they keep, by number.
+        copies: Storages of the step that repeat others.
         blocks: The names of the blocks: the modules that the model calls one after the other.
         region_slots: Saved tensors that are recomputed, and take no bytes.
-        regions: The regions that these belong to.
-        unknown: Saved tensors that hooks of others hold in some way of theirs, by the type of what they hold.
+        regions: The regions of these saved tensors.
+        unknown: Saved tensors that foreign hooks packed in an unknown form, by the type of the packed object.
         requires_grad: Whether the loss requires grad; otherwise nothing is kept for it.
-        is_compiled: Whether compiled code ran. What it saves is one node, and its operators are not known.
+        is_compiled: Whether compiled code ran. It saves in one node, and its operators are not known.
     """
 
     entries: tuple[Saved, ...]
@@ -152,22 +153,22 @@ class SavedReport(Viewed):
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes of the storages that are there for autograd's sake, each once."""
+        """Bytes of the storages that only autograd keeps alive, each once."""
         return self.bytes_of("saved")
 
     @property
     def parameter_bytes(self) -> int:
-        """Bytes of the saved storages that are parameters'."""
+        """Bytes of the saved storages of parameters."""
         return self.bytes_of("parameter")
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes that stores hold of saved tensors."""
+        """Bytes that stores hold for saved tensors."""
         return self.bytes_of("stored")
 
     @property
     def bytes_by_save(self) -> int:
-        """Bytes of all saves that are not there anyway, as if each kept elements of its own."""
+        """Bytes of all saves that are not alive anyway, as if each kept its own elements."""
         return sum(one.tensor_bytes for one in self.entries if one.kind == "saved")
 
     def bytes_of(self, kind: Kind) -> int:
@@ -191,7 +192,7 @@ class SavedReport(Viewed):
         return self._totals(lambda one: one.dtype)
 
     def by_need(self) -> dict[Need, int]:
-        """Return the saved bytes that could be a shape, or bits: of storages all of whose saves need no more."""
+        """Return the saved bytes that could be a shape or bits: storages of which every save needs no more."""
         found: dict[Need, int] = {}
         for one in self.storages.values():
             needs = {self.entries[save].need for save in one.saves}
@@ -213,10 +214,10 @@ class SavedReport(Viewed):
     # ------------------------------------------------------------------------------------------------------- what if
 
     def freed_by(self, policy: Callable[..., object] | None = None, *, blocks: Sequence[str] | None = None) -> Freed:
-        """Return what would be kept and freed if blocks were regions, with a policy or without.
+        """Return the kept and freed bytes if blocks were regions, with a policy or without.
 
-        Decided from the log of the step; nothing runs again. The policy gets tensors of the device `meta`, which have
-        all but values.
+        Decided from the log of the step; nothing runs again. The policy gets tensors on the device `meta`, with
+        everything except values.
 
         Args:
             policy: As for `checkpoint`; called as `policy(ctx, op, *args, **kwargs)`.
@@ -224,7 +225,7 @@ class SavedReport(Viewed):
 
         Raises:
             PolicyError: The policy gives no valid answer, or the step calls no module of that name with grad mode on.
-            UnsupportedError: Compiled code ran, whose operators no policy sees; or the policy goes by the names of
+            UnsupportedError: Compiled code ran, whose operators no policy sees; or the policy uses the names of
                 tensors, which are not logged.
         """
         return freed(self.log, policy, self.blocks if blocks is None else blocks)
@@ -238,7 +239,7 @@ class SavedReport(Viewed):
     # --------------------------------------------------------------------------------------------------------- forms
 
     def as_dict(self) -> dict[str, object]:
-        """Return all of it in lists, dicts, strings and numbers, as JSON has them."""
+        """Return the whole report as JSON types: lists, dicts, strings and numbers."""
         return {
             "saved_bytes": self.saved_bytes,
             "bytes_by_save": self.bytes_by_save,
@@ -286,7 +287,7 @@ def _listed(found: dict[str, object]) -> dict[str, object]:
     return {key: list(value) if isinstance(value, tuple) else value for key, value in found.items()}
 
 
-# Those that need no argument.
+# Policies that need no argument.
 _POLICIES = (
     nothing_saved,
     save_attention,

@@ -1,4 +1,4 @@
-"""A report of saved tensors in words."""
+"""A report of saved tensors as text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torchremat.tensors.sizes import format_bytes
 if TYPE_CHECKING:
     from torchremat.measuring.saved_report import KeptStorage, Kind, Saved, SavedReport
 
-_WIDEST = 44  # a cell; the end of a path says more than its beginning
+_WIDEST = 44  # width of a cell; the end of a path says more than its beginning
 
 
 def described(report: SavedReport, top: int) -> str:
@@ -22,7 +22,7 @@ def described(report: SavedReport, top: int) -> str:
 
 
 def summary_rows(report: SavedReport) -> list[tuple[str, str, str]]:
-    """Return the totals of a report: what each is, the bytes, and a note."""
+    """Return the totals of a report: the name of each, the bytes, and a note."""
     saved = [one for one in report.entries if one.kind == "saved"]
     count = sum(one.kind == "saved" for one in report.storages.values())
     rows = [
@@ -84,13 +84,13 @@ def _tables(report: SavedReport, top: int) -> list[str]:
         found.append(_table(["bytes", "copy", "of", "made by", "at"], _copy_rows(report), top))
     if report.blocks:
         found.append(_table(["frees", "keeps", "as a region"], _block_rows(report), top))
-        # All of them, as there are few and their order says something.
+        # All of them, as they are few and their order matters.
         found.append(_table(["frees", "still kept", "these as regions with the policy"], _policy_rows(report), 99))
     return [one for one in found if one]
 
 
 def storage_rows(report: SavedReport) -> list[tuple[KeptStorage, Saved]]:
-    """Return each storage that is there for autograd's sake with its first save, the largest first."""
+    """Return each storage that only autograd keeps alive, with its first save, the largest first."""
     found = sorted(report.storages.values(), key=lambda one: -one.size)
     return [(one, report.entries[one.saves[0]]) for one in found if one.kind in ("saved", "stored")]
 
@@ -135,7 +135,7 @@ def _copy_rows(report: SavedReport) -> list[list[str]]:
 
 
 def _block_rows(report: SavedReport) -> list[list[str]]:
-    """Return a row for each block: what it frees as a region, and what the region keeps."""
+    """Return a row for each block: the bytes that it frees as a region, and the bytes that the region keeps."""
     rows: list[list[str]] = []
     for name in report.blocks:
         one = report.freed_by(blocks=[name])
@@ -147,7 +147,7 @@ def _block_rows(report: SavedReport) -> list[list[str]]:
 
 
 def _policy_rows(report: SavedReport) -> list[list[str]]:
-    """Return a row for each policy that the library has: what it frees in the blocks, and what these keep."""
+    """Return a row for each policy of the library: the bytes that it frees in the blocks, and that these keep."""
     return [
         [format_bytes(one.freed_bytes), format_bytes(one.kept_bytes), name]
         for name, one in report.freed_by_policies().items()

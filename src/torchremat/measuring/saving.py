@@ -1,12 +1,12 @@
-"""A forward of the user's step, watched: what autograd saves in it, where, and which operators ran.
+"""A watched forward of the user's step: the saved tensors, where they are saved, and the operators that ran.
 
     run         under                                  gives
     1. logged   hooks, module calls, the operator log  everything, unless compiled code ran: then it ran eagerly
     2. warm     nothing                                nothing: compiles         (only after compiled code in 1)
-    3. plain    hooks and module calls                 what is saved and where   (only after compiled code in 1)
+    3. plain    hooks and module calls                 saves and their places    (only after compiled code in 1)
 
-What is packed is a small object that autograd alone owns. So what is left of them at the end of the forward is what
-autograd keeps, and not what it has saved and dropped on the way.
+The hooks pack a small object that autograd alone owns. So the objects alive at the end of the forward are the tensors
+that autograd keeps, without tensors that it saved and dropped on the way.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ if TYPE_CHECKING:
 
 BeforeKind = Literal["parameter", "buffer", "input"]
 
-# Operators whose result has the values of their first argument, rounded to another dtype if need be.
+# Operators whose result has the values of their first argument, possibly rounded to another dtype.
 _COPIES = ("aten._to_copy.", "aten.clone.", "aten._reshape_copy.", "aten.lift_fresh_copy.")
 
 
 class SavedPlaceholder:
-    """What autograd holds in place of a tensor while a step is watched."""
+    """The object that autograd holds in place of a tensor while a step is watched."""
 
     __slots__ = ("__weakref__", "index", "tensor", "version")
 
@@ -63,10 +63,10 @@ class Save:
         module: The name of the innermost module that ran.
         call: The number of the innermost call of a module.
         custom: The name of the custom Function that saved it; "" if it was none.
-        is_compiled: Whether compiled code was on the way there.
+        is_compiled: Whether compiled code was on the call stack.
         is_input: Whether a region holds it, as its input.
         storages: Its storages.
-        position: How many operators had run.
+        position: The number of operators that had run.
     """
 
     source: Source
@@ -81,18 +81,18 @@ class Save:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RanOperator:
-    """An operator that ran, as far as a policy may want to know of it.
+    """An operator that ran, with the data that a policy may ask for.
 
     Attributes:
         operator: Its place in the log.
         function: The operator itself.
         call: The number of the innermost call of a module.
-        arguments: Its arguments, with places for tensors.
-        tensors: The metadata of the tensors among them.
-        result: What it returned, with places for tensors.
-        outputs: The metadata of the tensors in it.
-        storages: The storages of those.
-        casts_weight: Whether autocast casts a parameter in it, which no policy is asked about.
+        arguments: Its arguments, with placeholders for tensors.
+        tensors: The metadata of the tensors among the arguments.
+        result: Its result, with placeholders for tensors.
+        outputs: The metadata of the tensors in the result.
+        storages: The storages of these tensors.
+        casts_weight: Whether it is autocast's cast of a parameter, which policies are not asked about.
     """
 
     operator: LoggedOperator
@@ -108,7 +108,7 @@ class RanOperator:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PriorTensor:
-    """A tensor that was there before the step."""
+    """A tensor that existed before the step."""
 
     kind: BeforeKind
     tensor: Tensor
@@ -125,14 +125,14 @@ class Copied:
 
 
 class SaveLog(OperatorLog):
-    """The operator log of a step, with what a report of its saved tensors asks for.
+    """The operator log of a step, with the data for a report of its saved tensors.
 
     Attributes:
         saves: Where each tensor was saved, in order.
-        packed: What autograd holds of each, as long as it does.
+        packed: The packed object of each, as long as autograd holds it.
         ran: The operators.
-        copied: By storage, what it is a copy of.
-        by_node: For the number of a node, the operator that it was made for.
+        copied: By storage, the source that it is a copy of.
+        by_node: By the number of a node, the operator that created it.
         unpacks: How often autograd has asked for a tensor.
     """
 
@@ -150,17 +150,17 @@ class SaveLog(OperatorLog):
         self.unpacks = 0
 
     def pack(self, tensor: Tensor) -> SavedPlaceholder:
-        """Take a tensor that autograd saves: the hook."""
+        """Pack a tensor that autograd saves: the hook."""
         packed = SavedPlaceholder(len(self.saves), tensor)
         self.packed.append(ref(packed))
         self.save(tensor)
         return packed
 
     def unpack(self, packed: SavedPlaceholder | Tensor) -> Tensor:
-        """Give it back, to a backward that the step itself runs: the hook.
+        """Unpack a tensor, for a backward that the step itself runs: the hook.
 
         Raises:
-            MutationError: It was written in place since.
+            MutationError: The tensor was written in place since.
         """
         if isinstance(packed, Tensor):
             return packed  # See NOTE [ What is traced in a region ]
@@ -199,7 +199,7 @@ class SaveLog(OperatorLog):
         kwargs: Mapping[str, object],
         result: object,
     ) -> None:
-        """Note an operator with all that a policy may ask about it."""
+        """Note an operator with all data that a policy may ask for."""
         tensors: list[Tensor] = []
         outputs: list[Tensor] = []
         arguments = split((args, dict(kwargs)), tensors, [])
@@ -216,7 +216,7 @@ class SaveLog(OperatorLog):
             casts_weight=_casts_weight(operator, tensors),
         )
         self.rans.append(ran)
-        if torch.is_grad_enabled():  # without grad nodes are made for none; hooks of others run so, within an operator
+        if torch.is_grad_enabled():  # without grad no nodes are created; foreign hooks run that way, inside an operator
             self.by_node.setdefault(self.newest_node, ran)
         if operator.name.startswith(_COPIES) and len(outputs) == 1 and tensors:
             sources, copies = self.numbers.of(tensors[0]), self.numbers.of(outputs)
@@ -230,7 +230,7 @@ class SaveLog(OperatorLog):
 
 
 def _casts_weight(operator: LoggedOperator, tensors: list[Tensor]) -> bool:
-    # Whether autocast is on does not show in a mode: it is off while it casts.
+    # A mode cannot see whether autocast is on: autocast is off while it casts.
     return (
         operator.name == "aten._to_copy.default" and bool(tensors) and tensors[0].requires_grad and tensors[0].is_leaf
     )
@@ -238,14 +238,14 @@ def _casts_weight(operator: LoggedOperator, tensors: list[Tensor]) -> bool:
 
 @dataclass(kw_only=True, eq=False)
 class WatchedForward:
-    """A forward that has been watched, and is still there.
+    """A watched forward whose graph is still alive.
 
     Attributes:
-        result: What the step returned.
-        log: Where it was saved, and the operators, unless compiled code ran.
+        result: The result of the step.
+        log: The saves, and the operators unless compiled code ran.
         calls: The calls of modules.
         numbers: The storages.
-        before: By storage, a tensor that was there before, and what it is: parameter, buffer or input.
+        before: By storage, a tensor from before the step, and its kind: parameter, buffer or input.
         roots: The names of models.
     """
 
@@ -257,7 +257,7 @@ class WatchedForward:
     roots: frozenset[str]
 
     def take_result(self) -> object:
-        """Return what the step returned, and let go of it."""
+        """Return the step's result, and drop the reference to it."""
         result, self.result = self.result, None
         return result
 

@@ -1,4 +1,4 @@
-"""What storages without data hold: whether two tensors are equal because one is a copy of the other."""
+"""The contents of storages without data: two tensors are equal if one is a copy of the other."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from torchremat.measuring.tracker import address_of, tensors_in
 
 _ATEN = torch.ops.aten
 _COPIES = (_ATEN.clone.default, _ATEN.detach.default, _ATEN.copy_.default)
-# Torch's schemas say nothing of the statistics that these write: their arguments 3 and 4, if 5 is True.
+# Torch's schemas do not declare the statistics that these write: their arguments 3 and 4, if 5 is True.
 _NORMS = (_ATEN.native_batch_norm.default, _ATEN.cudnn_batch_norm.default, _ATEN.miopen_batch_norm.default)
 
 
 class Contents:
-    """What each storage holds, as a number that a copy has as well: how the library's own comparisons are answered."""
+    """The contents of each storage, as a number that copies share: it answers the library's own comparisons."""
 
     def __init__(self) -> None:
         self._numbers: dict[int, int] = {}  # by address
         self._values = 0
 
     def of(self, value: object) -> int:
-        """Return the number of what a tensor holds."""
+        """Return the number of a tensor's contents."""
         address = address_of(cast("Tensor", value).untyped_storage())
         if address not in self._numbers:
             self._set(address)
         return self._numbers[address]
 
     def forget(self, address: int) -> None:
-        """Forget a storage that is gone."""
+        """Forget a freed storage."""
         self._numbers.pop(address, None)
 
     def ran(
         self, func: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object], result: object
     ) -> None:
-        """Note whose contents an operator has changed, and what a copy has in it."""
+        """Note the storages that an operator has written, and the contents of copies."""
         if func in _COPIES:
             source = args[1] if func is _ATEN.copy_.default else args[0]
             self._numbers[address_of(cast("Tensor", result).untyped_storage())] = self.of(source)

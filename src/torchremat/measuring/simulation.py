@@ -1,12 +1,12 @@
-"""`Simulation`: the allocator and the clock of a device that is not here, while a step runs on fake tensors.
+"""`Simulation`: the allocator and the clock of an absent device, while a step runs on fake tensors.
 
-Fakes run through autograd, regions and hooks as real tensors do, so their storages are born and die as real ones. What
-cannot be seen with them is inside of kernels: temporaries and seconds. Both come from a `KernelModel`.
+Fakes run through autograd, regions and hooks as real tensors do, so their storages have the same live ranges. Fakes
+cannot show the inside of kernels: temporaries and seconds. Both come from a `KernelModel`.
 
     of a real step                      of a simulated one
     allocation by an operator           a storage that an operator returns and did not get
     free                                its weak reference dies
-    temporary of a kernel               `KernelCost.workspace_bytes`, over what the operator returns
+    temporary of a kernel               `KernelCost.workspace_bytes`, above the operator's results
     state of a generator (CPU)          the same; it is real, and an operator with random numbers moves it
     sum of two gradients in place       one storage goes on as another: see NOTE [ Gradients that are added in place ]
     time                                sum of `KernelCost.seconds`
@@ -48,31 +48,31 @@ _LIFTED = (_ATEN.lift_fresh.default, _ATEN.lift_fresh_copy.default)
 
 @dataclass(frozen=True, slots=True)
 class KernelCost:
-    """What running an operator once takes."""
+    """The cost of running an operator once."""
 
     seconds: float
     workspace_bytes: int = 0
 
 
 class KernelModel(Protocol):
-    """What a device takes for operators."""
+    """The operator costs of a device."""
 
     @property
     def block_bytes(self) -> int:
-        """What its allocator rounds sizes up to."""
+        """The granularity to which its allocator rounds sizes up."""
         ...
 
     @property
     def has_host_generator(self) -> bool:
-        """Whether states of the CPU's generators lie on the device."""
+        """Whether states of the CPU's generators are on the device."""
         ...
 
     def storage_bytes(
         self, func: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]
     ) -> tuple[int, ...]:
-        """Return the bytes of the storages that an operator makes where it is known that shapes do not tell them.
+        """Return the bytes of the storages that an operator makes, for operators known to deviate from shapes.
 
-        Some kernels compute in memory of which they return a part: `mse_loss` a scalar in a storage as large as its
+        Some kernels compute in a buffer and return a part of it: `mse_loss` a scalar in a storage as large as its
         input.
         """
         ...
@@ -85,20 +85,20 @@ class KernelModel(Protocol):
         result: object,
         made: list[Tensor],
     ) -> KernelCost:
-        """Return what an operator takes.
+        """Return the cost of an operator.
 
         Args:
             func: The operator.
             args: Its arguments.
             kwargs: Its named arguments.
-            result: What it returned.
-            made: The tensors with new storages that it returned.
+            result: Its result.
+            made: The tensors with new storages in its result.
         """
         ...
 
 
 class SimulatedRecorder:
-    """Takes marks while the block runs, has the `trace` afterwards. Made by `Simulation.record`."""
+    """Takes marks while the block runs, and has the `trace` afterwards. Made by `Simulation.record`."""
 
     def __init__(self, owner: Simulation) -> None:
         self._owner = owner
@@ -106,7 +106,7 @@ class SimulatedRecorder:
         self._trace: AllocationTrace | None = None
 
     def mark(self, label: str) -> int:
-        """Mark this moment and return the mark's id."""
+        """Mark the current time and return the mark's id."""
         number = len(self._marks)
         time_ns, position = int(self._owner.now_ns), len(self._owner.events)
         self._marks.append(TraceMark(id=number, label=label, time_ns=time_ns, position=position))
@@ -132,7 +132,7 @@ class SimulatedRecorder:
         return self._trace
 
     def finish(self, start_ns: float) -> None:
-        """Make the trace."""
+        """Build the trace."""
         columns = np.array(self._owner.events, dtype=np.int64).reshape(-1, 3)
         self._trace = AllocationTrace(
             device=_CPU,
@@ -146,11 +146,11 @@ class SimulatedRecorder:
 
 
 class Simulation(EagerMode):
-    """Runs on fakes whatever runs while it is entered, all on one device, and counts what `record` asks for.
+    """Runs all operators on fakes while it is entered, on one device, and records allocations for `record`.
 
     Attributes:
         now_ns: The simulated time.
-        events: (time, pointer, bytes) of each allocation and free of the block that records now.
+        events: (time, pointer, bytes) of each allocation and free in the recording block.
     """
 
     def __init__(self, model: KernelModel, faked: Callable[[Tensor], Tensor]) -> None:
@@ -184,10 +184,10 @@ class Simulation(EagerMode):
 
     @contextmanager
     def record(self) -> Generator[SimulatedRecorder]:
-        """Record the allocations of the block. The recorder that it gives takes marks; its `trace` is there after."""
+        """Record the allocations of the block. The recorder takes marks and has the `trace` afterwards."""
         recorder, start_ns = SimulatedRecorder(self), self.now_ns
         self.events = []
-        self._blocks.clear()  # what was there before is foreign
+        self._blocks.clear()  # storages from before are foreign
         self._recording = True
         try:
             yield recorder
@@ -197,7 +197,7 @@ class Simulation(EagerMode):
 
     @contextmanager
     def scalars(self, value: float) -> Generator[None]:
-        """Let `.item()` return `value` in the block: for code that reads numbers of which bytes do not depend."""
+        """Let `.item()` return `value` in the block: for code that reads numbers that bytes do not depend on."""
         self._scalar = value
         try:
             yield
@@ -221,7 +221,7 @@ class Simulation(EagerMode):
         if named.get("device") is not None:
             named["device"] = _CPU
         goes_on = adds_in_place(func, args)
-        # Torch makes a fake that knows its value of what is lifted.
+        # Torch makes a lifted tensor a fake that knows its value.
         if func not in _LIFTED and not all(map(is_fake, tensors_in([*args, *named.values()]))):
             args = cast("tuple[object, ...]", self._with_fakes(args))
             named = {key: self._with_fakes(value) for key, value in named.items()}
@@ -238,7 +238,7 @@ class Simulation(EagerMode):
             raise StepError(depends_on_data(func)) from error
         except RuntimeError as error:
             if not lacks_fake_kernel(error):
-                # Either the step is wrong, or what torch says of the operator is narrower than the operator is.
+                # Either the step is wrong, or torch's fake implementation is stricter than the operator.
                 error.add_note(
                     f"{func} at {place_of_user()} was not run: tensors have no data here, and torch describes what the "
                     "operator makes of them. If the step runs where they have, plan it there, or in a dtype for which "
@@ -254,7 +254,7 @@ class Simulation(EagerMode):
         return result
 
     def _with_fakes(self, value: object) -> object:
-        """Return a value with fakes in the place of real tensors."""
+        """Return a value with fakes in place of real tensors."""
         if isinstance(value, Tensor):
             return value if is_fake(value) else self._faked(value)
         if isinstance(value, list | tuple):
@@ -315,7 +315,7 @@ class Simulation(EagerMode):
             self._event(self._pointers, size)
 
     def _move(self, old: UntypedStorage, new: UntypedStorage) -> None:
-        """Let one storage go on in the place of another."""
+        """Let one storage take over the allocation of another."""
         self._follow(new)
         block = self._blocks.pop(address_of(old), None)
         if block is not None:
@@ -349,7 +349,7 @@ class Simulation(EagerMode):
 
 
 def _draws(func: Callable[..., object]) -> bool:
-    # Attention says that it draws, and does not without dropout; with dropout it is taken apart on the CPU.
+    # Attention is tagged as random, but draws nothing without dropout; with dropout it is decomposed on the CPU.
     tags = getattr(func, "tags", ())
     return torch.Tag.nondeterministic_seeded in tags and "attention" not in str(func)
 

@@ -1,9 +1,9 @@
-"""The user's training step: what it returned, and what it holds.
+"""The user's training step: its result, and the objects that it holds.
 
-A step is a callable that runs the forward and returns the loss; the caller runs `backward`. What a step holds (its
-model, its batch) is looked for in plain sight only: closure cells, defaults, `functools.partial` arguments, the
-attributes of the object a bound method belongs to, and the globals that its own code names. Lists, tuples, sets and
-dicts are opened, one within another too. Functions that the step calls are not followed.
+A step is a callable that runs the forward and returns the loss; the caller runs `backward`. The objects that a step
+holds (its model, its batch) are searched in plain sight only: closure cells, defaults, `functools.partial` arguments,
+the attributes of the object that a bound method belongs to, and the globals that its own code names. Lists, tuples,
+sets and dicts are opened, nested ones too. Functions that the step calls are not followed.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ _ALLOWED = (
 
 
 def loss_of(result: object) -> Tensor:
-    """Return the loss in what a step returned: a scalar tensor, an object with a `.loss`, or a dict with a `"loss"`.
+    """Return the loss in a step's result: a scalar tensor, an object with a `.loss`, or a dict with a `"loss"`.
 
     Raises:
-        StepError: There is no tensor there, or it has more than one element, is complex, or does not require grad.
+        StepError: The result has no tensor, or the tensor has more than one element, is complex, or does not require
+            grad.
     """
     loss: object = result
     if isinstance(result, Mapping):
@@ -68,10 +69,10 @@ def run_backward(loss: Tensor) -> None:
 
     Raises:
         StepError: The step has done that already.
-        UnsupportedError: The model is Lightning Fabric's, which has a backward of its own, and this is no rehearsal.
+        UnsupportedError: The model is Lightning Fabric's, which has its own backward, and this is no rehearsal.
     """
     try:
-        # A rehearsal's gradients are dropped. Those of a step that trains have to be of the loss as Fabric scales it.
+        # A rehearsal's gradients are dropped. A training step's gradients must be of the loss as Fabric scales it.
         with as_fabrics_backward() if is_rehearsing() else nullcontext():
             loss.backward()  # pyright: ignore[reportUnknownMemberType]
     except RuntimeError as error:
@@ -148,7 +149,7 @@ def _held_by(step: object) -> Iterator[object]:
         for cell in step.__closure__ or ():
             try:
                 yield cell.cell_contents
-            except ValueError:  # a cell that nothing was ever assigned to
+            except ValueError:  # an empty cell
                 continue
         for name in global_names(step.__code__):
             if name in step.__globals__:
@@ -166,7 +167,7 @@ def _held_by_object(owner: object) -> Iterator[object]:
 
 @functools.lru_cache(maxsize=256)
 def global_names(code: CodeType) -> tuple[str, ...]:
-    """Return the names of the globals that a function's own code reads, those of lambdas written inside it too."""
+    """Return the names of the globals that a function's own code reads, including lambdas written inside it."""
     return tuple(dict.fromkeys(_global_names(code)))
 
 
@@ -181,10 +182,10 @@ def _global_names(code: CodeType) -> Iterator[str]:
 
 
 def check_arguments(step: object, model: object, optimizer: object, *, needs_model: bool) -> None:
-    """Raise where a step, a model or an optimizer is none, or the step cannot be called with the model.
+    """Raise if a step, a model or an optimizer is of the wrong kind, or the step cannot be called with the model.
 
     Raises:
-        StepError: The step cannot be called with the model, or without arguments if there is none.
+        StepError: The step cannot be called with the model, or without arguments if no model is given.
     """
     check_kinds(step, model, optimizer, needs_model=needs_model)
     if model is None:
@@ -194,11 +195,11 @@ def check_arguments(step: object, model: object, optimizer: object, *, needs_mod
 
 
 def check_takes(step: object, call: str, *args: object) -> None:
-    """Raise where a step cannot be called with some arguments.
+    """Raise if a step cannot be called with some arguments.
 
     Args:
         step: The step.
-        call: The words for the call, for the message.
+        call: The call as text, for the message.
         args: The arguments.
 
     Raises:
@@ -206,7 +207,7 @@ def check_takes(step: object, call: str, *args: object) -> None:
     """
     try:
         signature = inspect.signature(cast("Callable[..., object]", step))
-    except (TypeError, ValueError):  # some callables of C have none
+    except (TypeError, ValueError):  # some C callables have no signature
         return
     try:
         signature.bind(*args)
@@ -215,7 +216,7 @@ def check_takes(step: object, call: str, *args: object) -> None:
 
 
 def check_kinds(step: object, model: object, optimizer: object, *, needs_model: bool) -> None:
-    """Raise where what should be a step, a model or an optimizer is something else.
+    """Raise if a step, a model or an optimizer is of the wrong kind.
 
     Raises:
         StepError: It is.
@@ -231,7 +232,7 @@ def check_kinds(step: object, model: object, optimizer: object, *, needs_model: 
 
 
 def check_steps_on(optimizer: torch.optim.Optimizer, tensors: Iterable[Tensor]) -> None:
-    """Raise where an optimizer has none of the tensors that it should step on.
+    """Raise if an optimizer has none of the tensors that it should step on.
 
     Raises:
         StepError: It has none of them.
@@ -246,14 +247,14 @@ def check_steps_on(optimizer: torch.optim.Optimizer, tensors: Iterable[Tensor]) 
 
 
 def check_materialised(model: nn.Module, *, needs_values: bool = True) -> None:
-    """Raise where a parameter or buffer of `model` has no values to run with, or no shape.
+    """Raise if a parameter or buffer of `model` has no values to run with, or no shape.
 
     Args:
         model: The model.
         needs_values: Whether one on the meta device is an error.
 
     Raises:
-        StepError: One is on the meta device, or belongs to a lazy module that has not run yet. All of them are counted.
+        StepError: One is on the meta device, or belongs to a lazy module that has not run yet. The message counts them.
     """
     named = [*model.named_parameters(), *model.named_buffers()]
     lazy = [name for name, tensor in named if is_lazy(tensor)]

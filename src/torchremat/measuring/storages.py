@@ -1,4 +1,4 @@
-"""Numbers for storages: the same storage has the same number for as long as anybody holds it, and never another's."""
+"""Numbers for storages: a storage keeps its number as long as it is alive, and numbers are never reused."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torchremat.measuring.tracker import address_of, tensors_in
 
 
 class StorageNumbers:
-    """Gives numbers to storages, and holds none of them.
+    """Gives numbers to storages, and keeps none of them alive.
 
     Attributes:
-        sizes: The bytes of each storage, by number, as they were when it was last seen.
+        sizes: The bytes of each storage, by number, when it was last seen.
         devices: The device of each.
     """
 
@@ -42,7 +42,7 @@ class StorageNumbers:
         return number
 
     def _forget(self, address: int) -> Callable[[object], None]:
-        # The callback must not keep what it belongs to: the storages may outlive it by far.
+        # The callback must not keep its owner alive: the storages may outlive it by far.
         owner = weakref.ref(self)
 
         def freed(_: object) -> None:
@@ -56,7 +56,7 @@ class StorageNumbers:
 def storages_in(value: object) -> Iterator[UntypedStorage]:
     """Yield the storages of the tensors in `value`: wrapper subclasses are opened, sparse tensors too.
 
-    A tensor that says nothing of its storage (quantized in a vendor's format, wrapped by a transform) has none here.
+    A tensor that does not expose its storage (quantized in a vendor's format, wrapped by a transform) has none here.
     """
     for tensor in tensors_in(value, sparse=True):
         try:

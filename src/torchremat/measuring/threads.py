@@ -1,8 +1,8 @@
-"""Steps that call modules in threads of their own, as a `Pipe` does, or two towers in a pool.
+"""Steps that call modules in their own threads, as a `Pipe` does, or two towers in a pool.
 
-The history of a device's allocator has what every thread allocates. torch's profiler, by which the CPU's is recorded,
-has only that of the thread which has started it and of autograd's own, and modes see one thread alone. So what would
-be told of such a step is too little, and it is refused.
+The history of a device's allocator covers all threads. torch's profiler, which records the CPU's allocator, covers only
+the thread that started it and autograd's own, and modes see one thread alone. A report of such a step would be too low,
+so it is refused.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torchremat.errors import UnsupportedError
 
 
 class OwnThread:
-    """The thread that it is made in, for one run of a step there."""
+    """The thread that created it, for one run of a step there."""
 
     def __init__(self) -> None:
         self._thread = threading.get_ident()
@@ -28,11 +28,11 @@ class OwnThread:
             self._elsewhere = module
 
     def is_here(self) -> bool:
-        """Return whether this thread is that one, or one of autograd's, which Python has not started."""
+        """Return whether the current thread is the recorded one, or one of autograd's, which Python has not started."""
         return threading.get_ident() == self._thread or threading.current_thread().name.startswith("Dummy-")
 
     def check(self, device: torch.device) -> None:
-        """Raise an error if a module was called in another thread that is not seen on a device.
+        """Raise an error if a module was called in another thread whose allocations on a device are not recorded.
 
         Raises:
             UnsupportedError: One was.
@@ -41,7 +41,7 @@ class OwnThread:
             raise _in_threads(f"`{self._elsewhere}`", f"What other threads allocate on {device}, torch does not tell")
 
     def check_here(self, name: str) -> None:
-        """Raise an error if this thread, in which a module is called that is to be planned, is not that one.
+        """Raise an error if the current thread, which calls a module to plan, is not the recorded one.
 
         Raises:
             UnsupportedError: It is not.

@@ -1,4 +1,4 @@
-"""`MemoryTimeline`: live bytes over a training step, with the phase and the module at each moment."""
+"""`MemoryTimeline`: live bytes over a training step, with the phase and the module at each event."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ModuleChange:
 
 @dataclass(frozen=True, slots=True)
 class OperatorLine:
-    """An operator as torch has it, `aten.mul.Tensor`, and file and line of the code that called it; "" if unknown.
+    """An operator by torch's name, `aten.mul.Tensor`, and file and line of the code that called it; "" if unknown.
 
     In backward the line is that of the forward that the operator is the backward of. `recomputes` says whether the
     operator runs a piece of forward again.
@@ -38,16 +38,16 @@ UNKNOWN = OperatorLine("", "")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MemoryTimeline:
-    """What the memory of a step was after each event (an allocation or a free): arrays of one length.
+    """The memory of a step after each event (an allocation or a free): arrays of one length.
 
     Attributes:
         seconds: Since the start of the step.
-        live_bytes: Live after the event, all that lay there before the step included.
+        live_bytes: Live after the event, bytes from before the step included.
         in_backward: False in forward, True in backward.
         module: Index into `names` of the module that ran.
         names: Names of modules. The first is empty and stands for the code outside all modules.
-        operator: Index into `operators` of the operator that ran, as far as it is known; empty if none are.
-        operators: Operators with the lines of the code that called them. The first stands for one that is not known.
+        operator: Index into `operators` of the operator that ran, where known; empty if none are.
+        operators: Operators with the lines of the code that called them. The first stands for unknown operators.
     """
 
     seconds: NDArray[np.float64]
@@ -79,7 +79,7 @@ class MemoryTimeline:
         return self.names[self.module[index]]
 
     def operator_at(self, index: int) -> OperatorLine:
-        """Return the operator that ran, as far as it is known."""
+        """Return the operator that ran, where known."""
         return self.operators[self.operator[index]] if len(self.operator) else UNKNOWN
 
 

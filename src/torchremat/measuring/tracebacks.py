@@ -1,11 +1,12 @@
-"""Errors of a user's step, shown as the plain step would show them: without the frames of ours between.
+"""Errors of a user's step, shown as the plain step would show them: without our frames in between.
 
     error                                              frames of this package
     raised by the user's code, or by torch's for it    left out
     one of `errors.py`                                 left out: the message says it, and the caller's line is there
     anything else that is raised in here               kept: it is a bug of ours
 
-The same holds for what an error came from. With TORCHREMAT_FULL_TRACEBACKS=1 in the environment all frames are kept.
+The same holds for an error's causes and contexts. With TORCHREMAT_FULL_TRACEBACKS=1 in the environment all frames are
+kept.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _SWITCH = "TORCHREMAT_FULL_TRACEBACKS"
 
 
 def without_our_frames(function: Callable[P, T]) -> Callable[P, T]:
-    """Let errors that leave a function of ours have the user's frames alone; see above."""
+    """Strip our frames from errors that leave a function of ours; see above."""
 
     @functools.wraps(function)
     def shown(*args: P.args, **kwargs: P.kwargs) -> T:

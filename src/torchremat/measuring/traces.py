@@ -1,4 +1,4 @@
-"""What the allocator of a device did during a block of code: each allocation and free, in order, with marks between."""
+"""The allocations and frees of a device during a block of code, in order, with marks between."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from torchremat.errors import UnsupportedError
 
 @dataclass(frozen=True, kw_only=True)
 class TraceMark:
-    """A moment between two events of a trace.
+    """A point between two events of a trace.
 
-    `position` is the index of the first event after it, or the number of events if there is none. `time_ns` is on the
+    `position` is the index of the first event after it, or the number of events if none follows. `time_ns` is on the
     clock of the trace (nanoseconds since 1970).
     """
 
@@ -35,9 +35,9 @@ class AllocationTrace:
     """The events of one device's allocator in order of time: three arrays of one length, and the marks.
 
     `delta_bytes` is positive for an allocation and negative for its free. `marks[i]` is the mark with the id i.
-    `foreign_freed_bytes` is what was freed but allocated before the block; None on the CPU, where nobody can know it.
-    `slack_bytes` is the most that the allocator gave beyond these, see NOTE [ What a device holds ].
-    `has_device_time` is whether the times of marks are when the device got there, and not the host.
+    `foreign_freed_bytes` counts bytes freed in the block but allocated before it; None on the CPU, where it is
+    unknowable. `slack_bytes` is the most that the allocator gave beyond these, see NOTE [ What a device holds ].
+    `has_device_time` is whether marks have the device's times, not the host's.
     """
 
     device: torch.device
@@ -52,7 +52,7 @@ class AllocationTrace:
 
     @cached_property
     def _live_bytes(self) -> NDArray[np.int64]:
-        # With the start of the block in front, so that entry p is what is live before event p.
+        # With the start of the block in front, so that entry p has the bytes live before event p.
         return np.concatenate([np.zeros(1, np.int64), np.cumsum(self.delta_bytes, dtype=np.int64)])
 
     def live_bytes(self) -> NDArray[np.int64]:
@@ -75,25 +75,25 @@ class AllocationTrace:
     def peak_bytes_between(self, first: int, last: int) -> int:
         """Return the most bytes live at once between two marks, given by id in order of time, relative to the start.
 
-        What is live at the first mark counts too.
+        Bytes live at the first mark count too.
         """
         begin, end = self.marks[first].position, self.marks[last].position
         return int(self._live_bytes[begin : end + 1].max())
 
     def has(self, pointer: int, mark: int) -> bool:
-        """Return whether an address lies, at the mark with this id, in memory that was allocated in the block."""
+        """Return whether an address is, at the mark with this id, in memory that was allocated in the block."""
         end = self.marks[mark].position
-        # Whatever is live at one time does not overlap, so the last event there tells.
+        # Live allocations do not overlap, so the last event at this address decides.
         there = (self.ptr[:end] <= pointer) & (pointer < self.ptr[:end] + np.abs(self.delta_bytes[:end]))
         deltas = self.delta_bytes[:end][there]
         return len(deltas) > 0 and bool(deltas[-1] > 0)
 
 
 class AllocationRecorder(Protocol):
-    """Takes marks while a block runs, has the `trace` afterwards; of this machine, or simulated."""
+    """Takes marks while a block runs, and has the `trace` afterwards; of this machine, or simulated."""
 
     def mark(self, label: str) -> int:
-        """Mark this moment and return the mark's id: 0, 1, 2, ...; from any thread."""
+        """Mark the current time and return the mark's id: 0, 1, 2, ...; from any thread."""
         ...
 
     def seconds(self) -> float:
@@ -111,7 +111,7 @@ class AllocationRecorder(Protocol):
 
 
 class RecordedBlock:
-    """What recorders of this machine's allocators share: the ids of marks, and the trace when the block is over."""
+    """Base of the recorders of this machine's allocators: the ids of marks, and the trace after the block."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -1,18 +1,19 @@
 """`StorageTracker`: live bytes of tensors on a device, storage by storage, exact and without the allocator.
 
-A dispatch mode sees every operator's results; a weak reference on each new storage tells when it dies. What that cannot
-see: temporaries inside kernels, and what compiled code allocates, since it runs eagerly here. `measuring.allocator`
-sees both, but cannot run under a profiler; this can.
+A dispatch mode sees every operator's results; a weak reference on each new storage tells when it dies. It cannot see
+temporaries inside kernels, nor allocations of compiled code, which runs eagerly here. `measuring.allocator` sees both,
+but cannot run under a profiler; this can.
 
 Missing on purpose: sparse tensors, and tensors made by anything but an operator (`torch.from_numpy`).
 """
 
 # NOTE [ Which storages are counted ]
 #
-#   1. One that is first seen as an operator's result, and is none of its arguments' storages. A view or an in-place
+#   1. A storage that is first seen as an operator's result, and is not an argument's storage. A view or an in-place
 #      result of a tensor from before the block belongs to that tensor, and is not counted.
 #   2. Its bytes are read again whenever an operator returns it: `resize_` and `out=` change them.
-#   3. It stops counting when its weak reference dies, wherever that is: in Python, in a hook, or in an autograd node.
+#   3. It stops counting when its weak reference dies, wherever that happens: in Python, in a hook, or in an autograd
+#      node.
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ _LIFTED = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.def
 
 
 class StorageTracker(EagerMode):
-    """Counts the storages on `device` that are made while it is entered, also those that outlive the block.
+    """Counts the storages on `device` that are made while it is entered, including storages that outlive the block.
 
     Attributes:
         live_bytes: Bytes of the counted storages that are alive now.
@@ -60,11 +61,11 @@ class StorageTracker(EagerMode):
 
     @property
     def events(self) -> int:
-        """How many events there have been."""
+        """The number of events so far."""
         return len(self._deltas)
 
     def refresh(self) -> None:
-        """Read all sizes again: `UntypedStorage.resize_`, which is no operator, goes unseen until its next use."""
+        """Read all sizes again: `UntypedStorage.resize_` is not an operator and goes unseen until the next use."""
         for reference, _ in [*self._tracked.values()]:
             storage = reference()
             if storage is not None:
@@ -124,12 +125,12 @@ class StorageTracker(EagerMode):
 
 
 def address_of(storage: UntypedStorage) -> int:
-    """Return what tells a storage from all others alive; empty ones too, which have no `data_ptr`."""
+    """Return the identity of a storage among all live ones; it works for empty ones too, which have no `data_ptr`."""
     return storage._cdata  # no public name
 
 
 def tensors_in(value: object, *, sparse: bool = False) -> Iterator[Tensor]:
-    """Yield the tensors with a storage of their own in `value`: wrapper subclasses are opened.
+    """Yield the tensors in `value` that have their own storage: wrapper subclasses are opened.
 
     Args:
         value: Tensors, and lists, tuples and dicts of them.
@@ -150,7 +151,7 @@ def tensors_in(value: object, *, sparse: bool = False) -> Iterator[Tensor]:
 
 
 def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Return the strided tensors that a sparse one consists of; none for a layout that has no such parts."""
+    """Return the strided tensors that make up a sparse one; none for a layout without such parts."""
     tensor = tensor.detach()
     match tensor.layout:
         case torch.sparse_coo:

@@ -1,22 +1,22 @@
-"""`untouched`: run somebody's training step and leave no sign of it.
+"""`untouched`: run a user's training step without side effects.
 
-Put back, whether the block ends or raises (KeyboardInterrupt included, and one that comes meanwhile waits):
+Restored, whether the block ends or raises (KeyboardInterrupt included; one that comes during the restore waits):
 
-    gradients        the same `.grad` objects with the same values; during the block there are zeros in their place;
-                     likewise what FSDP2 has added up and not reduced
-    buffers          the same objects, values and versions; those assigned or registered in the block are dropped
+    gradients        the same `.grad` objects with the same values; during the block zeros take their place;
+                     likewise sums that FSDP2 has not reduced yet
+    buffers          the same objects, values and versions; buffers assigned or registered in the block are dropped
     RNG              torch on the CPU and on every CUDA device, generators that the modules reach, Python's `random`,
                      NumPy's global generator
-    modules          training flags, attributes, children, hooks, and what can be reached from them: the same objects
-    optimizer        the same: what it wraps, options, state; so its learning rates, and a scheduler that a hook runs
+    modules          training flags, attributes, children, hooks, and objects reachable from them: the same objects
+    optimizer        the same: wrapped optimizers, options, state; so learning rates, and a scheduler that a hook runs
     the step         lists, dicts and attributes that it reaches, where a tensor was taken out of them: its batch
-    parameters       `requires_grad`, hooks; values as far as `writes` has it, and else there is an error
-    shards           what FSDP2 has gathered is given back, so that each run begins as the first step did
+    parameters       `requires_grad`, hooks; values as `writes` describes, else an error is raised
+    shards           parameters gathered by FSDP2 are freed, so that each run begins as the first step did
 
-An optimizer that steps in the block is refused, before it has written anything.
+An optimizer that steps in the block is refused before it has written anything.
 
-Not put back: what a lazy module makes in its first forward, a tensor with a graph that an attribute held and that is
-gone, generators that the step made itself, an iterator that has moved on.
+Not restored: the tensors that a lazy module makes in its first forward, a tensor with a graph that an attribute held
+and no longer holds, generators that the step made itself, an iterator that has advanced.
 """
 
 from __future__ import annotations
@@ -56,38 +56,38 @@ def untouched(
     looks: bool = False,
     but: Sequence[torch.optim.Optimizer] = (),
 ) -> Generator[None]:
-    """Set gradients aside for the block, and afterwards put back all that the step may have changed; see above.
+    """Set gradients aside for the block, and afterwards restore all state that the step may have changed; see above.
 
     Inside the block every leaf that can receive a gradient has one, of zeros: the step accumulates, as every step but
     the first does without `set_to_none`, and the bytes of gradients are the same in each.
 
     Args:
         model: The model, or several, or None.
-        optimizer: Its parameters are treated like the model's; they may be others.
+        optimizer: Its parameters are treated like the model's; they may be different ones.
         tensors: Further tensors; the leaves among them that require grad are treated like parameters.
-        step: The step, if there is one: what it reaches and takes from is given back.
-        known: What is known of what the step writes, from runs before.
-        looks: Whether the operators of the block may be looked at, to learn what the step writes.
+        step: The step, if there is one: the containers that it reaches and takes from are restored.
+        known: The tensors that the step writes, known from earlier runs.
+        looks: Whether the operators of the block may be intercepted, to learn which tensors the step writes.
         but: The optimizers that may step in the block.
 
     Raises:
         UnsupportedError: In the step of an optimizer.
-        StepError: The block wrote to what is not copied.
+        StepError: The block wrote to a tensor that is not copied.
     """
     models, tensors = [model] if isinstance(model, nn.Module) else list(model or ()), list(tensors)
     world = World()
     reach(world, [] if optimizer is None else [optimizer], are_whole=True)
-    reach(world, [*models, *tensors, *world.proxied])  # a wrapper may have its trainer so, whose hooks it runs
+    reach(world, [*models, *tensors, *world.proxied])  # a wrapper may reach its trainer this way, and run its hooks
     beside = World()
     beside.skip_all_of(world)
     reach(beside, [] if step is None else [step])
     modules = world.modules
-    reshard(modules)  # a forward before may have had no backward, and then other tensors are the parameters
+    reshard(modules)  # an earlier forward may have had no backward, and then other tensors are the parameters
     leaves = gradient_leaves(models, optimizer, tensors)
     own = set(map(id, leaves))
     others = [one for one in world.tensors if one.is_leaf and id(one) not in own]
     buffers = [one for module in modules for one in module.buffers(recurse=False)]
-    # Each part enters by itself, so that an interrupt in the middle undoes the parts before it.
+    # Each part enters separately, so that an interrupt in the middle undoes the parts before it.
     with ExitStack() as stack:
         stack.callback(reshard, modules)
         stack.enter_context(_generators(world.generators))
@@ -100,7 +100,7 @@ def untouched(
         names = partial(_name_of, models)
         writes = Writes([world, beside], buffers, leaves, known=known or Known(), names=names, looks=looks)
         stack.enter_context(writes.undone())
-        del world, beside, writes, buffers  # they hold what the step may let go
+        del world, beside, writes, buffers  # they hold tensors that the step may free
         try:
             yield
         except BaseException:
@@ -123,7 +123,7 @@ def gradient_leaves(
 
 @contextmanager
 def _gradients(leaves: list[Tensor], others: list[Tensor]) -> Generator[None]:
-    """Set aside the gradients of leaves, and put back those of others, which the step may thaw, too."""
+    """Set aside the gradients of leaves, and restore the gradients of other leaves, which the step may thaw, too."""
     aside = [leaf.grad for leaf in leaves]
     theirs = [(one, one.grad) for one in others]
     try:
@@ -148,17 +148,17 @@ def _buffers(modules: list[nn.Module]) -> Generator[None]:
 
 
 class Buffers:
-    """The buffers of modules as they are now, with the non-persistent ones.
+    """The buffers of modules as they are now, including non-persistent ones.
 
     Args:
-        modules: Each once; what is inside of them has to be among them.
-        watched: Buffers that are not copied, by id, since they are not expected to change; `written` knows better.
+        modules: Each once; their submodules have to be among them.
+        watched: Buffers that are not copied, by id, since they are not expected to change; `written` checks.
     """
 
     def __init__(
         self, modules: Sequence[nn.Module], watched: Mapping[int, ReferenceType[Tensor]] | None = None
     ) -> None:
-        # The table of a ScriptModule is C++'s: nobody can assign to it from here either.
+        # The table of a ScriptModule is in C++: Python code cannot assign to it either.
         self._tables = [(one, dict(one._buffers)) for one in modules if not isinstance(one, torch.jit.ScriptModule)]
         buffers = {id(one): one for module in modules for one in module.buffers(recurse=False)}
         known = {key for key, found in (watched or {}).items() if found() is buffers.get(key)}
@@ -171,11 +171,11 @@ class Buffers:
         return sum(copy.untyped_storage().nbytes() for _, copy, _ in self._copies if copy.device == device)
 
     def written(self) -> list[Tensor]:
-        """Return those of the watched buffers that were written nevertheless."""
+        """Return the watched buffers that were written nevertheless."""
         return [buffer for buffer, version in self._watched if _version(buffer) != version]
 
     def left_alone(self, over_bytes: int) -> dict[int, ReferenceType[Tensor]]:
-        """Return the buffers of more than `over_bytes` that nobody has written meanwhile, to be watched from now on."""
+        """Return the buffers of more than `over_bytes` that have not been written meanwhile, to watch from now on."""
         copied = [(buffer, version) for buffer, _, version in self._copies]
         return {
             id(buffer): ref(buffer)
@@ -184,18 +184,18 @@ class Buffers:
         }
 
     def put_back(self) -> None:
-        """Give the modules the same objects, values and versions; buffers that came since are dropped."""
+        """Restore the modules' objects, values and versions; buffers added since are dropped."""
         for module, table in self._tables:
             module._buffers.clear()  # `register_buffer` would refuse the name
             module._buffers.update(table)
         for buffer, copy, version in self._copies:
             if _version(buffer) != version or not same_bytes(buffer, copy):
-                # A graph of the user's may have saved this buffer. It is what it was, so neither this write nor
-                # those of the step may count as a change: written through `.data`, and the version put back.
+                # A user's graph may have saved this buffer. Its values are as before, so neither this write nor the
+                # step's writes may count as a change: it is written through `.data`, and the version restored.
                 if buffer.shape == copy.shape:
                     buffer.data.copy_(copy)
                 else:
-                    buffer.data = copy.clone()  # the copy may be needed once more
+                    buffer.data = copy.clone()  # the copy may be needed again
                 if version is not None:
                     set_version(buffer, version)
 
@@ -219,7 +219,7 @@ def _contents(before: Snapshot) -> Generator[None]:
 
 @contextmanager
 def _given_back(world: World) -> Generator[None]:
-    """Put back what containers hold if a tensor is missing then; one that has but grown is somebody's log."""
+    """Restore containers that have lost a tensor; a container that has only grown is a log."""
     taken_from = [one for own in (*world.dicts, *(rest.item for rest in world.rest)) if (one := _HeldContainer.of(own))]
     del world
     try:
@@ -230,7 +230,7 @@ def _given_back(world: World) -> Generator[None]:
 
 
 class _HeldContainer:
-    """A container with tensors in it, none of them with a graph, which would not go while this is there."""
+    """A container of tensors without a graph: this object keeps its tensors alive, and would keep a graph alive."""
 
     def __init__(self, item: object, tensors: list[Tensor]) -> None:
         self._item = item
@@ -239,7 +239,7 @@ class _HeldContainer:
 
     @classmethod
     def of(cls, item: object) -> _HeldContainer | None:
-        """Return that for an object, None if it is no such container."""
+        """Return the record for an object, None if it is no such container."""
         tensors = _tensors_in(item)
         return cls(item, tensors) if tensors and all(one.is_leaf for one in tensors) else None
 
@@ -272,20 +272,20 @@ class RandomNumbers:
 
     def __init__(self) -> None:
         self._cpu = torch.get_rng_state()
-        # A process that has not begun to use a device has no generators there, and asking for them would begin it: that
-        # takes 0.5 GB on CUDA.
+        # A process that has not used a device has no generators there, and asking for them would initialize the device:
+        # 0.5 GB on CUDA.
         self._others = [(one, one.generator_states()) for one in accelerators()]
         self._python = random.getstate()
         self._numpy = np.random.get_state()
 
     def held_bytes(self, device: torch.device) -> int:
-        """Return the bytes of the states of torch's generators, which lie on the host."""
+        """Return the bytes of the states of torch's generators, which are on the host."""
         if device.type != "cpu":
             return 0
         return self._cpu.nbytes + sum(state.nbytes for _, states in self._others for state in states)
 
     def put_back(self) -> None:
-        """Give the generators these states."""
+        """Restore these states of the generators."""
         torch.set_rng_state(self._cpu)
         for accelerator, states in self._others:
             accelerator.set_generator_states(states)
@@ -295,7 +295,7 @@ class RandomNumbers:
 
 @contextmanager
 def written_back(tensors: Iterable[Tensor]) -> Generator[None]:
-    """Put the values and versions of tensors back after the block. The copies lie in host memory."""
+    """Restore the values and versions of tensors after the block. The copies are in host memory."""
     copies = [(tensor, tensor.detach().to("cpu", copy=True), _version(tensor)) for tensor in tensors]
     try:
         yield

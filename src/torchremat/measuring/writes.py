@@ -1,16 +1,16 @@
-"""What a step writes that is neither a gradient nor a buffer: a teacher's weights, a queue in a list, its own batch.
+"""The tensors that a step writes, except gradients and buffers: a teacher's weights, a queue in a list, its own batch.
 
-    what is written                                how it is seen                     what becomes of it
-    anything, in the run that is looked at         an operator is about to write      it is copied first, and put back
-    the same, in later runs                        it was written before              copied before the run, put back
-    small tensors that are no parameters           it is small                        likewise
-    leaves with hooks of the user's in backward,   they are there                     likewise
-    and what such a hook reaches of their shapes
+    written tensors                                how the write is seen              how it is undone
+    any, in the intercepted run                    an operator is about to write      it is copied first, and restored
+    the same, in later runs                        it was written before              copied before the run, restored
+    small tensors that are not parameters          it is small                        likewise
+    leaves with user hooks in backward, and        they exist                         likewise
+    tensors of their shapes that hooks reach
     `.data`, set to other memory                   the storage is another one         the leaf has its own again
     anything else                                  its version has moved              an error that names it
 
-Copying all weights would take as much memory again, which is why most are only watched. Missing on purpose: what is
-written through `.data` or NumPy in a backward, where no hook of a leaf does it.
+Copying all weights would double their memory, so most are only watched. Missing on purpose: writes through `.data` or
+NumPy in a backward, unless a hook of a leaf makes them.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ _SMALL_BYTES = 16 << 10
 
 
 class Known:
-    """What is known of a step from its runs so far.
+    """The writes of a step known from its runs so far.
 
     Attributes:
-        runs: How many of them have ended.
-        has_looked: Whether what one of them wrote was looked at.
+        runs: The number of completed runs.
+        has_looked: Whether the writes of one of them were intercepted.
     """
 
     def __init__(self) -> None:
@@ -66,15 +66,15 @@ class Known:
 
 
 class Writes:
-    """What a step may write in one run of it.
+    """The tensors that a step may write in one run.
 
     Args:
-        worlds: What it can reach.
-        buffers: Those of them that others put back.
-        leaves: What may have hooks that run in backward.
-        known: What is known from runs before.
+        worlds: The objects that it can reach.
+        buffers: The buffers among them that other code restores.
+        leaves: Leaves that may have hooks that run in backward.
+        known: The writes known from earlier runs.
         names: Gives the name of a tensor for a message.
-        looks: Whether this run is looked at, unless one was.
+        looks: Whether to intercept operators in this run, unless an earlier run did.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Writes:
     ) -> None:
         theirs = set(map(id, buffers))
         hooked = _hooked(leaves)
-        # What has a graph is an output of the step's, which goes when the step makes the next one.
+        # A tensor with a graph is an output of the step, freed when the step makes the next one.
         tensors = [one for world in worlds for one in world.tensors]
         watched = {id(one): one for one in (*tensors, *hooked) if id(one) not in theirs and one.is_leaf}
         plain = [one for one in watched.values() if _is_plain(one)]
@@ -105,10 +105,10 @@ class Writes:
 
     @contextmanager
     def undone(self) -> Generator[None]:
-        """Put back what is written in the block; see above.
+        """Restore tensors that are written in the block; see above.
 
         Raises:
-            StepError: Something was written that is not copied.
+            StepError: A tensor was written that is not copied.
         """
         looking = _Looking([one.tensor for one in self._places], self._copies) if self._looks else nullcontext()
         try:
@@ -136,7 +136,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 class _Place:
-    """The memory that a tensor has, which an assignment to `.data` exchanges."""
+    """The memory of a tensor, which an assignment to `.data` replaces."""
 
     __slots__ = ("_address", "_alias", "tensor")
 
@@ -151,10 +151,10 @@ class _Place:
 
 
 class HostCopies:
-    """Copies of tensors in host memory, to be put back.
+    """Copies of tensors in host memory, to restore them.
 
     Args:
-        tensors: What is copied at once.
+        tensors: Tensors to copy immediately.
     """
 
     def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
@@ -163,17 +163,17 @@ class HostCopies:
             self.add(tensor)
 
     def add(self, tensor: Tensor) -> None:
-        """Copy one more, unless it is copied already."""
+        """Copy another tensor, unless it is copied already."""
         if id(tensor) not in self._copies:
             with hiding():
                 self._copies[id(tensor)] = tensor, tensor.detach().to("cpu", copy=True), version_of(tensor)
 
     def has(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is among them."""
+        """Return whether a tensor is copied."""
         return id(tensor) in self._copies
 
     def put_back(self) -> list[Tensor]:
-        """Let the tensors have the values and versions that they had; return those that had others."""
+        """Restore the values and versions of the tensors; return the tensors that had changed."""
         written: list[Tensor] = []
         for tensor, copied, version in self._copies.values():
             if version_of(tensor) == version and same_bytes(tensor.detach().to("cpu"), copied):
@@ -194,10 +194,10 @@ def same_bytes(tensor: Tensor, copy: Tensor) -> bool:
 
 
 class _Looking(EagerMode):
-    """Copies what an operator is about to write to, if it is one of some tensors.
+    """Copies a watched tensor before an operator writes to it.
 
     Args:
-        tensors: What is watched.
+        tensors: The watched tensors.
         copies: Gets the copies.
     """
 
@@ -227,7 +227,7 @@ class _Looking(EagerMode):
 
 
 def _hooked(leaves: Iterable[Tensor]) -> list[Tensor]:
-    """Return the leaves with hooks of the user's in backward, and what these hooks reach that is like one of them."""
+    """Return the leaves with user hooks in backward, and tensors of their shapes that these hooks reach."""
     found: dict[int, Tensor] = {}
     hooks: list[object] = []
     for leaf in leaves:
@@ -244,12 +244,12 @@ def _hooked(leaves: Iterable[Tensor]) -> list[Tensor]:
 
 
 def hooks_of(leaf: Tensor) -> list[object]:
-    """Return the hooks of a leaf that run in backward; without those of torch and ours, and what only looks on."""
+    """Return the hooks of a leaf that run in backward; without torch's, ours, and hooks that only observe."""
     tables: list[object] = [leaf._backward_hooks, getattr(leaf, "_post_accumulate_grad_hooks", None)]
     if _is_plain(leaf):
-        with hiding():  # its node is had through a view
+        with hiding():  # its node is reached through a view
             node = torch.autograd.graph.get_gradient_edge(leaf).node
-        # Nothing else tells the hooks of a node, and this only while no graph has it.
+        # No other way shows the hooks of a node, and this one works only while no graph has the node.
         tables += gc.get_referents(node)
     hooks = [hook for own in tables if isinstance(own, dict) for hook in cast("dict[int, object]", own).values()]
     return [hook for hook in hooks if not (only_looks_on(hook) or is_library(_module_of(hook)))]

@@ -1,1 +1,1 @@
-"""What was planned and measured, for people to look at: tables and pictures."""
+"""Tables and pictures of plans and measurements."""

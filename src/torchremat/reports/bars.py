@@ -1,4 +1,4 @@
-"""The bar of planning, for whoever passes it by hand; `plan`, `fit` and `frontier` show it by themselves."""
+"""The progress bar of planning, to pass by hand; `plan`, `fit` and `frontier` show it by themselves."""
 
 from torchremat.planning.bars import progress_bar
 

@@ -16,12 +16,12 @@ from torchremat.planning.frontiers import Frontier
 def plot_measurements(
     measurements: Mapping[str, Measurement], path: str | Path, *, budgets: Mapping[str, int] | None = None
 ) -> None:
-    """Draw the live bytes of several measured steps side by side into an image file; its ending says which kind.
+    """Draw the live bytes of several measured steps side by side into an image file; its suffix sets the format.
 
     Args:
         measurements: By the name that each has in the picture.
         path: Of the file.
-        budgets: In bytes, by the same names, for those that have one.
+        budgets: In bytes, by the same names, for the steps that have one.
 
     Raises:
         UnsupportedError: matplotlib is not installed.
@@ -37,7 +37,7 @@ def plot_measurements(
 
 
 def plot_timelines(timelines: Mapping[str, Timeline], path: str | Path) -> None:
-    """Draw several steps of pipelines below each other, on one axis of time; the file's ending says which kind.
+    """Draw several steps of pipelines below each other, on one axis of time; the file's suffix sets the format.
 
     Args:
         timelines: By the name that each has in the picture.
@@ -50,7 +50,7 @@ def plot_timelines(timelines: Mapping[str, Timeline], path: str | Path) -> None:
 
 
 def plot_frontiers(frontiers: Mapping[str, Frontier], path: str | Path) -> None:
-    """Draw peak against time of several models or ways of planning; the file's ending says which kind.
+    """Draw peak against time of several models or ways of planning; the file's suffix sets the format.
 
     Args:
         frontiers: By the name that each has in the picture.

@@ -20,13 +20,13 @@ class Row:
     """One way of running a step.
 
     Attributes:
-        name: What it is called.
+        name: Its name.
         peak_bytes: Measured peak of a training step.
         seconds: Of a step.
         recomputed_flops: Measured.
         budget_bytes: None without a plan.
         predicted_bytes: The peak that the plan predicts; None without a plan.
-        remark: A word about it.
+        remark: A remark about it.
     """
 
     name: str
@@ -44,7 +44,7 @@ def comparison(rows: Sequence[Row], *, title: str = "", remarks: str = "") -> Ta
     Args:
         rows: At least one.
         title: Of the table.
-        remarks: Heading of the remarks; without one there is no column for them.
+        remarks: Heading of the remarks; without one the table has no column for them.
     """
     table = Table(title=title or None, box=SIMPLE_HEAD, padding=(0, 0, 0, 1))
     table.add_column("")
@@ -79,7 +79,7 @@ def frontier_table(frontier: Frontier, *, title: str = "") -> Table:
         table.add_column(heading, justify="right")
     for point in frontier.points:
         table.add_row(
-            # Rounded up: what is read off the table has to be enough.
+            # Rounded up: a budget read off the table must suffice.
             f"{-(-10 * point.budget_bytes // _MIB) / 10:.1f}",
             _mib(point.peak_bytes),
             f"{100 * point.peak_bytes / max(1, frontier.points[0].peak_bytes):.0f}%",

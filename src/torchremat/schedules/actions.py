@@ -3,12 +3,12 @@
 The text of an action is:
 
 - `F3`: first forward of stage 3 inside a region; nothing is kept.
-- `F3:0`: first forward of stage 3, kept as its option 0 says.
+- `F3:0`: first forward of stage 3, kept by its option 0.
 - `H3-5`: hold the inputs of the region over stages 3 to 5; comes just before the first `F` or `R` of stage 3.
 - `R3`: forward of stage 3 again, inside a nested region; nothing is kept.
-- `R3:0`: forward of stage 3 again, kept as its option 0 says.
+- `R3:0`: forward of stage 3 again, kept by its option 0.
 - `R3:0!`: the same, stopped at its last save.
-- `B3`: backward of stage 3; whatever begins with stage 3 is released after it.
+- `B3`: backward of stage 3; all tensors held from stage 3 on are released after it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class HoldAction:
 
 @dataclass(frozen=True)
 class RecomputeAction:
-    """One more forward of a stage; `option` is None if nothing is kept, `stops` if it ends at its last save."""
+    """Another forward of a stage; `option` is None if nothing is kept, `stops` if it ends at its last save."""
 
     stage: int
     option: int | None = None
@@ -74,7 +74,7 @@ def _kept(option: int | None) -> str:
 
 
 def schedule(tree: Tree, chain: Chain) -> Iterator[Action]:
-    """Return the actions of one training step in which the regions are those of the tree.
+    """Return the actions of one training step with the regions of the tree.
 
     >>> from torchremat.schedules.chain import Option, Stage
     >>> keep = Option(saved_bytes=3, saves_input=True, saves_external=False, cost=0, forward_peak_bytes=4,
@@ -136,7 +136,7 @@ def parse(line: str) -> tuple[Action, ...]:
     """Return the actions that `text` wrote.
 
     Raises:
-        ScheduleError: If a word is no action.
+        ScheduleError: If a word is not an action.
     """
     return tuple(_action(position, word) for position, word in enumerate(line.split()))
 

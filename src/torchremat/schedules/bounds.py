@@ -1,7 +1,7 @@
-"""What recomputing costs at least, whoever schedules it: a lower bound by linear programming.
+"""The least cost of recomputing under any schedule: a lower bound by linear programming.
 
-A plan is compared with the best of all schedules, persistent or not, at the granularity of operators, without looking
-for that best one: finding it is NP-hard. See NOTE [ A bound over all schedules ].
+A plan is compared with the best of all schedules, persistent or not, at operator granularity, without a search for the
+best one: finding it is NP-hard. See NOTE [ A bound over all schedules ].
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torchremat.schedules.dataflow import Dataflow
 # NOTE [ A bound over all schedules ]
 #
 # Any schedule runs the first forward, then the pulls of backward in their order, and runs operators again meanwhile.
-# Choose moments: pulls k0 < k1 < .. of backward. Whatever the schedule is, for it at each moment k
+# Choose moments: pulls k0 < k1 < .. of backward. For any schedule, at each moment k
 #
 #   held(k, v)    is 1 if the value v is live at the moment, else 0
 #   run(k, o)     is 1 if the operator o runs at least once from this moment until the next one, else 0
@@ -30,35 +30,35 @@ from torchremat.schedules.dataflow import Dataflow
 #
 # and these hold:
 #
-#   1. sum of size(v) held(k, v) + beside(k)  <=  limit         live bytes at the moment; beside(k) are those that no
+#   1. sum of size(v) held(k, v) + beside(k)  <=  limit         live bytes at the moment; beside(k) are bytes that no
 #                                                               schedule can avoid: gradients under way
-#   2. held(k, v) = 1                                           for what the pull of the moment itself reads
-#   3. held(k, v) + run(k, maker of v)   >=  1                  for what is read until the next moment
-#      held(k, v) + after(k, maker of v) >=  1                  for what is read until the end
+#   2. held(k, v) = 1                                           for each value that the pull of the moment reads
+#   3. held(k, v) + run(k, maker of v)   >=  1                  for each value read until the next moment
+#      held(k, v) + after(k, maker of v) >=  1                  for each value read until the end
 #   4. run(k, o)   <=  held(k, u) + run(k, maker of u)          for each input u of o
 #      after(k, o) <=  held(k, u) + after(k, maker of u)
 #   5. held(k+1, v) <= held(k, v) + run(k, maker of v)
 #   6. after(k, o)  <= run(k, o) + run(k+1, o) + ..
 #
 # The schedule costs at least the sum of cost(o) run(k, o). So the least such sum over all numbers between 0 and 1 is a
-# bound, and the least over whole `held` is a higher one. More moments and rows can only raise it. Nothing is said of
-# the time before the first moment, nor of the bytes of a recompute: leaving rows out can only lower it.
+# bound, and the least over integral `held` is a higher one. More moments and rows can only raise it. No row covers the
+# time before the first moment, nor the bytes of a recompute: leaving rows out can only lower it.
 #
-# With one moment alone, run(o) says whether o runs again at all from then on. Then regions cost at least the sum of
-# saved_cost(o) run(o), and begun_cost(o) for each o that runs again where the last operator before it that matters here
-# does not: between the two a region begins, or the first of them was passed over. Several moments would count what is
-# saved in a region inside of another once too often.
+# With a single moment, run(o) says whether o runs again at all from then on. Then regions cost at least the sum of
+# saved_cost(o) run(o), and begun_cost(o) for each o that runs again while the last relevant operator before it does
+# not: between the two a region begins, or the first of them was skipped. Several moments would count the saves of a
+# nested region once too often.
 #
-# Values that nobody makes, or of no bytes, are there for free. Whether a value could be held in practice does not
-# matter here: a bound that allows for more remains one.
+# Values without a maker, or without bytes, are free. Whether a value can be held in practice does not matter here: a
+# bound that allows more schedules is still a bound.
 
-# How many moments are tried alone, how many of them at once, and with how many operators in all.
+# How many moments are tried alone, how many together, and with how many operators in all.
 _ALONE = 12
 _TOGETHER = 8
 _OPERATORS = 4000
 # The solver's own tolerance is 1e-7 for each row.
 _TOLERANCE = 1e-6
-_SOLVED, _INFEASIBLE = 0, 2  # what the solver says
+_SOLVED, _INFEASIBLE = 0, 2  # status codes of the solver
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ class Pull:
 
     Attributes:
         reads: Values that it reads, all of which are live while it runs.
-        beside_bytes: What else is live then whatever the schedule: gradients, those that it makes included.
+        beside_bytes: Other bytes live then under any schedule: gradients, including the ones that it makes.
     """
 
     reads: tuple[int, ...]
@@ -76,7 +76,7 @@ class Pull:
 
 @dataclass(frozen=True, kw_only=True)
 class Regions:
-    """What regions take at least, beside the operators that run in them.
+    """The least overhead of regions, in addition to the operators that run in them.
 
     Attributes:
         saved_cost: By operator, if it runs again at all.
@@ -89,11 +89,11 @@ class Regions:
 
 @dataclass(frozen=True, kw_only=True)
 class LowerBound:
-    """What every schedule costs at least.
+    """A lower bound on the cost of every schedule.
 
     Attributes:
         cost: In the unit of the dataflow; infinite if no schedule fits the limit.
-        seconds: That finding it took.
+        seconds: The time to find it.
     """
 
     cost: float
@@ -108,15 +108,15 @@ def lower_bound(
     regions: Regions | None = None,
     most_seconds: float = 4.0,
 ) -> LowerBound:
-    """Return what recomputing costs at least in any schedule under a limit. See NOTE [ A bound over all schedules ].
+    """Return a lower bound on any schedule's recompute cost under a limit. See NOTE [ A bound over all schedules ].
 
     Args:
         flow: The operators of the forward. Operators of infinite cost must not run again.
-        backward: What backward reads, in its order.
-        limit_bytes: Of all that is live in backward: values of the forward and what lies beside them.
-        regions: What they take; None if nobody knows.
-        most_seconds: No program is begun after so many seconds, and the one under way ends soon: the bound is then
-            lower than it could be, but remains one.
+        backward: The pulls of backward, in their order.
+        limit_bytes: Of all live bytes in backward: values of the forward and `beside_bytes`.
+        regions: The overhead of regions; None if unknown.
+        most_seconds: No program starts after so many seconds, and the running one ends soon: the bound is then lower
+            than it could be, but still valid.
 
     Raises:
         ScheduleError: Backward reads a value that the dataflow does not have.
@@ -149,7 +149,7 @@ def lower_bound(
 
 
 class _Problem:
-    """What all programs of one limit share."""
+    """The data that all programs of one limit share."""
 
     def __init__(self, flow: Dataflow, pulls: tuple[Pull, ...], limit_bytes: int, regions: Regions | None) -> None:
         self.flow = flow
@@ -157,7 +157,7 @@ class _Problem:
         self.pulls = pulls
         self.limit_bytes = limit_bytes
         self.size = [value.size_bytes for value in flow.values]
-        # For each value that is not there for free, the operator that makes it.
+        # For each value that is not free, the operator that makes it.
         self.maker: dict[int, int] = {}
         for number, operator in enumerate(flow.operators):
             if operator.cost > 0 or any(value in self.maker for value in operator.inputs):
@@ -168,14 +168,14 @@ class _Problem:
         self.unit = finite or 1.0  # costs are solved for in shares of this
 
     def tightest(self, count: int) -> list[int]:
-        """Return the moments at which most must be live, each higher than its neighbours, in order."""
+        """Return the moments with the most bytes that must be live, each a local maximum, in order."""
         live = [
             pull.beside_bytes + sum(self.size[value] for value in reads)
             for pull, reads in zip(self.pulls, self.reads, strict=True)
         ]
         padded = [-1, *live, -1]
         peaks = [i for i in range(len(live)) if padded[i] < padded[i + 1] >= padded[i + 2]]
-        # Early moments have most before them, so of equals the first.
+        # Early moments have the most pulls before them, so of equals the first.
         chosen = sorted(peaks, key=lambda i: (-live[i], i))[: count - 1]
         return sorted({0, *chosen}) if live else []
 
@@ -201,7 +201,7 @@ class _Problem:
         )
         if result.status == _INFEASIBLE:
             return math.inf
-        # The search over whole values has a bound whenever it is stopped; a linear program has none before its end.
+        # The integer search has a bound whenever it is stopped; a linear program has none before its end.
         found = result.mip_dual_bound if whole else result.fun if result.status == _SOLVED else None
         if found is None or not math.isfinite(found):
             return 0.0
@@ -213,11 +213,11 @@ class _Program:
 
     Attributes:
         cost: Of each variable.
-        lowest: The least that each may be.
-        highest: The most.
-        is_held: 1 for those that say what is held, else 0.
-        most: The most that each row may be.
-        is_hopeless: Whether what a moment reads is too much already.
+        lowest: The lower bound of each.
+        highest: The upper bound of each.
+        is_held: 1 for `held` variables, else 0.
+        most: The upper bound of each row.
+        is_hopeless: Whether a moment's reads alone exceed the limit.
     """
 
     def __init__(self, problem: _Problem, moments: list[int]) -> None:
@@ -256,13 +256,13 @@ class _Program:
         return csr_matrix((factors, (numbers, variables)), shape=(len(self.most), self._count))
 
     def _read(self, moments: list[int]) -> list[set[int]]:
-        """Return what is read from each moment until the next one, the reads of both included."""
+        """Return the values read from each moment until the next one, the reads of both included."""
         ends = [*moments[1:], len(self._problem.pulls) - 1]
         reads = self._problem.reads
         return [set[int]().union(*reads[first : end + 1]) for first, end in zip(moments, ends, strict=True)]
 
     def _relevant(self, values: set[int]) -> tuple[list[int], list[int]]:
-        """Return the values and operators that can matter for having some values."""
+        """Return the values and operators that can matter for making some values available."""
         found: set[int] = set()
         operators: set[int] = set()
         waiting = list(values)
@@ -290,7 +290,7 @@ class _Program:
         self.most.append(most)
 
     def _there(self, k: int, runs: dict[int, int], value: int) -> tuple[tuple[int, float], tuple[int, float]]:
-        """Return the entries for minus what makes a value available."""
+        """Return the negated entries for the ways to make a value available."""
         return (self._held[k][value], -1.0), (runs[self._problem.maker[value]], -1.0)
 
     def _moment(self, k: int, moment: int) -> None:
@@ -325,7 +325,7 @@ class _Program:
             self._row(0.0, (variable, 1.0), *((one, -1.0) for one in runs))
 
     def _regions(self, regions: Regions) -> None:
-        """What regions take."""
+        """The overhead of regions."""
         before: tuple[tuple[int, float], ...] = ()
         for operator, begun in self._begun.items():
             runs = self._run[0][operator]

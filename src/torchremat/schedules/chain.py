@@ -1,10 +1,10 @@
 """Chains of stages with their bytes and costs, and the trees that say which stages are kept and which recomputed.
 
 A stage is one call of the model. A tree covers the stages in order: `KeepNode` is a stage that keeps its saved tensors,
-`RegionNode` a run of stages that is recomputed in backward, and may have regions inside. What a tree costs and how many
-bytes it needs is defined in one place. See NOTE [ What a tree means ].
+`RegionNode` a run of stages that is recomputed in backward, and may have regions inside. The cost and the bytes of a
+tree are defined in one place. See NOTE [ What a tree means ].
 
-The lowest trees nest as deep as the chain is long, so nothing here recurses.
+The trees with the lowest peaks nest as deep as the chain is long, so no code here recurses.
 
 Deliberately missing: storages. All sizes are scalars, so a tensor that two stages hold counts twice.
 """
@@ -21,19 +21,19 @@ from torchremat.errors import ScheduleError
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """One way of keeping a stage; it has several if part of its inside can be recomputed, and the first is the default.
+    """One way of keeping a stage; a stage has several if part of it can be recomputed, and the first is the default.
 
     Attributes:
-        saved_bytes: What the stage itself holds from its forward to the end of its backward, beyond its inputs.
+        saved_bytes: Bytes that the stage itself holds from its forward to the end of its backward, beyond its inputs.
         saves_input: Whether it also holds its linked input.
         saves_external: Whether it also holds its external inputs.
         cost: Extra cost inside its backward; 0 if everything is kept.
-        forward_peak_bytes: Highest live bytes during its full forward with this saving, over those live at its entry
-            (its inputs and all that is held included).
+        forward_peak_bytes: Highest live bytes during its full forward with this saving, above the bytes live at its
+            entry (its inputs and all held bytes included).
         truncated_peak_bytes: The same for a forward that stops at its last save.
-        backward_peak_bytes: Highest live bytes during its backward, over what is held at the backward's start (its own
-            saved bytes and saved inputs included).
-        nests: Whether a stage inside a region can be kept so; the first option of a stage must.
+        backward_peak_bytes: Highest live bytes during its backward, above the bytes held at the backward's start (its
+            own saved bytes and saved inputs included).
+        nests: Whether a stage inside a region can be kept this way; the first option of a stage must allow it.
     """
 
     saved_bytes: int
@@ -51,16 +51,16 @@ class Stage:
     """One call of the model. Costs are in any one unit, seconds or flops.
 
     Attributes:
-        forward: Cost of one more full forward.
+        forward: Cost of another full forward.
         truncated: Cost of a recompute that ends here, at the stage's last save. Mostly less than `forward`; more for a
-            small stage if what each recompute costs by itself is part of it.
-        linked_bytes: Inputs that are outputs of the stage just before (of the first stage: that come in from outside).
-        external_bytes: Other inputs, which a region over this stage has to hold.
-        output_bytes: What is alive of its output at its exit if nothing is saved.
-        drop_peak_bytes: Highest live bytes during a forward that saves nothing, over those live at its entry.
+            small stage if it includes the fixed overhead of a recompute.
+        linked_bytes: Inputs that are outputs of the stage just before (for the first stage: inputs from outside).
+        external_bytes: Other inputs, which a region over this stage must hold.
+        output_bytes: Live bytes of its output at its exit if nothing is saved.
+        drop_peak_bytes: Highest live bytes during a forward that saves nothing, above the bytes live at its entry.
         options: The ways of keeping it, at least one.
         recomputable: False if no region may contain it: it is kept at top level.
-        forward_base_bytes: Bytes live here in the first forward whatever the tree is.
+        forward_base_bytes: Bytes live here in the first forward under any tree.
         backward_base_bytes: The same when its backward runs, and while a region that ends here is recomputed.
     """
 
@@ -82,10 +82,10 @@ class Chain:
 
     Attributes:
         stages: At least one.
-        tail_bytes: Highest live bytes between the last forward and the first backward, over what is held.
+        tail_bytes: Highest live bytes between the last forward and the first backward, above the held bytes.
 
     Raises:
-        ScheduleError: With every number that is negative or not finite, and every stage without options.
+        ScheduleError: Lists every number that is negative or not finite, and every stage without options.
     """
 
     stages: tuple[Stage, ...]
@@ -120,7 +120,7 @@ def _negative(where: str, owner: Chain | Stage | Option) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class KeepNode:
-    """A stage that keeps what its option says, from its forward or its region's recompute to its backward."""
+    """A stage that keeps the tensors of its option, from its forward or its region's recompute to its backward."""
 
     stage: int
     option: int = 0
@@ -138,7 +138,7 @@ class KeepNode:
 
 @dataclass(frozen=True, eq=False)
 class RegionNode:
-    """A run of stages that is recomputed in backward, as its children say. Those with equal children are equal.
+    """A run of stages that is recomputed in backward, as its children say. Nodes with equal children are equal.
 
     Attributes:
         children: At least one.
@@ -149,7 +149,7 @@ class RegionNode:
     children: tuple[KeepNode | RegionNode, ...]
     first: int = field(init=False, repr=False)
     last: int = field(init=False, repr=False)
-    # Made of those of the children: solvers look trees up, and each time anew it would be made by calls in one another.
+    # Made from the children's hashes and cached: solvers look trees up, and computing it anew each time would recurse.
     _hash: int = field(init=False, repr=False)
 
     def __post_init__(self) -> None:

@@ -1,7 +1,7 @@
-"""The operators of a forward as data: which values each reads and makes, what it costs, and what backward asks for.
+"""The operators of a forward as data: the values that each reads and makes, its cost, and what backward needs.
 
-A value is a storage as it is between two writes to it: a view of it is the same value, a write in place makes a new
-one. So bytes count once, and what is overwritten cannot be held.
+A value is the content of a storage between two writes: a view of it is the same value, a write in place makes a new
+one. So bytes count once, and overwritten values cannot be held.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Value:
     Attributes:
         size_bytes: Of the whole storage.
         needed: Whether backward asks for it.
-        holdable: Whether it can be held until then; False if it is written to later, or nobody could hand it back.
+        holdable: Whether it can be held until then; False if it is written to later, or cannot be given back.
         saved_after: If it is needed, how many operators have run when autograd saves it for the last time.
     """
 
@@ -35,15 +35,16 @@ class Operator:
     """An operator, or several that can only run together.
 
     Attributes:
-        name: For people to read.
+        name: For messages.
         inputs: Values that it reads.
         outputs: Values that it makes; each value is made by one operator at most.
         cost: Of running it again, in any one unit, seconds or flops; infinite if it must not run again.
-        replaceable: Whether what holds its outputs spares it. If not, it runs whenever what is after it does: a view,
+        replaceable: Whether holding its outputs spares it. If not, it runs whenever an operator after it runs: a view,
             or a write in place.
-        workspace_bytes: What it needs while it runs, beside its inputs and outputs. Counted where the live bytes of a
-            list are walked; selections of what to hold have no moments inside of operators.
-        fuses: Whether a compiler makes one kernel of it and the only reader of what it makes, if that fuses too.
+        workspace_bytes: Its workspace: bytes that it needs while it runs, in addition to its inputs and outputs.
+            Simulations of a list's live bytes count it; selections of outputs to hold have no program points inside
+            operators.
+        fuses: Whether a compiler makes one kernel of it and the only reader of its outputs, if that reader fuses too.
             Counted like a workspace.
     """
 
@@ -58,14 +59,14 @@ class Operator:
 
 @dataclass(frozen=True, kw_only=True)
 class Dataflow:
-    """The operators of a forward in their order. Values that no operator makes are there whatever is chosen.
+    """The operators of a forward in their order. Values that no operator makes are live under any choice.
 
     Attributes:
         operators: In the order of the forward.
         values: By number.
 
     Raises:
-        ScheduleError: With every problem: a value that does not exist, is made twice, or is read before it is made; a
+        ScheduleError: Lists every problem: a value that does not exist, is made twice, or is read before it is made; a
             negative size or cost.
     """
 

@@ -1,4 +1,4 @@
-"""How deep the regions of a tree nest, and trees that nest no deeper than what can run."""
+"""The nesting depth of a tree's regions, and trees that nest no deeper than can run."""
 
 from __future__ import annotations
 
@@ -9,21 +9,20 @@ from torchremat.schedules.chain import KeepNode, RegionNode, Tree
 
 # NOTE [ How deep regions may nest ]
 #
-# A call in d regions is d calls in one another, in the forward as in each recompute, and to unpack an input of the
-# innermost region recomputes of all d may begin in one another. In Python's own stack, where there is room for 1000
-# calls, that takes for each level
+# A call in d regions is d nested calls, in the forward as in each recompute, and to unpack an input of the innermost
+# region the recomputes of all d may nest. Python's own stack has room for 1000 calls, and each level takes
 #
 #   5    a call that runs in regions
-#   8    a recompute that asks for what a recompute around it makes
+#   8    a recompute that asks for the result of an enclosing recompute
 #
-# So 64 levels take 512 at most, which leaves the other half to the model, the loop around it, and whatever calls that.
-# The cheapest and lowest trees of long chains nest as deep as the chain is long. Such a tree has regions dissolved:
-# evenly, since what is dissolved in one place is kept there all at once.
+# So 64 levels take 512 at most, which leaves the other half to the model, the loop around it, and that loop's callers.
+# The cheapest and lowest trees of long chains nest as deep as the chain is long. In such a tree regions are dissolved:
+# evenly, since regions dissolved in one place are all kept there at once.
 DEEPEST = 64
 
 
 def depth(tree: Tree) -> int:
-    """Return how many regions of a tree are in one another at most."""
+    """Return the greatest number of nested regions in a tree."""
     most, stack = 0, [(node, 1) for node in tree]
     while stack:
         node, level = stack.pop()
@@ -36,14 +35,14 @@ def depth(tree: Tree) -> int:
 def bounded(tree: Tree, deepest: int = DEEPEST) -> Tree:
     """Return the tree with levels of regions dissolved, evenly, where it nests deeper than `deepest`.
 
-    Of three levels, of which two may be, the innermost is dissolved:
+    Of three levels with two allowed, the innermost is dissolved:
 
     >>> nested = RegionNode((KeepNode(0), RegionNode((KeepNode(1), RegionNode((KeepNode(2),)), KeepNode(3)))))
     >>> bounded((nested,), 2) == (RegionNode((KeepNode(0), RegionNode((KeepNode(1), KeepNode(2), KeepNode(3))))),)
     True
 
     Args:
-        tree: What to change. The outermost regions stay, so the same stages are recomputed.
+        tree: The tree. The outermost regions stay, so the same stages are recomputed.
         deepest: At least 1.
     """
     return tuple(_bounded(node, deepest) for node in tree)
@@ -51,7 +50,7 @@ def bounded(tree: Tree, deepest: int = DEEPEST) -> Tree:
 
 @dataclass
 class _Open:
-    """A region whose children are being looked at."""
+    """A region whose children are being visited."""
 
     waiting: Iterator[KeepNode | RegionNode]
     nodes: list[KeepNode | RegionNode] = field(default_factory=list["KeepNode | RegionNode"])
@@ -61,7 +60,7 @@ def _bounded(node: KeepNode | RegionNode, deepest: int) -> KeepNode | RegionNode
     levels = depth((node,))
     if levels <= deepest:
         return node
-    # Of each two levels one stays if there are twice as many as may be, and so on; the first always does.
+    # With twice as many levels as allowed, every second level stays, and so on; the first always stays.
     stays = [-(-(level + 1) * deepest // levels) > -(-level * deepest // levels) for level in range(levels)]
     around = [_Open(iter((node,)))]
     while True:

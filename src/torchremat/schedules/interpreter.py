@@ -1,4 +1,4 @@
-"""The interpreter: runs a schedule on integers, checks every action, and says what it costs and how high it peaks."""
+"""The interpreter: runs a schedule on integers, checks every action, and returns its cost and its peak."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from torchremat.schedules.chain import Chain, KeepNode, Option, RegionNode, Tree
 
 # NOTE [ What a tree means ]
 #
-# The interpreter, the solvers and the brute force of the tests mean the same:
+# The interpreter, the solvers and the brute force of the tests agree on these rules:
 #
 #   1. First forward. Stages run in order, at no cost. A kept stage holds from then on its saved bytes, its linked
 #      input if its option saves that, and its external inputs if its option saves those. A region holds, from just
 #      before its first stage, the linked input of its first stage and the external inputs of all its stages; its
 #      stages run and save nothing, however the region looks inside.
-#   2. Inputs. While a stage runs forward, its inputs are live whoever holds them, and count once: the linked input
-#      counts beside what is held, except for the first stage of a region, whose region holds it; the external inputs
-#      count beside what is held for a kept stage of the top level, and inside a region they are held by its outermost.
-#   3. Peak of a forward. Base + held + inputs that count beside + the peak of the run (full, stopped or dropped). A
-#      dropped stage is also live at its exit: base + held + its output. Base is `forward_base_bytes` of the stage in
+#   2. Inputs. While a stage runs forward, its inputs are live no matter what holds them, and count once: the linked
+#      input counts in addition to held bytes, except for the first stage of a region, whose region holds it; the
+#      external inputs count in addition to held bytes for a kept stage of the top level, and inside a region its
+#      outermost region holds them.
+#   3. Peak of a forward. Base + held + inputs that count in addition + the peak of the run (full, stopped or dropped).
+#      A dropped stage is also live at its exit: base + held + its output. Base is `forward_base_bytes` of the stage in
 #      the first forward, and `backward_base_bytes` of the *last stage of the region* in a recompute.
 #   4. Tail. Held + `tail_bytes`, after the last first forward.
 #   5. Backward. Kept stages in reverse: `backward_base_bytes` + held + `backward_peak_bytes`, at the option's `cost`;
-#      then what the stage holds is released. Before the backward of the last stage of a region, the region is
-#      recomputed. What the region holds is released after the backward of its first stage.
+#      then the stage's held bytes are released. Before the backward of the last stage of a region, the region is
+#      recomputed. The region's held bytes are released after the backward of its first stage.
 #   6. Recompute. The children of the region run in order. A kept child holds its saved bytes, and its linked input if
 #      its option saves that, but not of the region's first stage (the region holds it); it costs `forward`. A nested
 #      region holds the linked input of its first stage (again not of the outer region's first stage), its stages save
@@ -37,12 +38,12 @@ from torchremat.schedules.chain import Chain, KeepNode, Option, RegionNode, Tree
 #
 # The cost of a tree is the sum over rules 5 and 6, its peak the highest number of rules 3 to 5.
 #
-# What is held at the end of a forward needs no rule: the next forward, the tail or the next backward counts it too.
+# Held bytes at the end of a forward need no rule: the next forward, the tail or the next backward counts them too.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a schedule needs.
+    """The peak and the cost of a schedule.
 
     Attributes:
         peak_bytes: Highest live bytes.
@@ -95,8 +96,8 @@ class _Region:
 class _Machine:
     """The state between two actions.
 
-    Whatever is held lies on one stack: regions and kept stages are released in the reverse of the order in which they
-    were taken, because a nested region comes into being only while the innermost region around it is recomputed.
+    One stack has everything that is held: regions and kept stages are released in the reverse of the order in which
+    they were taken, because a nested region is created only while the innermost region around it is recomputed.
     """
 
     def __init__(self, chain: Chain) -> None:
@@ -251,12 +252,12 @@ class _Machine:
         self.running = None
 
     def dropping(self) -> _Region | None:
-        """Return the region whose stages have to run once without saving before anything else can."""
+        """Return the region whose stages must run once without saving before any other action can."""
         top = self.stack[-1] if self.stack else None
         return top if isinstance(top, _Region) and top.ran < top.last else None
 
     def dropped(self, region: _Region) -> int:
-        """Return the peak of the region's next stage without saving, over base and held."""
+        """Return the peak of the region's next stage without saving, above base and held."""
         stage = self.chain.stages[region.ran + 1]
         linked = 0 if region.ran + 1 == region.first else stage.linked_bytes
         return max(linked + stage.drop_peak_bytes, stage.output_bytes)

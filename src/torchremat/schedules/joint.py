@@ -1,12 +1,12 @@
-"""A forward and its backward as one list of operators, split by which values are saved between them.
+"""A forward and its backward as one list of operators, split by the values that are saved between them.
 
-A compiler that has both in one graph makes two of it: the forward returns what is *saved*, and the backward makes all
-else that it needs again from that, each value once and as late as it can. What is saved decides everything, the peak of
-the step as well.
+A compiler that has both in one graph splits it into two: the forward returns the *saved* values, and the backward
+recomputes all other values that it needs from them, each value once and as late as possible. The saved values decide
+everything, including the peak of the step.
 
     forward    the operators that the outputs and the saved values need, in order
-    backward   the operators from the first that reads an incoming gradient on; before each of them, in order, those
-               whose values it needs and nobody has made yet
+    backward   the operators from the first that reads an incoming gradient on; before each of them, in order, the
+               operators that make the missing values it needs
 
 Missing on purpose: a value that is made more than twice.
 """
@@ -25,18 +25,19 @@ from torchremat.schedules.kernels import walk
 
 @dataclass(frozen=True, kw_only=True)
 class Beside:
-    """Bytes that are there beside values while operators run, by the index of the operator; they may be less than none.
+    """Bytes live in addition to values while operators run, by the index of the operator; they may be negative.
 
     Attributes:
-        first: Where it runs in its own place: in the forward if the outputs need it, else in the backward.
-        again: Where the backward runs it again. One that is not there has those of the operator that it runs for.
+        first: Where the operator runs in its own place: in the forward if the outputs need it, else in the backward.
+        again: Where the backward runs it again. An operator without an entry has the bytes of the operator that it runs
+            for.
     """
 
     first: Mapping[int, int] = field(default_factory=dict[int, int])
     again: Mapping[int, int] = field(default_factory=dict[int, int])
 
     def of(self, indices: Sequence[int], late: Set[int]) -> list[int]:
-        """Return those of each operator of a forward or a backward; operators that are `late` are only in these."""
+        """Return the bytes for each operator of a forward or a backward; only these have operators that are `late`."""
         if late.isdisjoint(indices):
             return [self.first.get(index, 0) for index in indices]
         found: list[int] = []
@@ -52,16 +53,16 @@ NOTHING_BESIDE = Beside()
 
 @dataclass(frozen=True, kw_only=True)
 class Joint:
-    """A forward and its backward. Values that no operator makes are there all the time: parameters and inputs.
+    """A forward and its backward. Values that no operator makes are live all the time: parameters and inputs.
 
     Attributes:
-        operators: In order; views are none, a view of a value is the value.
+        operators: In order; views do not count as operators, a view of a value is the value.
         size_bytes: By value.
-        outputs: Values that the forward returns; somebody may hold them until the end.
+        outputs: Values that the forward returns; the caller may hold them until the end.
         gradients: Values that the backward returns.
-        incoming: The gradients that the backward is given.
+        incoming: The gradients that the backward receives.
         begins: The first operator that reads one of these.
-        beside: What is there beside all that, as far as it is known.
+        beside: Bytes live in addition to these, where known.
     """
 
     operators: tuple[Operator, ...]
@@ -79,7 +80,7 @@ class Joint:
 
     @cached_property
     def of_backward(self) -> frozenset[int]:
-        """The operators that need an incoming gradient, and so cannot run in the forward."""
+        """The operators that need an incoming gradient, and therefore cannot run in the forward."""
         tainted = set(self.incoming)
         found: set[int] = set()
         for index, operator in enumerate(self.operators):
@@ -95,18 +96,18 @@ class Joint:
 
     @cached_property
     def asked(self) -> frozenset[int]:
-        """The values of operators without gradients that those with gradients read, or that the backward returns."""
+        """The values made without gradients that operators with gradients read, or that the backward returns."""
         read = {value for index in self.of_backward for value in self.operators[index].inputs} | set(self.gradients)
         return frozenset(value for value in read if self.maker.get(value, -1) not in {-1, *self.of_backward})
 
     @cached_property
     def fixed_bytes(self) -> int:
-        """The values that are there all the time, and read or returned."""
+        """Bytes of the values that are live all the time, and read or returned."""
         used = {value for operator in self.operators for value in operator.inputs} | {*self.outputs, *self.gradients}
         return sum(self.size_bytes[value] for value in used if value not in self.maker and value not in self.incoming)
 
     def needed_for(self, values: Iterable[int], there: Iterable[int] = ()) -> set[int]:
-        """Return the operators that have to run for some values if others are there."""
+        """Return the operators that must run for some values if others are available."""
         known = set(there)
         waiting = [value for value in values if value not in known]
         found: set[int] = set()
@@ -124,12 +125,12 @@ class Split:
     """A forward and a backward that a joint list was split into.
 
     Attributes:
-        saved: The values between them that have bytes of their own.
+        saved: The values between them that have their own bytes.
         forward: The operators of the forward.
-        backward: Those of the backward, in the order in which they run.
+        backward: The operators of the backward, in the order in which they run.
         peak_bytes: The most that is live at once.
-        where: The name of the operator that runs then.
-        kept_bytes: What is live between the two, outputs and what is there all the time included.
+        where: The name of the operator that runs at the peak.
+        kept_bytes: Bytes live between the two, including outputs and values that are live all the time.
         cost: Of the operators that run in both.
     """
 
@@ -143,10 +144,10 @@ class Split:
 
 
 def split(joint: Joint, saved: Iterable[int]) -> Split:
-    """Return what becomes of a joint list if some values are saved; those that the backward does not need are left out.
+    """Return the split of a joint list that saves some values; values that the backward does not need are left out.
 
     Raises:
-        ScheduleError: A value is to be saved that needs an incoming gradient.
+        ScheduleError: A saved value needs an incoming gradient.
     """
     chosen = {value for value in saved if value in joint.maker}
     late = sorted(value for value in chosen if joint.maker[value] in joint.of_backward)
@@ -174,7 +175,7 @@ def split(joint: Joint, saved: Iterable[int]) -> Split:
 def live(
     joint: Joint, saved: Set[int], forward: Sequence[int], backward: Sequence[int]
 ) -> tuple[list[tuple[int, str]], list[tuple[int, str]]]:
-    """Return what is live while each kernel of a split's forward runs, with its name, and the same of its backward."""
+    """Return the live bytes while each kernel of a split's forward runs, with its name; likewise for its backward."""
     outputs = joint.maker.keys() & joint.outputs
     begin = saved - outputs
     later = _kept_bytes(joint, saved) - sum(joint.size_bytes[value] for value in begin)
@@ -192,7 +193,7 @@ def live(
 
 
 def is_possible(found: Split) -> bool:
-    """Return whether no operator runs twice that must not."""
+    """Return whether every operator that runs twice may run twice."""
     return math.isfinite(found.cost)
 
 
@@ -216,5 +217,5 @@ def _backward(joint: Joint, saved: set[int]) -> Iterator[int]:
                     waiting.append(maker)
         done |= pulled
         yield from sorted(pulled)
-    # What needs no gradient at all, and comes before the first that does.
+    # Operators that need no gradient at all come before the first that does.
     yield from sorted(needed - done)

@@ -1,4 +1,4 @@
-"""What is live while operators run one after the other, where a compiler makes kernels of some of them."""
+"""Live bytes while operators run one after the other, where a compiler fuses some of them into kernels."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class FusedKernel(NamedTuple):
     Attributes:
         last: The last of them.
         place: Where that is in the list.
-        inputs: What all of them read that none of them makes.
+        inputs: Values that they read and that none of them makes.
     """
 
     last: Operator
@@ -31,15 +31,15 @@ def walk(
     beside_bytes: int,
     beside_each: Sequence[int] = (),
 ) -> Iterator[tuple[int, str]]:
-    """Yield what is live while each kernel runs, with its name. A value is freed after the last that reads it.
+    """Yield the live bytes while each kernel runs, with its name. A value is freed after its last reader.
 
     Args:
         operators: In the order in which they run.
         size_bytes: By value.
-        begin: Values that are there at first and are freed like those that are made.
+        begin: Values that are live at first and are freed like values that operators make.
         keep: Values that stay.
         beside_bytes: All else that is live.
-        beside_each: What is live beside that while each operator runs; of a kernel that of its last counts.
+        beside_each: Further live bytes while each operator runs; for a kernel the entry of its last operator counts.
     """
     stays = set(keep)
     kernels = fused(operators, stays)
@@ -59,9 +59,9 @@ def walk(
 
 
 def fused(operators: Sequence[Operator], keep: set[int]) -> list[FusedKernel]:
-    """Return the kernels of a list: an operator, and with it those whose values nobody else reads, if all of them fuse.
+    """Return the kernels of a list: an operator, and with it the ones whose values only it reads, if all of them fuse.
 
-    Such a value is never in memory. What it is made of is, until its reader has run.
+    Such a value is never in memory. Its inputs are, until its reader has run.
 
     Args:
         operators: In the order in which they run.

@@ -1,12 +1,12 @@
-"""What to take of some things, so that it is worth most within a limit of weight.
+"""The knapsack problem: choose things of the greatest worth within a limit of weight.
 
-Take what is worth most for its weight, as far as there is room. At the price that a unit of weight has where that ends,
-no choice is worth more than this one with the room that is left sold, and each thing that is changed, left or taken,
-loses a known amount against that. So the best choice is a few changes away:
+Take the things of the greatest worth for their weight while there is room. At the price of a unit of weight where that
+ends, no choice is worth more than this one plus the remaining room sold at that price, and each change, a thing left or
+taken, loses a known amount against that. So the best choice is a few changes away:
 
-    order     the changes that lose least come first; none is looked at that loses more by itself than the best choice
+    order     the changes that lose least come first; a change is skipped if it alone loses more than the best choice
               found so far does in all
-    states    what the changes looked at so far can lead to; a state that weighs no less than another and is worth no
+    states    the results of the changes tried so far; a state that weighs no less than another and is worth no
               more is dropped
 
 Source: G. L. Nemhauser and Z. Ullmann, "Discrete dynamic programming and capital allocation", Management Science 15(9),
@@ -26,18 +26,18 @@ from numpy.typing import NDArray
 
 Floats: TypeAlias = NDArray[np.float64]
 
-# Of more states those that have lost least are kept, and the bound says what may have been missed.
+# Of more states the ones that have lost least are kept, and the bound covers the rest.
 _MOST_STATES = 20_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class Packing:
-    """What is taken.
+    """The things that are taken.
 
     Attributes:
-        taken: Places of the things.
+        taken: Indices of the things.
         worth: Of all of them.
-        missed: What was not looked at is worth at most this; None if all was that could be worth more.
+        missed: Upper bound on the worth of choices not searched; None if all that could be worth more were.
     """
 
     taken: tuple[int, ...]
@@ -46,12 +46,12 @@ class Packing:
 
 
 class Knapsack:
-    """Things, and how much of them there is room for.
+    """Things with worths and weights, and the room for them.
 
     Args:
-        worths: Of each thing, positive; those that are worth most for their weight come first.
+        worths: Of each thing, positive; in decreasing order of worth for weight.
         weights: Of each, at least 0.
-        room: What they may weigh together, at least 0.
+        room: Limit on their total weight, at least 0.
 
     Attributes:
         bound: No choice is worth more.
@@ -68,10 +68,10 @@ class Knapsack:
         self.bound = float(worths[:begun].sum()) + self._price * (room - self._weight)
 
     def pack(self, *, above: float = -math.inf, ends_s: float = math.inf) -> Packing:
-        """Return the choice that is worth most.
+        """Return the choice of the greatest worth.
 
         Args:
-            above: What is worth no more is not looked for.
+            above: Choices that are worth no more are not searched.
             ends_s: On the clock of `time.perf_counter`: the best choice found by then is returned.
         """
         taken = self._greedy()
@@ -86,7 +86,7 @@ class Knapsack:
         return Packing(taken=tuple(np.flatnonzero(taken).tolist()), worth=worth, missed=missed)
 
     def _greedy(self) -> NDArray[np.bool_]:
-        """Return which things are taken if each is that there is room for when its turn comes."""
+        """Return which things are taken if each is taken in turn while it fits."""
         taken, weight = np.arange(len(self._worths)) < self._begun, self._weight
         for place in range(self._begun, len(taken)):
             if weight + self._weights[place] <= self._room:
@@ -96,10 +96,10 @@ class Knapsack:
 
 
 class _Search:
-    """The changes to a choice of the first things that lose least.
+    """The changes to the greedy choice of the first things that lose least.
 
     Attributes:
-        least_missed: What was not looked at loses at least this; None if all was that could have been better.
+        least_missed: Lower bound on the loss of choices not searched; None if all that could be better were.
     """
 
     def __init__(self, worths: Floats, weights: Floats, room: float, price: float, begun: int) -> None:
@@ -109,7 +109,7 @@ class _Search:
         self._price = price
         self._weight = np.array([weights[:begun].sum()])
         self._lost = np.zeros(1)
-        self._trail: list[NDArray[np.int64]] = []  # for each change the states that it was made or not made to
+        self._trail: list[NDArray[np.int64]] = []  # for each change the states that it was or was not applied to
         self.least_missed: float | None = None
 
     def run(self, most_lost: float, ends_s: float) -> list[int] | None:
@@ -124,7 +124,7 @@ class _Search:
             self._make(change, most_lost)
             if not len(self._lost):
                 break
-            # Of states that fit the heaviest is worth most.
+            # Of states that fit, the heaviest is worth most.
             place = int(np.searchsorted(self._weight, self._room, side="right")) - 1
             if place >= 0:
                 lost = float(self._lost[place] + self._price * (self._room - self._weight[place]))
@@ -136,7 +136,7 @@ class _Search:
         self.least_missed = lost if self.least_missed is None else min(lost, self.least_missed)
 
     def _make(self, change: int, most_lost: float) -> None:
-        """Go from the states there are to those with a change made and without it."""
+        """Replace the states by the states with and without a change."""
         count = len(self._lost)
         lost = np.concatenate([self._lost, self._lost + self._losses[change]])
         weight = np.concatenate([self._weight, self._weight + self._added[change]])

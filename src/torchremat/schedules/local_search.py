@@ -1,7 +1,7 @@
-"""A split of a joint list changed one value at a time: more recompute for a lower peak, or less where there is room.
+"""Local search over splits of a joint list, one value at a time: more recompute for a lower peak, or less with room.
 
-Each change is tried by splitting the list, so that what it does to the peak is exact. Values are tried in the order of
-what an operator costs for each byte that it makes.
+Each change is tried by splitting the list, so its effect on the peak is exact. Values are tried in the order of their
+operator's cost per byte made.
 
 Missing on purpose: changes of two values at once.
 """
@@ -14,13 +14,13 @@ from collections.abc import Iterable
 from torchremat.schedules.joint import Joint, Split, is_possible, split
 
 _MOST_RAISED = 60
-# Values that are tried before one is chosen, and the most that are tried at all.
+# Values that are tried before one is chosen, and the most that are tried in all.
 _MOST_AT_ONCE = 30
 _MOST_LOWERED = 150
 
 
 def raised(joint: Joint, best: Split, limit_bytes: int) -> Split:
-    """Save more as long as the peak is at most `limit_bytes`: what costs most to make again, for its bytes, first."""
+    """Save more while the peak is at most `limit_bytes`: the values with the highest recompute cost per byte first."""
     readable = {value for operator in joint.operators for value in operator.inputs}
     again = (index for index in set(best.forward) & set(best.backward) if joint.operators[index].cost > 0)
     for index in _by_worth(joint, again)[::-1][:_MOST_RAISED]:
@@ -34,10 +34,10 @@ def raised(joint: Joint, best: Split, limit_bytes: int) -> Split:
 
 
 def lowered(joint: Joint, high: Split, limit_bytes: int, *, below_cost: float) -> Split | None:
-    """Save less until the peak is at most `limit_bytes`: each time the value that lowers it most for what it costs.
+    """Save less until the peak is at most `limit_bytes`: each time drop the value that lowers it most for its cost.
 
     Returns:
-        None if it does not come to that, or not at a cost below `below_cost`.
+        None if the peak does not get there, or not at a cost below `below_cost`.
     """
     tried = 0
     while high.peak_bytes > limit_bytes:
@@ -56,7 +56,7 @@ def lowered(joint: Joint, high: Split, limit_bytes: int, *, below_cost: float) -
 
 
 def _by_worth(joint: Joint, indices: Iterable[int]) -> list[int]:
-    """Operators by what they cost for each byte that they make, those that may not run again left out."""
+    """Operators by cost per byte made, without the ones that must not run again."""
     operators, sizes = joint.operators, joint.size_bytes
     found = [index for index in indices if math.isfinite(operators[index].cost)]
     return sorted(

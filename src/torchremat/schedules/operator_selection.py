@@ -1,12 +1,12 @@
-"""Which outputs of a region's operators to hold, so that its recompute costs least for the bytes held.
+"""Select the operator outputs that a region holds, so that its recompute costs least for the bytes held.
 
-A recompute runs the operators in their order and ends where nothing is missing any more; those whose outputs are held
-do not run. So what is asked for is closed: a value that backward needs is held, or the recompute gets as far as the
-operator that saves it, and each operator on the way is held or runs, its inputs being there since those before it were
-held or ran. See NOTE [ What a selection means ].
+A recompute runs the operators in their order and ends when nothing is missing any more; operators whose outputs are
+held do not run. So the requests are closed: a value that backward needs is held, or the recompute reaches the operator
+that saves it, and each operator on the way is held or runs, its inputs being available since the operators before it
+were held or ran. See NOTE [ What a selection means ].
 
-Deliberately missing: leaving out operators whose outputs nobody asks for. A recompute is code that runs; to leave out
-what lies between, hold what it leads to.
+Deliberately missing: skipping operators whose outputs have no reader. A recompute is code that runs; to skip operators
+in between, hold their results.
 """
 
 from __future__ import annotations
@@ -30,40 +30,41 @@ from torchremat.schedules.knapsacks import Floats, Knapsack
 #   its needed outputs     are held to their backward
 #   its other outputs      are held to their next use in the recompute, if it gets there and the operator is replaceable
 #
-# A needed value that no operator makes is there, if it is holdable. Every other needed value that is not held is
+# A needed value that no operator makes is available, if it is holdable. Every other needed value that is not held is
 # missing, and the recompute ends at the last save of a missing one. It costs the sum over the operators before that
-# which are not both held and replaceable, and an overhead for each operator that it passes.
+# point that are not both held and replaceable, and an overhead for each operator that it passes.
 #
 # An operator can be held if all its outputs can, or, if it is not replaceable, one that is needed.
 
 # NOTE [ A knapsack for each end ]
 #
-# Say that a recompute passes the first n operators and no more. Then what to hold is settled but for one thing:
+# Suppose a recompute passes exactly the first n operators. Then only one choice is left open:
 #
-#   what is saved after the first n     is held, or the recompute would not end there
-#   of the first n, what is held        does not run again if it is replaceable; if it is not, holding it spares nothing
+#   values saved after the first n      are held, or the recompute would not end there
+#   held operators of the first n       do not run again if replaceable; if not, holding them spares nothing
 #
 # so each replaceable operator of the first n whose outputs are saved by then is held or runs, independently of the
-# others: things that weigh bytes and are worth what running them costs, in the room that is left. A recompute ends
-# where values are saved, so the best selection is the best of as many knapsacks as there are such positions, and most
-# of them are out of the question, by what they could be worth at most, once one has been solved.
+# others: things with bytes as weight and the cost of running them as worth, in the remaining room. A recompute ends
+# where values are saved, so the best selection is the best of one knapsack for each such position, and upper bounds on
+# their worth rule out most of them once one has been solved.
 #
-# The fewest bytes at a cost are knapsacks too: of what is not held, which weighs what it costs and is worth its bytes.
+# The fewest bytes at a cost are knapsacks too: of the operators not held, with their cost as weight and bytes as worth.
 
 _CAP_S = 60.0
-# What costs at most this much more than the best is as good, and of that what holds the fewest bytes is the best.
+# Selections that cost at most this much more than the best are as good, and of these the one with the fewest bytes
+# wins.
 _GAP = 1e-4
 
 
 @dataclass(frozen=True, kw_only=True)
 class OperatorSelection:
-    """Operators whose outputs are held, and what comes of it.
+    """Operators whose outputs are held, and the resulting bytes and cost.
 
     Attributes:
         held: The operators, by index.
-        held_bytes: Of what is held from forward to recompute.
+        held_bytes: Of the values held from forward to recompute.
         cost: Of the recompute.
-        ends: How many operators the recompute passes; 0 if there is none.
+        ends: How many operators the recompute passes; 0 without a recompute.
         bound: No selection within the same limit costs less; at most a ten thousandth below `cost` if it was solved to
             the end.
     """
@@ -76,11 +77,11 @@ class OperatorSelection:
 
 
 def evaluate(flow: Dataflow, held: Iterable[int], *, overhead: float = 0.0) -> OperatorSelection:
-    """Return what holding some operators means. See NOTE [ What a selection means ].
+    """Return the effect of holding some operators. See NOTE [ What a selection means ].
 
     Args:
         flow: The operators.
-        held: Those whose outputs are held.
+        held: Operators whose outputs are held.
         overhead: Cost of each operator that the recompute passes, run or not.
     """
     chosen = frozenset(held)
@@ -101,7 +102,7 @@ def evaluate(flow: Dataflow, held: Iterable[int], *, overhead: float = 0.0) -> O
 
 
 def held_values(flow: Dataflow, held: frozenset[int]) -> set[int]:
-    """Return the values that are there when backward asks for them, if the outputs of some operators are held."""
+    """Return the values that backward finds if the outputs of some operators are held."""
     maker = {value: index for index, operator in enumerate(flow.operators) for value in operator.outputs}
     return {
         number
@@ -130,13 +131,13 @@ def select(
     overhead: float = 0.0,
     cap_s: float = _CAP_S,
 ) -> OperatorSelection | None:
-    """Return the selection of least cost, to a ten thousandth, that holds at most so many bytes; None if there is none.
+    """Return the selection of least cost, to a ten thousandth, that holds at most `limit_bytes`; None if there is none.
 
-    Of those that cost as little the one that holds the fewest bytes. See NOTE [ A knapsack for each end ].
+    Of equally cheap ones the selection that holds the fewest bytes. See NOTE [ A knapsack for each end ].
 
     Args:
         flow: The operators of a region.
-        limit_bytes: Of what is held from forward to recompute.
+        limit_bytes: Of the values held from forward to recompute.
         overhead: See `evaluate`.
         cap_s: Seconds, after which the best selection found so far is returned, with its bound.
     """
@@ -151,16 +152,16 @@ def choices(
     most_bytes: int | None = None,
     most_seconds: float = _CAP_S,
 ) -> tuple[OperatorSelection, ...]:
-    """Return selections between holding all that spares cost and holding nothing, most bytes first.
+    """Return selections between holding everything that spares cost and holding nothing, most bytes first.
 
-    None of them has another one that costs no more and holds no more; nor has it holding nothing at all.
+    None of them is dominated by another one in cost and bytes, nor by holding nothing at all.
 
     Args:
         flow: The operators of a region.
-        points: At most so many between the two.
+        points: The most selections between the two.
         overhead: See `evaluate`.
-        most_bytes: The most that those between hold, if what is above that is known to be worth little.
-        most_seconds: After so many the best ones found are returned.
+        most_bytes: The most bytes that these hold, if holding more is known to be worth little.
+        most_seconds: After so many seconds the best ones found are returned.
     """
     ends_s = time.perf_counter() + most_seconds
     knapsacks = _Knapsacks(flow, overhead)
@@ -191,16 +192,16 @@ def _beats(one: OperatorSelection, other: OperatorSelection) -> bool:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _RecomputeEnd:
-    """What is left to choose if a recompute ends at one position.
+    """The open choices if a recompute ends at one position.
 
     Attributes:
-        held: Operators that have to be held.
-        held_bytes: What they take.
+        held: Operators that must be held.
+        held_bytes: Their bytes.
         cost: If no others are held.
-        places: The others that may be, those that spare most for their bytes first.
-        spared: What holding each of them spares.
-        size_bytes: What each of them takes.
-        room_bytes: What they may take together.
+        places: The other operators that may be held, in decreasing order of cost spared per byte.
+        spared: The cost that holding each of them spares.
+        size_bytes: The bytes of each of them.
+        room_bytes: Limit on their total bytes.
     """
 
     held: list[int]
@@ -213,7 +214,7 @@ class _RecomputeEnd:
 
     @cached_property
     def knapsack(self) -> Knapsack:
-        """What to hold, to spare the most."""
+        """The knapsack of operators to hold, to spare the most."""
         return Knapsack(self.spared, self.size_bytes, self.room_bytes)
 
     @property
@@ -222,10 +223,10 @@ class _RecomputeEnd:
         return self.cost - self.knapsack.bound
 
     def left_out(self, most_cost: float) -> tuple[Knapsack, NDArray[np.int64]] | None:
-        """Return what not to hold, to save the most bytes at some cost at most, and what is asked for by place."""
+        """Return the knapsack of operators not to hold, to save the most bytes within a cost, and their places."""
         room = most_cost - (self.cost - float(self.spared.sum()))
         takes = np.flatnonzero(self.size_bytes > 0)[::-1]
-        # Of equal ones the first are left out, as those that spare most for their bytes are held.
+        # Of equal ones the first are left out, as operators that spare most for their bytes are held.
         takes = takes[np.argsort(-self.size_bytes[takes] / self.spared[takes], kind="stable")]
         return None if room < 0 else (Knapsack(self.size_bytes[takes], self.spared[takes], room), takes)
 
@@ -236,9 +237,9 @@ class _BestSelection:
 
     Attributes:
         held: The operators.
-        held_bytes: What they take.
+        held_bytes: Their bytes.
         cost: Of the recompute.
-        missed: What was not looked at costs at least this.
+        missed: Lower bound on the cost of selections not searched.
     """
 
     held: list[int] = field(default_factory=list[int])
@@ -258,9 +259,10 @@ class _Knapsacks:
         self.cost = np.array([operator.cost for operator in flow.operators])
         spared = [one.replaceable and index in candidates for index, one in enumerate(flow.operators)]
         self.is_spared = np.array(spared, np.bool_)
-        # What holding an operator takes, for backward and for the recompute.
+        # The bytes of holding an operator, for backward and for the recompute.
         self.needed_bytes, self.other_bytes = np.zeros(count), np.zeros(count)
-        # Where the last of its outputs is saved that can be held to backward. A recompute goes to those that cannot.
+        # Where the last of its outputs that can be held to backward is saved. A recompute runs up to outputs that
+        # cannot be held.
         self.saved_after, first_end = np.zeros(count, np.int64), 0
         for number, value in enumerate(flow.values):
             index = maker.get(number)
@@ -271,7 +273,7 @@ class _Knapsacks:
             elif value.needed and not (value.holdable and index is None):
                 first_end = max(first_end, value.saved_after)
         ends = {0, *(value.saved_after for value in flow.values if value.needed)}
-        # No recompute passes what must not run again, and does wherever one gets to it.
+        # No recompute passes an operator that must not run again and would run whenever it is reached.
         runs_once = np.flatnonzero(np.isinf(self.cost) & ~self.is_spared)
         last_end = int(runs_once[0]) if len(runs_once) else max(ends)
         self.ends = sorted(end for end in ends if first_end <= end <= last_end)
@@ -287,7 +289,7 @@ class _Knapsacks:
         self.size_bytes = size_bytes[self.places]
 
     def _end(self, end: int, limit_bytes: int) -> _RecomputeEnd | None:
-        """Return what is left to choose at a position; None if what has to be held there is too much."""
+        """Return the open choices at a position; None if the operators that must be held there exceed the limit."""
         inside = np.arange(len(self.cost)) < end
         spared = inside & self.is_spared
         has_to = (self.saved_after > end) | (spared & np.isinf(self.cost))
@@ -320,7 +322,7 @@ class _Knapsacks:
         return replace(best, held=_useful(self.flow, best), bound=max(0.0, min(best.cost, least)))
 
     def _spare_most(self, ends: list[_RecomputeEnd], found: _BestSelection, ends_s: float) -> None:
-        """Find what costs least."""
+        """Find the selection of least cost."""
         for end in ends:
             if end.least >= found.cost:
                 break
@@ -336,7 +338,7 @@ class _Knapsacks:
                 found.held_bytes = end.held_bytes + float(end.size_bytes[list(packing.taken)].sum())
 
     def _hold_least(self, ends: list[_RecomputeEnd], found: _BestSelection, ends_s: float) -> None:
-        """Find what holds the fewest bytes at about the same cost."""
+        """Find the selection with the fewest bytes at about the same cost."""
         most_cost = found.cost * (1 + _GAP)
         for end in ends:
             if end.least > most_cost or time.perf_counter() >= ends_s:
@@ -353,7 +355,7 @@ class _Knapsacks:
 
 
 def _useful(flow: Dataflow, found: OperatorSelection) -> frozenset[int]:
-    """Return the held operators without those that hold nothing and spare nothing."""
+    """Return the held operators without the ones that hold nothing and spare nothing."""
     return frozenset(
         index
         for index in found.held

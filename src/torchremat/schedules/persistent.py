@@ -1,6 +1,6 @@
 """The cheapest persistent schedule of a chain under a limit of bytes, by dynamic programming.
 
-Persistent means that what is kept stays until its backward; those schedules are exactly the trees of `chain.py`.
+Persistent means that a kept tensor stays until its backward; these schedules are exactly the trees of `chain.py`.
 
 Deliberately missing: schedules that are not persistent. They can be cheaper; finding the best is NP-hard in general.
 """
@@ -27,17 +27,18 @@ class Persistent:
     Source: O. Beaumont, L. Eyraud-Dubois, J. Herrmann, A. Joly, A. Shilova, "Optimal checkpointing for heterogeneous
     chains: how to train deep neural networks with limited memory", hal-02352969. We differ: a stage has several
     options, a recompute stops at its last save, inputs need not be saved, the outermost region holds the external
-    inputs, and every position has a base of its own. See NOTE [ Tables of the persistent solver ].
+    inputs, and every position has its own base. See NOTE [ Tables of the persistent solver ].
 
     Building takes time in n^3 x slots and memory in n^2 x slots for n stages; the trees are then read off the tables.
     Costs are float32 inside, so among trees whose costs agree in seven digits any may be returned.
 
     Args:
         chain: What to schedule.
-        limit_bytes: The highest limit that will be asked for.
+        limit_bytes: The highest limit that callers will ask for.
         slot_bytes: Granularity of memory: sizes are rounded up to multiples, limits down. With 1 the result is optimal.
             By default chosen so that rounding loses little, with fewer slots for more stages.
-        most_seconds: After so many the tables know no regions that begin at the stages that are left, the first ones.
+        most_seconds: After so many seconds the tables leave out regions that begin at the remaining stages, the first
+            ones.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class Persistent:
             raise BudgetError(f"limit_bytes={limit_bytes} must be at least 0 and slot_bytes={slot_bytes} at least 1")
         self.chain = chain
         self.limit_bytes = limit_bytes
-        # With this many bytes nothing is recomputed, so the tables need not reach further.
+        # With this many bytes nothing is recomputed, so the tables stop there.
         self._all_kept = _all_kept(chain)
         useful_bytes = min(limit_bytes, self._all_kept.outcome.peak_bytes)
         self.slot_bytes = default_slot(chain, useful_bytes) if slot_bytes is None else slot_bytes
@@ -62,7 +63,7 @@ class Persistent:
         self._chosen: dict[tuple[int, int, int, bool], _Choice | None] = {}
 
     def solve(self, limit_bytes: int) -> Tree | None:
-        """Return the cheapest tree whose peak is at most the limit, or None if there is none.
+        """Return the cheapest tree whose peak is at most the limit, or None if none exists.
 
         Raises:
             BudgetError: If the limit is above that of the tables.
@@ -71,7 +72,7 @@ class Persistent:
         return None if found is None else found.tree
 
     def cost(self, limit_bytes: int) -> float:
-        """Return the extra cost of `solve(limit_bytes)`, in the unit of the chain; infinite if there is no tree.
+        """Return the extra cost of `solve(limit_bytes)`, in the unit of the chain; infinite if no tree exists.
 
         Raises:
             BudgetError: If the limit is above that of the tables.
@@ -83,7 +84,7 @@ class Persistent:
         """Return the smallest limit in bytes at which `solve` has a tree: the peak of the lowest tree.
 
         Raises:
-            BudgetError: If there is no tree up to the limit of the tables.
+            BudgetError: If the tables have no tree up to their limit.
         """
         lowest_bytes = self._all_kept.outcome.peak_bytes
         if self._lowest <= self._slots:
@@ -94,7 +95,7 @@ class Persistent:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the tables know all regions, since `most_seconds` sufficed."""
+        """Whether the tables have all regions: `most_seconds` sufficed."""
         return self._tables.are_whole
 
     @property
@@ -109,7 +110,7 @@ class Persistent:
 
     @cached_property
     def levels(self) -> NDArray[np.int64]:
-        """The numbers of slots from which on the cheapest tree costs less, in order: one for each cost."""
+        """The numbers of slots at which the cheapest tree gets cheaper, in order: one for each cost."""
         costs = self._tables.top[0]
         falls = np.flatnonzero(costs[1:] < costs[:-1]) + 1
         return np.unique(np.append(falls, self._lowest)) if self._lowest <= self._slots else np.zeros(0, np.int64)
@@ -117,17 +118,17 @@ class Persistent:
     def tree_at(self, slots: int) -> Tree:
         """Return the cheapest tree for a number of slots between `lowest_slots` and `most_slots`.
 
-        For those who judge trees by more than the chain: a tree for more slots than a limit has may fit it all the
-        same.
+        For callers that judge trees by more than the chain: a tree for more slots than a limit has may still fit it.
         """
         return self._trees[slots].tree if slots in self._trees else self._tree(slots)
 
     def _search(self, limit_bytes: int) -> _FoundNodes | None:
         """Return the tree of the most slots whose exact peak is at most the limit.
 
-        Each of the up to n things that a tree holds at a time was rounded up, so a tree for more slots than the limit
+        Each of the up to n tensors that a tree holds at a time was rounded up, so a tree for more slots than the limit
         has may fit in bytes. With 200 unequal stages at a tenth of their memory this wins back a quarter of the limit.
-        Bisection, so not every tree is tried; the result is never worse than what the tables have for the limit itself.
+        The search is a bisection, so not every tree is tried; the result is never worse than the tables' tree for the
+        limit itself.
         """
         if not 0 <= limit_bytes <= self.limit_bytes:
             raise BudgetError(f"limit_bytes={limit_bytes}, but the tables were built for 0 to {self.limit_bytes}")
@@ -153,7 +154,7 @@ class Persistent:
         return self._trees[m]
 
     def _tree(self, m: int) -> Tree:
-        """Return the tree of least cost for m slots, by making again the choices that the tables made."""
+        """Return the tree of least cost for m slots, by repeating the choices of the tables."""
         runs = [_RegionRun(first=0, last=len(self.chain.stages) - 1, next=0, m=m, nodes=[])]
         while True:
             run = runs[-1]
@@ -255,7 +256,7 @@ class _RegionRun:
 
 
 def least_cost(chain: Chain, limit_bytes: int, slot_bytes: int | None = None) -> float:
-    """Return a lower bound on the cost of every tree whose peak is at most the limit; infinite if there is none.
+    """Return a lower bound on the cost of every tree whose peak is at most the limit; infinite if none exists.
 
     The same tables with all sizes rounded down, and the limit up.
 

@@ -1,16 +1,16 @@
-"""Orders of pipelines as data: what each worker runs, stage by microbatch, one thing after the other.
+"""Orders of pipelines as data: the sequence of actions of each worker, by stage and microbatch.
 
 A stage is a part of the model, a microbatch a part of the batch, and a worker runs one stage, or several where they
 are interleaved. The text of an action is a letter, its stage, and its microbatch:
 
 - `F0.1`: the forward of microbatch 1 through stage 0.
-- `R0.1`: that forward again, to have back what backward needs.
+- `R0.1`: that forward again, to recompute the tensors that backward needs.
 - `B0.1`: the backward, of inputs and weights together.
 - `I0.1`, `W0.1`: the backward in two parts, first for inputs, then for weights.
 - `C0.1`: a copy of an activation or a gradient to stage 0.
 - `_0.1`: a wait.
 
-Copies and waits are what comes of an order, as `schedules.simulation` finds; an order itself holds neither.
+Copies and waits result from an order, as `schedules.simulation` finds; an order itself has neither.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def parse(lines: Sequence[str]) -> Order:
     """Return the order that `text` wrote.
 
     Raises:
-        ScheduleError: If a word is no action.
+        ScheduleError: If a word is not an action.
     """
     return tuple(tuple(_action(word) for word in line.split()) for line in lines)
 
@@ -156,7 +156,7 @@ def recomputing(order: Order, *, chosen: Callable[[int, int], bool] = lambda sta
     """Return the order with a recompute just before each backward.
 
     Args:
-        order: Without recomputes of what is chosen.
+        order: Without recomputes of the chosen forwards.
         chosen: Called with a stage and a microbatch: whether that forward is recomputed.
     """
     return tuple(
@@ -174,9 +174,9 @@ def recomputing(order: Order, *, chosen: Callable[[int, int], bool] = lambda sta
 
 
 def check_order(order: Order) -> None:
-    """Raise if the order cannot be that of a pipeline, whatever the time that its actions take.
+    """Raise if the order is invalid for a pipeline, no matter how long its actions take.
 
-    Whether its workers wait for each other in a circle is seen when it runs, in `simulation.simulate`.
+    A circular wait between its workers shows only when it runs, in `simulation.simulate`.
 
     Raises:
         ScheduleError: All problems, in one message.
@@ -213,7 +213,7 @@ def check_order(order: Order) -> None:
 
 
 def _missing(action: Action, places: dict[Action, tuple[int, int]], stages: int) -> Iterator[str]:
-    """Yield what an action needs that is nowhere in the order, or that comes after it."""
+    """Yield the requirements of an action that the order lacks, or that come after it."""
 
     def at(kind: Kind, stage: int = action.stage) -> Action:
         return Action(kind=kind, stage=stage, microbatch=action.microbatch)

@@ -1,8 +1,8 @@
-"""What is worth saving between a forward and its backward at a price for each byte.
+"""The values worth saving between a forward and its backward at a price for each byte.
 
-A value is worth it if the operators that would make it again cost more than its bytes. All values at once are a minimum
-cut, so that a linear program without integers gives the best choice for a price. Over all prices, these choices are
-the lower hull of what can be had: recompute against bytes that are there when the backward begins.
+A value is worth it if the operators that recompute it cost more than its bytes. All values together form a minimum cut,
+so a linear program without integers gives the best choice for a price. Over all prices, these choices are the lower
+hull of the possible trade-offs: recompute against bytes live when the backward begins.
 
 Source: "Rematerialization using min-cut" (MLSys 2023), with a price for each byte.
 """
@@ -25,13 +25,13 @@ class Prices:
     """The choices of one joint list.
 
     Args:
-        joint: The list; what is there beside its values does not matter.
+        joint: The list; bytes in addition to its values do not matter.
     """
 
     def __init__(self, joint: Joint) -> None:
         self.joint = joint
         operators = joint.operators
-        # Only what the asked values come from can matter.
+        # Only ancestors of the asked values can matter.
         self.running = sorted(joint.needed_for(joint.asked))
         row_of = {index: place for place, index in enumerate(self.running)}
         self.values = [value for index in self.running for value in operators[index].outputs]
@@ -52,7 +52,7 @@ class Prices:
         rows, columns, values = zip(*entries, strict=True) if entries else ((), (), ())
         self.matrix = csr_array(coo_array((values, (rows, columns)), shape=shape))
         self.lower = np.array(lower)
-        # Running for the first time in the backward costs nothing more.
+        # A first run in the backward costs nothing extra.
         again = [operators[index].cost if index in joint.of_forward else 0.0 for index in self.running]
         self.cost = np.array([0.0 if math.isinf(cost) else cost for cost in again])
         self.most = np.append([0.0 if math.isinf(cost) else 1.0 for cost in again], np.ones(len(self.values)))
@@ -60,12 +60,12 @@ class Prices:
 
     @cached_property
     def hull(self) -> list[frozenset[int]]:
-        """What is saved at each of some prices per byte, from cheap to dear."""
+        """The saved values at several prices per byte, from low to high."""
         cheap, dear = self.solve(1e-9), self.solve(1e9)
         found = {cheap: self.figures(cheap), dear: self.figures(dear)}
         spans = [(cheap, dear)]
         while spans and len(found) < _MOST_PRICES:
-            # The widest gap first, so that the prices that there is room for spread over the whole curve.
+            # The widest gap first, so that the limited number of prices spreads over the whole curve.
             low, high = max(spans, key=lambda span: found[span[0]][1] - found[span[1]][1])
             spans.remove((low, high))
             (cost_low, bytes_low), (cost_high, bytes_high) = found[low], found[high]
@@ -78,11 +78,11 @@ class Prices:
         return sorted(found, key=lambda one: -found[one][1])
 
     def bound(self, limit_bytes: int) -> float:
-        """Return a cost below which nothing has a peak within a limit, whatever it makes again, and however often.
+        """Return a lower bound on the cost of any split with a peak within a limit, even with values made many times.
 
-        When the backward begins, what is saved is there beside what is there all the time. So for each price of a
-        byte the least of cost and price, less the price of what room there is, is a bound. The best price is where
-        what is saved begins to fit.
+        When the backward begins, the saved values are live in addition to the values that always are. So for each price
+        per byte, the least sum of cost and price, minus the price of the room, is a bound. The best price is the one
+        where the saved values begin to fit.
         """
         room = limit_bytes - self.joint.fixed_bytes
         saved = [self.figures(one) for one in self.hull]
@@ -101,7 +101,7 @@ class Prices:
         return best
 
     def solve(self, price: float) -> frozenset[int]:
-        """Return what is saved at a price per byte."""
+        """Return the saved values at a price per byte."""
         if not self.values:
             return frozenset()
         objective = np.append(self.cost, self.bytes * price + 1e-6 * price)
@@ -117,5 +117,5 @@ class Prices:
         return split(self.joint, (self.values[index] for index in saved)).saved
 
     def figures(self, saved: frozenset[int]) -> tuple[float, int]:
-        """Return the cost of what runs again, and the bytes that are saved."""
+        """Return the recompute cost and the saved bytes."""
         return split(self.joint, saved).cost, sum(self.joint.size_bytes[value] for value in saved)

@@ -1,8 +1,8 @@
-"""Stretches of a joint list that the backward can make again by themselves, and what each adds to the live bytes.
+"""Stretches of a joint list that the backward can recompute by themselves, and the live bytes that each adds.
 
-Time is one axis: the operators of the forward, then those of the backward. What is live whatever is saved is the
-`base`; a stretch under one way to save adds its *curve*. Where the backward makes a stretch again before an operator,
-the curve has the most of what is live meanwhile.
+Time is one axis: the operators of the forward, then of the backward. The `base` has the bytes live under any saving; a
+stretch under one way to save adds its *curve*. Where the backward recomputes a stretch before an operator, the curve
+has the peak of that recompute.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class RecomputeSpans:
 
     Attributes:
         cuts: Numbers of operators; a stretch is from one to before another.
-        base: Bytes that are live whatever is saved, by time.
-        choices: Those that are possible.
+        base: Bytes that are live under any saving, by time.
+        choices: The possible choices.
     """
 
     def __init__(self, joint: Joint, ways: Sequence[frozenset[int]]) -> None:
@@ -73,7 +73,7 @@ class RecomputeSpans:
         ]
 
     def _places(self) -> dict[int, int]:
-        """At which time of the forward each value is made, or could be."""
+        """The time of the forward at which each value is made, or could be."""
         place: dict[int, int] = {}
         for index, operator in enumerate(self.joint.operators):
             if index in self.joint.of_backward:
@@ -95,7 +95,7 @@ class RecomputeSpans:
         return readers
 
     def _cuts(self) -> list[int]:
-        """Times with little alive across them, spread evenly over the bytes that the backward asks for."""
+        """Times with few live bytes across them, spread evenly over the bytes that the backward asks for."""
         joint, steps = self.joint, len(self.order)
         crossing = np.zeros(steps + 1)
         for value, until in self.last_reads.items():
@@ -133,7 +133,7 @@ class RecomputeSpans:
         return found
 
     def _latest(self) -> dict[int, int]:
-        """The last time at which the backward may make each operator again."""
+        """The last time at which the backward may run each operator again."""
         latest: dict[int, int] = {}
         for index in reversed(range(len(self.joint.operators))):
             if index in self.joint.of_backward:
@@ -176,7 +176,7 @@ class RecomputeSpans:
             choice = self._choice(first, last, inside, crossing, way)
             if choice is not None:
                 found.setdefault(choice.saved, choice)
-        # One that costs at least as much as another and is nowhere lower is never taken.
+        # A choice that costs at least as much as another and is nowhere lower is never taken.
         kept: list[SpanChoice] = []
         for choice in sorted(found.values(), key=lambda one: (one.cost, one.curve.sum())):
             if not any(bool(np.all(other.curve <= choice.curve)) for other in kept):
@@ -199,7 +199,7 @@ class RecomputeSpans:
         return SpanChoice(first=first, last=last, saved=saved, cost=cost, curve=self._curve(again, saved))
 
     def _read_by_later(self, value: int, after: int) -> int:
-        """The last time at which the backward may read a value to make operators after a cut again."""
+        """The last time at which the backward may read a value to rerun operators after a cut."""
         times = [self.latest[index] for index in self.consumers.get(value, ()) if self._at(index) >= after]
         return max(times, default=-1)
 
@@ -241,7 +241,7 @@ class RecomputeSpans:
 
 
 class _Again:
-    """What the backward makes again in a stretch.
+    """The recompute of a stretch in the backward.
 
     Attributes:
         saved: Values that it finds saved.
@@ -257,7 +257,7 @@ class _Again:
         self.used: dict[int, int] = {}
 
     def read(self, value: int, time: int) -> None:
-        """Let a value be read at a time, not before all those that were read so far."""
+        """Let a value be read at a time, no earlier than all reads so far."""
         waiting = [value]
         while waiting:
             value = waiting.pop()

@@ -1,4 +1,4 @@
-"""Bytes in slots: the sizes of a chain rounded up, and the slot that loses least by it."""
+"""Bytes in slots: the sizes of a chain rounded up, and the slot size with the least rounding loss."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ Slots = NDArray[np.int64]
 
 Sized = TypeVar("Sized", Chain, Stage, Option)
 
-# Cuts x slots that the solver may look at (about three seconds of one slow core), and numbers in its tables (1 GB).
+# Cuts x slots that the solver may visit (about three seconds of one slow core), and numbers in its tables (1 GB).
 _WORK = 3_000_000_000
 _TABLE = 250_000_000
-# Below 500 slots rounding is felt; above 4000 it is lost in what a profile can measure.
+# Below 500 slots rounding matters; above 4000 it is below the accuracy of a profile.
 _SLOTS = (500, 4000)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Term:
-    """One option of one stage in one context, which says what of its inputs it has to pay for.
+    """One option of one stage in one context, which determines the inputs that it has to pay for.
 
     Attributes:
-        cost: Of its forward in full, if that costs, and inside its backward.
+        cost: Of its full forward, if that costs, and inside its backward.
         stopped_cost: The same with a forward that stops at its last save.
-        held: Slots it holds until its backward is over.
-        backward: Free slots it needs before its forward, so that its backward fits.
-        full_bytes: Highest live bytes of its forward over base and held.
+        held: Slots that it holds until its backward is over.
+        backward: Free slots that it needs before its forward, so that its backward fits.
+        full_bytes: Highest live bytes of its forward above base and held.
         stopped_bytes: The same with a forward that stops at its last save.
     """
 
@@ -64,7 +64,7 @@ class Rounding:
         )
 
     def up(self, size_bytes: int) -> int:
-        """Return the slots that a size takes, at most one more than there are."""
+        """Return the slots that a size takes, capped at one more than exist."""
         return min(-(-size_bytes // self.slot_bytes), self.slots + 1)
 
     def up_all(self, sizes_bytes: Bytes) -> Slots:
@@ -72,17 +72,17 @@ class Rounding:
         return np.minimum(-(-sizes_bytes // self.slot_bytes), self.slots + 1)
 
     def kept_need(self, term: Term, live_bytes: int) -> int:
-        """Return the slots that must be free before a stage is kept; `live_bytes` is what its forward adds to held."""
+        """Return the slots that must be free before a stage is kept; `live_bytes`: added to held by its forward."""
         return max(term.backward, self.up(live_bytes))
 
     def drops(self, first: int, end: int) -> Bytes:
-        """Return the bytes over base and held of each stage in first..end-1, run without saving as one region."""
+        """Return the bytes above base and held of each stage in first..end-1, run without saving as one region."""
         drops = self._later_drop[first:end].copy()
         drops[:1] = self._first_drop[first]
         return drops
 
     def forwards(self, first: int, end: int) -> NDArray[np.float32]:
-        """Return the cost of a forward from `first` up to and with each stage in first..end-1."""
+        """Return the cost of a forward from `first` through each stage in first..end-1."""
         return np.cumsum([stage.forward for stage in self.chain.stages[first:end]], dtype=np.float32)
 
     def terms(self, stage: int, *, linked: bool = False, external: bool = False, again: bool = False) -> list[Term]:
@@ -90,7 +90,7 @@ class Rounding:
 
         Args:
             stage: Its number.
-            linked: Whether its linked input counts beside what is held, and is paid for if saved.
+            linked: Whether its linked input counts in addition to held bytes, and is paid for if saved.
             external: The same for its external inputs.
             again: Whether its forward is a recompute, which costs.
         """
@@ -117,10 +117,10 @@ class Rounding:
 
 
 def default_slot(chain: Chain, limit_bytes: int) -> int:
-    """Return the slot that loses least by rounding among those with a number of slots that the solver can afford.
+    """Return the slot size with the least rounding loss among the ones that the solver can afford.
 
-    What is lost is up to one slot for each thing held: with 48 equal boundaries and a thousandth of the limit, 5%. So
-    the slot should divide the sizes that are held most often, and fractions of the common sizes compete with plain
+    The loss is up to one slot for each held tensor: with 48 equal boundaries and a thousandth of the limit, 5%. So the
+    slot should divide the sizes that are held most often, and fractions of the common sizes compete with plain
     fractions of the limit. The number of slots is bounded by the time and memory of the tables: 4000 for up to 160
     stages, 2250 for 200, 500 for 350 and more, and from 500 stages on fewer.
     """

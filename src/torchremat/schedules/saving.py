@@ -1,17 +1,17 @@
-"""What to save between a forward and its backward, so that the peak of both is within a limit at the least recompute.
+"""The values to save between a forward and its backward, for a peak within a limit at the least recompute.
 
-Three steps, each exact in its own terms, and the split itself has the last word:
+Three steps, each exact in its own terms, and the exact split decides:
 
-    hull       minimise recompute + price x saved bytes over the whole list, for a few prices. Each tells what is worth
-               saving at that price.
-    stretches  between two places where little is alive, the forward can be made again by itself from what crosses
-               the first. A stretch under one of the prices costs so much, and adds a curve of bytes to the step.
+    hull       minimise recompute + price x saved bytes over the whole list, for a few prices. Each gives the values
+               worth saving at that price.
+    stretches  between two places with few live bytes, the forward can be recomputed by itself from the values that
+               cross the first. A stretch under one of the prices has a cost, and adds a curve of bytes to the step.
     cover      an integer program takes stretches from the first operator to the last, a price for each, so that the
                sum of their curves stays below the limit everywhere. Rows are added where it does not.
 
-The answer is split as the compiler would, and its peak compared; what it is above the limit, the next try is tightened
-by. Splits of the hull that cost less and do not fit are lowered, a value at a time, until they do or cost as much. In
-the end values are saved in addition as long as there is room.
+The answer is split as the compiler would split it, and its peak compared; the excess over the limit tightens the next
+try. Splits of the hull that cost less and do not fit are lowered, a value at a time, until they fit or cost as much. In
+the end further values are saved while there is room.
 
 Source: the cover of stretches is the persistent schedule of hal-02352969 without nesting, over the curve of the whole
 step instead of one number for each stage.
@@ -38,20 +38,20 @@ from torchremat.schedules.recompute_spans import RecomputeSpans, SpanChoice
 _MOST_TRIES = 8
 _MOST_ROWS = 60
 _CAP_S = 60.0
-# A good cover is found at once, and its proof may take half a minute: `Prices.bound` says what it could be worth.
+# A good cover is found at once, but its proof may take half a minute: `Prices.bound` bounds the possible gain.
 _PROGRAM_S = 2.0
-_LEAST_S = 0.05  # for one program, where no time is left
+_LEAST_S = 0.05  # for one program, when no time is left
 _GAP = 5e-3
 
 
 class Saver:
-    """Chooses what to save for one joint list, for any number of limits.
+    """Chooses the values to save for one joint list, for any number of limits.
 
     Args:
         joint: The list.
-        more: Splits that are known otherwise; they are candidates like the rest.
+        more: Splits from elsewhere; they are candidates like the rest.
         cap_s: Seconds for one limit, after which the best split found so far is taken.
-        prices: Those of the list, if they are known.
+        prices: The prices of the list, if known.
     """
 
     def __init__(
@@ -72,19 +72,19 @@ class Saver:
         self._known = [self.plain, *(one for one in found if is_possible(one))]
 
     def told(self, beside: Beside) -> Saver:
-        """Return one that is told what is there beside the values of the same list."""
+        """Return a saver for the same list with the bytes in addition to its values."""
         return Saver(replace(self.joint, beside=beside), self._more, cap_s=self._cap_s, prices=self._prices)
 
     @cached_property
     def floor(self) -> Split:
-        """The split with the smallest peak that is found."""
+        """The split with the smallest peak found."""
         self._until_s = time.monotonic() + self._cap_s
         saved = self._cover(None)
         found = [*self._known, *([] if saved is None else [split(self.joint, saved)])]
         return min(filter(is_possible, found), key=lambda one: (one.peak_bytes, one.cost))
 
     def solve(self, limit_bytes: int) -> Split | None:
-        """Return the split with the least recompute that is found with a peak of at most `limit_bytes`."""
+        """Return the split found with the least recompute and a peak of at most `limit_bytes`."""
         if self.plain.peak_bytes <= limit_bytes:
             return self.plain
         fitting = [one for one in self._known if one.peak_bytes <= limit_bytes]
@@ -111,7 +111,7 @@ class Saver:
         return best
 
     def nearly(self, limit_bytes: int, *, below_cost: float) -> list[Split]:
-        """Return the candidates that cost less than something and whose peak is above a limit, the lowest first."""
+        """Return the candidates below a cost whose peak is above a limit, the lowest first."""
         found = [one for one in self._known if one.cost < below_cost and one.peak_bytes > limit_bytes]
         return sorted(found, key=lambda one: one.peak_bytes)
 
@@ -120,7 +120,7 @@ class Saver:
         return RecomputeSpans(self.joint, self._prices.hull)
 
     def _cover(self, limit_bytes: int | None) -> frozenset[int] | None:
-        """Return what a cover of stretches saves, of least cost within a limit, or of least peak for None."""
+        """Return the values saved by a cover of stretches, of least cost within a limit, or of least peak for None."""
         choices, base = self._stretches.choices, self._stretches.base
         count = len(choices)
         if not count:
@@ -129,7 +129,7 @@ class Saver:
         costs = np.array([choice.cost for choice in choices])
         scale = max(float(costs.max()), 1.0)
         peak_scale = float(max(base.max(), max(choice.curve.max() for choice in choices), 1.0))
-        # Where choices are highest by themselves; rows for other times follow as they are broken.
+        # Times where single choices are highest; rows for other times follow when violated.
         times = sorted({int(np.argmax(base)), *(int(np.argmax(base + choice.curve)) for choice in choices)})
         curves = np.array([choice.curve for choice in choices])
         chosen: np.ndarray | None = None

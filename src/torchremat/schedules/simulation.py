@@ -1,6 +1,6 @@
-"""An order of a pipeline run on a clock: when each action begins and ends, if each takes the time that it costs.
+"""A pipeline's order simulated on a clock: the begin and end of each action, if each takes its cost in time.
 
-An action begins when its worker is through with the one before, and what it needs has come:
+An action begins when its worker has finished the one before, and its requirements have arrived:
 
     action  needs
     F s.i   F of stage s-1, copied here
@@ -9,8 +9,8 @@ An action begins when its worker is through with the one before, and what it nee
     I s.i   as B
     W s.i   I of this stage
 
-A copy goes from one worker to another, beside what both compute; between stages of one worker there is none. How many
-copies share a link is not modelled: each takes its own time, however many there are.
+A copy goes from one worker to another while both compute; stages of one worker need none. Contention for a link is not
+modelled: each copy takes its own time, no matter how many run.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Costs: TypeAlias = Mapping[tuple[int, Kind], float]
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """An action, who ran it, and when: seconds since the start of the step."""
+    """An action, its worker, and its time: seconds since the start of the step."""
 
     worker: int
     action: Action
@@ -38,12 +38,12 @@ class Span:
 
 
 def equal_costs(stages: int, seconds: Mapping[Kind, float]) -> Costs:
-    """Return the costs of stages that are all alike."""
+    """Return the costs of identical stages."""
     return {(stage, kind): cost for stage in range(stages) for kind, cost in seconds.items()}
 
 
 def simulate(order: Order, costs: Costs, *, lookahead: bool = False) -> tuple[Span, ...]:
-    """Return when everything of an order happens, copies included, by the time at which it starts.
+    """Return the spans of all actions of an order, copies included, by start time.
 
     >>> from torchremat.schedules.pipelines import gpipe
     >>> spans = simulate(gpipe(8, 4), equal_costs(4, {"forward": 1, "backward": 2}))
@@ -52,12 +52,12 @@ def simulate(order: Order, costs: Costs, *, lookahead: bool = False) -> tuple[Sp
 
     Args:
         order: The actions of each worker.
-        costs: Of every kind that the order has in a stage.
-        lookahead: Whether a recompute begins before its gradient has come.
+        costs: Of every kind of action that the order has in a stage.
+        lookahead: Whether a recompute may begin before its gradient arrives.
 
     Raises:
-        ScheduleError: The order lacks an action that another needs; its workers wait for each other, with what each
-            waits for; or a cost is missing.
+        ScheduleError: The order lacks an action that another needs; its workers wait for each other (the message says
+            for what each waits); or a cost is missing.
     """
     check_order(order)
     _check_costs(order, costs)
@@ -71,13 +71,13 @@ class _Clock:
         self.lookahead = lookahead
         self.worker_of = {action.stage: worker for worker, actions in enumerate(order) for action in actions}
         self.known = {action for actions in order for action in actions}
-        self.next = [0] * len(order)  # of each worker, the place in its order
+        self.next = [0] * len(order)  # of each worker, the position in its order
         self.free_s = [0.0] * len(order)
         self.ended_s: dict[Action, float] = {}
         self.arrived_s: dict[Action, float] = {}  # the end of its copy to the neighbour that needs it
 
     def run(self) -> Iterator[Span]:
-        waiting: dict[Action, list[int]] = {}  # workers by what they wait for
+        waiting: dict[Action, list[int]] = {}  # workers by the action that they wait for
         ready = list(range(len(self.order)))
         while ready:
             worker = ready.pop()
@@ -114,13 +114,13 @@ class _Clock:
                 return
 
     def gradient(self, action: Action) -> Iterator[Action]:
-        """Yield the action whose end sends the gradient; the last stage has the loss, and waits for nobody."""
+        """Yield the action whose end sends the gradient; the last stage has the loss, and waits for none."""
         kinds: tuple[Kind, Kind] = ("backward", "input")
         sources = (_of(kind, action.stage + 1, action.microbatch) for kind in kinds)
         yield from (source for source in sources if source in self.known)
 
     def begin(self, worker: int, action: Action) -> Iterator[Span]:
-        # What a neighbour sends counts from when it is here, what this stage did from when it was done.
+        # A neighbour's result counts from its arrival, this stage's own from its end.
         waits = (
             (self.ended_s if needed.stage == action.stage else self.arrived_s)[needed] for needed in self.needs(action)
         )

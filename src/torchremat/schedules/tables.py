@@ -24,7 +24,7 @@ _TILE = 131_072
 # Memory m counts free slots, costs are extra costs. The stages s..t are the end of a region that is being recomputed.
 #
 #   V(s, t, m)  least cost of recomputing s..t and of its backward, if the linked input of s is held and not part of m
-#   W(s, t, m)  the same if it is live, and whoever wants to hold it pays for it out of m
+#   W(s, t, m)  the same if it is live, and holding it is paid for out of m
 #   T(s, m)     least extra cost of s..n-1 at the top level
 #
 #   V(s, t, m) = min over options:        forward_s + cost + W(s+1, t, m - held);   truncated_s + cost if s = t
@@ -32,14 +32,14 @@ _TILE = 131_072
 #   W(s, t, m) = min over options:        as in V, where `held` includes the linked input if the option saves it
 #                    over cuts:           as in V with m - linked_s for m
 #   T(s, m)    = min over options:        cost + T(s+1, m - held)
-#                    over ends s < j <= n: V(s, j-1, m - h) + T(j, m - h), where h is what the region s..j-1 holds
+#                    over ends s < j <= n: V(s, j-1, m - h) + T(j, m - h), where h is held by the region s..j-1
 #   T(n, m)    = 0 if the tail fits
 #
 # A term is infinite where m is less than its own peaks need. A nested region that ends where its parent ends is never
-# cheaper nor lower than its children in its place, so there is no cut behind t.
+# cheaper or lower than its children in its place, so no cut is needed after t.
 #
-# Sizes are rounded up to slots and the limit down, so what the tables call feasible is feasible in bytes. All rows fall
-# with m: whatever fits into m slots fits into more.
+# Sizes are rounded up to slots and the limit down, so trees that are feasible in the tables are feasible in bytes. All
+# rows fall with m: a tree that fits into m slots fits into more.
 #
 # Layout: `v[s][t - s]` holds V(s, t) plus forward_s + .. + forward_t, and `w[t][s]` holds W(s, t), each a row over m.
 # For one (s, t) all cuts are then the sum of two contiguous blocks, and one minimum over its rows.
@@ -52,7 +52,7 @@ class TopRegions:
     Attributes:
         held: Slots that each holds from its first forward to its last backward.
         need: Slots that must be free before it, so that its first forward fits.
-        forwards: Cost of one forward of all its stages, which `v` counts too much.
+        forwards: Cost of one forward of all its stages, which `v` counts in excess.
     """
 
     held: Slots
@@ -64,7 +64,7 @@ class Tables:
     """V, W and T of one chain, for 0 to `slots` free slots. See NOTE [ Tables of the persistent solver ].
 
     Regions that begin at the first stages are left out if they are not done after `most_seconds`; the tables are whole
-    if none is.
+    if none is left out.
     """
 
     def __init__(self, chain: Chain, *, slot_bytes: int, slots: int, most_seconds: float = math.inf) -> None:
@@ -102,7 +102,7 @@ class Tables:
         sizes, stages, n = self.sizes, self.chain.stages, len(self.chain.stages)
         lowest_v: Slots = np.zeros((n, n), np.int64)  # the first m that is finite, at [s, t]
         lowest_w: Slots = np.zeros((n, n), np.int64)  # the same at [t, s]
-        bound: Costs = np.zeros((n + 1, n), np.float32)  # the cost of (s, t) with memory without end
+        bound: Costs = np.zeros((n + 1, n), np.float32)  # the cost of (s, t) with unlimited memory
         for s in reversed(range(n)):
             end = self.end(s)
             if end == s:
@@ -111,7 +111,7 @@ class Tables:
                 self._leave_out(s)
                 continue
             alike, known = self._alike[s]
-            known = min(known, end - s)  # no region goes beyond
+            known = min(known, end - s)  # no region extends beyond
             self.v[s][:known] = self.v[alike][:known]
             for length in range(known):
                 t = s + length
@@ -137,7 +137,7 @@ class Tables:
                 lowest_v[s, t], lowest_w[t, s] = first_finite(v), first_finite(w)
 
     def _leave_out(self, s: int) -> None:
-        """Know nothing of regions, and ends of regions, that begin at s."""
+        """Leave out regions, and ends of regions, that begin at s."""
         self.are_whole = False
         self.v[s].fill(INFINITE)
         for t in range(s, self.end(s)):
@@ -199,9 +199,9 @@ class Tables:
 
 
 def _alike(chain: Chain) -> list[tuple[int, int]]:
-    """Return for each stage a later one with the longest run of stages equal to those from it on, and how long it is.
+    """Return for each stage a later stage with the longest equal run of stages from there on, and the run's length.
 
-    What the tables have for such a run does not depend on where it lies, so equal blocks are solved once.
+    The table entries of such a run do not depend on its position, so equal blocks are solved once.
     """
     numbers: dict[Stage, int] = {}
     kinds = np.array([numbers.setdefault(stage, len(numbers)) for stage in chain.stages])
@@ -218,5 +218,5 @@ def _alike(chain: Chain) -> list[tuple[int, int]]:
 
 
 def first_finite(costs: Costs) -> int:
-    """Return the first finite place of a row that falls with m, or its length."""
+    """Return the index of the first finite entry of a row that falls with m, or its length."""
     return int(np.count_nonzero(costs == INFINITE))

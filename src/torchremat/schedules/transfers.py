@@ -1,16 +1,15 @@
-"""Copies into a store and back beside a forward and a backward: when they can be done, and how long is waited for them.
+"""Copies to and from a store, concurrent with a forward and a backward: their completion, and the waits for them.
 
-A store is a queue: what is to be copied is copied in the order in which it was asked for, one after the other. The
-forward is a row of positions, and so is the backward, each with its seconds.
+A store is a queue: copies run in the order of their requests, one after the other. The forward is a sequence of
+positions, and so is the backward, each with its seconds.
 
-    forward    | 0 | 1 | 2 | 3 |                 write of 0: asked for at the end of 0, done at the end of 2
+    forward    | 0 | 1 | 2 | 3 |                 write of 0: requested at the end of 0, done at the end of 2
     writes          [-- 0 --]                               at the latest, or the forward waits there
-    backward   | 3 | 2 | 1 | 0 |                 read of 0: asked for at the start of 2, done at the start of 0
+    backward   | 3 | 2 | 1 | 0 |                 read of 0: requested at the start of 2, done at the start of 0
     reads          [-- 0 --]                                at the latest, or the backward waits there
 
-So the window of the copy engine is a constraint over backward positions: for each position, what is to be there by then
-must fit into the seconds since it was asked for, together with all that is before it in the queue. What does not fit is
-waited for.
+So the window of the copy engine is a constraint over backward positions: for each position, the copies due there must
+fit into the seconds since their request, together with all copies before them in the queue. The rest is a wait.
 
 Deliberately missing: several queues for one store. A disk with two threads is not twice as fast.
 """
@@ -30,8 +29,8 @@ class Write:
     """A copy into the store.
 
     Attributes:
-        made: The forward position at whose end it is asked for.
-        due: The forward position at whose end it has to be done, not before `made`.
+        made: The forward position at whose end it is requested.
+        due: The forward position at whose end it must be done, not before `made`.
         seconds: How long it takes.
     """
 
@@ -45,8 +44,8 @@ class Read:
     """A copy back.
 
     Attributes:
-        begun: The backward position at whose start it is asked for.
-        due: The backward position at whose start it has to be done, not before `begun`.
+        begun: The backward position at whose start it is requested.
+        due: The backward position at whose start it must be done, not before `begun`.
         seconds: How long it takes.
     """
 
@@ -60,7 +59,7 @@ def writing_wait_s(forward_s: Sequence[float], writes: Iterable[Write]) -> float
 
     Args:
         forward_s: Seconds of each position.
-        writes: In the order in which they are asked for; those of one position in the order of the queue.
+        writes: In the order of their requests; within one position in the order of the queue.
     """
     asked, due = _by(writes, lambda one: one.made), _by(writes, lambda one: one.due)
     now_s, free_s, waited_s = 0.0, 0.0, 0.0
@@ -80,7 +79,7 @@ def reading_wait_s(backward_s: Sequence[float], reads: Iterable[Read]) -> float:
 
     Args:
         backward_s: Seconds of each position.
-        reads: In the order in which they are asked for; those of one position in the order of the queue.
+        reads: In the order of their requests; within one position in the order of the queue.
     """
     asked, due = _by(reads, lambda one: one.begun), _by(reads, lambda one: one.due)
     now_s, free_s, waited_s = 0.0, 0.0, 0.0
@@ -96,11 +95,11 @@ def reading_wait_s(backward_s: Sequence[float], reads: Iterable[Read]) -> float:
 
 
 def earliest_dues(forward_s: Sequence[float], writes: Sequence[tuple[int, float]]) -> list[int]:
-    """Return for each write the first position at whose end it is done without waiting; the last if there is none.
+    """Return for each write the first position at whose end it is done without a wait; the last position if none is.
 
     Args:
         forward_s: Seconds of each position.
-        writes: The position at whose end each is asked for, and its seconds, in the order of the queue.
+        writes: The position at whose end each is requested, and its seconds, in the order of the queue.
     """
     ends = list(accumulate(forward_s))
     free_s, dues = 0.0, list[int]()
@@ -111,13 +110,13 @@ def earliest_dues(forward_s: Sequence[float], writes: Sequence[tuple[int, float]
 
 
 def latest_begins(backward_s: Sequence[float], reads: Sequence[tuple[int, float]]) -> list[int]:
-    """Return for each read the last position at whose start it must be asked for, so that nobody waits for any of them.
+    """Return for each read the last position at whose start it must be requested, so that the backward never waits.
 
-    Where the backward is too short for all of them, the first ones are asked for at its start.
+    Where the backward is too short for all of them, the first ones are requested at its start.
 
     Args:
         backward_s: Seconds of each position.
-        reads: The position at whose start each has to be done, and its seconds, in the order of these positions.
+        reads: The position at whose start each must be done, and its seconds, in the order of these positions.
     """
     starts = [0.0, *accumulate(backward_s)]
     begins = [0] * len(reads)

@@ -1,4 +1,4 @@
-"""Uniform schedules, as people write them by hand: everything kept, every k-th stage a region, k segments.
+"""Uniform schedules, as written by hand: everything kept, every k-th stage a region, k segments.
 
 They use the first option of every stage, and keep the stages that no region may contain.
 """
@@ -17,7 +17,7 @@ def keep_all(chain: Chain) -> Tree:
 
 
 def every(chain: Chain, step: int) -> Tree:
-    """Return the tree in which the first of every `step` recomputable stages is a region of its own; with 1, all are.
+    """Return the tree in which the first of every `step` recomputable stages is its own region; with 1, all are.
 
     Args:
         chain: What to schedule.
@@ -59,7 +59,7 @@ def segments(chain: Chain, count: int, *, keep_last: bool = False) -> Tree:
 
 
 def candidates(chain: Chain, *, most: int | None = None) -> dict[str, Tree]:
-    """Return all different uniform trees of the chain by their names, such as `every 2nd stage` or `3 segments`.
+    """Return all distinct uniform trees of the chain by their names, such as `every 2nd stage` or `3 segments`.
 
     Args:
         chain: What to schedule.

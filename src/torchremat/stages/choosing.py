@@ -1,10 +1,10 @@
 """The cheapest trees for the stages of one device: an integer program with a row for each load.
 
-    minimise    sum of the costs of what is chosen
+    minimise    sum of the costs of the chosen trees
     such that   each stage has one tree
-                at each load, what all stages add is at most the limit
+                at each load, the bytes that all stages add are at most the limit
 
-Loads that are below another one for each stage and tree are left out, so a row or two is all that most devices have.
+Loads that are below another load for each stage and tree are left out, so most devices have only a row or two.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torchremat.errors import bug
 from torchremat.planning.searches.microbatches import Share
 from torchremat.stages.loads import DeviceLoad
 
-# The solver works in floats, with a tolerance. So bytes are counted in parts, rounded up, of which there are this many.
+# The solver works in floats, with a tolerance. So bytes are counted in this many parts, rounded up.
 _PARTS = 1 << 20
 
 
@@ -31,7 +31,7 @@ class Chosen:
 
     Attributes:
         shares: By stage.
-        peak_bytes: Of the device, over what lies there whatever the plan is.
+        peak_bytes: Of the device, above the bytes that are there under any plan.
         highest: The load with that peak.
     """
 
@@ -41,7 +41,7 @@ class Chosen:
 
 
 class Choices:
-    """What there is to choose for a device.
+    """The choices for a device.
 
     Args:
         shares: By stage; the first of each keeps everything.
@@ -54,16 +54,16 @@ class Choices:
 
     @cached_property
     def plain(self) -> Chosen:
-        """What keeps everything."""
+        """The choice that keeps everything."""
         return self._chosen(dict.fromkeys(self._shares, 0))
 
     @cached_property
     def floor(self) -> Chosen:
-        """What has the lowest peak."""
+        """The choice with the lowest peak."""
         return self._solved(None)
 
     def cheapest(self, limit_bytes: int) -> Chosen | None:
-        """Return the cheapest choice with a peak of at most the limit; None if there is none."""
+        """Return the cheapest choice with a peak of at most the limit; None if none exists."""
         if self.plain.peak_bytes <= limit_bytes:
             return self.plain
         if self.floor.peak_bytes > limit_bytes:
@@ -77,7 +77,7 @@ class Choices:
 
     @cached_property
     def _rows(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """What each tree of each stage adds at each load, and what is there beside; in parts, rounded up."""
+        """The bytes that each tree of each stage adds at each load, and the bytes beside them; in parts, rounded up."""
         rows = np.array(
             [
                 [load.bytes_of(stage, one) for stage, found in self._shares.items() for one in found]
@@ -90,14 +90,14 @@ class Choices:
         return np.ceil(rows[above] / self._part_bytes), np.ceil(fixed[above] / self._part_bytes)
 
     def _solved(self, limit_bytes: int | None) -> Chosen:
-        """Return the cheapest choice within a limit; without one, that of the lowest peak."""
+        """Return the cheapest choice within a limit; without a limit, the choice with the lowest peak."""
         rows, fixed = self._rows
         counts = [len(found) for found in self._shares.values()]
         total = sum(counts)
         one_each = np.zeros((len(counts), total + 1))
         for stage, (count, end) in enumerate(zip(counts, np.cumsum(counts).tolist(), strict=True)):
             one_each[stage, end - count : end] = 1
-        # The last variable is the peak: minimised where no limit is given, and else held at it.
+        # The last variable is the peak: minimised if no limit is given, else fixed at the limit.
         below = np.hstack([rows, -np.ones((len(rows), 1))])
         costs = np.array([one.cost for found in self._shares.values() for one in found])
         scale = costs.max() or 1.0
@@ -112,7 +112,7 @@ class Choices:
             constraints=[LinearConstraint(one_each, 1, 1), LinearConstraint(below, -np.inf, -fixed)],
         )
         if result.x is None:
-            # Rounded up, no choice is within a limit that the lowest one is within.
+            # Rounded up, no choice meets a limit that the lowest choice meets in bytes.
             return self.floor if limit_bytes is not None else self._failed(str(result.message))
         picks = dict[int, int]()
         for stage, values in zip(self._shares, np.split(result.x[:total], np.cumsum(counts)[:-1]), strict=True):

@@ -1,16 +1,17 @@
-"""What a device of a `Pipe` holds at each of its actions: forwards clock by clock, and backwards the other way around.
+"""The bytes on a device of a `Pipe` at each of its actions: forwards clock by clock, backwards in reverse.
 
                      forward                                  backward
-    a stage holds    microbatches that have been there        those whose backward has not been
-    between stages   what the next stage has not taken yet    gradients that the stage before has not taken yet
-    after the last   its outputs, until they are put          the gradient of all outputs, and whatever else the
+    a stage holds    microbatches that have run               microbatches whose backward has not run
+    between stages   outputs not yet taken by the next stage  gradients that the stage before has not taken yet
+    after the last   its outputs, until they are put          the gradient of all outputs, and other bytes that the
                      together and the loss is computed        loss holds, until the last stage has run them all
     of each weight   -                                        a sum, from the first microbatch of its stage to the last
 
-Of the nodes that could run, autograd takes for each device the one that was made last. So a device for itself runs all
-cells in the order of the forward turned around, once the calling thread has made more nodes than a worker makes in a
-step: what leads from stage to stage is made there, and each thread counts for itself. With others it may have to wait
-for a gradient of theirs, and in which order it runs the cells of a clock is not said: each may be the first one.
+Of the nodes that are ready, autograd takes for each device the one that was created last. So a lone device runs all
+cells in the reverse order of the forward, once the calling thread has created more nodes than a worker creates in a
+step: the calling thread creates the nodes that lead from stage to stage, and each thread has its own counter. A device
+among others may have to wait for their gradients, and the order of the cells in a clock is not determined: each may be
+the first one.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from torchremat.stages.losses import LossBytes
 
 @dataclass(frozen=True)
 class Passed:
-    """What each microbatch takes from one stage to another, and as a gradient back.
+    """The tensors that each microbatch passes from one stage to another, and back as gradients.
 
     Attributes:
         source: The stage that makes it.
@@ -47,8 +48,9 @@ class Clocks:
         microbatches: Of a step.
         stages: Of the pipe.
         sums: The stages of the device, with the bytes of the gradients of their weights.
-        passed: What goes from stage to stage, and from the last one to the loss, which is one more.
-        loss: What the loss needs.
+        passed: The tensors that go from stage to stage, and from the last stage to the loss, which counts as one more
+            stage.
+        loss: The bytes that the loss needs.
     """
 
     microbatches: int
@@ -58,7 +60,7 @@ class Clocks:
     loss: LossBytes
 
     def loads(self) -> Iterator[DeviceLoad]:
-        """Yield what the device holds at each of its actions."""
+        """Yield the load of the device at each of its actions."""
         last = self.stages - 1
         clocks = [[stage for _, stage in clock] for clock in clock_cycles(self.microbatches, self.stages)]
         if len(self.sums) == self.stages:
@@ -91,10 +93,10 @@ class Clocks:
         return counted(Counter({stage: count for stage, count in counts.items() if stage in self.sums}))
 
     def _waiting(self, passed: Sequence[Passed], ran: Counter[int], clock: Collection[int], stage: int) -> int:
-        """Return the bytes that wait on the device between stages while one runs, whose own input counts with it.
+        """Return the bytes that wait between stages on the device while a stage runs; the stage counts its own input.
 
         Args:
-            passed: What goes from where to where.
+            passed: The tensors with their source and target stages.
             ran: How many microbatches each stage has run before the clock.
             clock: The stages that run in it.
             stage: The one of them that runs.
@@ -103,7 +105,7 @@ class Clocks:
         for one in passed:
             waiting = ran[one.source] - ran[one.target]
             if one.source in self.sums:
-                # What goes to another device was copied there when the clock began.
+                # Tensors for another device were copied there when the clock began.
                 is_taken = one.target == stage or (one.target in clock and not self._is_here(one.target))
                 total += (waiting - is_taken) * one.size_bytes
                 more[one.source] += one.size_bytes
@@ -120,7 +122,7 @@ class Clocks:
         return min(stage, self.stages - 1) in self.sums
 
     def _added(self, done: Counter[int], clock: Collection[int], stage: int) -> int:
-        """Return the bytes of the sums of gradients that are there while the backward of a stage runs."""
+        """Return the bytes of the sums of gradients that are live while the backward of a stage runs."""
         if self.microbatches == 1:
             return 0
         begun = {one for one in self.sums if 0 < done[one] < self.microbatches}
@@ -128,7 +130,7 @@ class Clocks:
         return sum(self.sums[one] for one in begun)
 
     def _phase(self, number: int) -> Phase:
-        """Return the phase of a backward that so many others of its stage came before."""
+        """Return the phase of a backward after `number` others of its stage."""
         if self.microbatches == 1:
             return "backward"
         if number == 0:

@@ -1,11 +1,11 @@
-"""How many microbatches a device holds at each of its actions, read off the order in which it runs them.
+"""The microbatches that a device holds at each of its actions, derived from the order of its actions.
 
 action    runs                                       afterwards
-F         the forward of a microbatch                it is held, with what its tree keeps
+F         the forward of a microbatch                it is held, with the tensors that its tree keeps
 R         its recompute, ahead of its gradient       it is held, and its backward comes next
-B         its backward                               it is gone
-I         the input part of its backward             it is held, with what is left between both parts
-W         the weight part                            it is gone
+B         its backward                               it is freed
+I         the input part of its backward             it is held, with the tensors that stay between the parts
+W         the weight part                            it is freed
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ class DeviceLoad:
     """A device at one of its actions.
 
     Attributes:
-        running: The stage that runs; None while the loss of a batch does.
-        phase: What of it: the forward, a recompute ahead of the gradient, the whole backward, that of the first,
-            second or last microbatch of several in one backward, a part of it, or the loss between both.
-        held: How many microbatches each stage holds beside the one that runs, before their backward.
+        running: The stage that runs; None while the loss of a batch runs.
+        phase: The phase that runs: the forward, a recompute ahead of the gradient, the whole backward, the backward of
+            the first, second or last microbatch of several in one backward, a part of the backward, or the loss between
+            forward and backward.
+        held: How many microbatches each stage holds before their backward, without the one that runs.
         between: How many each stage holds between the two parts of their backward.
-        beside_bytes: What is there beside them: of the loss, or between stages.
+        beside_bytes: Other bytes: of the loss, or between stages.
     """
 
     running: int | None
@@ -42,7 +43,7 @@ class DeviceLoad:
     beside_bytes: int = 0
 
     def bytes_of(self, stage: int, share: Share) -> int:
-        """What a stage adds under a tree."""
+        """The bytes that a stage adds under a tree."""
         held = dict(self.held).get(stage, 0) * share.kept_bytes
         held += dict(self.between).get(stage, 0) * share.between_bytes
         if stage != self.running:
@@ -74,9 +75,9 @@ def loads_of(
     """Return the loads of a device, each once.
 
     Args:
-        actions: What the device runs: forwards, recomputes ahead of gradients, and backwards, whole or in two parts.
-        left_bytes: By stage, what a microbatch leaves there when its backward has ended.
-        output_bytes: By stage, the outputs of a microbatch, which whoever calls its whole backward holds meanwhile.
+        actions: The device's actions: forwards, recomputes ahead of gradients, and backwards, whole or in two parts.
+        left_bytes: By stage, the bytes that a microbatch leaves there when its backward has ended.
+        output_bytes: By stage, the outputs of a microbatch, which the caller of its whole backward holds meanwhile.
     """
     return list(dict.fromkeys(_loads(actions, left_bytes, output_bytes or {})))
 
@@ -116,7 +117,7 @@ def _loads(
 
 
 def counted(counts: Counter[int]) -> tuple[tuple[int, int], ...]:
-    """Return counts as a load has them."""
+    """Return counts in the form that a load has."""
     return tuple(sorted((+counts).items()))
 
 

@@ -1,7 +1,7 @@
-"""What a step needs from the outputs of a pipe on: its loss, run by itself.
+"""The bytes that a step needs after the outputs of a pipe: its loss, run by itself.
 
-The outputs of the microbatches are made, put together as a pipe does it, and given to the step. In backward each of
-them notes when its gradient has come; from then on the last stage would run its backward.
+The outputs of the microbatches are created, combined as a pipe combines them, and passed to the step. In backward each
+output notes the arrival of its gradient; at that point the last stage would run its backward.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from torchremat.stages.samples import Taken
 
 @dataclass(frozen=True, kw_only=True)
 class LossBytes:
-    """What a loss needs, over what is there before there are outputs.
+    """The bytes of a loss, above the bytes live before the outputs exist.
 
     Attributes:
-        peak_bytes: Highest until a gradient has come.
-        held_bytes: While the backwards of microbatches run, in their order, and after the last one of them: gradients
-            of all outputs, and what else is still there.
+        peak_bytes: The peak until a gradient arrives.
+        held_bytes: The bytes while each microbatch's backward runs, in their order, and after the last one: gradients
+            of all outputs, and the rest that is still live.
         grads: The gradients of the outputs of the first microbatch: tensors of the same form.
     """
 
@@ -41,12 +41,12 @@ class LossBytes:
 def loss_bytes(
     module: nn.Module, device: torch.device, step: Callable[[Any], object], outputs: Sequence[Taken]
 ) -> LossBytes:
-    """Return what a step needs beside a pipe.
+    """Return the bytes that a step needs in addition to a pipe.
 
     Args:
         module: The pipe.
         device: Of its outputs.
-        step: Called with what stands for the pipe, returns the loss.
+        step: Called with a stand-in for the pipe, returns the loss.
         outputs: Of its microbatches.
     """
     stand_in = _StandIn(outputs)
@@ -61,7 +61,7 @@ def loss_bytes(
     came, ends = [mark.id for mark in trace.marks if mark.label == "gradient"], len(trace.marks) - 1
     first = came[0] if came else ends
     held = [trace.live_bytes_at(mark) for mark in came]
-    # Whatever comes later than in a microbatch's turn is there in all.
+    # Gradients that arrive after a microbatch's turn are live in every turn.
     held += [trace.live_bytes_at(ends)] * (len(outputs) + 1 - len(held))
     return LossBytes(
         peak_bytes=trace.peak_bytes_between(begins, first), held_bytes=tuple(held), grads=tuple(stand_in.grads)
@@ -69,7 +69,7 @@ def loss_bytes(
 
 
 class _Given(torch.autograd.Function):
-    """Makes the outputs of a microbatch, and notes when their gradients have come."""
+    """Creates the outputs of a microbatch, and notes when their gradients arrive."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, stand_in: _StandIn, number: int, _: Tensor, *outputs: Tensor) -> tuple[Tensor, ...]:
@@ -82,7 +82,7 @@ class _Given(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: FunctionCtx, *grads: Tensor | None) -> tuple[None, ...]:
-        """Note the gradients, and let them go."""
+        """Note the gradients, and drop them."""
         saved = cast("Any", ctx)
         stand_in = cast("_StandIn", saved.stand_in)
         stand_in.note()
@@ -98,7 +98,7 @@ Form = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
 
 
 class _StandIn(nn.Module):
-    """In the place of the pipe: returns what it has returned."""
+    """A stand-in for the pipe that returns the pipe's outputs."""
 
     def __init__(self, outputs: Sequence[Taken]) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class _StandIn(nn.Module):
 
     @property
     def grads(self) -> list[Tensor]:
-        """Tensors of the form of the gradients of the first microbatch."""
+        """Tensors with the metadata of the first microbatch's gradients."""
         return [
             torch.empty_strided(shape, stride, dtype=dtype, device=device).zero_()
             for shape, stride, dtype, device in self.forms

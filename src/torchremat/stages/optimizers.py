@@ -1,4 +1,4 @@
-"""What the optimizer of stages needs on one device."""
+"""The bytes that the optimizer of stages needs on one device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchremat.planning.profiles.optimizers import OptimizerBytes, measure_opti
 def optimizer_bytes(
     modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer, device: torch.device
 ) -> OptimizerBytes:
-    """Return the bytes of an optimizer on a device; the state that it has already counts as that to come.
+    """Return the bytes of an optimizer on a device; existing state counts like future state.
 
     Args:
         modules: The stages of this process.
@@ -25,7 +25,7 @@ def optimizer_bytes(
         device: Whose bytes count.
 
     Raises:
-        StepError: It is no optimizer, or has none of their parameters.
+        StepError: It is not an optimizer, or has none of their parameters.
         UnsupportedError: It cannot step by itself.
     """
 

@@ -1,11 +1,11 @@
-"""A microbatch whose backward runs in two parts, watched: what stays between them, and the peaks of both.
+"""A watched microbatch whose backward runs in two parts: the tensors that stay between the parts, and both peaks.
 
-As in a profile every unit is a region, in a session, so that no more is held than any plan has to hold. What stays for
-the weights is read out of the session, and gradients that wait for the weight part are live beside it.
+As in a profile every unit is a region, in a session, so the run holds no more than any plan must. The tensors that stay
+for the weights are read out of the session; gradients that wait for the weight part are live in addition.
 
     marks    forward     input part of each unit               weight part
-    read                 recomputed: what its recompute made   highest bytes over those at its beginning
-                         next one: what of that is gone
+    read                 recomputed: tensors it created        peak above the bytes at its beginning
+                         next one: which of them are freed
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Bytes = NDArray[np.int64]
 
 
 class Parts:
-    """Predicts what the two parts need, for trees over the units of a profile or of a mixture of its grains.
+    """Predicts the bytes of the two parts, for trees over the units of a profile or of a mixture of its granularities.
 
     Args:
         module: The stage.
@@ -65,7 +65,7 @@ class Parts:
         self._weight_rise_bytes = max(run.weight_rise_bytes for run in runs)
 
     def predict(self, candidate: Candidate, *, ahead: bool = False) -> PartsPrediction:
-        """Return what both need under a tree.
+        """Return the bytes of both parts under a tree.
 
         Args:
             candidate: The tree.
@@ -94,7 +94,7 @@ class Parts:
 
 
 class _Unneeded:
-    """Watches a session for what weights asked for after it was dropped."""
+    """Watches a session for tensors that weights needed after they were dropped."""
 
     def __init__(self) -> None:
         self.was_needed = False
@@ -120,7 +120,7 @@ class _PartsRun:
             self._watch(module, step, subject, drops=False)
 
     def _watch(self, module: nn.Module, step: Callable[[nn.Module], Ends], subject: Subject, *, drops: bool) -> bool:
-        """Run it, and return whether what was dropped was needed by no weight; as sessions of stages do."""
+        """Run the microbatch as sessions of stages do, and return whether no weight needed a dropped tensor."""
         units, machine, watch = self.whole.units, Here(self.whole.device), _Unneeded()
         fixed = [*module.parameters(), *module.buffers()]
         with subject.untouched(), machine.record() as recorder, closing(Session(watch=watch)) as session:
@@ -147,7 +147,7 @@ class _PartsRun:
         return not watch.was_needed
 
     def _needs(self, unit: int, session: Session) -> tuple[frozenset[int], int]:
-        """Return the inputs of a unit that weights need, and the bytes of all else that they need of it."""
+        """Return the inputs of a unit that weights need, and the bytes of the unit's other tensors that they need."""
         own = self.watcher.watched[unit]
         region = None if own.region is None else own.region()
         if region is None:
@@ -157,14 +157,14 @@ class _PartsRun:
         return frozenset(inputs & self.whole.sizes[unit].saved), footprint_bytes(region, session)
 
     def _numbers(self, tensors: Sequence[Tensor]) -> set[int]:
-        """Return which storages of the trace those of the stage's outputs are."""
+        """Return the numbers in the trace of the storages of the stage's outputs."""
         known = {address: number for own in self.watcher.watched for address, number in own.outputs.items()}
         addresses = (address_of(tensor.untyped_storage()) for tensor in tensors)
         return {known[address] for address in addresses if address in known}
 
     @property
     def weight_rise_bytes(self) -> int:
-        """Highest bytes in the weight part over those at its beginning."""
+        """The peak of the weight part above the bytes live at its beginning."""
         live, begin, end = self._live(self._trace), self._position(self.between), self._position(self.ends)
         return int(live[begin : end + 1].max() - live[begin])
 
@@ -215,7 +215,7 @@ class _PartsRun:
         )
 
     def _stays(self, order: Sequence[int], intervals: dict[int, list[tuple[int, int]]]) -> dict[int, int]:
-        """For each unit the highest bytes of its backward if nothing goes that its recompute has made."""
+        """For each unit the peak of its backward if nothing is freed that its recompute has created."""
         live, watched, found = self._live(self._trace), self.watcher.watched, dict[int, int]()
         allocated_at = {freed: allocated for those in intervals.values() for allocated, freed in those}
         ends = [self._position(watched[unit].recompute) for unit in order[1:]] + [self._position(self.between)]

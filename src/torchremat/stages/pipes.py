@@ -1,7 +1,7 @@
-"""The sites of a `Pipe`: its devices, each with the stages that lie there.
+"""The sites of a `Pipe`: its devices, each with its stages.
 
-A step runs once with every cell as a region, so that it needs no more than the inputs of the cells. Then the loss runs
-once more by itself, from outputs that no stage has computed.
+A step runs once with every cell as a region, so it keeps only the inputs of the cells. Then the loss runs once more by
+itself, from outputs that no stage has computed.
 """
 
 from __future__ import annotations
@@ -78,8 +78,9 @@ def sites_of_pipe(pipe: Pipe, step: PipeStep) -> list[Site]:
 class _PipeRun:
     """Runs a stage on a microbatch, as a cell of the pipe does.
 
-    The input of the first stage is a part of the batch, which is there all the time; that of another one is made for
-    it, and lives as long as somebody holds it. Gradients of outputs likewise: those of the last stage are parts of one.
+    The input of the first stage is a part of the batch, which is live all the time; the input of any other stage is
+    made for it, and lives as long as it is referenced. Likewise gradients of outputs: the last stage's are parts of one
+    tensor.
     """
 
     taken: Taken
@@ -101,7 +102,7 @@ def _gradient_bytes(module: nn.Module) -> int:
 
 
 def _passed(inputs: Mapping[int, Taken], layout: SkipLayout) -> Iterator[Passed]:
-    """Yield what goes from stage to stage."""
+    """Yield the tensors passed from stage to stage."""
     for stage, own in inputs.items():
         value, skips = cast("tuple[object, dict[Key, object]]", own.given.value)
         if stage:

@@ -1,4 +1,4 @@
-"""From a budget for each device to a plan for each stage."""
+"""The planner of stages: from a budget for each device to a plan for each stage."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Budgets = int | str | Sequence[int | str]
 
 
 class StagePlanner:
-    """Plans the stages of one pipeline, any number of times from one profile of each.
+    """Plans the stages of one pipeline, any number of times from one profile of each stage.
 
     Args:
         pipeline: As for `plan_stages`.
@@ -90,7 +90,7 @@ class StagePlanner:
         )
 
     def plan(self, budget: Budgets, *, margin: int | str = 0) -> StagePlans:
-        """Return the cheapest plans found with which every device is within its budget.
+        """Return the cheapest plans found that keep every device within its budget.
 
         Args:
             budget: As for `plan_stages`.
@@ -114,7 +114,7 @@ class StagePlanner:
         return list(zip(self._planned, _budgets_of(self._devices, budget, margin)[first:], strict=False))
 
     def _told(self, work: Callable[[], list[T]], *, ours_alone: bool = False) -> list[T]:
-        """Return what some work finds here or, with many processes, in all of them, which all stop where one does."""
+        """Return the results of `work` here or, with many processes, in all of them; if one raises, all stop."""
         if self._is_alone:
             return work()
         if ours_alone:
@@ -131,7 +131,7 @@ class _Planned:
         site: The device.
         cost: What to minimise.
         modules: The stages of this process.
-        optimizer: Of these, if it counts.
+        optimizer: The optimizer of these, if it counts.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class _Planned:
 
     @property
     def _before_bytes(self) -> int:
-        """Parameters, gradients and buffers of all stages here, the state of their optimizer, what the device keeps."""
+        """Parameters, gradients and buffers of all stages here, their optimizer's state, the device's own bytes."""
         found = {stage: planner.profile.before for stage, planner in self._planners.items()}
         state_bytes = 0 if self._optimizer is None else self._optimizer.state_bytes
         stages_bytes = sum(one.total_bytes - one.input_bytes - _kept_by_device(one) for one in found.values())
@@ -196,7 +196,7 @@ class _Planned:
         return max(self._fixed_bytes + chosen.peak_bytes, self._optimizer_peak_bytes or 0)
 
     def plan(self, budget: int | str, margin: int | str) -> tuple[DevicePlan, list[StagePlan]]:
-        """Return what the device needs, and the plans of its stages."""
+        """Return the bytes that the device needs, and the plans of its stages."""
         plain, floor = self._choices.plain, self._choices.floor
         relative, reserved = relative_of(budget), margin_of(margin)
         if relative is not None:
@@ -260,12 +260,12 @@ class _Planned:
 
 
 def _kept_by_device(before: BytesBefore) -> int:
-    """Return the bytes that are the device's and no stage's; see NOTE [ What a device holds ]."""
+    """Return the bytes that belong to the device and to no stage; see NOTE [ What a device holds ]."""
     return before.resident_bytes + before.slack_bytes
 
 
 def _devices_of(pipeline: object) -> Sequence[torch.device | str]:
-    """Return the devices of a pipe, or what the processes of a schedule are called."""
+    """Return the devices of a pipe, or the names of a schedule's processes."""
     if isinstance(pipeline, Pipe):
         return list(dict.fromkeys(pipeline.devices))
     group = cast("dist.ProcessGroup | None", group_of(pipeline))
@@ -277,7 +277,7 @@ def _budgets_of(devices: Sequence[torch.device | str], budget: Budgets, margin: 
 
     Raises:
         BudgetError: See `check_budget`.
-        PipelineError: There are more or fewer of them.
+        PipelineError: The number of budgets differs from the number of devices.
     """
     if isinstance(budget, Sequence) and not isinstance(budget, str):
         budgets = list(budget)
@@ -302,7 +302,7 @@ def _planner(sample: Sample, site: Site, cost: Cost) -> Planner:
 
 
 def _shared_bytes(modules: Sequence[nn.Module]) -> int:
-    """Return what some modules have that others before them have too: parameters with their gradients, and buffers."""
+    """Return the bytes that modules share with earlier ones: parameters with their gradients, and buffers."""
     known, shared_bytes = set[int](), 0
     for module in modules:
         tensors = (*module.parameters(), *module.buffers())
@@ -340,12 +340,12 @@ def plan_stages(
     """Return a plan for each stage of a pipeline, such that every device stays within its budget; nothing is applied.
 
     Each stage is planned for as many microbatches as its schedule lets it hold: on 1F1B stage s of n holds n - s, and
-    the last one of them one. At each moment of a step
+    the last stage one. At any time of a step
 
-        parameters, gradients, buffers, optimizer state + what lies between the stages
-        + microbatches held x what each keeps + the peak of the one that runs    is at most the budget,
+        parameters, gradients, buffers, optimizer state + bytes between the stages
+        + microbatches held x the bytes that each keeps + the peak of the running one    is at most the budget,
 
-    and so is the peak of the optimizer's own step. The step is run once for this, one microbatch of each stage a few
+    and so is the peak of the optimizer's own step. For this the step is run once, one microbatch of each stage a few
     times by itself, and a step of the optimizer, which is undone.
 
     Args:
@@ -353,21 +353,21 @@ def plan_stages(
             call this.
         step: Called with the pipeline. For a pipe it returns the loss of a batch, as for `plan`; for a schedule it runs
             a step: `lambda schedule: schedule.step(x, target=y)`.
-        budget: Peak bytes of a device, or of a process, in a step: an int, `"6GiB"`; `"60%"` of the plain peak that is
-            predicted for it, `"40% of activations"`, or `"min"`, as for `plan`; one for all, or one for each.
-        optimizer: Of the stages of a pipe, or of those that this process runs of a schedule. If given, the peak of its
-            step counts, and its state, also before its first step has made it.
-        lookahead: Whether schedules run with the look-ahead of `attach`, as they do by default. What it recomputes
-            before a gradient comes is counted then: all of a microbatch, for each that waits for another process.
-            A bound of `attach` makes it less. For schedules alone: a `Pipe` does not recompute plans ahead.
+        budget: Peak bytes of a device, or of a process, in a step: an int, `"6GiB"`; `"60%"` of its predicted plain
+            peak, `"40% of activations"`, or `"min"`, as for `plan`; one for all, or one for each.
+        optimizer: Of the stages of a pipe, or of the schedule's stages that this process runs. If given, the peak of
+            its step counts, and its state, also before its first step has created it.
+        lookahead: Whether schedules run with the look-ahead of `attach`, as they do by default. Then the tensors that
+            it recomputes before a gradient arrives are counted: all of a microbatch, for each that waits for another
+            process. A bound of `attach` lowers them. For schedules only: a `Pipe` does not recompute plans ahead.
         cost: What to minimise, `"seconds"` or `"flops"`.
         margin: Bytes of each budget to leave free.
 
     Raises:
-        BudgetError: A budget or the margin is no size, or no plans fit it; the message has the smallest that works.
-        PipelineError: There are more or fewer budgets than devices.
+        BudgetError: A budget or the margin is not a size, or no plans fit it; the message has the smallest that works.
+        PipelineError: The number of budgets differs from the number of devices.
         PlanError: A stage has a plan or a wrapped module already.
-        StepError: The step does not run the pipeline, or returns no loss; or the optimizer is that of no stage here.
+        StepError: The step does not run the pipeline, or returns no loss; or the optimizer belongs to no stage here.
         UnsupportedError: A schedule of another class, `lookahead` for a `Pipe` or of another kind than True, False and
             None, or a profiler is active; or the optimizer cannot step by itself.
     """

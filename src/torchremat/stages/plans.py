@@ -18,16 +18,16 @@ from torchremat.tensors.sizes import format_bytes
 
 @dataclass(frozen=True, kw_only=True)
 class StagePlan:
-    """What becomes of one stage.
+    """The plan of one stage.
 
     Attributes:
         stage: Its number.
-        plan: For one microbatch of it; None if nothing is recomputed.
+        plan: For one microbatch of the stage; None if nothing is recomputed.
         in_flight: How many microbatches it holds at most, the one that runs included.
-        kept_bytes: What a microbatch keeps from its forward to its backward.
+        kept_bytes: The bytes that a microbatch keeps from its forward to its backward.
         plain_kept_bytes: The same without any recompute.
         recomputed_flops: Of one microbatch.
-        slowdown: Predicted seconds of a microbatch over those of a plain one.
+        slowdown: Predicted seconds of a microbatch over the seconds of a plain one.
     """
 
     stage: int
@@ -41,19 +41,19 @@ class StagePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class DevicePlan:
-    """What a device needs with the plans of its stages.
+    """The bytes that a device needs under the plans of its stages.
 
     Attributes:
         name: The device; with many processes, the process as well.
-        stages: Those that lie there.
+        stages: Its stages.
         budget_bytes: Its budget.
         peak_bytes: Predicted peak of a step.
         plain_peak_bytes: The same without any recompute.
-        floor_bytes: The smallest budget for which there are plans.
+        floor_bytes: The smallest budget for which plans exist.
         optimizer_peak_bytes: Peak of the optimizer's step, which the peaks above count; None if no optimizer was given.
-        before_bytes: What lies there whatever the plans are: parameters, gradients, buffers, state of the optimizer.
-        boundary_bytes: And between the stages: inputs, outputs, gradients on their way.
-        where: What runs at the peak.
+        before_bytes: Bytes on the device under any plans: parameters, gradients, buffers, state of the optimizer.
+        boundary_bytes: Likewise between the stages: inputs, outputs, gradients in transit.
+        where: The action that runs at the peak.
     """
 
     name: str
@@ -70,7 +70,7 @@ class DevicePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class StagePlans(Sequence[StagePlan]):
-    """A plan for each stage of a pipeline, with which every device stays within its budget. See `plan_stages`.
+    """A plan for each stage of a pipeline that keeps every device within its budget. See `plan_stages`.
 
     Attributes:
         stages: In order.
@@ -89,11 +89,11 @@ class StagePlans(Sequence[StagePlan]):
     def __getitem__(self, index: slice) -> Sequence[StagePlan]: ...
 
     def __getitem__(self, index: int | slice) -> StagePlan | Sequence[StagePlan]:
-        """Return a stage's."""
+        """Return a stage's plan."""
         return self.stages[index]
 
     def __len__(self) -> int:
-        """Return how many stages there are."""
+        """Return the number of stages."""
         return len(self.stages)
 
     def __iter__(self) -> Iterator[StagePlan]:
@@ -102,16 +102,16 @@ class StagePlans(Sequence[StagePlan]):
 
     @property
     def recomputed_flops(self) -> int:
-        """Of a step, in all stages."""
+        """Recomputed flops of a step, in all stages."""
         return self.microbatches * sum(one.recomputed_flops for one in self.stages)
 
     def check(self, pipeline: object) -> None:
-        """Raise if the plans were made for other stages than those of a pipe or, of this process, of a schedule.
+        """Raise if the plans were made for stages other than a pipe's or, in this process, a schedule's.
 
         Raises:
-            PipelineError: There are more or fewer.
-            PlanError: One is another; the message has all that differs.
-            UnsupportedError: It is no pipe, and no schedule that is known.
+            PipelineError: The numbers of stages differ.
+            PlanError: A stage differs; the message has all differences.
+            UnsupportedError: It is neither a pipe nor a known schedule.
         """
         for number, module in self._stages_of(pipeline):
             plan = self.stages[number].plan
@@ -119,7 +119,7 @@ class StagePlans(Sequence[StagePlan]):
                 _named(number, plan.check, module)
 
     def apply(self, pipeline: object) -> None:
-        """Put the plans on the stages of a pipe, or on those of a schedule that this process runs. Runs nothing.
+        """Put the plans on the stages of a pipe, or on the schedule's stages that this process runs. Runs nothing.
 
         Raises:
             PipelineError: See `check`.
@@ -142,7 +142,7 @@ class StagePlans(Sequence[StagePlan]):
             raise
 
     def remove(self, pipeline: object) -> None:
-        """Take the plans off, as far as they are on.
+        """Remove the plans that are on.
 
         Raises:
             PipelineError: See `check`.
@@ -169,10 +169,10 @@ class StagePlans(Sequence[StagePlan]):
 
 
 def stages_in(pipeline: object) -> tuple[Sequence[tuple[int, nn.Module]], int]:
-    """Return the stages that this process runs, each with its number, and how many there are in all.
+    """Return the stages that this process runs, each with its number, and the number of all stages.
 
     Raises:
-        UnsupportedError: It is no pipe, and no schedule that is known.
+        UnsupportedError: It is neither a pipe nor a known schedule.
     """
     if isinstance(pipeline, nn.Module) and hasattr(pipeline, "partitions"):
         partitions = list(cast("Sequence[nn.Module]", pipeline.partitions))

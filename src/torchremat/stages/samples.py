@@ -1,4 +1,4 @@
-"""One microbatch of each stage, to be profiled by itself, and what lies on its device whatever the plan is."""
+"""One microbatch of each stage, to profile by itself, and the bytes on its device under any plan."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ class Sample:
     Attributes:
         stage: The number of the stage.
         module: Its layers.
-        step: Called with them, runs the microbatch from its input and returns what backward begins from.
-        ends: The same for a backward in two parts; None if there is none.
-        ahead: Whether microbatches of the stage may be recomputed before their gradient comes.
-        added: Whether one backward runs several of them, and adds up the gradients of their weights.
+        step: Called with the module, runs the microbatch from its input and returns the tensor that backward begins
+            from.
+        ends: The same for a backward in two parts; None if the backward is whole.
+        ahead: Whether microbatches of the stage may be recomputed before their gradient arrives.
+        added: Whether one backward runs several microbatches, and sums the gradients of their weights.
     """
 
     stage: int
@@ -37,7 +38,7 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Ends:
-    """What the backward of a microbatch begins from, and where it ends.
+    """The tensors at which the backward of a microbatch begins and ends.
 
     Attributes:
         roots: The outputs of the stage, or the loss.
@@ -54,17 +55,17 @@ class Ends:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Site:
-    """A device with what it runs.
+    """A device with its stages.
 
     Attributes:
-        name: In messages.
+        name: Its name in messages.
         device: Whose bytes count.
-        loads: What it holds when.
+        loads: The loads of its actions.
         in_flight: How many microbatches each of its stages holds at most, the one that runs included.
         microbatches: Of a step.
         samples: One of each stage.
-        boundary_bytes: What lies there beside parameters, gradients and buffers whatever the plan is: buffers between
-            the stages, and outputs.
+        boundary_bytes: Bytes on the device under any plan in addition to parameters, gradients and buffers: buffers
+            between the stages, and outputs.
     """
 
     name: str
@@ -77,7 +78,7 @@ class Site:
 
 
 class _Received(torch.autograd.Function):
-    """Stands for what comes after a stage: takes its outputs, and gives them gradients in backward."""
+    """Stands for the steps after a stage: takes its outputs, and gives them gradients in backward."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, held: bool, grads: Sequence[Tensor], *outputs: Tensor) -> Tensor:
@@ -91,19 +92,19 @@ class _Received(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: FunctionCtx, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return the gradients: those that are there, or new ones."""
+        """Return the gradients: existing or new ones."""
         saved = cast("Any", ctx)
         made = (torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in saved.shapes)
         return None, None, *(saved.grads or made)
 
 
 def received(output: object, *, held: bool = False, grads: Sequence[Tensor] = ()) -> Tensor:
-    """Return what stands for the loss of a stage that is not the last one.
+    """Return a stand-in for the loss of a stage that is not the last one.
 
     Args:
         output: Of the stage.
         held: Whether the output lives until backward, as in the schedules of torch.
-        grads: Buffers that the gradients have come into, for each output that requires grad; else they are made.
+        grads: Buffers that received the gradients, for each output that requires grad; else new gradients are made.
     """
     outputs = [tensor for tensor in Microbatch.of(output).tensors if tensor.requires_grad]
     if not outputs:
@@ -112,7 +113,7 @@ def received(output: object, *, held: bool = False, grads: Sequence[Tensor] = ()
 
 
 class _HoldUntilBackward(torch.autograd.Function):
-    """Holds tensors from the forward to the backward of what it is given with."""
+    """Holds tensors from the forward to the backward of a loss."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, loss: Tensor, *held: Tensor) -> Tensor:
@@ -134,11 +135,11 @@ def holding(loss: Tensor, output: object) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Taken:
-    """A value as it was at some moment.
+    """A value at the time when it was taken.
 
     Attributes:
-        given: The value, with copies of its tensors that are in no graph.
-        requires: Which of them required grad.
+        given: The value, with copies of its tensors outside of any graph.
+        requires: Which of these tensors required grad.
     """
 
     given: Microbatch
@@ -148,7 +149,7 @@ class Taken:
         """Return the value, with leaves that require grad where its tensors did.
 
         Args:
-            new: Whether they have memory of their own, which lives as long as somebody holds it.
+            new: Whether they have their own memory, which lives as long as it is referenced.
         """
         tensors = [
             (tensor.clone() if new else tensor.detach()).requires_grad_(requires)

@@ -2,14 +2,14 @@
 
 A step runs once with every stage as a region, in all processes, so that each microbatch holds no more than its input.
 
-    what lies there whatever the plan is                                               times
+    bytes on the device under any plan                                                 times
     inputs, in buffers that are made once (of the first stage: parts of the batch)     microbatches
     gradients of outputs, in buffers that are made once; not of the last stage         microbatches
     targets of the last stage                                                          microbatches
-    its outputs and losses, which are there until the end of a step                    microbatches that are done
+    its outputs and losses, which live until the end of a step                         microbatches that are done
     outputs of a stage whose whole backward runs                                       1
-    gradients that were sent: of 1F1B the last one, which the others wait for later    microbatches that are done
-    outputs that were sent: likewise; GPipe waits for them before the first backward   microbatches that are done
+    sent gradients: of 1F1B only the last one; the other schedules wait later          microbatches that are done
+    sent outputs: likewise; GPipe waits for them before the first backward             microbatches that are done
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def site_of_schedule(schedule: object, step: Callable[[object], object], *, look
     Args:
         schedule: One that `attach` knows, without plans on its stages.
         step: Called with the schedule, runs a step of it.
-        lookahead: Whether what is attached recomputes ahead of gradients.
+        lookahead: Whether the attached session recomputes ahead of gradients.
 
     Raises:
         StepError: The step did not run every stage, or the schedule has no loss.
@@ -69,7 +69,7 @@ def site_of_schedule(schedule: object, step: Callable[[object], object], *, look
     output_bytes: dict[int, int] = {}
     boundary_bytes = 0
     numbers = {stage.stage_index for stage in stages}
-    # Where there is a wait for a gradient: the next stage is another process's.
+    # Where this process waits for a gradient: another process runs the next stage.
     ahead = (
         {one for one in numbers if one + 1 < stages[0].num_stages and one + 1 not in numbers} if lookahead else set()
     )
@@ -112,12 +112,12 @@ def site_of_schedule(schedule: object, step: Callable[[object], object], *, look
 
 
 def _as_run(actions: Sequence[Action], stages: Sequence[TorchStage], ahead: Container[int]) -> Iterator[Action]:
-    """Yield the actions as torch runs them: not all that are in two parts in the order are in the stage.
+    """Yield the actions as torch runs them: some backwards in two parts in the order are whole in the stage.
 
     Args:
         actions: In the order of the schedule.
         stages: Of this process.
-        ahead: Those of them that recompute before they wait for a gradient, which their backward follows.
+        ahead: Stages that recompute before they wait for a gradient, which their backward follows.
     """
     whole = {stage.stage_index: whole_part_of(stage) for stage in stages}
     for action in actions:
@@ -132,12 +132,12 @@ def _as_run(actions: Sequence[Action], stages: Sequence[TorchStage], ahead: Cont
 
 @dataclass
 class _StagePass:
-    """What a stage was given, and what it returned."""
+    """The inputs and the result of a stage."""
 
     taken: Taken
     output: list[Tensor] = field(default_factory=list[Tensor])
     target: object = None
-    loss_bytes: int = 0  # a loss may have the memory of what it is the mean of
+    loss_bytes: int = 0  # a loss may share memory with the tensor that it reduces
 
 
 def _seen(schedule: object, step: Callable[[object], object]) -> dict[int, _StagePass]:
@@ -194,7 +194,7 @@ class _ScheduleRun:
         output = module(*args, **kwargs)
         if self.loss is not None:
             loss = self.loss(output, self.seen.target)
-            return holding(loss, output) if isinstance(loss, Tensor) else loss  # the latter is told by the profile
+            return holding(loss, output) if isinstance(loss, Tensor) else loss  # the profile rejects other kinds
         return received(output, held=True, grads=self.seen.output)
 
     def ends(self, module: nn.Module) -> Ends:

@@ -1,16 +1,16 @@
-"""A microbatch that is one of several in one backward, watched: what autograd holds of the gradients of weights.
+"""A watched microbatch among several in one backward: the weight gradients that autograd holds.
 
-One backward runs all microbatches, and autograd adds up the gradients of a weight before it adds them to what is there.
-So what becomes of one that has been made is
+One backward runs all microbatches, and autograd sums the gradients of a weight before it adds the sum to `.grad`. A new
+gradient has this fate:
 
-    microbatch     it                                                            of its weight there is
+    microbatch     the new gradient                                              live for its weight
     first          stays                                                         this one, from then on
-    second         is added, out of place if the first one is a view, and goes   a sum, all the time
-    others         is added and goes                                             a sum, all the time
-    last           is added to the sum and this to `.grad`, and both go          a sum, until then
+    second         is added, out of place if the first one is a view, and freed  a sum, all the time
+    others         is added and freed                                            a sum, all the time
+    last           is added to the sum and this to `.grad`, and both are freed   a sum, until then
 
-Of one microbatch by itself it is added to `.grad` and goes. So its events are those of each of the others but for
-these, and what a profile reads from them are the peaks of these.
+A microbatch by itself adds it to `.grad` and frees it. So the events of a single microbatch equal the events of each of
+these except for the rows above, and a profile of the changed events has the peaks of these.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from torchremat.regions.selective.kept import memory_of
 
 @dataclass(frozen=True, kw_only=True)
 class _Turn:
-    """When the backward of a microbatch comes; of two the second is the last."""
+    """The turn of a microbatch's backward; of two the second is the last."""
 
     is_first: bool = False
     is_second: bool = False
@@ -50,7 +50,7 @@ class _Turn:
 
 
 class Sums:
-    """Predicts the backwards of microbatches, for trees over the units of a profile or of a mixture of its grains.
+    """Predicts the backwards of microbatches, for trees over the units of a profile or of a mixture of granularities.
 
     Args:
         module: The stage.
@@ -77,7 +77,7 @@ class Sums:
         return SumsPrediction(first_bytes=first, second_bytes=second, last_bytes=last)
 
     def _of(self, profile: Profile) -> list[Profile]:
-        """Return the profiles of each turn that have the units of a profile."""
+        """Return the profile of each turn with the units of a profile."""
         if id(profile) not in self._mixtures:
             whole = {call for unit in profile.units.units for call in unit.calls}
             split = frozenset(call for unit in self._whole.units.units for call in unit.calls if call not in whole)
@@ -95,10 +95,10 @@ class _WeightGradient:
     """A gradient of a weight.
 
     Attributes:
-        mark: When it is all there.
-        pointer: Its address; None if it has none to show.
+        mark: When it is complete.
+        pointer: Its address; None if it exposes none.
         size_bytes: Of the weight.
-        is_view: Whether it is a view of another tensor, so that nothing is added to it in place.
+        is_view: Whether it is a view of another tensor, so that autograd does not add to it in place.
     """
 
     mark: int
@@ -151,7 +151,7 @@ class _SumsRun:
         """Return the events of a turn."""
         trace = self._step.trace
         delta = trace.delta_bytes.copy()
-        more: list[tuple[int, int]] = []  # at which mark, and of how many bytes
+        more: list[tuple[int, int]] = []  # the mark and the bytes of each
         for made in self._made:
             freed = self._freed(made)
             if turn.is_first and freed is not None:
@@ -175,7 +175,7 @@ class _SumsRun:
 
 
 def _with_events(trace: AllocationTrace, events: list[tuple[int, int]]) -> AllocationTrace:
-    """Return a trace with more events, given by the mark that each comes at and its bytes; no address is theirs."""
+    """Return a trace with more events, each given by its mark and its bytes; they have no address."""
     ids = np.array([mark for mark, _ in events], np.int64)
     at = np.array([trace.marks[mark].position for mark in ids], np.int64)
 

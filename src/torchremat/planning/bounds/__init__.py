@@ -1,7 +1,7 @@
-"""How far a plan can be from the best possible.
+"""Bounds on how far a plan is from the best possible.
 
-relaxation.py    a profile as a chain that takes no more than it does
-plain_step.py    what a plain step computes and reads back, operator by operator
-executing.py     what the executor takes for them
-certificates.py  two lower bounds, and the words for what they rest on
+relaxation.py    a profile as a chain that needs no more than it does
+plain_step.py    the operators of a plain step, forward and backward, and their reads
+executing.py     the executor's overhead for them
+certificates.py  two lower bounds, and their assumptions in words
 """

@@ -1,4 +1,4 @@
-"""How far a plan can be from the best possible: two lower bounds, and the words for what they rest on."""
+"""How far a plan can be from the best possible: two lower bounds, and their assumptions in words."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ _NO_CHAIN = "nested regions: the calls of this step make no chain"
 class Certificate:
     """How far a plan can be from the best possible under its budget.
 
-    A plan that recomputes nothing, and whose copies to stores cost nothing, is the best there is. Other plans with
-    stores have no bounds, since these are of schedules in which all that is not held is recomputed.
+    A plan that recomputes nothing, and whose copies to stores cost nothing, is optimal. Other plans with stores have no
+    bounds, since the bounds cover schedules that recompute every value that is not held.
 
     Attributes:
-        unit: Of the costs: what the plan minimises.
-        cost: What the plan's recomputes take, and the copies to stores and back, if it minimises seconds.
-        step_cost: What a plain step takes, forward and backward.
-        bound_all: What recomputing takes at least in any schedule; None if that is not known.
-        bound_persistent: The same for all nested regions over the calls that the plan chooses among; None as above.
-        seconds: That the bounds took.
-        assumptions: What the bounds rest on, in words.
+        unit: The unit of the costs: the quantity that the plan minimises.
+        cost: Cost of the plan's recomputes, and of the copies to and from stores, if it minimises seconds.
+        step_cost: Cost of a plain step, forward and backward.
+        bound_all: Lower bound on the recompute cost of any schedule; None if unknown.
+        bound_persistent: The same for all nested regions over the calls that the plan chooses among; None if unknown.
+        seconds: Time to compute the bounds.
+        assumptions: The assumptions of the bounds, in words.
         missing: Why a bound is None, in words.
     """
 
@@ -62,7 +62,7 @@ class Certificate:
 
     @property
     def gap(self) -> float | None:
-        """How much longer a step under the plan takes than under any schedule, at most, as a share of a plain step."""
+        """Upper bound on the plan's excess time over any schedule, as a share of a plain step."""
         return self._share(self.bound_all)
 
     @property
@@ -103,21 +103,21 @@ class Certificate:
 
 
 def _percent(share: float) -> str:
-    # Rounded up: "at most" has to hold for what is printed.
+    # Rounded up: "at most" must hold for the printed number.
     return f"{math.ceil(1000 * share - 1e-6) / 10:.1f}%"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Claim:
-    """All that a certificate is worked out from, without the model; working it out takes a second or so.
+    """The data of a certificate, without the model; computing the certificate takes about a second.
 
     Attributes:
-        unit: Of the costs.
-        cost: Of the plan's recomputes.
-        step_cost: Of a plain step.
-        limit_bytes: The budget without what lies there before a step.
+        unit: The unit of the costs.
+        cost: Cost of the plan's recomputes.
+        step_cost: Cost of a plain step.
+        limit_bytes: The budget minus the bytes live before a step.
         step: The plain step.
-        regions: What regions take by themselves; None if nothing is counted for them.
+        regions: The overhead of regions; None if it does not count.
         nested: The calls that the plan chooses among; None if they make no chain.
         stores: Whether tensors wait in stores.
     """
@@ -132,7 +132,7 @@ class Claim:
     stores: bool = False
 
     def certificate(self, *, most_seconds: float = 4.0) -> Certificate:
-        """Work the bounds out.
+        """Compute the bounds.
 
         Args:
             most_seconds: For the bound over all schedules; see `lower_bound`.
@@ -166,7 +166,7 @@ class Claim:
             unit=self.unit,
             cost=self.cost,
             step_cost=self.step_cost,
-            # Recomputes that stop early were measured apart from operators, so a bound may come out above the plan.
+            # Recomputes that stop early were measured separately from operators, so a bound may exceed the plan.
             bound_all=None if everything is None else min(everything, self.cost),
             bound_persistent=None if persistent is None else min(persistent, self.cost),
             seconds=time.perf_counter() - start_s,
@@ -193,22 +193,22 @@ def claim_of(
     limit_bytes: int,
     stores: bool = False,
 ) -> Claim:
-    """Return what the certificate of a tree is worked out from.
+    """Return the data for the certificate of a tree.
 
     Args:
-        profile: What the tree is over.
+        profile: The profile of the tree.
         tree: The tree.
-        prediction: What it needs.
-        unit: Of the costs.
+        prediction: The prediction for the tree.
+        unit: The unit of the costs.
         step: The plain step.
-        limit_bytes: The budget without what lies there before a step.
+        limit_bytes: The budget minus the bytes live before a step.
         stores: Whether tensors wait in stores.
     """
     cost = prediction.seconds + prediction.moving_s if unit == "seconds" else float(prediction.flops)
     flops = 3 * profile.units.trace.flops if isinstance(step, Unseen) else step.flops
     nested = underestimate(profile, unit)
     if nested is not None and not any(keep.option for keep in kept(tree)):
-        # Of most models it is no more than what it stands for; where this tree tells otherwise, it says nothing.
+        # For most models it needs no more than the profile; if this tree shows otherwise, the bound is dropped.
         found = interpret(nested.chain, tree)
         if found.peak_bytes > prediction.peak_bytes + nested.slack_bytes or found.cost > cost * (1 + 1e-6):
             nested = None

@@ -1,12 +1,12 @@
-"""What the executor takes at least where operators run again, for bounds in seconds.
+"""The least overhead of the executor where operators run again, for bounds in seconds.
 
-Whatever the schedule is, an operator runs again in a region, of one call or of many, and
+In any schedule, an operator runs again in a region, of one call or of many, and
 
     saved    each tensor that is saved in a region takes a while to put away, in the forward and in the recompute
-    begun    where an operator runs again and the one before it does not, a region begins, or a policy is there that
-             saw the one before, in the forward and in the recompute, and what is then saved takes more
+    begun    where an operator runs again and the one before it does not, a region begins, or a policy is active that
+             saw the one before, in the forward and in the recompute, and the saves there take longer
 
-How many regions there are is up to the schedule, so what else they take is left out.
+The number of regions depends on the schedule, so their other overhead is left out.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torchremat.schedules.dataflow import Dataflow
 
 
 def regions_of(profile: Profile, flow: Dataflow) -> Regions | None:
-    """Return what regions take in seconds; None if the operators of a plain step are not those of the profile."""
+    """Return the overhead of regions in seconds; None if the operators of a plain step differ from the profile's."""
     trace, overheads = profile.units.trace.operators, profile.overheads
     if [run.name for run in trace.runs] != [operator.name for operator in flow.operators]:
         return None
@@ -31,10 +31,10 @@ def regions_of(profile: Profile, flow: Dataflow) -> Regions | None:
 
 
 def saves_of(trace: OperatorTrace) -> list[int]:
-    """Return how many tensors are saved in a recompute for certain if an operator runs in it, for each operator.
+    """Return, for each operator, how many tensors a recompute that runs it saves for certain.
 
-    A recompute ends with a save. So of what is saved between two operators, what the first has made is counted there,
-    and the rest where the second reads it.
+    A recompute ends with a save. So of the tensors saved between two operators, the first one's results count there,
+    and the rest where the second reads them.
     """
     found = [0] * len(trace.runs)
     for save in trace.saves:

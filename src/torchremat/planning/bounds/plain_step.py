@@ -1,11 +1,11 @@
-"""What a plain step computes and reads back, operator by operator: what a bound over all schedules is made from.
+"""The operators of a plain step and the values that its backward reads: the data for a bound over all schedules.
 
 One plain step runs under a log. In its forward the log notes operators and values, as in a profile's trace; in its
-backward it notes for each operator which of those values it reads, and how many bytes of what backward itself has made
-are live then. Those are gradients: when they come and go is up to autograd alone, so they lie there in every schedule.
-So does what a kernel takes for itself while it runs, which the allocator tells of.
+backward it notes for each operator which of these values it reads, and how many bytes made by backward itself are live
+then. These are gradients: autograd alone decides their live ranges, so they are live in every schedule. So is the
+workspace of a running kernel, which the allocator reports.
 
-What was there before the step counts nothing, whatever is written to it: parameters, gradients, buffers, inputs.
+Tensors from before the step do not count, even if written: parameters, gradients, buffers, inputs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from torchremat.schedules.dataflow import Dataflow, Operator, Value
 from torchremat.tensors.parts import memories_of
 from torchremat.tensors.structure import tensors_in
 
-_DEVICE = torch.ops.prim.device.default  # that fakes are asked for their device is no operator of a step
+_DEVICE = torch.ops.prim.device.default  # a query for the device of a fake is not an operator of a step
 _NO_ROOM = "a step without any recompute, which shows what backward reads, does not fit into memory"
 _COMPILED = "the step runs compiled code, of which no operators are seen"
 
@@ -72,15 +72,15 @@ def plain_step(
     peak_bytes: int,
     peers: Peers | None = None,
 ) -> PlainStep | Unseen:
-    """Run a plain step, which leaves no trace, and return what it did.
+    """Run a plain step without side effects, and return its record.
 
     Args:
-        subject: The step; nothing of its models may be wrapped.
+        subject: The step; no module of its models may be wrapped.
         machine: Where it runs.
         cost: The unit of the costs.
-        profile: Of the step: what plans and their bounds say of seconds is from one measurement.
-        peak_bytes: What the step will need, beside what lies there; it is not run where that is not free.
-        peers: The processes that all run it, or none does.
+        profile: Of the step: the seconds of plans and of their bounds come from one measurement.
+        peak_bytes: Bytes that the step will need in addition to existing ones; it does not run if they are not free.
+        peers: The processes of which all run it, or none.
     """
     peers = peers or Peers()
     if not peers.everywhere(lambda: has_room(machine, peak_bytes)):
@@ -108,7 +108,7 @@ def _plain_step(subject: Subject, machine: Machine, cost: Cost, profile: Profile
         finally:
             log.close()
     if any(run.is_compiled for run in log.trace.runs):
-        # It runs eagerly under a log, so what is seen of it is not what a training step runs.
+        # It runs eagerly under a log, so the log does not show the operators of a training step.
         return Unseen(reason=_COMPILED)
     costs = _costs(log.trace, cost, profile)
     pulls = log.pulls(None if recorder is None else recorder.trace)
@@ -126,7 +126,7 @@ def _costs(trace: OperatorTrace, cost: Cost, profile: Profile) -> list[float]:
 
 
 class _BackwardOperator(NamedTuple):
-    """An operator of the backward: what it reads, the bytes of gradients before and after it, and its marks."""
+    """An operator of the backward: its reads, the bytes of gradients before and after it, and its marks."""
 
     reads: tuple[int, ...]
     before_bytes: int
@@ -135,7 +135,7 @@ class _BackwardOperator(NamedTuple):
     ends: int
 
     def pull(self, trace: AllocationTrace | None) -> Pull:
-        """Return it with the most bytes that lie beside what it reads."""
+        """Return it with the most bytes live in addition to its reads."""
         beside_bytes = self.after_bytes
         if trace is not None:
             rise_bytes = trace.peak_bytes_between(self.begins, self.ends) - trace.live_bytes_at(self.begins)
@@ -144,10 +144,10 @@ class _BackwardOperator(NamedTuple):
 
 
 class _StepLog(OperatorTracer):
-    """Logs the operators of a forward, and of the backward after it what they read.
+    """Logs the operators of a forward, and the reads of the operators of the backward after it.
 
     Attributes:
-        in_backward: Whether the backward has begun; whoever begins it sets it.
+        in_backward: Whether the backward has begun; the code that begins it sets it.
     """
 
     def __init__(self, flops: FlopCounter, device: torch.device, recorder: AllocationRecorder | None) -> None:
@@ -160,7 +160,7 @@ class _StepLog(OperatorTracer):
         self._gradient_bytes = 0
 
     def mark(self) -> int:
-        """Mark this moment among the allocations, of which those of the forward do not matter."""
+        """Mark the current time among the allocations; allocations of the forward do not matter."""
         return super().mark() if self.in_backward else -1
 
     def close(self) -> None:
@@ -175,7 +175,7 @@ class _StepLog(OperatorTracer):
         return value
 
     def _counts(self, tensor: Tensor) -> bool:
-        # Not the device of the memory, which fakes have on none. "cuda" without an index means any.
+        # Not the memory's device: the memory of fakes is on none. "cuda" without an index means any.
         return tensor.device.type == self._device.type and self._device.index in (None, tensor.device.index)
 
     def __torch_dispatch__(
@@ -195,14 +195,14 @@ class _StepLog(OperatorTracer):
         ends = self.mark()
         for tensor in tensors_in(result):
             for memory in memories_of(tensor) if self._counts(tensor) else ():
-                # What it was given and returns, a `.grad` that it adds to, was there before.
+                # An argument that it returns, such as a `.grad` that it adds to, existed before.
                 if address_of(memory) not in given:
                     self._add(memory)
         self._seen.append(_BackwardOperator(reads, before_bytes, self._gradient_bytes, begins, ends))
         return result
 
     def pulls(self, trace: AllocationTrace | None) -> tuple[Pull, ...]:
-        """Return the operators of the backward, with what the allocator did, if that is known."""
+        """Return the operators of the backward, with their allocations, if known."""
         return tuple(seen.pull(trace) for seen in self._seen)
 
     def _add(self, memory: UntypedStorage) -> None:

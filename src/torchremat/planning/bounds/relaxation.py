@@ -1,4 +1,4 @@
-"""A profile as a chain that takes no more than it does: for lower bounds, where `chains` is for finding plans.
+"""A profile as a chain that needs no more than it does: for lower bounds, whereas `chains` is for finding plans.
 
     what                                        chains              here
     a storage that several units hold           counts for each     for the first that could hold it
@@ -7,8 +7,8 @@
     code between two units                      as in the profile   takes nothing
     a unit of which backward needs nothing      may cost            costs nothing
 
-Of regions inside of regions it says what the solver's chain says: that they hold their input until their own backward
-is over. They let go of it a little earlier, so the lowest of nested trees may need a little less than this says.
+For nested regions it assumes the same as the solver's chain: they hold their input until their own backward is over. In
+fact they free it a little earlier, so the lowest nested trees may need a little less than this chain.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from torchremat.schedules.chain import Chain, Stage
 
 @dataclass(frozen=True, kw_only=True)
 class Relaxation:
-    """A chain, and how many bytes more than a limit it may take for every tree that is within the limit."""
+    """A chain, and by how many bytes it may exceed a limit for every tree that is within the limit."""
 
     chain: Chain
     slack_bytes: int
 
 
 def underestimate(profile: Profile, cost: Cost) -> Relaxation | None:
-    """Return the chain; None if backward comes to the units in another order than the reverse of forward's."""
+    """Return the chain; None if backward visits the units in an order other than the reverse of forward's."""
     order = list(profile.order)
     if order != sorted(order, reverse=True):
         return None
@@ -50,7 +50,7 @@ def _stage(profile: Profile, unit: int, cost: Cost, stage: Stage, counted: set[i
     links, costs = dict(own.links), profile.costs[unit]
 
     def take(storages: set[int]) -> set[int]:
-        """Count storages that are counted nowhere yet; those that live to the end whatever the plan is never are."""
+        """Count storages not counted yet; storages that live to the end under any plan never count."""
         found = {storage for storage in storages if storage in trace.died} - counted
         counted.update(found)
         return found

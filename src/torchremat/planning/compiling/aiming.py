@@ -1,8 +1,8 @@
-"""A split whose programs fit: what a compiler makes of the two graphs is held to the limit, not their operators.
+"""A split whose programs fit: the limit applies to the compiler's programs of the two graphs, not to their operators.
 
-`Saver` knows operators. Of kernels it knows only the plainest, and of copies to other layouts nothing, so what it takes
-for a peak is off, either way. The programs of a split tell what is there while each operator runs; told that, `Saver`
-is right about this split and better about those near it. A few rounds of that come close to the limit.
+`Saver` knows operators. It knows only the plainest kernels, and no copies to other layouts, so its peak is off, either
+way. The programs of a split give the live bytes while each operator runs; with these, `Saver` is exact for this split
+and better for splits near it. A few such rounds come close to the limit.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from torchremat.planning.compiling.halves import Halves
 from torchremat.schedules.joint import Split, split
 from torchremat.schedules.saving import Saver
 
-# Each has a compiler write two programs, which takes some seconds for a thousand operators.
+# For each, a compiler writes two programs, which takes some seconds for a thousand operators.
 _MOST_TRIES = 5
 _MOST_LOWEST = 3
-# No try is begun after this.
+# No try starts after this.
 _CAP_S = 60.0
-# Of what is made again: another try is not worth less.
+# Share of the recompute cost: a smaller gain is not worth another try.
 _WORTH = 0.02
-# Of what a step takes beside parameters and inputs: what is above the limit by less may fit all the same.
+# Share of a step's bytes without parameters and inputs: a split above the limit by less may still fit.
 _NEAR = 0.03
 
 
 def aimed(saver: Saver, limit_bytes: int, plain: Halves, make: Callable[[Split], Halves]) -> Halves:
-    """Return the split of least cost that is found whose programs fit; if none does, the lowest.
+    """Return the split found of least cost whose programs fit; if none fits, the lowest.
 
     Args:
         saver: Finds splits.
-        limit_bytes: What the programs may need.
-        plain: The split where nothing runs twice; it is known not to fit.
+        limit_bytes: Limit on the peak of the programs.
+        plain: The split in which no operator runs twice; it is known not to fit.
         make: Makes the two graphs of a split, and has a compiler write their programs.
     """
     made = {plain.split.saved: plain}
@@ -47,7 +47,7 @@ def aimed(saver: Saver, limit_bytes: int, plain: Halves, make: Callable[[Split],
     until_s = time.monotonic() + _CAP_S
     while len(made) <= _MOST_TRIES and time.monotonic() < until_s:
         saver = saver.told(last.beside)
-        # What of the last peak its operators do not explain.
+        # The part of the last peak that its operators do not explain.
         off = last.peak_bytes - split(saver.joint, last.split.saved).peak_bytes
         below = best.split.cost * (1 - _WORTH) if best else math.inf
         found = next((one for one in _candidates(saver, limit_bytes - off, made, below) if one.saved not in made), None)
@@ -62,7 +62,7 @@ def aimed(saver: Saver, limit_bytes: int, plain: Halves, make: Callable[[Split],
 def _candidates(
     saver: Saver, target_bytes: int, made: Mapping[frozenset[int], Halves], below: float
 ) -> Iterator[Split]:
-    """Yield splits that cost less than something and may fit: first the one that should."""
+    """Yield splits that cost less than `below` and may fit: first the one that should."""
     found = saver.solve(target_bytes)
     known = made.get(found.saved) if found is not None else None
     if known is not None and known.peak_bytes > target_bytes:
@@ -74,9 +74,9 @@ def _candidates(
 
 
 def _lowest(saver: Saver, limit_bytes: int, plain: Halves, tried: Callable[[Split], Halves]) -> Halves:
-    """Return the split whose programs need least of those that are found, or the first of them that fits.
+    """Return the split found with the lowest peak of its programs, or the first one that fits.
 
-    These do not depend on the limit, so that the smallest budget that works does, once it is asked for.
+    These splits do not depend on the limit, so the smallest budget that works also works when it is requested.
     """
     last = lowest = plain
     for _ in range(_MOST_LOWEST):

@@ -1,12 +1,12 @@
 """`compiled`: `torch.compile` with a budget for the peak of the step.
 
-What a partitioner cannot see from one graph is looked for around each call, and told as a warning:
+A partitioner sees one graph only; each call checks for the other cases and warns:
 
     no hook         a backend or a torch that takes no partitioner compiles as it does without a budget
-    nothing         dynamo gave up on the function, and ran it as it is
-    several graphs  each is held to the budget, but what the first ones save lies there while the later ones run
+    nothing         dynamo gave up on the function, and ran it uncompiled
+    several graphs  each is held to the budget, but tensors saved by the first ones are live while the later ones run
 
-Where dynamo has compiled too many versions of a function, it runs the next one as it is: that is an error here.
+If dynamo has compiled too many versions of a function, it runs the next one uncompiled: that is an error here.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ R = TypeVar("R")
 
 
 class Compiled(Generic[P, R]):
-    """A compiled model or function. Called like the original, which stays as it was and has the parameters.
+    """A compiled model or function. Called like the original, which stays unchanged and owns the parameters.
 
     Attributes:
         original: The model or function.
-        reason: Why there is no budget, or "" if there is one.
+        reason: Why the budget does not apply, or "" if it applies.
     """
 
     def __init__(
@@ -45,18 +45,18 @@ class Compiled(Generic[P, R]):
         self.reason = reason
         self._function = function
         self._partitioner = partitioner
-        self._was_compiled = bool(reason)  # nothing more is to be said then
+        self._was_compiled = bool(reason)  # then no further warning is needed
 
     @property
     def partitions(self) -> tuple[Partition, ...]:
         """How each graph with a backward was split, in the order in which they were compiled.
 
-        Empty before the first call, and where a compiler took all graphs from its cache.
+        Empty before the first call, and if the compiler took all graphs from its cache.
         """
         return tuple(self._partitioner.partitions)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run it, compiled first if that is due.
+        """Run it, after compiling it if needed.
 
         Raises:
             BudgetError: It was compiled, and no split of a graph fits the budget; or it was compiled for so many kinds
@@ -66,7 +66,7 @@ class Compiled(Generic[P, R]):
         try:
             with never_uncompiled():
                 result = self._function(*args, **kwargs)
-        except Exception as error:  # the compiler wraps whatever a partitioner raises
+        except Exception as error:  # the compiler wraps every error of a partitioner
             own = own_error(error)
             if own is None or own is error:
                 raise
@@ -75,7 +75,7 @@ class Compiled(Generic[P, R]):
         return result
 
     def _check(self, made: tuple[Partition, ...], *, has_compiled: bool) -> None:
-        """Warn if what a call has compiled cannot keep the budget. Under a mode compiled code runs eagerly."""
+        """Warn if the graphs compiled by a call cannot keep the budget. Under a mode compiled code runs eagerly."""
         if len(made) > 1:
             warn(
                 f"{self._name} broke into {len(made)} graphs with a backward. Each is held to the budget by itself, "
@@ -118,25 +118,26 @@ def compiled(
 ) -> Compiled[P, R]:
     """Return a model or function compiled so that the peak of a training step stays within a budget.
 
-    What is saved between forward and backward, and what the backward makes again, is chosen by the peak of both. If a
-    function breaks into several graphs, each is held to the budget by itself.
+    The peak of forward and backward decides which values are saved between them, and which the backward recomputes. If
+    a function breaks into several graphs, each is held to the budget by itself.
 
     Args:
-        model: A module, or a function. What it returns is held as long as its backward runs.
+        model: A module, or a function. Its results are held while its backward runs.
         budget: Peak bytes of forward and backward, with parameters, inputs, and the gradients that the backward makes:
-            an int, `"6GiB"`, or `"60%"` of the peak if nothing was made again.
-        backend: `"inductor"`, `"aot_eager"`, or what `aot_autograd` of `torch._dynamo.backends.common` makes. With
-            another one, or if this torch has no hook, the backend splits as it does without a budget, with a warning.
-        margin: Bytes of the budget to leave free for what is in no graph, such as an optimizer's state.
-        cost: What is made again as little as possible: estimated `"seconds"`, or `"flops"`.
+            an int, `"6GiB"`, or `"60%"` of the peak without any recompute.
+        backend: `"inductor"`, `"aot_eager"`, or a backend made by `aot_autograd` of `torch._dynamo.backends.common`.
+            With another one, or if this torch has no hook, the backend splits as it does without a budget, with a
+            warning.
+        margin: Bytes of the budget to leave free for memory outside of any graph, such as an optimizer's state.
+        cost: The recompute cost to minimise: estimated `"seconds"`, or `"flops"`.
         dynamic: As for `torch.compile`. A graph is used for the sizes with which it was made, and for smaller ones.
         fullgraph: As for `torch.compile`.
 
     Raises:
-        BudgetError: The budget or the margin is no size, or the margin leaves nothing of it. The first call raises it
-            if no split fits, with the least that works.
-        UnsupportedError: `model` is neither a module nor a function, or `cost`, `fullgraph` or `dynamic` is something
-            else than it can be.
+        BudgetError: The budget or the margin is not a size, or the margin leaves nothing of it. The first call raises
+            it if no split fits, with the smallest budget that works.
+        UnsupportedError: `model` is neither a module nor a function, or `cost`, `fullgraph` or `dynamic` has an invalid
+            value.
     """
     if not callable(model):  # pyright: ignore[reportUnnecessaryComparison]: users are not type-checked
         raise UnsupportedError(f"model: a torch.nn.Module or a function is needed, got {type(model).__name__}.")

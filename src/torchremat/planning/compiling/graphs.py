@@ -1,8 +1,8 @@
 """The joint graph of a forward and its backward, as AOTAutograd makes it, read as data.
 
-Bytes are those of the storages that the graph's stand-ins for tensors have: a view has none of its own. What kernels
-allocate beside their results is as measured. Costs are a roofline in bytes: what an operator reads and writes, or its
-flops at so many for each byte, whichever takes longer.
+Bytes are the storage sizes of the graph's fake tensors: a view has no bytes of its own. Workspaces of kernels are
+measured. Costs are a roofline in bytes: the bytes that an operator reads and writes, or its flops at a fixed number per
+byte, whichever takes longer.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from torchremat.schedules.joint import Joint
 from torchremat.schedules.kernels import walk
 from torchremat.tensors.structure import tensors_in
 
-# How many flops take as long as one byte; matrix units of accelerators are further ahead of their memory.
+# Flops that take as long as one byte; accelerators have a higher ratio, because of their matrix units.
 _FLOPS_PER_BYTE = {"cpu": 10.0}
 _FLOPS_PER_BYTE_ELSEWHERE = 100.0
-# Allocators of accelerators give blocks of a multiple of this.
+# Allocators of accelerators round blocks up to a multiple of this.
 _BLOCK_BYTES = {"cpu": 1}
 _BLOCK_BYTES_ELSEWHERE = 512
-# Operators that contain others, whatever those do, and collectives.
+# Operators that contain others, whatever these do, and collectives.
 _NEVER_AGAIN = ("higher_order", "_c10d_functional")
-# What a byte counts in flops where flops decide.
+# The flops that a byte counts as, where flops decide.
 _TIE = 1e-3
 
 
@@ -47,12 +47,12 @@ class JointReading:
 
     Attributes:
         joint: Its operators and values.
-        nodes: For each value the first node that is a tensor of it; absent where there is none.
+        nodes: For each value the first node that is a tensor of it; absent where no node is.
         flops: By operator.
-        device: Whose bytes count: the one that has most of them.
+        device: The device whose bytes count: the one with the most bytes.
         numbers: The values by the addresses of their storages.
-        workspaces: What kernels allocate beside their results.
-        fuses: Whether a compiler makes kernels of its own of the graph, out of several operators.
+        workspaces: Workspaces of kernels: bytes in addition to their results.
+        fuses: Whether a compiler fuses several operators of the graph into its own kernels.
     """
 
     joint: Joint
@@ -64,7 +64,7 @@ class JointReading:
     fuses: bool
 
     def peak_bytes(self, forward: Graph, backward: Graph) -> int:
-        """Return the peak of two graphs that were made of the joint one, as they are."""
+        """Return the peak of two graphs made from the joint one, taken as given."""
         joint = self.joint
         there = set(joint.outputs) & joint.maker.keys()
         sizes = joint.size_bytes
@@ -80,17 +80,17 @@ class JointReading:
         return max((size for size, _ in live), default=joint.fixed_bytes)
 
     def block(self, size: int) -> int:
-        """Return what the allocator gives for so many bytes."""
+        """Return the bytes that the allocator gives for a request."""
         return _block(size, self.device)
 
     def saved(self, forward: Graph, num_fwd_outputs: int) -> frozenset[int]:
-        """Return the values that a forward graph returns beside its own outputs."""
+        """Return the values that a forward graph returns in addition to its own outputs."""
         output = next(iter(forward.find_nodes(op="output")))
         returned = [node for node in _flat(output.args) if isinstance(node, Node)][num_fwd_outputs:]
         return frozenset(value for node in returned for value in self.values_of(node) if value in self.joint.maker)
 
     def values_of(self, node: Node) -> list[int]:
-        """Return the values that a node's tensors are, or are views of."""
+        """Return the values of a node's tensors, or of their bases for views."""
         return [self.numbers[address] for address in _addresses(node) if address in self.numbers]
 
     def _operators(self, graph: Graph) -> tuple[list[Operator], set[int]]:
@@ -122,10 +122,10 @@ def read_graph(graph: Graph, num_fwd_outputs: int, cost: Cost = "seconds", *, fu
     """Return a joint graph as data.
 
     Args:
-        graph: The graph; its nodes have stand-ins for their results.
+        graph: The graph; its nodes have fake tensors for their results.
         num_fwd_outputs: How many of its outputs are the forward's.
-        cost: What operators cost: `"seconds"` by the roofline, or `"flops"`; bytes then only break ties.
-        fuses: Whether it is for a compiler that makes kernels of its own, as Inductor does.
+        cost: The cost of operators: `"seconds"` by the roofline, or `"flops"`; bytes then only break ties.
+        fuses: Whether it is for a compiler that makes its own kernels, as Inductor does.
     """
     device = _device_of(graph)
     workspaces = measured_workspaces(graph, device)
@@ -156,7 +156,7 @@ def read_graph(graph: Graph, num_fwd_outputs: int, cost: Cost = "seconds", *, fu
             values = numbered(node)
             made = tuple(dict.fromkeys(value for value in values if value >= before))
             written = _writes(node)
-            if written:  # it has to run, though nobody may read what it makes
+            if written:  # it must run, even if its result has no reader
                 made = (*made, len(sizes))
                 effects[must_be_in_backward(node)].append(len(sizes))
                 sizes.append(0)
@@ -240,7 +240,7 @@ def _addresses(node: Node) -> Iterator[int]:
 
 
 def _device_of(graph: Graph) -> torch.device:
-    """The device that has most of the bytes."""
+    """The device with the most bytes."""
     total: dict[torch.device, int] = {}
     for node in graph.nodes:
         for tensor in _tensors(node):
@@ -249,14 +249,14 @@ def _device_of(graph: Graph) -> torch.device:
 
 
 def _may_run_again(node: Node) -> bool:
-    """Whether an operator would do the same again, and nothing else."""
+    """Whether an operator repeats its result, without side effects."""
     if not is_operator(node.target) or node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE:
         return False
     return name_of(node.target).namespace not in _NEVER_AGAIN and not _draws(node)
 
 
 def _draws(node: Node) -> bool:
-    """Whether an operator draws random numbers; attention does only if it drops something."""
+    """Whether an operator draws random numbers; attention does only with dropout."""
     target = cast("Any", node.target)
     if torch.Tag.nondeterministic_seeded not in target.tags:
         return False

@@ -1,4 +1,4 @@
-"""The two graphs of a split, and what they need."""
+"""The two graphs of a split, and their peak."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from torchremat.schedules.joint import NOTHING_BESIDE, Beside, Split, split
 
 @dataclass(frozen=True, kw_only=True)
 class Halves:
-    """Two graphs of a joint one.
+    """The two graphs made from a joint one.
 
     Attributes:
-        split: What they save, and what is made again.
+        split: The saved values, and the operators that run again.
         forward: The graph of the forward.
         backward: The graph of the backward.
-        peak_bytes: What they need as they will run.
-        beside: What is there then beside the values of the joint list, as far as it is known.
+        peak_bytes: The peak of both as they will run.
+        beside: Bytes live in addition to the values of the joint list, where known.
     """
 
     split: Split
@@ -38,8 +38,8 @@ class Halver:
     """Makes the two graphs of any split of one joint graph.
 
     Args:
-        joint: The graph, tidied.
-        reading: The same, read.
+        joint: The joint graph, cleaned up.
+        reading: The joint graph, read as data.
         num_fwd_outputs: How many of its outputs are the forward's.
     """
 
@@ -51,21 +51,21 @@ class Halver:
         self._trials = Trials(reading.device)
 
     def of(self, found: Split) -> Halves:
-        """Make the graphs of a split, with what is made again as late as it can be."""
+        """Make the graphs of a split, with recomputes as late as possible."""
         nodes = [self.reading.nodes[value] for value in sorted(found.saved) if value in self.reading.nodes]
         return self._halves(found, *partition_saving(self._joint, nodes, self._num_fwd_outputs))
 
     def given(self, forward: GraphModule, backward: GraphModule) -> Halves:
-        """Take graphs that were made otherwise."""
+        """Take graphs that other code made."""
         found = split(self.reading.joint, self.reading.saved(forward.graph, self._num_fwd_outputs))
         return self._halves(found, forward, backward)
 
     def _halves(self, found: Split, forward: GraphModule, backward: GraphModule) -> Halves:
-        """What graphs need: as they are, or by the programs that a compiler writes of them."""
+        """The peak of graphs: by their operators, or by the programs that a compiler writes for them."""
         if self._reads_programs:
             try:
                 needs = needs_of_programs(self.reading, forward, backward, self._num_fwd_outputs, self._trials)
-            except Exception as error:  # noqa: BLE001  whatever of a compiler is not as it was
+            except Exception as error:  # noqa: BLE001  any internal of a compiler may change
                 self._reads_programs = False
                 reason = str(error).partition("\n")[0]
                 warn(

@@ -1,16 +1,17 @@
-"""`PeakPartitioner`: splits the joint graph that a compiler has of a forward and its backward, for a peak.
+"""`PeakPartitioner`: splits a compiler's joint graph of a forward and its backward, for a peak.
 
-torch's own partitioner bounds what is saved between the two, and when little is saved, the backward begins by making
-all of the forward again. Ours chooses what to save by the peak of both graphs, in the order in which they run.
+torch's own partitioner bounds the bytes saved between the two, and when few are saved, the backward begins by
+recomputing all of the forward. Ours chooses the saved values by the peak of both graphs, in the order in which they
+run.
 
-    1  torch splits the graph as it does without a budget, and the graph is tidied; it splits copies under some budgets
-       of its own: candidates, all of them
+    1  torch splits the graph as it does without a budget, and the graph is cleaned up; torch splits copies under
+       some budgets of its own; all of these splits are candidates
     2  `Saver` chooses, on the graph read as data
-    3  torch's own functions make the two graphs of what is to be saved, with what is made again as late as it can be
+    3  torch's own functions make the two graphs for the saved values, with recomputes as late as possible
     4  the peak of these graphs is the prediction; where Inductor makes kernels of them, the peak of its programs, and
-       2 to 4 are gone through a few times until that comes close to the budget
+       steps 2 to 4 repeat a few times until that comes close to the budget
 
-Missing on purpose: values that are made again twice.
+Missing on purpose: values that are recomputed twice.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from torchremat.schedules.prices import Prices
 from torchremat.schedules.saving import Saver
 from torchremat.tensors.sizes import format_bytes, format_flops
 
-# Of what torch would save without a budget: its splits under these are candidates.
+# Shares of the bytes that torch saves without a budget: its splits under these are candidates.
 _SHARES = (0.75, 0.5, 0.25)
 
 
@@ -52,15 +53,15 @@ class Partition:
 
     Attributes:
         budget_bytes: The most that its forward and backward may need together with parameters and inputs.
-        peak_bytes: What they need, by prediction.
-        plain_peak_bytes: What they would need if nothing ran twice.
-        saved_bytes: What the forward leaves for the backward, without parameters and inputs.
+        peak_bytes: Their predicted peak.
+        plain_peak_bytes: Their predicted peak if nothing runs twice.
+        saved_bytes: Bytes that the forward leaves for the backward, without parameters and inputs.
         fixed_bytes: Parameters and inputs.
-        recomputed_operators: How many run in both.
-        recomputed_flops: Those of them.
+        recomputed_operators: How many operators run in both.
+        recomputed_flops: The flops of these operators.
         flops: Of the forward.
-        excess: How much more is made again than the least that any schedule needs within the budget, at most: as a
-            share of the forward's cost.
+        excess: Upper bound on the recompute cost above the least that any schedule needs within the budget: as a share
+            of the forward's cost.
         is_torchs: Whether torch's own split without a budget was the best.
     """
 
@@ -93,25 +94,25 @@ class Partition:
 class PeakPartitioner:
     """A partition function for AOTAutograd and Inductor that bounds the peak of a step.
 
-    `compiled` puts it in where the backend has a hook for it. A backend of one's own takes it as
+    `compiled` installs it if the backend has a hook for it. A custom backend takes it as
     `aot_autograd(partition_fn=PeakPartitioner("2GiB"), ...)`.
 
     Args:
         budget: Peak bytes of forward and backward, parameters, inputs and gradients included: an int, `"6GiB"`, or
-            `"60%"` of the peak that they have if nothing is made again. Each graph is held to it by itself.
-        margin: Bytes of the budget to leave free for what is in no graph: an optimizer's state, say.
-        cost: What is made again as little as possible: estimated `"seconds"`, or `"flops"`.
+            `"60%"` of their peak without any recompute. Each graph is held to it by itself.
+        margin: Bytes of the budget to leave free for memory outside of any graph, for example an optimizer's state.
+        cost: The recompute cost to minimise: estimated `"seconds"`, or `"flops"`.
 
     Attributes:
-        budget: The budget, as it was given.
-        margin_bytes: What of it stays free.
-        cost: What is made again as little as possible.
-        partitions: What became of each graph that was split, in order.
+        budget: The budget, as given.
+        margin_bytes: The part of the budget that stays free.
+        cost: The recompute cost to minimise.
+        partitions: The result for each graph that was split, in order.
 
     Raises:
-        BudgetError: The budget or the margin is no size, or the margin leaves nothing of it; when a graph is split,
+        BudgetError: The budget or the margin is not a size, or the margin leaves nothing of it; when a graph is split,
             also if no split fits.
-        UnsupportedError: `cost` is none.
+        UnsupportedError: `cost` is not a cost.
     """
 
     def __init__(self, budget: int | str, *, margin: int | str = 0, cost: Cost = "seconds") -> None:
@@ -121,7 +122,7 @@ class PeakPartitioner:
                 f"budget={budget!r}: of a compiled graph the smallest is not sought. Give a size, or a share of the "
                 'plain peak: "60%", "40% of activations".'
             )
-        check_budget(budget, "the device", margin=margin)  # how large it is shows when a graph is split
+        check_budget(budget, "the device", margin=margin)  # its size in bytes is known when a graph is split
         check_cost(cost)
         self.budget = budget
         self.cost: Cost = cost
@@ -134,10 +135,10 @@ class PeakPartitioner:
         """Split a joint graph into a forward and a backward.
 
         Args:
-            joint: The joint graph, which is tidied in place.
+            joint: The joint graph, which is cleaned up in place.
             inputs: Its inputs.
             num_fwd_outputs: How many of its outputs are the forward's.
-            options: What torch's own partitioner is given beside these.
+            options: Further arguments of torch's own partitioner.
 
         Raises:
             BudgetError: No split fits the budget.
@@ -154,7 +155,7 @@ class PeakPartitioner:
         plain = halver.of(split(reading.joint, reading.joint.asked))
         budget = self._bytes(reading, plain.peak_bytes)
         limit = budget - self.margin_bytes
-        # What Inductor makes again it fuses with what reads it, and its own split is made for that.
+        # Inductor fuses recomputed values with their readers, and its own split is made for that.
         is_torchs = reading.fuses and theirs.peak_bytes <= limit
         if is_torchs:
             found = theirs
@@ -173,11 +174,11 @@ class PeakPartitioner:
         return found.forward, found.backward
 
     def __reduce__(self) -> tuple[Callable[[int | str], PeakPartitioner], tuple[int | str]]:
-        """Return what makes one like it, with nothing split so far: caches of compilers pickle it as a key."""
+        """Return a constructor of an equal one without any splits: caches of compilers pickle it as a key."""
         return partial(PeakPartitioner, margin=self.margin_bytes, cost=self.cost), (self.budget,)
 
     def uuid(self) -> object:
-        """Return what tells this partitioner from others, for the caches of compilers."""
+        """Return the identity of this partitioner, for the caches of compilers."""
         code = hashlib.sha256(b"".join(path.read_bytes() for path in _code())).hexdigest()
         return f"torchremat {code} {self.budget} {self.margin_bytes} {self.cost}"
 
@@ -225,7 +226,7 @@ class PeakPartitioner:
 def _torchs(
     untidied: GraphModule, reading: JointReading, inputs: Sequence[object], *, num_fwd_outputs: int, **options: object
 ) -> Iterator[frozenset[int]]:
-    """Yield what torch saves under budgets of its own."""
+    """Yield the values that torch saves under its own budgets."""
     for share in _SHARES:
         tried = copied(untidied)
         forward, _ = torch_partition_of_share(share, tried, inputs, num_fwd_outputs=num_fwd_outputs, **options)
@@ -233,7 +234,7 @@ def _torchs(
 
 
 def _code() -> list[Path]:
-    """The files that decide how a graph is split: ours, and those that count flops and bytes for them."""
+    """The files that decide how a graph is split: ours, and the files that count flops and bytes for them."""
     package = Path(__file__).parents[2]
     folders = ("_compat", "measuring", "planning/compiling", "schedules", "tensors")
     paths = [path for folder in folders for path in sorted((package / folder).glob("*.py"))]

@@ -1,9 +1,9 @@
-"""The programs that Inductor writes of a forward and its backward, line by line.
+"""The programs that Inductor writes for a forward and its backward, line by line.
 
-What is fused is never in memory, what is fused across a graph lies there earlier or longer than the graph says, and
-copies to other layouts are in no graph at all. All of that is decided when Inductor has written its programs, and can
-be read in them, without a kernel being compiled: a line allocates a buffer, makes a view of one, calls a kernel or an
-operator, or drops a name.
+Fused values are never in memory, values fused across a graph have longer live ranges than the graph shows, and copies
+to other layouts are in no graph at all. All of that is decided once Inductor has written its programs, and can be read
+from them without compiling a kernel: a line allocates a buffer, makes a view of one, calls a kernel or an operator, or
+drops a name.
 
     buf0 = empty_strided_cpu((256, 64), (64, 1), torch.float32)      a storage
     buf1 = reinterpret_tensor(buf0, (64, 256), (1, 64), 0)           a view: the same storage
@@ -35,13 +35,13 @@ _OPERATORS = ("torch.ops.", "extern_kernels.", "aten.")
 
 
 class Program:
-    """What Inductor has written of a graph.
+    """The program that Inductor has written for a graph.
 
     Args:
-        wrapper: The same as text.
+        wrapper: The program as text.
 
     Attributes:
-        tensors: What each name has that is a tensor.
+        tensors: Shape, strides, dtype and device of each name that is a tensor.
         lines: In the order in which they run.
         origins: For each buffer the nodes of the graph that it was made for.
 
@@ -61,28 +61,28 @@ class Program:
                 raise UnsupportedError(f"the program calls another one, {call.func.id}.")
 
     def try_operators(self, trials: Trials) -> None:
-        """Run what operators the lines call, each by itself on zeros."""
+        """Run the operators that the lines call, each by itself on zeros."""
         for call in filter(is_operator, self._calls()):
             if _is_torchs(call):
                 trials.run(self.described(call), ast.unparse(call.func), partial(self._prepared, call))
 
     def described(self, call: ast.Call) -> str:
-        """Return a call with shapes in the place of tensors."""
+        """Return a call with shapes in place of tensors."""
         said = copy.deepcopy(call)
         for name in (one for one in ast.walk(said) if isinstance(one, ast.Name)):
             name.id = str(self.tensors.get(name.id) or self._hints.get(name.id, name.id))
         return ast.unparse(said)
 
     def number(self, value: ast.expr) -> Any:
-        """Return what an expression of numbers and symbols is."""
+        """Return the value of an expression of numbers and symbols."""
         return eval(_compiled(value), _meanings(), dict(self._hints))
 
     def parts(self, name: str) -> Iterable[tuple[int, str]]:
-        """Return who takes which of the tensors that a line makes as `name`: itself, if it makes one."""
+        """Return the names of the tensors that a line makes as `name`, by index: the name itself, if it makes one."""
         return self._taken.get(name, {0: name}).items()
 
     def _prepared(self, call: ast.Call) -> Callable[[], object]:
-        """Return an operator with zeros to run it on."""
+        """Return a call of an operator on zeros."""
         meanings, names = _meanings(), _ProgramNames(self.tensors, self._hints)
         function, *args = (eval(_compiled(one), meanings, names) for one in (call.func, *call.args))
         kwargs = {str(one.arg): eval(_compiled(one.value), meanings, names) for one in call.keywords}
@@ -107,7 +107,7 @@ class Program:
 
 
 def is_operator(call: ast.Call) -> bool:
-    """Return whether it is an operator that is called, and not a kernel of Inductor's."""
+    """Return whether the call is of an operator, not of a kernel of Inductor."""
     return ast.unparse(call.func).startswith(_OPERATORS)
 
 
@@ -117,7 +117,7 @@ def _is_torchs(call: ast.Call) -> bool:
 
 
 def _flat(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
-    """The lines in the order in which they run; what is in a `with` is part of it."""
+    """The lines in the order in which they run, including the bodies of `with` statements."""
     for line in body:
         if isinstance(line, ast.With):
             yield from _flat(line.body)
@@ -142,7 +142,7 @@ class _ProgramNames(dict[str, object]):
 
 
 def _meanings() -> dict[str, object]:
-    """What a program calls operators by, and what it gives them beside its own names."""
+    """The globals of a program: the names by which it calls operators, and further arguments that it passes."""
 
     def view(tensor: Tensor, size: list[int], stride: list[int], _: int = 0) -> object:
         return made_up(TensorShape(size, stride, tensor.dtype, tensor.device))

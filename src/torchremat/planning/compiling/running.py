@@ -1,4 +1,4 @@
-"""What lies in memory while a forward and its backward run as Inductor has written them."""
+"""Live bytes while a forward and its backward run as Inductor has written them."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _NOTHING: _Held = frozenset()
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """What a forward and its backward need.
+    """The peak of a forward and its backward, and the bytes at each node.
 
     Attributes:
-        peak_bytes: The most that is there at once.
-        forward: By the names of nodes of the forward, the most while one of their buffers is made or filled.
-        backward: The same of the backward.
+        peak_bytes: The most bytes live at once.
+        forward: By the names of nodes of the forward, the most live bytes while one of their buffers is made or filled.
+        backward: The same for the backward.
     """
 
     peak_bytes: int
@@ -44,17 +44,17 @@ class Needs:
 def needs_of_programs(
     reading: JointReading, forward: GraphModule, backward: GraphModule, num_fwd_outputs: int, trials: Trials
 ) -> Needs:
-    """Return what two graphs need that were made of a joint one, as Inductor will run them.
+    """Return the bytes that two graphs of a joint one need, as Inductor will run them.
 
     Args:
         reading: The joint graph, read.
-        forward: The graph of the forward; its first results are those of the function that is compiled.
-        backward: The graph of the backward, whose inputs are named as what the forward saves.
+        forward: The graph of the forward; its first results are the results of the compiled function.
+        backward: The graph of the backward; its inputs have the names of the values that the forward saves.
         num_fwd_outputs: How many results are the function's. They are held until the backward has ended.
-        trials: The operators that programs call, as far as they have run; more may follow.
+        trials: The operators that programs call and that have run; more may follow.
 
     Raises:
-        UnsupportedError: A program does what is not known here.
+        UnsupportedError: A program does something unknown here.
     """
     inputs, results = _inputs(forward), [one.name if isinstance(one, Node) else "" for one in _results(forward)]
     written = wrapper_of(forward, [node.meta["val"] for node in inputs], visible=num_fwd_outputs)
@@ -91,7 +91,7 @@ def _results(graph: GraphModule) -> Sequence[object]:
 
 
 def _restrided(value: object, strides: tuple[int, ...] | None) -> object:
-    """What a forward saves has the strides that its program gives it."""
+    """Saved values have the strides that the forward's program gives them."""
     if not isinstance(value, Tensor) or strides is None or value.stride() == strides:
         return value
     return value.as_strided(value.size(), strides)
@@ -100,12 +100,12 @@ def _restrided(value: object, strides: tuple[int, ...] | None) -> object:
 class Memory:
     """The storages that programs make, while they run one after the other.
 
-    Whoever calls a program holds what he gives it once for each input, which the program takes over, and is given a
-    hold of all that it returns. Parameters and inputs of the step are there all the time, and are no storages here.
+    The caller of a program passes it one reference for each input, which the program takes over, and receives a
+    reference to each result. Parameters and inputs of the step are live all the time, and are not storages here.
 
     Attributes:
-        peak_bytes: The most so far.
-        heights: Of the last program, the most while a buffer of each node is made or filled.
+        peak_bytes: The peak so far.
+        heights: Of the last program, the peak while a buffer of each node is made or filled.
     """
 
     def __init__(self, reading: JointReading, trials: Trials) -> None:
@@ -115,19 +115,19 @@ class Memory:
         self._sizes: list[int] = []
         self._holders: Counter[int] = Counter()
         self.heights: dict[str, int] = {}
-        # Of the program that runs: the nodes of the line; storages by name, and by name and place for those that have
-        # several tensors.
+        # Of the running program: the nodes of the line; storages by name, and by name and index for names with several
+        # tensors.
         self._nodes: Sequence[str] = ()
         self._names: dict[str, _Held] = {}
         self._places: dict[tuple[str, int], _Held] = {}
 
     def add(self, nodes: Iterable[Node]) -> None:
-        """Count tensors that are there from now on."""
+        """Count tensors that are live from now on."""
         values = {value for node in nodes for value in self._reading.values_of(node)}
         self._live_bytes += sum(self._reading.joint.size_bytes[value] for value in values)
 
     def run(self, program: Program, inputs: Sequence[_Held]) -> list[_Held]:
-        """Run a program, and return what its results hold."""
+        """Run a program, and return the storages that its results hold."""
         self._names, self._places, self.heights = {}, {}, {}
         for line in program.lines:
             match line:
@@ -184,13 +184,13 @@ class Memory:
                 return _NOTHING
 
     def _run(self, program: Program, name: str, call: ast.Call) -> _Held:
-        """Run an operator that makes what it returns."""
+        """Run an operator that allocates its results."""
         described = program.described(call)
         self._reach(self._trials.high_bytes.get(described, 0))
         if described in self._trials.results:
             places = _places(self._trials.results[described])
             held = self._made(self._trials.storage_bytes[described])
-        else:  # it is known what Inductor says of it
+        else:  # the shapes come from Inductor
             parts = {place: program.tensors[part] for place, part in program.parts(name) if part in program.tensors}
             places = list(parts)
             held = self._made(self._counted(one) for one in parts.values())
@@ -206,7 +206,7 @@ class Memory:
         return (1 + sum((length - 1) * step for length, step in steps)) * shape.dtype.itemsize
 
     def _made(self, sizes: Iterable[int]) -> _Held:
-        """Make storages, each of which is held once."""
+        """Make storages, each with one reference."""
         first = len(self._sizes)
         self._sizes += [self._reading.block(size) for size in sizes]
         made = frozenset(range(first, len(self._sizes)))
@@ -216,7 +216,7 @@ class Memory:
         return made
 
     def _reach(self, beside_bytes: int) -> None:
-        """Note what is there now, and for the moment beside it."""
+        """Note the live bytes now, plus temporary ones."""
         there = self._live_bytes + beside_bytes
         self.peak_bytes = max(self.peak_bytes, there)
         for node in self._nodes:
@@ -226,7 +226,7 @@ class Memory:
         self._holders.update(held)
 
     def _drop(self, name: str) -> None:
-        """Give the hold of a name back; a storage that nobody holds is gone."""
+        """Drop the reference of a name; a storage without references is freed."""
         for storage in self._names.pop(name, _NOTHING):
             self._holders[storage] -= 1
             if not self._holders[storage]:
@@ -234,11 +234,11 @@ class Memory:
 
 
 def _filled(call: ast.Call) -> list[str]:
-    """The names of what an operator is given to write to."""
+    """The names of an operator's `out` arguments."""
     return [one.value.id for one in call.keywords if one.arg == "out" and isinstance(one.value, ast.Name)]
 
 
 def _places(result: object) -> list[int]:
-    """Where in what an operator returns there are tensors."""
+    """The indices of the tensors in an operator's results."""
     results = cast("list[object]", result) if isinstance(result, list) else [result]
     return [place for place, one in enumerate(results) if isinstance(one, TensorShape)]

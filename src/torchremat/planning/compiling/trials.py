@@ -1,7 +1,7 @@
-"""Calls of operators, each run by itself on zeros while the allocator is watched.
+"""Calls of operators, each run by itself on zeros while the allocator is recorded.
 
-A call runs twice, since the first time libraries set themselves up; what counts is the second. Only operators of torch
-are run: what those of others do beside their result, nobody knows.
+A call runs twice, since libraries initialize themselves in the first run; the second counts. Only operators of torch
+run: custom operators may have unknown side effects.
 
 Missing on purpose: workspace that depends on values.
 """
@@ -27,7 +27,7 @@ OF_TORCH = ("aten", "prims", "inductor_prims", "inductor")
 
 
 class TensorShape(NamedTuple):
-    """A tensor without its data: what `made_up` needs to make one like it."""
+    """A tensor without its data: the data from which `made_up` makes one like it."""
 
     size: list[int]
     stride: list[int]
@@ -36,12 +36,12 @@ class TensorShape(NamedTuple):
 
 
 class Trials:
-    """The calls that have run on one device, by whatever name each has been given.
+    """The calls that have run on one device, by the name that the caller gave each.
 
     Attributes:
-        high_bytes: The most that each call allocates, its results included.
-        storage_bytes: Of the tensors that each returns.
-        results: The same without data.
+        high_bytes: The peak bytes of each call, its results included.
+        storage_bytes: Bytes of the tensors that each returns.
+        results: These tensors without data.
         unknown: Operators that could not be run, with the reason.
     """
 
@@ -56,7 +56,7 @@ class Trials:
 
     @contextmanager
     def recorded(self) -> Generator[None]:
-        """Let calls run in the block. Generators are afterwards what they were before."""
+        """Let calls run in the block. Generators are restored afterwards."""
         before = RandomNumbers()
         with ExitStack() as stack:
             stack.callback(before.put_back)
@@ -77,9 +77,9 @@ class Trials:
         """Run a call, unless one of this name has run.
 
         Args:
-            name: What tells this call from others.
-            operator: Which operator it is of.
-            prepare: Makes its arguments, and returns it with them.
+            name: A unique name for the call.
+            operator: The operator that it calls.
+            prepare: Makes its arguments, and returns the call with them.
         """
         if name in self.storage_bytes or self._recorder is None:
             return
@@ -89,7 +89,7 @@ class Trials:
             first = self._recorder.mark("call")
             result = call()
             self._marks[name] = first, self._recorder.mark("done")
-        except Exception as error:  # noqa: BLE001  whatever an operator finds wrong with arguments that are zeros
+        except Exception as error:  # noqa: BLE001  an operator may reject zeros as arguments in any way
             self.unknown[operator] = str(error).partition("\n")[0]
             return
         self.storage_bytes[name] = [one.untyped_storage().nbytes() for one in tensors_in(result)]
@@ -97,7 +97,7 @@ class Trials:
 
 
 def shapes_of(value: object) -> object:
-    """Return what an operator takes or makes with shapes in the place of tensors, and numbers in that of symbols."""
+    """Return an operator's arguments or results with shapes in place of tensors, and numbers in place of symbols."""
     if isinstance(value, Tensor):
         size, stride = ([known(one) for one in numbers] for numbers in (value.shape, value.stride()))
         return TensorShape(size, stride, value.dtype, value.device)

@@ -1,9 +1,9 @@
-"""What kernels allocate beside their results: each kind of call in a joint graph, run by itself.
+"""Workspaces of kernels: each kind of call in a joint graph, run by itself.
 
-A call is known by its operator, and by shapes, strides, dtypes and options of its arguments. What it returns is what
-later calls are given: kernels return other strides and dtypes than a graph says they do.
+A call is identified by its operator, and by shapes, strides, dtypes and options of its arguments. Its results are the
+arguments of later calls: kernels return other strides and dtypes than a graph says.
 
-Missing on purpose: what a compiler's own kernels take.
+Missing on purpose: workspaces of a compiler's own kernels.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torchremat.measuring.tracker import address_of
 from torchremat.planning.compiling.trials import OF_TORCH, TensorShape, Trials, made_up, shapes_of
 from torchremat.tensors.structure import tensors_in
 
-# They allocate nothing beside their results.
+# They allocate nothing in addition to their results.
 _WITHOUT = ("_c10d_functional",)
 
 
@@ -34,27 +34,27 @@ class Workspaces:
     """The kernels of a graph.
 
     Attributes:
-        trials: What has run.
+        trials: The calls that have run.
     """
 
     trials: Trials
 
     def of(self, node: Node, made_bytes: int) -> int:
-        """Return what a call allocates beside the results of `made_bytes`."""
+        """Return the bytes that a call allocates in addition to its results of `made_bytes`."""
         high = self.trials.high_bytes
         return max(0, high.get(_described(node), 0) - made_bytes) if high else 0
 
     def made_by(self, node: Node, tensors: Sequence[Tensor]) -> list[int]:
-        """Return the bytes of the storages of what a call returns; `tensors` is what the graph has in their place."""
+        """Return the storage bytes of a call's results; `tensors` are the graph's fakes for them."""
         real = self.trials.storage_bytes.get(_described(node)) if node.op == "call_function" else None
         said = [known(one.untyped_storage().nbytes()) for one in tensors]
         return said if real is None or len(real) != len(said) else real
 
 
 def measured_workspaces(graph: Graph, device: torch.device) -> Workspaces:
-    """Run each kind of call once, and return what the allocator of a device saw.
+    """Run each kind of call once, and return the workspaces that the device's allocator recorded.
 
-    At any time there are the arguments and results of one call, beside what is there already.
+    At any time only the arguments and results of one call are live in addition to existing tensors.
     """
     trials = Trials(device)
     with trials.recorded():
@@ -85,7 +85,7 @@ def _try(node: Node, trials: Trials) -> None:
 
 
 def _value(node: Node, trials: Trials) -> Any:
-    """The shapes that a call has returned, or else those that the graph says it does."""
+    """The shapes that a call has returned, or else the shapes in the graph."""
     if node.target is operator.getitem:
         return _value(cast("Node", node.args[0]), trials)[node.args[1]]
     known_result = trials.results.get(_described(node)) if is_operator(node.target) else None
@@ -102,7 +102,7 @@ def _description(node: Node) -> Any:
 
 
 def _is_view(node: Node) -> bool:
-    """Whether a call makes no storage of its own and writes to none."""
+    """Whether a call makes no new storage and writes to none."""
     if getattr(getattr(node.target, "_schema", None), "is_mutable", False):
         return False
     given = {address_of(one.untyped_storage()) for other in node.all_input_nodes for one in _strided(other)}

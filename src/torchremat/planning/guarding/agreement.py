@@ -18,7 +18,7 @@ class AttemptOutcome(IntEnum):
 
     DONE = 0
     FAILED = 1  # out of memory
-    GIVEN_UP = 2  # out of memory, and not to be run again
+    GIVEN_UP = 2  # out of memory, and must not be repeated
     RAISED = 3  # something else
 
 
@@ -26,7 +26,7 @@ def check_alone(model: nn.Module, group: ProcessGroup | None) -> None:
     """Refuse a guard in one of several processes that have not agreed on one.
 
     Raises:
-        UnsupportedError: Several processes and no group; or the step of the model has collectives of its own.
+        UnsupportedError: Several processes and no group; or the step of the model has its own collectives.
     """
     if not distributed.is_available() or not distributed.is_initialized():
         if group is not None:
@@ -65,7 +65,7 @@ def check_no_sync(model: nn.Module) -> None:
 
 
 def agreed(mine: AttemptOutcome, group: ProcessGroup | None) -> AttemptOutcome:
-    """Return the worst outcome of all processes of a group; mine if there is none."""
+    """Return the worst outcome of all processes of a group; mine without a group."""
     if group is None or distributed.get_world_size(group) == 1:
         return mine
     worst = torch.tensor([int(mine)], device=device_of(group))

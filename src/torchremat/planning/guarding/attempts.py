@@ -1,4 +1,4 @@
-"""One attempt at a step that ran out of memory: where, what it asked for, and the plan that it ran under."""
+"""One attempt at a step that ran out of memory: its location, the failed request, and the active plan."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ AttemptPhase = Literal[Doing, "recompute", "elsewhere"]
 
 _OURS = str(Path(__file__).parents[2]) + os.sep
 _TORCHS = str(Path(torch.__file__).parent) + os.sep
-# Frames of these files are in the traceback of what fails in a recompute, ours or torch's, and of nothing else.
+# Frames of these files are in the traceback of a failure in a recompute, ours or torch's, and of no other failure.
 _RECOMPUTES = (f"{_OURS}regions{os.sep}recompute.py", f"{_TORCHS}utils{os.sep}checkpoint.py")
 
 
@@ -31,14 +31,14 @@ class Attempt:
 
     Attributes:
         number: 1 for the first attempt at its step.
-        phase: What ran: planning for a budget, forward, backward, a recompute in the backward; "elsewhere" if another
-            process failed.
-        where: The innermost module whose frame was left, and the line of the user's code; "" if neither is known.
-        asked_bytes: What was asked for in vain, as the error says it; None if it does not.
-        held_bytes: What torch's allocator had given away by then, as the error says it; None if it does not.
-        plan: The plan that the step ran under; None for a step without one, or with regions of the user's own.
+        phase: The phase that ran: planning for a budget, forward, backward, a recompute in the backward; "elsewhere" if
+            another process failed.
+        where: The innermost module in the traceback, and the line of the user's code; "" if neither is known.
+        asked_bytes: Bytes of the failed request, from the error; None if the error does not say.
+        held_bytes: Bytes allocated by torch at the failure, from the error; None if the error does not say.
+        plan: The plan that the step ran under; None for a step without one, or with the user's own regions.
         error: The first line of the error.
-        then: What was done about it.
+        then: The reaction to the failure.
     """
 
     number: int
@@ -60,8 +60,8 @@ class Attempt:
 
 
 def attempt_of(error: BaseException, *, number: int, doing: Doing, model: nn.Module, plan: Plan | None) -> Attempt:
-    """Return what an error says of the attempt that it ended. Its frames have to be there still."""
-    # The first is that of the caller, which still runs and is not to be asked for its variables: see `let_go`.
+    """Return the attempt that an error ended, from the error. Its frames must still exist."""
+    # The first frame is the caller's, which still runs; its variables must not be read: see `let_go`.
     frames = list(_frames(error.__traceback__))[1:]
     recomputed = any(frame.tb_frame.f_code.co_filename in _RECOMPUTES for frame in frames)
     phase: AttemptPhase = "recompute" if recomputed and doing == "backward" else doing

@@ -1,22 +1,21 @@
-"""Gradients that were there before a step, and what a failed attempt has added to them."""
+"""Gradients from before a step, and the additions of a failed attempt to them."""
 
 # NOTE [ Gradients of a step that is run again ]
 #
-# A step that is run again must not add its gradients twice. A copy of them from before each step would need as many
-# bytes as the gradients have, on a device that is about to be full, and be taken for steps that do not fail. So none is
-# taken; the next attempt leaves out what the failed one has done already, which is the same gradient bit for bit.
+# A step that is run again must not add its gradients twice. A copy of the gradients before each step would double their
+# bytes on a device that is about to be full, also for steps that do not fail. So no copy is made; the next attempt
+# skips the additions that the failed one has made, since it computes the same gradient bit for bit.
 #
 #     before the step       a failed attempt               the next attempt
 #     no gradient           made one                       it is dropped; made again
 #     a gradient            did not get to it              added to it
 #     a gradient            added to it n times            the first n additions are left out
-#     a gradient            another object in its place    the object from before is put back
+#     a gradient            another object in its place    the object from before is restored
 #
-# Autograd adds in one operator that writes nothing if it has no room for its result, so an addition is done or not. A
-# hook after each counts them, on leaves that have a gradient only: after `zero_grad()` there are none. To leave one
-# out, a hook takes the gradient away before, so that autograd sets a new one, and a hook after it puts the old one in
-# its place. Who else writes to a gradient during the step moves its version by more than was counted, and the step is
-# not run again.
+# Autograd adds in one operator that writes nothing if its result does not fit, so an addition is done or not. A hook
+# after each addition counts it, only on leaves that have a gradient: after `zero_grad()` none has. To skip an addition,
+# a hook removes the gradient before it, so that autograd sets a new one, and a hook after it restores the old one. Any
+# other write to a gradient during the step raises its version above the count, and the step is not run again.
 
 from __future__ import annotations
 
@@ -50,15 +49,15 @@ class Gradient:
         return self._done > 0
 
     def is_written(self) -> bool:
-        """Return whether somebody else has written to the gradient from before."""
+        """Return whether other code has written to the gradient from before."""
         return self.before is not None and version_of(self.before) not in (-1, self.version + self._done)
 
     def put_back(self) -> None:
-        """Let the leaf have the gradient from before, with what was added to it."""
+        """Restore the gradient from before, including the additions to it."""
         self.leaf.grad = self.before
 
     def watch(self) -> list[RemovableHandle]:
-        """Count what is added, and leave out what was added in earlier attempts, until the hooks are removed."""
+        """Count additions, and skip the ones made in earlier attempts, until the hooks are removed."""
         self._seen, skipped = 0, self._done
 
         def take_away(gradient: Tensor | None) -> None:
@@ -78,7 +77,7 @@ class Gradient:
         return [self.leaf.register_hook(take_away), counted] if skipped else [counted]
 
     def come_back(self) -> None:
-        """Put the gradient back where an error, or Ctrl-C, came between the two hooks."""
+        """Restore the gradient if an error, or Ctrl-C, came between the two hooks."""
         if self._is_aside:
             self.leaf.grad, self._is_aside = self.before, False
 
@@ -87,7 +86,7 @@ class Gradients:
     """The gradients of leaves before a step. See NOTE [ Gradients of a step that is run again ].
 
     Args:
-        leaves: All that the step's backward gives gradients to, each once.
+        leaves: All leaves that the step's backward gives gradients to, each once.
     """
 
     def __init__(self, leaves: Iterable[Tensor]) -> None:
@@ -96,7 +95,7 @@ class Gradients:
 
     @contextmanager
     def watched(self) -> Generator[None]:
-        """Count what one attempt adds."""
+        """Count the additions of one attempt."""
         hooks: list[RemovableHandle] = []
         try:
             for one in self._there:
@@ -109,25 +108,25 @@ class Gradients:
                 one.come_back()
 
     def begun(self) -> list[Tensor]:
-        """Return the leaves to whose gradient a part of the step has been added."""
+        """Return the leaves whose gradient already includes a part of the step."""
         return [one.leaf for one in self._there if one.is_begun]
 
     def written(self) -> list[Tensor]:
-        """Return the leaves to whose gradient something else has written."""
+        """Return the leaves whose gradient other code has written to."""
         return [one.leaf for one in self._there if one.is_written()]
 
     def put_back(self) -> None:
-        """Let every leaf have the gradient object that it had, or none."""
+        """Restore the gradient object of every leaf, or none."""
         for one in self._all:
             one.put_back()
 
 
 @contextmanager
 def lent(leaves: Iterable[Tensor]) -> Generator[None]:
-    """Give the memory of gradients back for the block; meanwhile their values lie in host memory.
+    """Free the memory of gradients for the block; meanwhile their values are in host memory.
 
-    For planning, which makes gradients of its own. The tensors stay the same objects, at the same versions. Those on
-    the host, and those that share their memory with others, keep it.
+    For planning, which makes its own gradients. The tensors stay the same objects, at the same versions. Gradients on
+    the host, and gradients that share their memory with other tensors, keep it.
     """
     gradients = [leaf.grad for leaf in leaves if leaf.grad is not None]
     alone = [one for one in gradients if type(one) is Tensor and one.device.type != "cpu" and _is_alone(one)]
@@ -148,6 +147,6 @@ def _is_alone(tensor: Tensor) -> bool:
 
 
 def hooked_after(leaves: Iterable[Tensor]) -> list[Tensor]:
-    """Return the leaves with hooks that run after a gradient was added, such as an optimizer's within backward."""
+    """Return the leaves with hooks that run after a gradient was added, for example an optimizer's in backward."""
     found: Callable[[Tensor], object] = lambda leaf: getattr(leaf, "_post_accumulate_grad_hooks", None)  # noqa: E731
     return [leaf for leaf in leaves if found(leaf)]

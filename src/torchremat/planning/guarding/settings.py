@@ -1,4 +1,4 @@
-"""What `guard` was asked for, checked before a step is run."""
+"""The settings of `guard`, checked before a step runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torchremat.state.guarded import check_named
 
 @dataclass(frozen=True, kw_only=True)
 class GuardSettings:
-    """What the user asked for; see `guard`."""
+    """The user's settings; see `guard`."""
 
     attempts: int
     budget: int | str | None
@@ -29,17 +29,17 @@ class GuardSettings:
     group: ProcessGroup | None
 
     def check(self, model: nn.Module, plan: object, backward: object) -> None:
-        """Raise where one of them is none, or where two of them do not go together.
+        """Raise if a setting is invalid, or if two settings are incompatible.
 
         Args:
             model: The model that is guarded.
-            plan: What was given as the plan.
-            backward: What was given in the place of `loss.backward()`.
+            plan: The `plan` argument.
+            backward: The argument that replaces `loss.backward()`.
 
         Raises:
-            BudgetError: The budget or the margin is no size, or the margin leaves nothing of it.
-            PlanError: `plan` is no plan, or came together with `budget`.
-            UnsupportedError: One of the others is none, or `margin` came without `budget`.
+            BudgetError: The budget or the margin is not a size, or the margin leaves nothing of it.
+            PlanError: `plan` is not a plan, or came together with `budget`.
+            UnsupportedError: Another setting is invalid, or `margin` came without `budget`.
         """
         if type(self.attempts) is not int or self.attempts < 1:
             raise UnsupportedError(f"attempts={self.attempts!r}: an int of at least 1 is needed.")

@@ -1,11 +1,11 @@
-"""What a step changes, as it was before the step."""
+"""The state that a step changes, as it was before the step."""
 
-# What one attempt changes and the next must not see:
+# State that one attempt changes and the next must not see:
 #
-#     random numbers        all generators of torch, Python's, NumPy's global one          state put back
-#     buffers               of the model and of the modules that the step holds            values and versions put back
-#     training flags        of the same modules                                            put back
-#     attributes, hooks     of the same modules, and all that can be reached from them     the same objects in them
+#     random numbers        all generators of torch, Python's, NumPy's global one          state restored
+#     buffers               of the model and of the modules that the step holds            values and versions restored
+#     training flags        of the same modules                                            restored
+#     attributes, hooks     of the same modules, and all objects reachable from them       the same objects in them
 #     arguments, `guard`    lists, dicts, attributes inside, to any depth                  the same objects in them
 #     registered state      `extend.register`                                              restored
 #     gradients             see NOTE [ Gradients of a step that is run again ]             left out
@@ -40,15 +40,15 @@ if TYPE_CHECKING:
 
 
 class StepState:
-    """What a step may change, as it is now.
+    """The current values of the state that a step may change.
 
     Args:
-        modules: All that the step runs, each once.
-        leaves: All that its backward gives gradients to.
-        tensors: The batch, and what else the step only reads.
-        objects: The arguments that are no tensors.
+        modules: All modules that the step runs, each once.
+        leaves: All leaves that its backward gives gradients to.
+        tensors: The batch, and other tensors that the step only reads.
+        objects: The arguments that are not tensors.
         guard: Further objects, as `checkpoint(guard=...)` takes them.
-        optimizers: All that the step can reach.
+        optimizers: All optimizers that the step can reach.
         watched: Large buffers that no earlier step has written, see `Buffers`.
     """
 
@@ -83,7 +83,7 @@ class StepState:
         self._world = Snapshot(world, guard, backs_up=False)
 
     def held_bytes(self, device: torch.device) -> int:
-        """Return the bytes of the copies that lie on a device until the step is done."""
+        """Return the bytes of the copies that stay on a device until the step is done."""
         return (
             self.buffers.held_bytes(device)
             + self._random.held_bytes(device)
@@ -97,13 +97,13 @@ class StepState:
             yield
 
     def written(self) -> list[tuple[str, Tensor]]:
-        """Return what an attempt has written and cannot be put back: words, and the tensor."""
+        """Return the tensors that an attempt has written and that cannot be restored, each with a description."""
         found = [("the gradient of {}", leaf) for leaf in self.gradients.written()]
         found += [("{}", tensor) for tensor, version in self._read if version_of(tensor) != version]
         return found + [("the buffer {}", buffer) for buffer in self.buffers.written()]
 
     def put_back(self) -> None:
-        """Let all be as before the step; of gradients see there."""
+        """Restore the state from before the step; for gradients see NOTE [ Gradients of a step that is run again ]."""
         with uninterrupted(), hiding():
             self.gradients.put_back()
             self.buffers.put_back()
@@ -114,5 +114,5 @@ class StepState:
                 tensor.data.copy_(clone)
 
     def put_back_objects(self) -> None:
-        """Let attributes, arguments and named objects hold what they held; nothing is written to a tensor."""
+        """Restore the objects that attributes, arguments and named objects held; nothing is written to a tensor."""
         self._world.put_back()

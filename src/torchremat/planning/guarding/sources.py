@@ -1,7 +1,7 @@
-"""What a step holds that is another thing after it has run: iterators, and optimizers."""
+"""Objects of a step that have advanced after it has run: iterators and optimizers."""
 
-# What a step holds is looked for in plain sight, as in `measuring.step`: its arguments, closure cells, defaults, the
-# globals that its code names, and of the object of a bound method the attributes that it names.
+# The objects that a step holds are searched in plain sight, as in `measuring.step`: its arguments, closure cells,
+# defaults, the globals that its code names, and, for a bound method, the attributes of its object that it names.
 #
 #     an iterator     the next attempt would get another batch: refused before the first step
 #     an optimizer    its state is written before its parameters, and memory may run out between: versions are watched
@@ -23,11 +23,11 @@ def check_no_iterators(step: Callable[..., object], objects: Iterable[object]) -
     """Refuse a step that takes its batch from an iterator.
 
     Args:
-        step: The user's.
-        objects: What is among its arguments beside tensors.
+        step: The user's step.
+        objects: Its arguments that are not tensors.
 
     Raises:
-        UnsupportedError: It is given one, or holds one.
+        UnsupportedError: The step receives one, or holds one.
     """
     held = [(f"`{name}`", one) for name, one in held_by(step)]
     found = next((words for words, one in (*(("an argument", one) for one in objects), *held) if is_iterator(one)), "")
@@ -39,21 +39,21 @@ def check_no_iterators(step: Callable[..., object], objects: Iterable[object]) -
 
 
 def optimizers_of(given: torch.optim.Optimizer | None, *callables: object) -> list[torch.optim.Optimizer]:
-    """Return the optimizer given, and those that callables hold, each once."""
+    """Return the given optimizer, and the optimizers that callables hold, each once."""
     held = (one for function in callables for _, one in held_by(function))
     found = [given, *(one for one in held if isinstance(one, torch.optim.Optimizer))]
     return list(dict.fromkeys(one for one in found if one is not None))
 
 
 class OptimizerState:
-    """The state of optimizers as it is now: which tensors there are, and their versions."""
+    """The state of optimizers as it is now: its tensors and their versions."""
 
     def __init__(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         self._optimizers = list(optimizers)
         self._before = self._read()
 
     def is_written(self) -> bool:
-        """Return whether something was written to it, or has come."""
+        """Return whether a tensor of it was written or added."""
         return self._read() != self._before
 
     def _read(self) -> list[tuple[int, int]]:

@@ -1,6 +1,6 @@
 """`guard`: a step that runs out of memory is run again under a smaller plan."""
 
-# A call of the guarded step, in the order of what happens:
+# A call of the guarded step, in the order of events:
 #
 #     snapshot ── attempt ── done ──────────────────────────────────────────── result
 #                   │  ▲                                            no
@@ -8,10 +8,10 @@
 #          memory   └── note where ── empty the frames ──────────────┘
 #
 # The first attempt under a `budget` begins with planning for it, which runs the step and may run out of memory as well:
-# the next attempt begins with planning then.
+# then the next attempt begins with planning too.
 #
-# Between two attempts nothing of the failed one may be held: not by the error's traceback, whose frames have the
-# variables of all the code that ran, not by variables here, and not by caches.
+# Between two attempts nothing of the failed one may stay alive: not through the error's traceback, whose frames have
+# the variables of all the code that ran, not through variables here, and not through caches.
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ M = TypeVar("M", bound=nn.Module)
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# A buffer of more bytes that the first step leaves alone is not copied before the later ones.
+# A buffer of more bytes that the first step does not write is not copied before later steps.
 _LARGE_BYTES = 65536
 
-# Two guards that put plans on one model would take off each other's.
+# Two guards that put plans on one model would remove each other's.
 _guarded: WeakSet[nn.Module] = WeakSet()
 
 
@@ -60,8 +60,8 @@ class GuardedStep(Generic[P, R]):
 
     Attributes:
         attempts: All attempts that have failed so far, of all calls.
-        held_bytes: What was copied before the last step, on the model's device, and lay there until its end: buffers,
-            named tensors, and on the CPU the states of generators. With `budget` it counts.
+        held_bytes: Bytes copied on the model's device before the last step and kept until its end: buffers, named
+            tensors, and on the CPU the states of generators. They count in `budget`.
     """
 
     def __init__(
@@ -80,25 +80,26 @@ class GuardedStep(Generic[P, R]):
         self._optimizer = optimizer
         self._settings = settings
         self._applied = Applied(model)
-        self._to_plan_for = settings.budget  # None once it is done
+        self._to_plan_for = settings.budget  # None once planned
         self._state = "ready"
         self._doing: Doing = "planning"
         self._watched: dict[int, ReferenceType[Tensor]] = {}
 
     @property
     def plan(self) -> Plan | None:
-        """The plan that the guard has put on the model; None while there is none."""
+        """The plan that the guard has put on the model; None if none."""
         return self._applied.plan
 
     @without_our_frames
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run the step and its backward on a batch, again if memory runs out, and return what the step returned.
+        """Run the step and its backward on a batch, again if memory runs out, and return the step's result.
 
         Raises:
             BudgetError: With `budget`, in the first call: no plan fits.
-            GuardError: It could not be finished; model, buffers, generators and parameters are as before the call.
-            UnsupportedError: It is running already, a hook runs an optimizer within the backward, or the step takes
-                from an iterator, of which the next attempt would get the next batch.
+            GuardError: The step could not be finished; model, buffers, generators and parameters are as before the
+                call.
+            UnsupportedError: The step is running already, a hook runs an optimizer in the backward, or the step takes
+                from an iterator, which would give the next attempt the next batch.
         """
         if self._state != "ready":
             raise UnsupportedError(f"guard: the guarded step {self._state}, so it cannot be called.")
@@ -110,7 +111,7 @@ class GuardedStep(Generic[P, R]):
         split((args, kwargs), tensors, objects)
         check_no_iterators(self._step, objects)
         tensors += held.tensors
-        # One walk through the modules: torch's own takes longer than the rest of what is done before a step.
+        # A single traversal of the modules: torch's own takes longer than the rest of the work before a step.
         modules = list(dict.fromkeys(one for root in (self._model, *held.modules) for one in root.modules()))
         parameters = [one for module in modules for one in module._parameters.values() if one is not None]
         leaves = gradient_leaves((), self._optimizer, [*parameters, *tensors])
@@ -149,7 +150,7 @@ class GuardedStep(Generic[P, R]):
                 bound,
                 budget=budget,
                 optimizer=self._optimizer,
-                margin=margin_of(own.margin) + self.held_bytes,  # what is copied lies there as well
+                margin=margin_of(own.margin) + self.held_bytes,  # the copies are there as well
                 cost=own.cost,
             )
         before.put_back()
@@ -171,7 +172,7 @@ class GuardedStep(Generic[P, R]):
             if attempt is None:
                 attempt = self._failed_elsewhere(len(failed) + 1)
             failed.append(attempt)
-            if worst is AttemptOutcome.RAISED:  # that process waits for nobody any more
+            if worst is AttemptOutcome.RAISED:  # that process no longer waits for others
                 why_not = "another process raised an error of its own"
             else:
                 why_not = self._why_not(before, is_last=len(failed) == most)
@@ -312,39 +313,39 @@ def guard(
 ) -> Generator[GuardedStep[P, R]]:
     """Run a training step on each batch, and run it again under a smaller plan where memory runs out.
 
-    An attempt that runs out of memory, of the device or of the host, is undone: what it holds is freed, and generators,
-    buffers, flags and objects are as they were. Then the step is planned for less than what failed, and run again. Its
-    result is bit for bit that of a step that never failed, and so are the gradients, which accumulate as ever. The
-    smaller plan stays for the batches that follow, until the block ends.
+    An attempt that runs out of memory, of the device or of the host, is undone: its tensors are freed, and generators,
+    buffers, flags and objects are restored. Then the step is planned for fewer bytes than the failed attempt, and run
+    again. Its result and gradients equal a never-failed step's bit for bit; gradients accumulate as usual. The smaller
+    plan stays for the following batches, until the block ends.
 
-    Any other error passes through, and nothing is repeated for it. What a step prints or sends happens again.
+    Any other error propagates, and nothing is repeated for it. Side effects of the step, prints or sends, happen again.
 
     Args:
-        model: The model. A plan or regions of your own on it are put aside while a plan of the guard is on it, and are
-            back after the block.
+        model: The model. Your own plan or regions on it are put aside while a plan of the guard is on it, and restored
+            after the block.
         step: Called as `step(model, *batch)`; runs the forward and returns the loss, as for `plan`.
-        budget: Plan for it before the first step; the step without a plan is tried first if not given.
+        budget: Plan for it before the first step; if not given, the step is first tried without a plan.
         plan: Apply it before the first step.
-        optimizer: Its parameters are looked after as the model's; its bytes count in `budget`.
-        backward: Called with what `step` returned, in the place of `loss.backward()`; it may call backward several
-            times, as a gradient scaler does once.
-        attempts: How often a step is run in all before it is given up. The last attempt is made under the smallest
-            plan that there is.
-        margin: As for `plan`; a part of `budget`, which has to be given with it.
+        optimizer: Its parameters are treated as the model's; its bytes count in `budget`.
+        backward: Called with the result of `step`, in place of `loss.backward()`; it may call backward several times,
+            or once, as a gradient scaler does.
+        attempts: The most runs of a step before the guard gives up. The last attempt uses the smallest plan that
+            exists.
+        margin: As for `plan`; a part of `budget`, which must be given with it.
         cost: As for `plan`.
-        guard: Objects that the step changes and that cannot be found in its arguments or in attributes of modules, as
-            for `checkpoint`.
-        group: The process group whose processes all run the step again if one has to. Not for steps with collectives.
+        guard: Objects that the step changes and that are reachable neither from its arguments nor from attributes of
+            modules, as for `checkpoint`.
+        group: The process group whose processes all run the step again if one must. Not for steps with collectives.
 
     Yields:
         The guarded step, called as `run(*batch)`.
 
     Raises:
         UnsupportedError: One of several processes and no `group`; the model is guarded already; `margin` came without
-            `budget`; or `attempts`, `backward`, `cost` or `guard` is something else than it can be.
-        StepError: `model`, `step` or `optimizer` is something else.
-        PlanError: `plan` is none, was made for another model, or came together with `budget`.
-        BudgetError: `budget` or `margin` is no size. That no plan fits it is said by the first step.
+            `budget`; or `attempts`, `backward`, `cost` or `guard` is invalid.
+        StepError: `model`, `step` or `optimizer` is of the wrong kind.
+        PlanError: `plan` is not a plan, was made for another model, or came together with `budget`.
+        BudgetError: `budget` or `margin` is not a size. If no plan fits, the first step raises it.
     """
     check_kinds(step, model, optimizer, needs_model=True)
     check_materialised(model)
@@ -371,7 +372,7 @@ def _backward(result: object) -> None:
 
 
 def _allocated(leaves: Sequence[Tensor]) -> int | None:
-    """Return what torch has given away on the leaves' device, with gradients yet to come; None if it does not count."""
+    """Return torch's allocated bytes on the leaves' device, plus future gradients; None if torch does not count."""
     device = next((leaf.device for leaf in leaves), torch.device("cpu"))
     accelerator = accelerator_of(device)
     if not accelerator.counts:

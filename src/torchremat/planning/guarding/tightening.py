@@ -1,4 +1,4 @@
-"""The plan after a failure: one that needs less than what failed."""
+"""The plan after a failure: one that needs fewer bytes than the failed attempt."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from torchremat.planning.searches.chains import Cost
 from torchremat.regions.patches import count_elsewhere, is_wrapped
 from torchremat.tensors.sizes import format_bytes
 
-# What a caching allocator cannot give away because it lies in pieces, as a share of what it had given away at failure.
+# Bytes lost to fragmentation in a caching allocator, as a share of the bytes allocated at failure.
 _PIECES_SHARE = 32
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BoundStep:
-    """A step with its batch, called with the model alone as those that are planned for.
+    """A step with its batch, called with the model alone, like a step for `plan`.
 
     Attributes:
-        step: The user's.
+        step: The user's step.
         args: Of one call.
         kwargs: Of one call.
-        held: The modules and tensors that the step itself holds; whoever looks at the attributes finds them.
-        prepare: Called before each run. The step is run several times, and may take its batch apart.
+        held: The modules and tensors that the step itself holds; a search of the attributes finds them.
+        prepare: Called before each run. The step runs several times, and may modify its batch.
     """
 
     step: Callable[..., object]
@@ -42,18 +42,18 @@ class BoundStep:
     prepare: Callable[[], None]
 
     def __call__(self, model: nn.Module) -> Any:
-        """Run it and return what it returns."""
+        """Run the step and return its result."""
         self.prepare()
         return self.step(model, *self.args, **self.kwargs)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Room:
-    """Bytes of the device that a failed attempt had for itself.
+    """Bytes of the device that were available to a failed attempt.
 
     Attributes:
-        held_bytes: What torch's allocator had given away at failure.
-        before_bytes: What it had given away before the attempt, with gradients that the step was yet to make.
+        held_bytes: Bytes allocated by torch at failure.
+        before_bytes: Bytes allocated before the attempt, plus gradients that the step had yet to make.
     """
 
     held_bytes: int
@@ -61,7 +61,7 @@ class Room:
 
 
 class Applied:
-    """The plan that is on the model, in the place of what the user may have put there."""
+    """The plan that is on the model, in place of any regions of the user."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -78,7 +78,7 @@ class Applied:
         self.plan = plan
 
     def remove(self) -> None:
-        """Leave the model as the user gave it."""
+        """Restore the model as the user gave it."""
         self._take_off()
         self._aside.close()
 
@@ -89,7 +89,7 @@ class Applied:
 
 
 class Tightening:
-    """Plans for one step with its batch, each smaller than the last. Holds the batch, so it goes with the step."""
+    """Plans for one step with its batch, each smaller than the last. Holds the batch, so it lives only for the step."""
 
     def __init__(self, model: nn.Module, bound: BoundStep, applied: Applied, *, cost: Cost) -> None:
         self._model = model
@@ -101,11 +101,11 @@ class Tightening:
         self._why_not = ""
 
     def tighten(self, *, attempts_left: int, room: Room | None) -> str:
-        """Put a smaller plan on the model, and return in words what was done.
+        """Put a smaller plan on the model, and return a description of it.
 
         Args:
-            attempts_left: With 1, the smallest plan that there is.
-            room: What the attempt that failed had for itself, where that is known.
+            attempts_left: With 1, the smallest plan that exists.
+            room: The bytes available to the failed attempt, where known.
         """
         if self._why_not:
             return self._why_not
@@ -128,7 +128,7 @@ class Tightening:
         if attempts_left == 1:
             target = floor
         elif known is not None and known < failed:
-            # What lay there at failure fits, but for what cannot be had in one piece.
+            # The bytes allocated at failure fit, except for the share lost to fragmentation.
             target = known - known // _PIECES_SHARE
         else:
             target = floor + (failed - floor) // 2
@@ -139,7 +139,7 @@ class Tightening:
         return f"planned for {format_bytes(plan.budget_bytes)}{smallest}"
 
     def _peak_of_failed(self, planner: Planner) -> int:
-        """Return the peak of what failed as the planner counts: of this batch, without an optimizer."""
+        """Return the peak of the failed attempt as the planner counts it: for this batch, without an optimizer."""
         plan = self._applied.plan
         if plan is None:
             return planner.peak_of(planner.solver.plain)
