@@ -2,8 +2,8 @@
 
     which operators      `schedules.closures`, for several numbers of bytes; alike units are solved once, and so are
                          those that run the same on about as many bytes, as blocks do whose experts get other tokens
-    bytes                `replays`, from the allocator's events of the traced forward, and `parting`, from those of the
-                         watched backward
+    bytes                `replays`, from the allocator's events of the traced forward, and
+                         `partial_backward`, from those of the watched backward
     seconds              of the operators that run again, and of the executor, see `profiles.overheads`
 
 Units of several calls have no options, nor have units whose tensors something else also references (except for the
