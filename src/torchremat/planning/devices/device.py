@@ -1,4 +1,4 @@
-"""`Device`: the description of a remote device, as data. From a table of published figures, or saved by a machine.
+"""`Device`: the description of an absent device, as data. From a table of published figures, or saved by a machine.
 
 `Planner.save_device` writes a device with its measured kernels; the devices of the table have none, so the workspace of
 their kernels is unknown, and seconds come from a roofline.

@@ -60,7 +60,7 @@ class Adaptive(Generic[B]):
         step: Called as `step(model, batch)`; runs the forward and returns the loss.
         budget: Peak bytes of a whole training step, as an int or like `"6GiB"`.
         optimizer: If given, its state and the peak of its step count.
-        device: Whose bytes count; that of the first parameter if not given.
+        device: The device whose bytes count; that of the first parameter if not given.
         cost: What to minimise, `"seconds"` or `"flops"`.
         margin: Bytes of the budget to leave free, for the allocator's overhead.
         over: What happens to a batch that no plan fits, before it runs, and after a step that was measured above the
