@@ -142,7 +142,7 @@ def choices_of(
 ) -> dict[tuple[str, int], CallDecision]:
     """Return the regions that each call runs in, and the stops of the calls of some units.
 
-    A kept call has no entry, unless a module that has one is called inside of it and would be counted.
+    A kept call has no entry, unless a module that has one is called inside it and would be counted.
     """
     choices: dict[tuple[str, int], CallDecision] = {}
     own = {unit: replace(settings, policy=one.policy) for one in held for unit in one.units}

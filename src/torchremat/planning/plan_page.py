@@ -23,7 +23,7 @@ _HEADINGS = ("module", "kind", "saves", "inputs", "forward", "GFLOP", "plan", "w
 
 
 def phase_of(point: Point) -> Phase:
-    """Return what runs at a point of a predicted step."""
+    """Return the phase that runs at a point of a predicted step."""
     return _FIRST_WORDS.get(point.what.partition(" ")[0], "forward")
 
 

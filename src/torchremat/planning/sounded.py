@@ -56,7 +56,7 @@ class Log:
 
 
 class SoundedStep:
-    """A forward and its backward, from now to the end of the first backward through what the forward returns.
+    """A forward and its backward, from now to the end of the first backward through the forward's output.
 
     Args:
         trained: The model.

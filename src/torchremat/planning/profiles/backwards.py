@@ -1,8 +1,8 @@
 """The watched backward of one unit: when autograd asks for which saved tensor, and when each of them is freed.
 
-    events      recompute │ delta_bytes ...                                            │ all that was saved is gone
+    events      recompute │ delta_bytes ...                                            │ all saved tensors are freed
     asked_at              │ 0: the recompute was for it     ▲ another one
-    remade                │          ▼ frees of what the recompute has made     ▼
+    remade                │          ▼ frees of memory made by the recompute    ▼
 
 A plan that holds some of a unit's saved tensors recomputes when autograd asks for the first of the others: see
 `searches.partial_backward`.

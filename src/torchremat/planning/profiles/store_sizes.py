@@ -37,7 +37,7 @@ def check_stores(stores: Sequence[Store], *, allow_lossy: bool) -> tuple[Store, 
     """Return the stores if a plan may use them.
 
     Raises:
-        UnsupportedError: One is no store, or loses digits and that is not allowed.
+        UnsupportedError: One is no store, or is lossy and that is not allowed.
     """
     if isinstance(stores, str) or not isinstance(cast("object", stores), Sequence):
         raise UnsupportedError(f"stores={stores!r}: a list of stores is needed, such as [torchremat.Disk()].")

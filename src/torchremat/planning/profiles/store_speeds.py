@@ -61,7 +61,7 @@ _NEVER_S = 1e9  # for a store that has no room
 
 @dataclass(frozen=True, kw_only=True)
 class Payload:
-    """What one unit gives to a store: the tensors, by size and type, and how often each is saved."""
+    """The payload that one unit gives to a store: the tensors, by size and type, and how often each is saved."""
 
     tensors: tuple[tuple[int, torch.dtype], ...]
     times: int = 1

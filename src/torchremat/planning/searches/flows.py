@@ -1,7 +1,7 @@
 """The operators of a step's forward as a dataflow: all of it, or one unit.
 
     value                               needed          holdable
-    parameter, leaf that requires grad  as it is        yes, it is there anyway
+    parameter, leaf that requires grad  as it is        yes, it exists anyway
     input of the unit                   as it is        yes, a region holds it
     other tensor from outside           as it is        no: no region can hand it back
     made by an operator                 as it is        unless it is written to later

@@ -1,9 +1,9 @@
 """Ways of keeping a part of a unit: a region of its own that holds the outputs of some operators.
 
     which operators      `schedules.closures`, for several numbers of bytes; alike units are solved once, and so are
-                         those that run the same on about as many bytes, as blocks do whose experts get other tokens
-    bytes                `replays`, from the allocator's events of the traced forward, and
-                         `partial_backward`, from those of the watched backward
+                         those that run the same on about as many bytes, like blocks whose experts get other tokens
+    bytes                `replays`, from the allocator's events of the traced forward, and `partial_backward`, from
+                         those of the watched backward
     seconds              of the operators that run again, and of the executor, see `profiles.overheads`
 
 Units of several calls have no options, nor have units whose tensors something else also references (except for the

@@ -1,9 +1,9 @@
 """The highest program points of a step under a tree: whether a change of the tree can fit, without a simulation.
 
 A simulation of a whole step takes a millisecond or more, and most changes that keep a little more do not fit. At a
-program point at which the changed part is neither in its forward nor in its backward, that part only holds what stays
-of its forward. So a few of the highest program points are recorded with the storages held there, and the additional
-bytes that a change holds there follow from a few storages.
+program point at which the changed part is neither in its forward nor in its backward, that part only holds the storages
+that stay after its forward. So a few of the highest program points are recorded with the storages held there, and the
+additional bytes that a change holds there follow from a few storages.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The bytes of a region that holds some operators' outputs, from the allocator's events of a forward that holds none.
 
-forward      the events, without the frees of what is held until the forward ends
+forward      the events, without the frees of storages that are held until the forward ends
 recompute    those up to the last operator that is passed, without those of operators that do not run,
              without the frees of saved tensors; tensors held for the recompute alone are freed where they were
 """

@@ -84,7 +84,7 @@ class Storing:
                     yield self.judged(store_profile, tree, units, 0)
 
     def solve(self, limit_bytes: int) -> Candidate | None:
-        """Return the cheapest candidate found with something stored whose predicted peak is at most the limit."""
+        """Return the cheapest candidate found with a stored unit whose predicted peak is at most the limit."""
         self._judged = 0
         cheapest = cache(partial(self._cheapest, limit_bytes=limit_bytes))  # trees recur
         plain = self.solver.plain

@@ -54,7 +54,7 @@ class ShapeClass:
         cover: How its figures follow from the family, at the largest shape of the class.
         split: Calls whose units are split.
         tree: The choice.
-        calls: How its units are recognised.
+        calls: The keys that identify its units.
         held: The operators whose outputs units kept in part hold.
         fixed_bytes: Live bytes before a step.
         prediction: The prediction of a step, over `fixed_bytes`.

@@ -1,8 +1,8 @@
 """A backward with all regions recomputed before the gradient arrives, the last one first.
 
-    forward's end    what a tree keeps
-    meanwhile        beside it what has been recomputed, and the peak of the recompute that runs
-    backward         all that a tree without regions has, until the backward comes to it
+    forward's end    the bytes that a tree keeps
+    meanwhile        in addition all recomputed tensors, and the peak of the running recompute
+    backward         all bytes of a tree without regions, each until the backward reaches it
 
 The number of regions recomputed by the time the gradient arrives is unknown. The larger of the peaks for all and for
 none bounds the peak for any number: a region that was reached sees in the backward the same as if all were recomputed,

@@ -145,8 +145,8 @@ class StoreProfile:
 
     Attributes:
         store: Its index among the given stores.
-        cargoes: What leaves, by the calls of a unit, so that it holds in each mixture of whole and split units; units
-            of which nothing leaves are absent.
+        cargoes: Offload sizes by the calls of a unit, so that they hold in each mixture of whole and split units; units
+            without any are absent.
         speed: Its speed.
         limit_bytes: Its capacity in bytes; None for no limit.
     """

@@ -1,9 +1,9 @@
 """A backward in two parts: the bytes held in its input part, and from there until its weight part.
 
-    input part      a unit's backward begins      all that it saves is there, recomputed or kept
-                    and ends                      what was recomputed and no weight needs goes; all else stays
-    between both    what units keep, inputs of regions, what weights need, gradients for weights
-    weight part     all of it goes, group by group
+    input part      a unit's backward begins      all its saved tensors are there, recomputed or kept
+                    and ends                      recomputed tensors that no weight needs are freed; the rest stays
+    between both    kept tensors of units, inputs of regions, tensors that weights need, gradients for weights
+    weight part     all of these are freed, group by group
 
 The saved tensors of kept units stay until the weight part, since torch retains the graph. So between both parts a stage
 can hold less with regions than without them.

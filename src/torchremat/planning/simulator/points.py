@@ -50,7 +50,7 @@ class UnitBytes:
         truncated_peak_bytes: Peak of a forward that saves and ends at its last save.
         exit_bytes: Live bytes when it returns, over those when it began, if nothing is saved.
         look_bytes: Copies of generator states and buffers that each region around it makes before, and holds while it
-            runs. Copies of generator states lie on the host, and count if that is the device.
+            runs. Copies of generator states are on the host, and count if that is the device.
         state_bytes: The part of these copies that each region keeps, since the unit has drawn from the generator or
             changed the buffer.
         copied_bytes: Buffers that it changes and autograd saves: a recompute makes them anew, from the state in
